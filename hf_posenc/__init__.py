@@ -1,0 +1,33 @@
+"""Replace the position handling of Hugging Face causal language models, in place, by any documented scheme."""
+
+from . import adapters, schemes  # noqa: F401  (importing them fills the registries)
+from .checkpoint import from_pretrained
+from .classes import VERSION as __version__
+from .errors import (
+    AlreadyPatchedError,
+    HfPosencError,
+    NotPatchedError,
+    UnknownSchemeError,
+    UnsupportedModelError,
+)
+from .patching import describe, patch_model, patched, unpatch_model
+from .registry import available_schemes
+from .schemes.base import Scheme
+from .verification import verify
+
+__all__ = [
+    "AlreadyPatchedError",
+    "HfPosencError",
+    "NotPatchedError",
+    "Scheme",
+    "UnknownSchemeError",
+    "UnsupportedModelError",
+    "__version__",
+    "available_schemes",
+    "describe",
+    "from_pretrained",
+    "patch_model",
+    "patched",
+    "unpatch_model",
+    "verify",
+]

@@ -1,0 +1,155 @@
+"""What the package has to know about a model family, as data, and its resolution against a live model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """Where a family of architectures keeps its layers and its native positions, and what of it cannot be patched.
+
+    Names are dotted attribute paths. Nothing is guessed: `resolve` looks every name up before a model is changed.
+
+    Attributes:
+        model_types: the `config.model_type` values the adapter serves.
+        decoder: from the base model (`model.base_model`) to the module that owns the layers; `""`: the base itself.
+        layers: from the decoder to the `nn.ModuleList` of decoder layers.
+        attention: from a layer to its self-attention module. That module calls transformers' attention interface and
+            has `scaling` and `layer_idx`.
+        token_embedding: from the decoder to the token embedding.
+        rotary: from the decoder to the module that makes cos and sin for all layers; `None`: the family has none.
+        position_table: from the decoder to the native table of learned positions, an `nn.Embedding`; `None`: the family
+            has none.
+        table_offset: rows of the native table that precede the row of position 0.
+        slices_rotary: the family rotates only the first `cos.shape[-1]` dimensions of each head, so that a narrower
+            cos means partial rotation; otherwise the width of cos must be what the attention expects.
+        query_is_scaled: queries reach the attention function already multiplied by `attention.scaling`, and it is
+            called with `scaling=1.0`.
+        refuse: config attributes that must be absent or falsy, each with the reason a user is told.
+        split_heads: `(attention, hidden_states (B, T, E))` -> query, key, value, each `(B, H, T, D)`, as the family's
+            own attention makes them. Only for families without rotary embedding, whose attention is replaced by one
+            that rotates; together with the next two.
+        merge_heads: `(attention, output (B, T, H, D))` -> `(B, T, E)`, output projection and residual dropout included.
+        attention_dropout: `(attention)` -> dropout probability of the attention weights while training.
+        use_rope_flag: attribute of the attention module that switches rotation on (truthy) or off for that layer;
+            `None`: every layer rotates.
+    """
+
+    model_types: tuple[str, ...]
+    decoder: str = ""
+    layers: str = "layers"
+    attention: str = "self_attn"
+    token_embedding: str = "embed_tokens"
+    rotary: str | None = "rotary_emb"
+    position_table: str | None = None
+    table_offset: int = 0
+    slices_rotary: bool = False
+    query_is_scaled: bool = False
+    refuse: Mapping[str, str] = field(default_factory=dict)
+    split_heads: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
+    merge_heads: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
+    attention_dropout: Callable[[nn.Module], float] | None = None
+    use_rope_flag: str | None = None
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The modules of one live model that an adapter names.
+
+    Attributes:
+        decoder: the module that owns the layers.
+        layers: the decoder layers, first to last.
+        attentions: the self-attention module of each layer, in the same order.
+        token_embedding: the token embedding.
+        rotary: the module that makes cos and sin, or `None`.
+        position_table: the native table of learned positions, or `None`.
+    """
+
+    decoder: nn.Module
+    layers: list[nn.Module]
+    attentions: list[nn.Module]
+    token_embedding: nn.Module
+    rotary: nn.Module | None
+    position_table: nn.Module | None
+
+
+def resolve(adapter: Adapter, model: nn.Module) -> Resolved:
+    """Looks up everything an adapter names in a live model, and changes nothing.
+
+    Args:
+        adapter: the adapter of the model's family.
+        model: a transformers model, with or without a head.
+
+    Returns:
+        The modules found.
+
+    Raises:
+        UnsupportedModelError: the config has a setting the adapter refuses, or a name leads nowhere; the message has
+            the adapter's field, the dotted name and the class of the module it was looked up in.
+    """
+    config = model.config
+    for attribute, reason in adapter.refuse.items():
+        value = getattr(config, attribute, None)
+        if value:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be patched: config.{attribute} = {_shown(value)}; {reason}"
+            )
+    # Upstream's own switch for turning any decoder into an encoder: the "causal" mask is then bidirectional.
+    if not getattr(config, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be patched: config.is_causal = {config.is_causal}; "
+            "every scheme is defined for keys at or before the query; set it to True"
+        )
+
+    decoder = _module(adapter, "decoder", model.base_model)
+    found = _module(adapter, "layers", decoder)
+    if not isinstance(found, nn.ModuleList) or len(found) == 0:
+        raise UnsupportedModelError(
+            f"adapter for {', '.join(adapter.model_types)}: layers={adapter.layers!r} of {type(decoder).__name__} is "
+            f"no ModuleList with at least one layer, but {_shown(found)}"
+        )
+    layers = list(found)
+    attentions = [_module(adapter, "attention", layer) for layer in layers]
+    for attention in attentions:
+        for needed in ("scaling", "layer_idx", adapter.use_rope_flag):
+            if needed is not None and not hasattr(attention, needed):
+                raise UnsupportedModelError(
+                    f"adapter for {', '.join(adapter.model_types)}: attention={adapter.attention!r} is a "
+                    f"{type(attention).__name__}, which has no attribute {needed!r}"
+                )
+    return Resolved(
+        decoder=decoder,
+        layers=layers,
+        attentions=attentions,
+        token_embedding=_module(adapter, "token_embedding", decoder),
+        rotary=_module(adapter, "rotary", decoder) if adapter.rotary is not None else None,
+        position_table=_module(adapter, "position_table", decoder) if adapter.position_table is not None else None,
+    )
+
+
+def _module(adapter: Adapter, name_of_field: str, parent: nn.Module) -> nn.Module:
+    """The module that the dotted name in one of the adapter's fields leads to from `parent`."""
+    path: str = getattr(adapter, name_of_field)
+    found: Any = parent
+    for attribute in path.split(".") if path else ():
+        found = getattr(found, attribute, None)
+    if not isinstance(found, nn.Module):
+        raise UnsupportedModelError(
+            f"adapter for {', '.join(adapter.model_types)}: {name_of_field}={path!r} is no module of "
+            f"{type(parent).__name__}; its modules are {', '.join(name for name, _ in parent.named_children())}"
+        )
+    return found
+
+
+def _shown(value: object) -> str:
+    """A value for a message: itself when short, otherwise its type."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"<{type(value).__name__}>"

@@ -1,0 +1,10 @@
+"""GPT-NeoX and Pythia: partial rotation; layers take the cache as `layer_past`."""
+
+from hf_posenc.adapters.base import Adapter
+
+ADAPTER = Adapter(
+    model_types=("gpt_neox",),
+    attention="attention",
+    token_embedding="embed_in",
+    slices_rotary=True,
+)

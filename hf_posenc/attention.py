@@ -1,0 +1,436 @@
+"""The one file that knows transformers' attention interface, mask interface and rotary modules.
+
+Importing it registers one attention function and one mask function under the name `hf_posenc`; nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    and_masks,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+    sliding_window_overlay,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from . import positions
+from .engines import reference
+from .registry import adapter_for
+from .schemes.base import Dims, Engine
+from .schemes.rope import Rope, apply_rotary
+
+NAME = "hf_posenc"
+"""Name of our attention and mask function; also the trip-wire in a saved config, which stock classes refuse."""
+
+ENGINES: Mapping[str, Engine] = {"reference": reference.attend}
+"""Engines by name. `auto` chooses among them."""
+
+NO_MASK = (
+    "the attention mask, which carries the positions, did not arrive at the attention layer. Context parallelism and some "
+    "wrappers drop it; attention would then run without positions. Use the scheme without them, or a scheme that keeps the "
+    "stock attention: nope, sinusoidal, learned, rope"
+)
+PAGED = (
+    "paged attention and continuous batching hand over keys without their positions, so a scheme that changes attention scores "
+    "cannot run with them: use generate(), or a scheme that keeps the stock attention (nope, sinusoidal, learned, rope)"
+)
+
+
+def select_engine(attention: str) -> Engine:
+    """Return the engine for a value of `patch_model(..., attention=...)`.
+
+    Args:
+        attention: `auto` or a name in `ENGINES`.
+
+    Raises:
+        ValueError: for any other name.
+    """
+    try:
+        return ENGINES["reference" if attention == "auto" else attention]
+    except KeyError:
+        raise ValueError(f"unknown attention {attention!r}; choose from auto, {', '.join(ENGINES)}") from None
+
+
+def scheme_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with the scheme that sits on the module; the function behind the attention name `hf_posenc`.
+
+    Args:
+        module: a model's attention, patched: it has `posenc`, `posenc_engine` and `scaling`.
+        query: (B, H, Q, D).
+        key: (B, K, L, D), including cached keys.
+        value: (B, K, L, D).
+        attention_mask: the position channel, or a user's own 4-D mask.
+        scaling: factor of the scores; None means the module's.
+        dropout: probability that an attention weight is dropped.
+        softcap: cap on the scores.
+        position_ids: (B|1, Q).
+        **kwargs: what families pass besides; a sliding window is in the channel already.
+
+    Returns:
+        output (B, Q, H, D) and weights (B, H, Q, L) or None.
+
+    Raises:
+        ValueError: if the module has no scheme, the mask did not arrive, or chosen position ids meet a filled cache.
+        NotImplementedError: for paged attention.
+    """
+    if kwargs.get("cache") is not None:
+        raise NotImplementedError(PAGED)
+    if "posenc" not in module._modules:
+        raise ValueError(
+            f"{type(module).__name__} runs with the attention implementation {NAME!r} but carries no position encoding: "
+            "apply hf_posenc.patch_model to the model instead of naming the implementation"
+        )
+    if attention_mask is None:
+        raise ValueError(NO_MASK)
+    where = positions.read(attention_mask, query.shape[2], key.shape[2])
+    if query.shape[2] == key.shape[2] or module.layer_idx == 0:  # with a cache it only checks, once per forward is enough
+        where = where.follow(position_ids)
+    return module.posenc(
+        query,
+        key,
+        value,
+        where,
+        scaling=module.scaling if scaling is None else scaling,
+        vector_scaling=module.scaling,
+        softcap=softcap,
+        dropout=dropout,
+        engine=select_engine(module.posenc_engine),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- masks
+
+_SLIDING = sliding_window_overlay(1).__code__
+_PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+_AND = and_masks(causal_mask_function).__code__
+
+
+def _remapping_code() -> object:
+    """Return the code of 5.23's remapping of packed indices; older releases have none."""
+    from transformers import masking_utils
+
+    make = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    return None if make is None else make(causal_mask_function, torch.zeros(1, 1)).__code__
+
+
+_REMAPPED = _remapping_code()
+
+
+def describe_mask(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
+    """Take a mask function of transformers apart.
+
+    Its closures are recognised by the identity of their code, so that an unknown one is never mistaken for a known one.
+
+    Args:
+        mask_function: (batch, head, query index, key index) -> visible.
+
+    Returns:
+        A dict with `causal` (True if present), `window` (int) and `segments` (B|1, T) if present; None if any part is unknown.
+    """
+    if mask_function is causal_mask_function:
+        return {"causal": True}
+    code = getattr(mask_function, "__code__", None)
+    if code not in (_SLIDING, _PACKED, _AND, _REMAPPED) or code is None:
+        return None
+    inside = inspect.getclosurevars(mask_function).nonlocals
+    if code is _SLIDING:
+        return {"window": inside["sliding_window"]}
+    if code is _PACKED:
+        return {"segments": inside["packed_sequence_mask"]}
+    if code is _REMAPPED:  # positions of one packed document are consecutive: order and lags are those of the indices
+        return describe_mask(inside["mask_function"])
+    parts = [describe_mask(part) for part in inside["mask_functions"]]
+    known = [part for part in parts if part is not None]
+    if len(known) != len(parts) or sum("window" in part for part in known) > 1:
+        return None
+    return {key: value for part in known for key, value in part.items()}
+
+
+def position_channel(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """Make the position channel; the function behind the mask name `hf_posenc`.
+
+    Args:
+        batch_size: B.
+        q_length: Q.
+        kv_length: L.
+        q_offset: slot of the first query; a static cache passes a live tensor.
+        kv_offset: slot of the first key.
+        mask_function: which pairs are visible, of slots.
+        attention_mask: (B, slots) bool, False for padding, or None.
+        use_vmap: how to evaluate a mask function that is not made of index arithmetic.
+        device: of the model's inputs.
+        **kwargs: the rest of the interface.
+
+    Returns:
+        the compact int32 channel (B|1, 1, 5, Q + L), or the dense form (B|1, 1, Q, L) for mask functions it cannot express.
+    """
+    query_index = (torch.arange(q_length, device=device) + q_offset)[None]
+    key_index = (torch.arange(kv_length, device=device) + kv_offset)[None]
+    query_positions, key_positions = query_index, key_index
+    query_valid = key_valid = None
+    if attention_mask is not None:
+        seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        counted = seen.cumsum(-1) - 1  # padding takes no position
+
+        def at(table: Tensor, index: Tensor) -> Tensor:
+            return table.gather(-1, index.clamp(max=table.shape[-1] - 1).expand(table.shape[0], -1))
+
+        query_positions, key_positions = at(counted, query_index), at(counted, key_index)
+        query_valid, key_valid = at(seen, query_index), at(seen, key_index)
+
+    shape = describe_mask(mask_function)
+    if shape is None or "causal" not in shape:
+        visible = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        distance = (query_positions[:, :, None] - key_positions[:, None, :])[:, None]
+        return positions.pack_dense(distance, visible)
+
+    segments = shape.get("segments")
+    if segments is not None:  # queries and keys are the same tokens; count positions from the start of each document
+        index = torch.arange(q_length, device=segments.device)[None]
+        starts = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+        query_positions = key_positions = index - torch.where(starts, index, 0).cummax(-1).values
+    return positions.pack(
+        query_index,
+        key_index,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        query_valid=query_valid,
+        key_valid=key_valid,
+        query_segment=segments,
+        key_segment=segments,
+        window=shape.get("window"),
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- rotary
+
+
+class RotaryAttention(nn.Module):
+    """Mixed in front of the attention class of a base without rotary embedding: rotates before the cache, then attends as before.
+
+    Why a class and not a hook on the projection: PEFT wraps the projection, and its update would be added after the hook.
+    """
+
+    posenc_family: str
+    posenc_layout: str
+    layer_idx: int
+    scaling: float
+    config: PreTrainedConfig
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with rotated queries and keys.
+
+        Args:
+            hidden_states: (B, T, E).
+            past_key_values: a transformers cache, or None.
+            attention_mask: as the stock attention gets it.
+            position_ids: (B|1, T).
+            **kwargs: handed on to the attention function.
+
+        Returns:
+            (B, T, E) and the attention weights or None.
+        """
+        adapter = adapter_for(self.posenc_family)
+        assert adapter.split_heads and adapter.merge_heads and adapter.attention_dropout  # surgery checked it
+        query, key, value = adapter.split_heads(self, hidden_states)
+        if position_ids is None:
+            raise ValueError("position_ids did not arrive at the attention layer, so nothing can be rotated")
+        cos, sin = self.posenc_rotary(value, position_ids)
+        query = apply_rotary(query, cos, sin, self.posenc_layout)
+        key = apply_rotary(key, cos, sin, self.posenc_layout)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        stock = stock_class(type(self), RotaryAttention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, sys.modules[stock.__module__].eager_attention_forward
+        )
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=adapter.attention_dropout(self) if self.training else 0.0,
+            scaling=1.0 if adapter.query_is_scaled else self.scaling,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        return adapter.merge_heads(self, output), weights
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the stock class, since this one is made on demand."""
+        return revive, (rotary_class, stock_class(type(self), RotaryAttention)), self.__dict__
+
+
+def stock_class(cls: type, mixin: type) -> type:
+    """Return the class that `mixin` was put in front of."""
+    return next(base for base in cls.__bases__ if base is not mixin)
+
+
+def revive(make: Callable[[type], type], stock: type) -> Any:
+    """Return an empty instance of the class that `make` derives from a stock class, for pickle and copy."""
+    cls = make(stock)
+    return cls.__new__(cls)
+
+
+def rotary_class(stock: type) -> type:
+    """Return the rotating sub-class of a stock attention class."""
+    return type("Rotary" + stock.__name__, (RotaryAttention, stock), {"__module__": __name__})
+
+
+class IdentityRotary(nn.Module):
+    """Stands in for a base's rotary module: cos 1, sin 0, which turns nothing, exactly."""
+
+    def __init__(self, native: nn.Module) -> None:
+        """Return as many cosines as the native module would.
+
+        Args:
+            native: the base's rotary module; its frequencies say how many dimensions of a head it turns.
+        """
+        super().__init__()
+        self.size = 2 * next(b.shape[-1] for name, b in native.named_buffers() if name.endswith("inv_freq"))
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return ones and zeros (B|1, T, R) in the dtype of x; further arguments of families are ignored."""
+        shape = (*position_ids.shape, self.size)
+        return x.new_ones(1).expand(shape), x.new_zeros(1).expand(shape)
+
+
+class PartialRotary(nn.Module):
+    """Widens cos and sin for a base that turns whole heads: the added pairs stand still."""
+
+    def __init__(self, rotary: nn.Module, size: int) -> None:
+        """Wrap a rotary module.
+
+        Args:
+            rotary: a module that returns cos and sin of fewer dimensions.
+            size: D.
+        """
+        super().__init__()
+        self.rotary = rotary
+        self.size = size
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, (B|1, T, D) each."""
+        cos, sin = self.rotary(x, position_ids, *args, **kwargs)
+        half = cos.shape[-1] // 2
+        padding = (0, self.size // 2 - half)
+        pad = torch.nn.functional.pad
+        cos, sin = pad(cos[..., :half], padding, value=1.0), pad(sin[..., :half], padding)
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+
+
+def rope_parameters(scheme: Rope, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the `rope_parameters` that the scheme gives to a base with this config, per layer type where it has several.
+
+    Args:
+        scheme: what was None in it is taken from the config.
+        config: of the base model; GPT-2-like bases have no `rope_parameters`.
+    """
+    own = getattr(config, "rope_parameters", None) or {}
+    if own and all(isinstance(value, dict) for value in own.values()):
+        return {kind: _filled(scheme, value, config) for kind, value in own.items()}
+    return _filled(scheme, own, config)
+
+
+def _filled(scheme: Rope, own: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the parameters of one layer type; `own` are the base's."""
+    partial = own.get("partial_rotary_factor") or 1.0
+    filled = scheme.with_base(own.get("rope_theta") or 10000.0, partial).rope_parameters()
+    if filled["rope_type"] in ("yarn", "longrope", "llama3", "dynamic"):
+        original = own.get("original_max_position_embeddings") or config.max_position_embeddings
+        filled.setdefault("original_max_position_embeddings", original)
+    if filled["partial_rotary_factor"] == 1.0 and "partial_rotary_factor" not in own:
+        del filled["partial_rotary_factor"]
+    return filled
+
+
+def make_rotary(parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None) -> nn.Module:
+    """Return a rotary module with these parameters: the base's own class where it has one, else LLaMA's.
+
+    Args:
+        parameters: transformers' `rope_parameters`.
+        config: of the base model, left as it is.
+        dims: of its attention.
+        native: its rotary module, or None.
+
+    Returns:
+        A module (x, position_ids (B|1, T), ...) -> cos, sin (B|1, T, R).
+
+    Raises:
+        ValueError: where transformers finds the parameters wrong (KeyError for missing ones becomes ValueError).
+    """
+    if native is None:
+        config = LlamaConfig(
+            hidden_size=dims.hidden_size,
+            num_attention_heads=dims.num_heads,
+            head_dim=dims.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+    else:
+        config = copy.deepcopy(config)
+    config.rope_parameters = copy.deepcopy(parameters)
+    try:
+        config.validate_rope()
+        return (LlamaRotaryEmbedding if native is None else type(native))(config)
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"rope: transformers cannot compute {parameters}: {type(error).__name__} {error}") from error
+
+
+AttentionInterface.register(NAME, scheme_attention)
+AttentionMaskInterface.register(NAME, position_channel)

@@ -1,0 +1,1 @@
+"""Attention engines: pure tensor code that computes a scheme's attention. They know neither transformers nor model families."""

@@ -1,0 +1,21 @@
+"""The errors of the package. Each also derives from the built-in error a caller would expect."""
+
+
+class HfPosencError(Exception):
+    """Base of every error this package raises on purpose, wrong hyper-parameters (TypeError, ValueError) excepted."""
+
+
+class UnknownSchemeError(HfPosencError, ValueError):
+    """The scheme's name is not registered."""
+
+
+class UnsupportedModelError(HfPosencError, TypeError):
+    """The model's architecture, or a setting of its config, cannot carry another position encoding."""
+
+
+class AlreadyPatchedError(HfPosencError, RuntimeError):
+    """The model already carries a scheme; unpatch it first."""
+
+
+class NotPatchedError(HfPosencError, RuntimeError):
+    """The model carries no scheme of this package."""

@@ -1,0 +1,240 @@
+"""patch_model, unpatch_model, patched, describe: an adapter and a scheme become an undo log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from transformers import PreTrainedModel
+
+from . import surgery
+from .classes import PosEncMixin, config_class, entry_of, model_class, register_auto
+from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
+from .registry import available_schemes, scheme_class
+from .schemes.base import PositionEmbedding, PositionModule, Scheme
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+@dataclass
+class Patch:
+    """What is known of a patched model, kept as a plain attribute of its base model.
+
+    Attributes:
+        scheme: as resolved against the model.
+        attention: `auto` or an engine's name.
+        undo: the inverse steps; None for a model that was loaded patched, whose stock positions are gone.
+    """
+
+    scheme: Scheme
+    attention: str
+    undo: surgery.Undo | None
+
+
+def parse_scheme(scheme: str | Scheme, hyperparameters: dict[str, Any]) -> Scheme:
+    """Return a scheme from its name and hyper-parameters, or the instance itself.
+
+    Raises:
+        UnknownSchemeError: for a name that is not registered; the message lists those that are.
+        TypeError: for unknown hyper-parameters, or any beside an instance.
+        ValueError: for values out of range.
+    """
+    if isinstance(scheme, Scheme):
+        if hyperparameters:
+            raise TypeError(f"hyper-parameters {', '.join(hyperparameters)} were given beside a {scheme.name} instance")
+        return scheme
+    if not isinstance(scheme, str):
+        raise TypeError(f"scheme must be a Scheme or one of the names {', '.join(available_schemes())}, not {scheme!r}")
+    return scheme_class(scheme).parse(hyperparameters)
+
+
+def patch_of(model: nn.Module) -> Patch | None:
+    """Return what is known of a patched model, or None for a stock one."""
+    return getattr(model, "base_model", model).__dict__.get("_posenc_patch")
+
+
+def patch_model(
+    model: Model, scheme: str | Scheme, *, attention: str = "auto", seed: int | None = None, **hyperparameters: Any
+) -> Model:
+    """Replace a model's position handling, in place.
+
+    Everything is checked before anything is changed, and a failure half-way leaves the model as it was. New parameters take
+    the dtype and device of the layer they sit on.
+
+    Args:
+        model: a stock transformers model of a supported family, with or without a head.
+        scheme: a name (`available_schemes()`) or a `Scheme` instance.
+        attention: engine for schemes that change attention scores: `auto` or `reference`.
+        seed: for new parameters that start at random; None draws from torch's generator.
+        **hyperparameters: of the scheme, see its class.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        UnknownSchemeError: if there is no such scheme.
+        UnsupportedModelError: if the model, a setting of it or its attention backend cannot carry the scheme.
+        AlreadyPatchedError: if the model is patched; `unpatch_model` it first.
+        TypeError: for wrong hyper-parameters.
+        ValueError: for hyper-parameters out of range, or an unknown `attention`.
+    """
+    wanted = parse_scheme(scheme, hyperparameters)
+    _check_model(model)
+    if seed is not None and not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer or None, not {seed!r}")
+    config = model.config
+    plan, native = surgery.resolved(surgery.make_plan(model, wanted, attention), config)
+
+    undo = surgery.Undo()
+    try:
+        owners = surgery.operate(undo, plan, config)
+        _initialize(owners, native, seed, model)
+        _rename(undo, model, plan.scheme)
+        surgery.set_attribute(undo, model.base_model, "_posenc_patch", Patch(plan.scheme, attention, undo))
+    except BaseException:
+        undo.roll_back()
+        raise
+    return model
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, (DistributedDataParallel, DataParallel)) or type(model).__name__.startswith("FSDP"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has already registered its parameters: patch the model first, wrap it afterwards"
+        )
+    if type(model).__name__.startswith("Peft"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wraps the model: patch the base model first, then add the adapter with "
+            'LoraConfig(modules_to_save=["posenc"]) so that new position parameters are trained and saved'
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(model).__name__}")
+    if patch_of(model) is not None or isinstance(model, PosEncMixin):
+        name = "another scheme" if (patch := patch_of(model)) is None else patch.scheme.name
+        raise AlreadyPatchedError(f"this {type(model).__name__} is patched with {name}; unpatch_model(model) first")
+
+
+def _initialize(owners: list[PositionModule], native: Any, seed: int | None, model: PreTrainedModel) -> None:
+    """Start new parameters and move them to where their layer is."""
+    with torch.no_grad(), surgery.seeded(seed):
+        for owner in owners:
+            place = _layer_parameter(model, owner)
+            owner.to(device=place.device, dtype=place.dtype)
+            if isinstance(owner, PositionEmbedding):
+                owner.initialize(native)
+            else:
+                owner.reset_parameters()
+            owner.train(model.training)
+
+
+def _layer_parameter(model: PreTrainedModel, owner: nn.Module) -> torch.Tensor:
+    """Return a stock floating-point parameter near a new module: FSDP wants one dtype per layer."""
+    new = {id(p) for p in owner.parameters()}
+    parent = next(m for m in model.modules() if any(child is owner for child in m.children()))
+    for module in (parent, model):
+        for parameter in module.parameters():
+            if id(parameter) not in new and parameter.is_floating_point():
+                return parameter
+    raise UnsupportedModelError(f"{type(model).__name__} has no floating-point parameters")
+
+
+def _rename(undo: surgery.Undo, model: PreTrainedModel, scheme: Scheme) -> None:
+    """Give model and config our own types, so that what they save cannot be taken for a stock checkpoint."""
+    config = model.config
+    surgery.set_class(undo, config, config_class(type(config)))
+    surgery.set_attribute(undo, config, "position_encoding", entry_of(scheme))
+    for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
+        surgery.set_class(undo, module, model_class(type(module)))
+    surgery.set_attribute(undo, config, "architectures", [type(model).__name__])
+    register_auto(type(config), type(model), type(model.base_model))
+    # PEFT writes this into adapters as their base; the stock checkpoint would be the wrong one.
+    surgery.set_attribute(undo, model, "name_or_path", "")
+    surgery.set_attribute(undo, config, "_name_or_path", "")
+
+
+def unpatch_model(model: Model) -> Model:
+    """Undo `patch_model`: modules, classes, config, hooks and attributes are what they were.
+
+    Stock parameters that were trained in between keep their new values; the scheme's parameters are dropped.
+
+    Args:
+        model: a patched model.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        NotPatchedError: if it is not patched, or was loaded from a patched checkpoint, which does not hold the stock positions.
+    """
+    patch = patch_of(model)
+    if patch is None:
+        raise NotPatchedError(f"this {type(model).__name__} is not patched")
+    if patch.undo is None:
+        raise NotPatchedError(
+            "this model was loaded from a patched checkpoint, which does not hold the stock positions: load the stock checkpoint"
+        )
+    patch.undo.roll_back()
+    return model
+
+
+@contextmanager
+def patched(model: Model, scheme: str | Scheme, **arguments: Any) -> Iterator[Model]:
+    """Patch a model for the length of a `with` block, also when the body raises.
+
+    Args:
+        model: as for `patch_model`.
+        scheme: as for `patch_model`.
+        **arguments: as for `patch_model`.
+
+    Yields:
+        The model itself.
+    """
+    patch_model(model, scheme, **arguments)
+    try:
+        yield model
+    finally:
+        unpatch_model(model)
+
+
+def describe(model: PreTrainedModel) -> str:
+    """Return a few readable lines: scheme, hyper-parameters, where it acts, attention, limit.
+
+    Args:
+        model: patched or stock.
+
+    Raises:
+        UnsupportedModelError: for a stock model of a family without adapter.
+    """
+    patch = patch_of(model)
+    family = surgery.base_model_type(model.config)
+    if patch is None:
+        surgery.adapter_for(family)
+        return f"{type(model).__name__} ({family}): stock positions, attention {model.config._attn_implementation}"
+    scheme = patch.scheme
+    values = ", ".join(f"{key}={value!r}" for key, value in scheme.hyperparameters().items())
+    parameters = [(n, p) for n, p in model.named_parameters() if _owned(model, n)]
+    acts = {
+        "none": "nowhere (the causal mask is the only order)",
+        "embedding": "on the hidden states, " + str(getattr(scheme, "placement", "")).replace("_", " "),
+        "rotary": "on queries and keys",
+        "score": "on attention scores",
+    }[scheme.kind]
+    engine = patch.attention if scheme.kind == "score" else model.config._attn_implementation
+    return "\n".join(
+        [
+            f"{type(model).__name__} ({family}): {scheme.name}({values})",
+            f"  acts        {acts}",
+            f"  attention   {engine}",
+            f"  positions   {'no limit' if scheme.limit is None else scheme.limit}",
+            f"  parameters  {sum(p.numel() for _, p in parameters):,} in {len(parameters)} tensors",
+        ]
+    )
+
+
+def _owned(model: nn.Module, parameter: str) -> bool:
+    return isinstance(model.get_submodule(parameter.rpartition(".")[0]), PositionModule)

@@ -1,0 +1,273 @@
+"""Where every query and key sits, and what it may see: the compact position channel.
+
+The attention mask is the only argument that every transformers model hands from its top to each attention layer, through
+checkpointing, device hooks, caches and `generate`. We use it to carry positions. The channel is one int32 tensor of shape
+(B|1, 1, ROWS, Q + L): the first Q columns describe the queries, the last L the keys. It grows linearly with the sequence;
+nothing of shape (Q, L) exists until an engine asks for it.
+
+Masks that no such description fits (a user's own 4-D mask, an unknown overlay) travel in a dense form, (B|1, 1, Q, L) int32
+holding `(distance << 1) | visible`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+ROWS = 5
+"""Rows of the channel: position, validity, index (causal order), segment (packed sequence), window."""
+
+NO_WINDOW = torch.iinfo(torch.int32).max
+"""Window of a layer without a sliding window: larger than any distance."""
+
+GAPPED_POSITIONS = (
+    "position_ids do not continue the positions of the cached keys, which cannot be recovered from the cache. Pass the "
+    "position_ids that transformers would choose itself (or none), or run the whole sequence in one forward without a cache."
+)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Positions, order and visibility of Q queries and L keys. Integer tensors; `key_valid` and `query_valid` are bool.
+
+    Attributes:
+        query_positions: (B|1, Q) positions that distances are measured between.
+        key_positions: (B|1, L) likewise.
+        query_index: (B|1, Q) slots in the sequence: the causal order, and what a sliding window counts.
+        key_index: (B|1, L) likewise.
+        query_valid: (B|1, Q) False for padding.
+        key_valid: (B|1, L) False for padding: seen by nobody.
+        query_segment: (B|1, Q) document number of packed sequences.
+        key_segment: (B|1, L) likewise; keys of another segment are invisible.
+        window: (B|1, 1) a key is visible while its index is less than `window` behind the query's.
+    """
+
+    query_positions: Tensor
+    key_positions: Tensor
+    query_index: Tensor
+    key_index: Tensor
+    query_valid: Tensor
+    key_valid: Tensor
+    query_segment: Tensor
+    key_segment: Tensor
+    window: Tensor
+
+    @classmethod
+    def causal(
+        cls, query_length: int, key_length: int | None = None, device: torch.device | str | None = None
+    ) -> Positions:
+        """Plain causal attention of the last `query_length` of `key_length` tokens, without padding.
+
+        Args:
+            query_length: Q.
+            key_length: L >= Q; None means Q.
+            device: where the tensors are made.
+
+        Returns:
+            Positions with batch dimension 1.
+        """
+        key_length = query_length if key_length is None else key_length
+        index = torch.arange(key_length, dtype=torch.int32, device=device)[None]
+        return unpack(pack(index[:, key_length - query_length :], index), query_length)
+
+    def distance(self) -> Tensor:
+        """Return query position minus key position, (B|1, 1, Q, L) int32; meaningless where the key is invisible."""
+        return (self.query_positions[:, :, None] - self.key_positions[:, None, :])[:, None]
+
+    def visible(self) -> Tensor:
+        """Return which keys each query may attend to, (B|1, 1, Q, L) bool."""
+        lag = self.query_index[:, :, None] - self.key_index[:, None, :]
+        same_segment = self.query_segment[:, :, None] == self.key_segment[:, None, :]
+        return ((lag >= 0) & (lag < self.window[:, :, None]) & same_segment & self.key_valid[:, None, :])[:, None]
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """Return the logits (B, H, Q, L) with invisible keys at the dtype's minimum."""
+        return logits.masked_fill(~self.visible(), torch.finfo(logits.dtype).min)
+
+    def follow(self, position_ids: Tensor | None) -> Positions:
+        """Let position ids that the caller chose himself (gapped, randomised) replace the counted ones.
+
+        Ids that equal the counted positions, or the slot index (what a model fills in when it was given none), change
+        nothing: so a full forward, chunked prefill and decoding agree. Chosen ids are known for the queries only; they
+        stand for the keys too as long as queries and keys are the same tokens (no cache yet).
+
+        Args:
+            position_ids: (B|1, Q) or None.
+
+        Returns:
+            Positions; `self` if there are no position ids.
+
+        Raises:
+            ValueError: for chosen ids with a filled cache (`RuntimeError`, raised by the device, while compiling or on CUDA).
+        """
+        if position_ids is None:
+            return self
+        chosen = position_ids.to(self.query_positions.dtype)
+        differs = (chosen != self.query_positions) & (chosen != self.query_index) & self.query_valid
+        if self.query_index.shape[-1] == self.key_index.shape[-1]:
+            differs = differs.any(-1, keepdim=True)
+            return replace(
+                self,
+                query_positions=torch.where(differs, chosen, self.query_positions),
+                key_positions=torch.where(differs, chosen, self.key_positions),
+            )
+        if torch.compiler.is_compiling() or differs.is_cuda:
+            torch._assert_async(~differs.any(), GAPPED_POSITIONS)  # a value-dependent `if` would stall the device
+        elif bool(differs.any()):
+            raise ValueError(GAPPED_POSITIONS)
+        return self
+
+
+@dataclass(frozen=True)
+class DensePositions:
+    """Distances and visibility given pair by pair, for masks that have no compact description.
+
+    Attributes:
+        pairs: (B|1, 1, Q, L) distances, int32.
+        seen: (B|1, 1|H, Q, L) bool, True where the key is visible; or a float mask that is added to the logits.
+    """
+
+    pairs: Tensor
+    seen: Tensor
+
+    def distance(self) -> Tensor:
+        """Return query position minus key position, (B|1, 1, Q, L) int32."""
+        return self.pairs
+
+    def visible(self) -> Tensor:
+        """Return which keys each query may attend to, (B|1, 1|H, Q, L) bool."""
+        return self.seen > torch.finfo(self.seen.dtype).min if self.seen.is_floating_point() else self.seen
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """Return the logits (B, H, Q, L) with the mask applied."""
+        if self.seen.is_floating_point():
+            return logits + self.seen
+        return logits.masked_fill(~self.seen, torch.finfo(logits.dtype).min)
+
+    def follow(self, position_ids: Tensor | None) -> DensePositions:
+        """Measure distances between the given position ids where queries and keys are the same tokens.
+
+        Args:
+            position_ids: (B|1, Q) or None.
+
+        Returns:
+            DensePositions. With a cache the distances stay those of the slots that the mask shows.
+        """
+        if position_ids is None or self.pairs.shape[-2] != self.pairs.shape[-1]:
+            return self
+        ids = position_ids.to(self.pairs.dtype)
+        return replace(self, pairs=(ids[:, :, None] - ids[:, None, :])[:, None])
+
+
+def pack(
+    query_index: Tensor,
+    key_index: Tensor,
+    *,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    query_valid: Tensor | None = None,
+    key_valid: Tensor | None = None,
+    query_segment: Tensor | None = None,
+    key_segment: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Write the compact channel.
+
+    Args:
+        query_index: (B|1, Q) integer slots; key_index: (B|1, L).
+        key_index: (B|1, L) integer slots.
+        query_positions: (B|1, Q), defaults to the index.
+        key_positions: (B|1, L), defaults to the index.
+        query_valid: (B|1, Q) bool, defaults to True.
+        key_valid: (B|1, L) bool, defaults to True.
+        query_segment: (B|1, Q), defaults to one segment.
+        key_segment: (B|1, L), defaults to one segment.
+        window: sliding window in tokens; None means none.
+
+    Returns:
+        int32 tensor (B|1, 1, ROWS, Q + L).
+    """
+    index = torch.cat([query_index, key_index], -1)
+
+    def row(queries: Tensor | None, keys: Tensor | None, default: Tensor) -> Tensor:
+        return default if queries is None or keys is None else torch.cat([queries, keys], -1)
+
+    rows = (
+        row(query_positions, key_positions, index),
+        row(query_valid, key_valid, torch.ones_like(index)),
+        index,
+        row(query_segment, key_segment, torch.zeros_like(index)),
+        torch.full_like(index, NO_WINDOW if window is None else window),
+    )
+    return torch.stack(torch.broadcast_tensors(*(r.to(torch.int32) for r in rows)), 1)[:, None]
+
+
+def unpack(channel: Tensor, query_length: int) -> Positions:
+    """Read the compact channel.
+
+    Args:
+        channel: int32 (B|1, 1, ROWS, Q + L) made by `pack`.
+        query_length: Q.
+
+    Returns:
+        Positions whose tensors are views of the channel.
+    """
+    positions, valid, index, segment, window = channel[:, 0].unbind(1)
+    q = query_length
+    return Positions(
+        query_positions=positions[:, :q],
+        key_positions=positions[:, q:],
+        query_index=index[:, :q],
+        key_index=index[:, q:],
+        query_valid=valid[:, :q].bool(),
+        key_valid=valid[:, q:].bool(),
+        query_segment=segment[:, :q],
+        key_segment=segment[:, q:],
+        window=window[:, :1],
+    )
+
+
+def pack_dense(distance: Tensor, visible: Tensor) -> Tensor:
+    """Write the dense form: int32 (B|1, 1, Q, L) `(distance << 1) | visible`.
+
+    Args:
+        distance: (B|1, 1, Q, L) integers.
+        visible: (B|1, 1, Q, L) bool.
+    """
+    return (distance.to(torch.int32) << 1) | visible.to(torch.int32)
+
+
+def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DensePositions:
+    """Read whatever arrived in place of an attention mask.
+
+    Args:
+        mask: our compact channel, our dense form, or a user's own 4-D mask (B|1, 1|H, Q, L): bool (True = visible) or float
+            (added to the logits). A 4-D mask of the user's says nothing about positions, so a query sits in the slot of the
+            last key that it sees.
+        query_length: Q.
+        key_length: L.
+
+    Returns:
+        Positions or DensePositions.
+
+    Raises:
+        ValueError: if the shape fits none of these.
+    """
+    if mask.ndim == 4 and mask.dtype == torch.int32:
+        if mask.shape[-2:] == (ROWS, query_length + key_length):
+            return unpack(mask, query_length)
+        if mask.shape[-2:] == (query_length, key_length):
+            return DensePositions(mask >> 1, (mask & 1).bool())
+    if mask.ndim == 4 and mask.shape[-2] == query_length and mask.shape[-1] >= key_length:
+        mask = mask[..., :key_length]
+        if mask.dtype == torch.bool or mask.is_floating_point():
+            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+            slots = torch.arange(key_length, dtype=torch.int32, device=mask.device)
+            last_seen = torch.where(seen.any(1, keepdim=True), slots, -1).amax(-1, keepdim=True)
+            return DensePositions(last_seen - slots, mask)
+    raise ValueError(
+        f"an attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype} does not fit {query_length} queries and "
+        f"{key_length} keys: pass a 2-D mask (batch, keys), or a 4-D bool or float mask (batch, 1, queries, keys)"
+    )

@@ -1,0 +1,105 @@
+"""The two registries: scheme names to scheme classes, model types to adapters.
+
+Both refuse duplicates, since the later of two registrations would otherwise change models that name the earlier one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from hf_posenc.errors import UnknownSchemeError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from hf_posenc.adapters.base import Adapter
+    from hf_posenc.schemes.base import Scheme
+
+    SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
+
+_SCHEMES: dict[str, type[Scheme]] = {}
+_ADAPTERS: dict[str, Adapter] = {}
+
+
+def register_scheme(cls: SchemeClass) -> SchemeClass:
+    """Class decorator: makes a scheme available under its class attribute `name`.
+
+    Args:
+        cls: the scheme class.
+
+    Returns:
+        `cls`, unchanged.
+
+    Raises:
+        ValueError: another class is registered under this name. Registering the same class again is allowed.
+    """
+    other = _SCHEMES.setdefault(cls.name, cls)
+    if other is not cls:
+        raise ValueError(
+            f"scheme name {cls.name!r} of {_location(cls)} is taken by {_location(other)}; rename one of them"
+        )
+    return cls
+
+
+def scheme_class(name: str) -> type[Scheme]:
+    """The scheme class registered under `name`.
+
+    Raises:
+        UnknownSchemeError: no scheme has this name; the message lists those that exist.
+    """
+    try:
+        return _SCHEMES[name]
+    except KeyError:
+        raise UnknownSchemeError(f"unknown scheme {name!r}; choose from {', '.join(available_schemes())}") from None
+
+
+def available_schemes() -> tuple[str, ...]:
+    """The names of all registered schemes, sorted."""
+    return tuple(sorted(_SCHEMES))
+
+
+def register_adapter(adapter: Adapter) -> Adapter:
+    """Makes an adapter available for each of its model types.
+
+    Args:
+        adapter: the adapter.
+
+    Returns:
+        `adapter`, unchanged.
+
+    Raises:
+        ValueError: it names no model type, or a model type is served by another adapter already (nothing is registered
+            then). Registering an equal adapter again is allowed.
+    """
+    if not adapter.model_types:
+        raise ValueError(f"the adapter names no model type, so no model could ever use it: {adapter}")
+    for model_type in adapter.model_types:
+        other = _ADAPTERS.get(model_type, adapter)
+        if other != adapter:
+            raise ValueError(
+                f"model type {model_type!r} is already served by the adapter for {', '.join(other.model_types)}; "
+                "a model type has exactly one adapter"
+            )
+    _ADAPTERS.update(dict.fromkeys(adapter.model_types, adapter))
+    return adapter
+
+
+def adapter_for(model_type: str) -> Adapter:
+    """The adapter that serves models whose `config.model_type` is `model_type`.
+
+    Raises:
+        UnsupportedModelError: no adapter serves it; the message lists the model types that are served.
+    """
+    try:
+        return _ADAPTERS[model_type]
+    except KeyError:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} is not supported; choose from {', '.join(supported_model_types())}"
+        ) from None
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """All model types that have an adapter, sorted."""
+    return tuple(sorted(_ADAPTERS))
+
+
+def _location(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

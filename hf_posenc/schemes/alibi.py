@@ -1,0 +1,120 @@
+"""ALiBi: a linear penalty on distance."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..registry import register_scheme
+from .base import Dims, ScoreModule, ScoreScheme, compute_dtype, init, parameter
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Return one slope per head, the geometric sequence of the paper.
+
+    Head h (from 1) of a power-of-two count n gets `2 ** (-8 h / n)`. Other counts take the slopes of the largest power of two
+    p < n, then every second slope of 2p, as the authors' code does.
+
+    Args:
+        num_heads: number of query heads H.
+
+    Returns:
+        H positive numbers, in score units (nats) per token of distance.
+
+    Raises:
+        ValueError: if num_heads < 1.
+
+    Source: Press, Smith, Lewis 2022, arXiv:2108.12409, section 3 and the authors' `get_slopes`.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, not {num_heads}")
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
+    return slopes + [2.0 ** (-4.0 * h / power) for h in range(1, 2 * (num_heads - power), 2)]
+
+
+@register_scheme
+@dataclass(frozen=True, kw_only=True)
+class Alibi(ScoreScheme):
+    """A linear penalty on distance, steeper in some heads than in others.
+
+    Equation (section 3): `softmax_j(q_i . k_j / sqrt(D) - m_h (i - j))`.
+    Beyond the training length: no limit; made for it.
+    Deviations: `trainable=True` is the paper's negative result (its section 3), offered to repeat it. With a soft cap on
+    scores (Gemma 2) the bias is added after the cap, like a mask.
+    Source: Press, Smith, Lewis 2022, arXiv:2108.12409.
+
+    Args:
+        slopes: H own slopes, positive or zero; None means the paper's.
+        trainable: make the slopes a parameter of each layer, `slopes` (H,).
+    """
+
+    name: ClassVar[str] = "alibi"
+    slopes: tuple[float, ...] | None = None
+    trainable: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the hyper-parameters."""
+        self.flags("trainable")
+        if self.slopes is None:
+            return
+        if not isinstance(self.slopes, (tuple, list)) or not all(
+            isinstance(m, Real) and not isinstance(m, bool) for m in self.slopes
+        ):
+            raise TypeError(f"alibi: slopes must be a list of one number per head, not {self.slopes!r}")
+        if not all(0 <= m < math.inf for m in self.slopes):
+            raise ValueError(f"alibi: slopes must be finite and not negative, not {self.slopes!r}")
+        object.__setattr__(self, "slopes", tuple(float(m) for m in self.slopes))
+
+    def check(self, dims: Dims) -> None:
+        """Raise ValueError unless there is one slope per head."""
+        if self.slopes is not None and len(self.slopes) != dims.num_heads:
+            raise ValueError(f"alibi: {len(self.slopes)} slopes were given for {dims.num_heads} heads")
+
+    def build(self, dims: Dims) -> ScoreModule:
+        """Return the module of one attention layer."""
+        start = alibi_slopes(dims.num_heads) if self.slopes is None else list(self.slopes)
+        return LinearBias(start, self.trainable)
+
+
+class LinearBias(ScoreModule):
+    """`q . k - m_h d`; parameter `slopes` (H,) if trainable."""
+
+    def __init__(self, start: list[float], trainable: bool) -> None:
+        """Keep the slopes to start from.
+
+        Args:
+            start: H slopes.
+            trainable: whether they are a parameter.
+        """
+        super().__init__()
+        self.start = start
+        self.slopes = parameter(len(start)) if trainable else None
+
+    def reset_parameters(self) -> None:
+        """Start at the given slopes."""
+        if self.slopes is not None:
+            init.copy_(self.slopes, torch.tensor(self.start).to(self.slopes))
+
+    def slopes_like(self, like: Tensor) -> Tensor:
+        """Return the slopes (H,) on the device of `like`, in float32 (float64 beside float64)."""
+        dtype = compute_dtype(like)
+        if self.slopes is not None:
+            return self.slopes.to(dtype)
+        return torch.tensor(self.start, dtype=dtype, device=like.device)
+
+    def scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        distance: Tensor,
+        scaling: float,
+        vector_scaling: float,
+        cap: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the logits, see `ScoreModule.scores`."""
+        return cap(query @ key.transpose(-1, -2) * scaling) - self.slopes_like(query)[:, None, None] * distance

@@ -1,0 +1,79 @@
+"""DA-Transformer: scores rescaled by a learned function of distance."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..registry import register_scheme
+from .base import Dims, ScoreModule, ScoreScheme, init, parameter
+
+
+@register_scheme
+@dataclass(frozen=True, kw_only=True)
+class DATransformer(ScoreScheme):
+    """Scores multiplied by a learned, saturating function of distance, one per head.
+
+    Equations (2) to (5): `softmax_j(ReLU(q_i . k_j) f_h(d) / sqrt(D))`, `f_h(d) = (1 + exp(v_h)) / (1 + exp(v_h - w_h d))`.
+    Beyond the training length: no limit; `f` saturates at `1 + exp(v_h)` or 0.
+    Deviations: the paper is an encoder with `|i - j|`; here `d >= 0`. `w` starts at 0, where `f = 1`, so that a patched model
+    starts as attention without distances. `relu=False` drops the ReLU, which a model that was trained without it rarely
+    survives; then a factor above 1 also deepens negative scores.
+    Source: Wu, Wu, Huang 2021, arXiv:2010.06925.
+
+    Args:
+        relu: clip negative scores at 0 before they are rescaled, as the paper.
+    """
+
+    name: ClassVar[str] = "da_transformer"
+    relu: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the hyper-parameters."""
+        self.flags("relu")
+
+    def build(self, dims: Dims) -> ScoreModule:
+        """Return the module of one attention layer."""
+        return DistanceRescaling(dims.num_heads, self.relu)
+
+
+class DistanceRescaling(ScoreModule):
+    """Parameters `distance_weight` `w` (H,) and `saturation` `v` (H,)."""
+
+    def __init__(self, num_heads: int, relu: bool) -> None:
+        """Make the parameters.
+
+        Args:
+            num_heads: H.
+            relu: whether negative scores are clipped.
+        """
+        super().__init__()
+        self.relu = relu
+        self.distance_weight = parameter(num_heads)
+        self.saturation = parameter(num_heads)
+
+    def reset_parameters(self) -> None:
+        """Start at `f = 1`."""
+        init.zeros_(self.distance_weight)
+        init.zeros_(self.saturation)
+
+    def factor(self, distance: Tensor, like: Tensor) -> Tensor:
+        """Return `f_h(d)`, (B|1, H, Q, L), in the dtype of `like`; written with a sigmoid, which cannot overflow."""
+        weight, saturation = (
+            p.to(like.dtype)[:, None, None] for p in (self.distance_weight, self.saturation)
+        )
+        return (1 + saturation.exp()) * (weight * distance - saturation).sigmoid()
+
+    def scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        distance: Tensor,
+        scaling: float,
+        vector_scaling: float,
+        cap: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the logits, see `ScoreModule.scores`."""
+        content = cap(query @ key.transpose(-1, -2) * scaling)
+        return (content.relu() if self.relu else content) * self.factor(distance, query)

@@ -1,0 +1,162 @@
+"""Learned: a trained table of positions, added to the hidden states."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ..registry import register_scheme
+from .base import (
+    Dims,
+    EmbeddingScheme,
+    Native,
+    PositionEmbedding,
+    geometric_frequencies,
+    init,
+    parameter,
+    sinusoids,
+)
+
+HIERARCHY = 0.4
+"""Su's alpha: how much of a position's vector is its coarse part. 0.5 would make (i, j) and (j, i) equal."""
+
+
+@register_scheme
+@dataclass(frozen=True, kw_only=True)
+class Learned(EmbeddingScheme):
+    """A trained table of position vectors, added to the hidden states.
+
+    Equation: `h_t = x_t + P[t]` (Gehring et al. 2017, arXiv:1705.03122, section 3.1; GPT-2).
+    Beyond the training length: nothing; a position past the table raises ValueError with both numbers.
+    Deviations: none. `initialization="hierarchical"` is Su Jianlin's decomposition, 2020, spaces.ac.cn/archives/7947:
+    `P[i n + j] = a u_i + (1 - a) u_j`, `u_i = (p_i - a p_0) / (1 - a)`, `a = 0.4`, which continues a trained table of n positions
+    to n^2 and leaves the first n unchanged.
+    Source: Gehring et al. 2017; Radford et al. 2019.
+
+    Args:
+        num_positions: rows of the table; None means the length the base was configured for.
+        placement: add to the `input`, or before `every_layer`.
+        share_layers: with `every_layer`, one table for all layers or one per layer.
+        initialization: `native` (keep the base's table), `interpolated` (stretch it), `hierarchical` (continue it),
+            `sinusoidal` (at the RMS of the base's table, or of its token embeddings), `normal` (standard deviation 0.02). None
+            means `native` where the base's table is long enough, `hierarchical` where it is not, `sinusoidal` where there is none.
+    """
+
+    name: ClassVar[str] = "learned"
+    num_positions: int | None = None
+    placement: Literal["input", "every_layer"] = "input"
+    share_layers: bool = True
+    initialization: Literal["native", "interpolated", "hierarchical", "sinusoidal", "normal"] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the hyper-parameters."""
+        if self.num_positions is not None:
+            self.positive("num_positions", int)
+        self.one_of("placement", ("input", "every_layer"))
+        self.flags("share_layers")
+        if self.initialization is not None:
+            self.one_of("initialization", ("native", "interpolated", "hierarchical", "sinusoidal", "normal"))
+
+    @property
+    def limit(self) -> int | None:
+        """Rows of the table."""
+        return self.num_positions
+
+    def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
+        """Return the scheme with `num_positions` and `initialization` decided; ValueError where the base cannot give them."""
+        rows = 0 if native.table is None else native.table.shape[0]
+        wanted = self.num_positions or rows or native.max_positions
+        choice = self.initialization or (
+            "sinusoidal" if rows == 0 else "native" if wanted <= rows else "hierarchical"
+        )
+        if choice in ("native", "interpolated", "hierarchical") and rows == 0:
+            raise ValueError(
+                f"learned: initialization={choice!r} starts from the base's table of positions, and this base has none; "
+                "choose sinusoidal or normal"
+            )
+        if choice == "native" and wanted > rows:
+            raise ValueError(
+                f"learned: the base's table has {rows} positions, {wanted} were asked for; choose interpolated or hierarchical"
+            )
+        if choice == "hierarchical" and wanted > rows**2:
+            raise ValueError(f"learned: a hierarchy of {rows} positions reaches {rows**2}, not {wanted}")
+        return replace(self, num_positions=wanted, initialization=choice)
+
+    def build(self, dims: Dims) -> PositionEmbedding:
+        """Return the table; `num_positions` must be a number."""
+        return Table(self, dims.hidden_size)
+
+
+class Table(PositionEmbedding):
+    """Parameter `table` (num_positions, E)."""
+
+    def __init__(self, scheme: Learned, size: int) -> None:
+        """Make the table.
+
+        Args:
+            scheme: resolved.
+            size: E.
+        """
+        super().__init__()
+        if scheme.num_positions is None:
+            raise ValueError("learned: num_positions has not been decided")
+        self.initialization = scheme.initialization
+        self.table = parameter(scheme.num_positions, size)
+
+    def reset_parameters(self) -> None:
+        """Start at random, as transformers starts embeddings: for a table that was in no checkpoint."""
+        init.normal_(self.table, std=0.02)
+
+    def initialize(self, native: Native) -> None:
+        """Start from what the base has, as `initialization` says."""
+        if self.initialization == "normal":
+            self.reset_parameters()
+        else:
+            init.copy_(self.table, self.start(native).to(self.table))
+
+    def start(self, native: Native) -> Tensor:
+        """Return the first table, (num_positions, E)."""
+        count, size = self.table.shape
+        if self.initialization == "sinusoidal" or native.table is None:
+            rms = native.token_rms if native.table is None else native.table.double().square().mean().sqrt().item()
+            device = self.table.device
+            waves = sinusoids(torch.arange(count, device=device), geometric_frequencies(size, 10000.0, device))
+            return torch.stack(waves, -1).flatten(-2)[:, :size] * (rms * 2**0.5)
+        if self.initialization == "native":
+            return native.table[:count]
+        if self.initialization == "interpolated":
+            return interpolated(native.table, count)
+        return hierarchical(native.table, count)
+
+    def embed(self, position_ids: Tensor) -> Tensor:
+        """Return rows of the table, (B|1, T, E); ValueError past its end (the device's index error while compiling)."""
+        rows = self.table.shape[0]
+        if not torch.compiler.is_compiling() and position_ids.numel():
+            last = int(position_ids.max())
+            if last >= rows:
+                raise ValueError(
+                    f"position {last} is past the learned table of {rows} positions; patch with num_positions={last + 1} or "
+                    "more, or with a scheme without a limit"
+                )
+        return torch.nn.functional.embedding(position_ids, self.table)
+
+
+def interpolated(table: Tensor, count: int) -> Tensor:
+    """Stretch a table (n, E) linearly to (count, E), first and last row kept."""
+    if count == 1:
+        return table[:1]
+    where = torch.linspace(0, table.shape[0] - 1, count, dtype=torch.float64, device=table.device)
+    low = where.floor().long()
+    high = (low + 1).clamp(max=table.shape[0] - 1)
+    share = (where - low)[:, None]
+    return (table[low].double() * (1 - share) + table[high].double() * share).to(table.dtype)
+
+
+def hierarchical(table: Tensor, count: int) -> Tensor:
+    """Continue a table (n, E) to (count, E), count <= n^2, by Su's decomposition; the first n rows stay as they are."""
+    n = table.shape[0]
+    basis = (table.double() - HIERARCHY * table[:1].double()) / (1 - HIERARCHY)
+    index = torch.arange(count, device=table.device)
+    rows = HIERARCHY * basis[index // n] + (1 - HIERARCHY) * basis[index % n]
+    return torch.cat([table[: min(n, count)], rows[n:].to(table.dtype)])

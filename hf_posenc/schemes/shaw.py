@@ -1,0 +1,99 @@
+"""Shaw et al.: learned vectors for clipped distances, in keys and values."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..registry import register_scheme
+from .base import Dims, PositionModule, ScoreModule, ScoreScheme, init, parameter
+
+
+@register_scheme
+@dataclass(frozen=True, kw_only=True)
+class Shaw(ScoreScheme):
+    """Learned vectors for clipped distances, added to keys and to values.
+
+    Equations (4) and (3), causal: `e_ij = q_i . (k_j + aK_c) / sqrt(D)`, `z_i = sum_j p_ij (v_j + aV_c)`, `c = min(d, max_distance)`.
+    Beyond the training length: no limit; all keys farther than `max_distance` look alike.
+    Deviations: a causal model only ever sees `d >= 0`, so only `max_distance + 1` of the paper's `2k + 1` labels exist.
+    Source: Shaw, Uszkoreit, Vaswani 2018, arXiv:1803.02155.
+
+    Args:
+        max_distance: largest distance with a vector of its own, the paper's `k`.
+        share_heads: one table for all heads (the paper), or one per head.
+        share_layers: one pair of tables for the whole model, or one per layer.
+        values: also add vectors to the values (the paper finds that keys matter more).
+    """
+
+    name: ClassVar[str] = "shaw"
+    max_distance: int = 32
+    share_heads: bool = True
+    share_layers: bool = False
+    values: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the hyper-parameters."""
+        self.positive("max_distance", int)
+        self.flags("share_heads", "share_layers", "values")
+
+    def build(self, dims: Dims) -> ScoreModule:
+        """Return the module of one attention layer."""
+        heads = () if self.share_heads else (dims.num_heads,)
+        return ClippedDistanceVectors((*heads, self.max_distance + 1, dims.head_dim), self.values)
+
+    def build_shared(self, dims: Dims) -> PositionModule | None:
+        """Return the one module of the whole model if the layers share it."""
+        return self.build(dims) if self.share_layers else None
+
+
+class ClippedDistanceVectors(ScoreModule):
+    """Parameters `key_embeddings`, `value_embeddings`: (max_distance + 1, D) or (H, max_distance + 1, D)."""
+
+    def __init__(self, shape: tuple[int, ...], values: bool) -> None:
+        """Make the tables.
+
+        Args:
+            shape: of a table.
+            values: whether there is one for the values.
+        """
+        super().__init__()
+        self.key_embeddings = parameter(*shape)
+        self.value_embeddings = parameter(*shape) if values else None
+
+    def reset_parameters(self) -> None:
+        """Start small, as transformers starts embeddings."""
+        init.normal_(self.key_embeddings, std=0.02)
+        if self.value_embeddings is not None:
+            init.normal_(self.value_embeddings, std=0.02)
+
+    def scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        distance: Tensor,
+        scaling: float,
+        vector_scaling: float,
+        cap: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the logits, see `ScoreModule.scores`."""
+        table = self.key_embeddings.to(query.dtype)
+        by_label = query @ table.transpose(-1, -2)  # (B, H, Q, max_distance + 1)
+        content = query @ key.transpose(-1, -2)
+        return cap((content + by_label.gather(-1, self.labels(distance, content))) * scaling)
+
+    def mix(self, weights: Tensor, value: Tensor, distance: Tensor) -> Tensor:
+        """Return the weighted sum of values and value vectors, see `ScoreModule.mix`."""
+        output = weights @ value
+        if self.value_embeddings is None:
+            return output
+        table = self.value_embeddings.to(weights.dtype)
+        # Keys with one label share one vector: add their weights first, then multiply once.
+        by_label = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
+        return output + by_label.scatter_add(-1, self.labels(distance, weights), weights) @ table
+
+    def labels(self, distance: Tensor, like: Tensor) -> Tensor:
+        """Return clipped distances as int64 indices of the shape of `like`, (B, H, Q, L)."""
+        return distance.clamp(max=self.key_embeddings.shape[-2] - 1).to(torch.int64).expand(like.shape)

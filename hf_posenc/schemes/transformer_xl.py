@@ -1,0 +1,135 @@
+"""Transformer-XL: content and position terms with sinusoids of the distance."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..registry import register_scheme
+from .base import Dims, PositionModule, ScoreModule, ScoreScheme, geometric_frequencies, init, parameter, sinusoids
+
+
+@register_scheme
+@dataclass(frozen=True, kw_only=True)
+class TransformerXL(ScoreScheme):
+    """Content and position terms: the position of a key is its distance, as a projected sinusoid.
+
+    Equation (section 3.3): `(q_i . k_j + q_i . W R_d + u . k_j + v . W R_d) / sqrt(D)`, `R_d` the sinusoid of `d`, size E.
+    Beyond the training length: no limit; the paper gains from longer attention at test time.
+    Deviations: none in attention; the segment recurrence of the paper is not part of a position encoding. `R_d` is laid out
+    `[sin | cos]` as in the authors' code, not interleaved. With GQA every query head has its own slice of `W`.
+    Source: Dai et al. 2019, arXiv:1901.02860.
+
+    Args:
+        share_biases: one `u` and one `v` for all layers (the authors' code unless `untie_r`), or a pair per layer.
+    """
+
+    name: ClassVar[str] = "transformer_xl"
+    share_biases: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the hyper-parameters."""
+        self.flags("share_biases")
+
+    def build(self, dims: Dims) -> ScoreModule:
+        """Return the module of one attention layer."""
+        return RelativeSinusoids(dims, own_biases=not self.share_biases)
+
+    def build_shared(self, dims: Dims) -> PositionModule | None:
+        """Return the one pair of biases if the layers share it."""
+        return SharedBiases(dims) if self.share_biases else None
+
+    def attach_shared(self, module: ScoreModule, shared: PositionModule) -> nn.Module:
+        """Let the module read the shared biases."""
+        object.__setattr__(module, "shared_biases", shared)  # unregistered: saved once, where they are owned
+        return module
+
+
+class SharedBiases(PositionModule):
+    """Parameters `content_bias` `u` (H, D) and `position_bias` `v` (H, D) of all layers."""
+
+    def __init__(self, dims: Dims) -> None:
+        """Make the parameters.
+
+        Args:
+            dims: sizes of the attention.
+        """
+        super().__init__()
+        self.content_bias = parameter(dims.num_heads, dims.head_dim)
+        self.position_bias = parameter(dims.num_heads, dims.head_dim)
+
+    def reset_parameters(self) -> None:
+        """Start at zero: then only `q . W R_d` is new."""
+        init.zeros_(self.content_bias)
+        init.zeros_(self.position_bias)
+
+    def forward(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `u` and `v`, (H, D) each, in the dtype and on the device of `like`.
+
+        They are copies: a sharding hook may free the parameters themselves as soon as this returns.
+        """
+        return self.content_bias.to(like, copy=True), self.position_bias.to(like, copy=True)
+
+
+class RelativeSinusoids(ScoreModule):
+    """Parameters `position_projection` `W` (H D, E) and, unless shared, `content_bias` `u` and `position_bias` `v` (H, D)."""
+
+    shared_biases: SharedBiases
+
+    def __init__(self, dims: Dims, own_biases: bool) -> None:
+        """Make the parameters.
+
+        Args:
+            dims: sizes of the attention.
+            own_biases: whether `u` and `v` are this layer's own.
+        """
+        super().__init__()
+        self.dims = dims
+        self.position_projection = parameter(dims.num_heads * dims.head_dim, dims.hidden_size)
+        self.content_bias = parameter(dims.num_heads, dims.head_dim) if own_biases else None
+        self.position_bias = parameter(dims.num_heads, dims.head_dim) if own_biases else None
+
+    def reset_parameters(self) -> None:
+        """Start `W` small and the biases at zero."""
+        init.normal_(self.position_projection, std=0.02)
+        if self.content_bias is not None and self.position_bias is not None:
+            init.zeros_(self.content_bias)
+            init.zeros_(self.position_bias)
+
+    def scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        distance: Tensor,
+        scaling: float,
+        vector_scaling: float,
+        cap: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return the logits, see `ScoreModule.scores`."""
+        if self.content_bias is None or self.position_bias is None:
+            u, v = self.shared_biases(query)
+        else:
+            u, v = self.content_bias.to(query), self.position_bias.to(query)
+        # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
+        ratio = vector_scaling / scaling
+        content = (query + ratio * u[:, None]) @ key.transpose(-1, -2)
+        projected = self.projected_sinusoids(distance, key)
+        by_distance = (query + ratio * v[:, None]) @ projected.transpose(-1, -2)  # (B, H, Q, distances)
+        return cap((content + by_distance.gather(-1, distance.to(torch.int64).expand(content.shape))) * scaling)
+
+    def projected_sinusoids(self, distance: Tensor, key: Tensor) -> Tensor:
+        """Return `W R_d` for every distance that occurs, (H, distances, D)."""
+        if torch.compiler.is_compiling():
+            # Without reading values: no distance exceeds the number of keys, except between position ids of the caller's own.
+            count = key.shape[-2]
+            torch._assert_async((distance < count).all(), "gapped position_ids cannot be compiled with transformer_xl")
+        else:
+            count = int(distance.amax()) + 1
+        size = self.dims.hidden_size
+        frequencies = geometric_frequencies(size, 10000.0, key.device)
+        sines, cosines = sinusoids(torch.arange(count, device=key.device), frequencies)
+        table = torch.cat([sines, cosines], -1)[:, :size].to(key.dtype)
+        projected = table @ self.position_projection.to(table.dtype).T
+        return projected.view(count, self.dims.num_heads, self.dims.head_dim).transpose(0, 1)

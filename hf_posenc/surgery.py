@@ -1,0 +1,388 @@
+"""Structural edits of a live model, each recorded with its inverse: adapter + scheme -> changed modules.
+
+Nothing here belongs to one architecture (adapters do) or one formula (schemes do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .adapters.base import Adapter, Resolved, resolve
+from .attention import (
+    NAME,
+    IdentityRotary,
+    PartialRotary,
+    make_rotary,
+    rope_parameters,
+    rotary_class,
+    select_engine,
+)
+from .errors import UnsupportedModelError
+from .registry import adapter_for
+from .schemes.base import Dims, EmbeddingScheme, Native, PositionEmbedding, PositionModule, Scheme, ScoreScheme, Shared
+from .schemes.rope import Rope
+
+UNLIMITED = 2**17
+"""`max_position_embeddings` of a patched model whose scheme has no limit; `generate` caps its default length by it."""
+
+
+class Undo:
+    """Inverse steps, newest first.
+
+    A list of (function, arguments) rather than an ExitStack: `deepcopy` and `pickle` follow arguments, so that a copied model
+    undoes its own changes and not those of the model it was copied from. Closures would not.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing to undo."""
+        self.steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def add(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Record a step: a module-level function and its arguments."""
+        self.steps.append((step, arguments))
+
+    def roll_back(self) -> None:
+        """Undo everything."""
+        while self.steps:
+            step, arguments = self.steps.pop()
+            step(*arguments)
+
+
+def set_module(undo: Undo, owner: nn.Module, name: str, module: nn.Module) -> None:
+    """Set or replace a sub-module."""
+    undo.add(_restore_module, owner, name, owner._modules.get(name), _home(owner))
+    owner.add_module(name, module)
+
+
+def _home(owner: nn.Module) -> torch.dtype | None:
+    parameter = next(owner.parameters(), None)
+    return None if parameter is None else parameter.dtype
+
+
+def _restore_module(owner: nn.Module, name: str, module: nn.Module | None, dtype: torch.dtype | None) -> None:
+    if module is None:
+        del owner._modules[name]
+        return
+    # The module was kept aside while the model may have been moved or cast.
+    parameter = next(owner.parameters(), None)
+    if parameter is not None and not parameter.is_meta:
+        module.to(parameter.device)
+        if parameter.dtype != dtype:
+            for tensor in module.parameters():
+                tensor.data = tensor.data.to(parameter.dtype)
+    module.train(owner.training)
+    owner._modules[name] = module
+
+
+def set_attribute(undo: Undo, owner: Any, name: str, value: Any) -> None:
+    """Set or replace a plain attribute of a module or config."""
+    if name in owner.__dict__:
+        undo.add(_restore_attribute, owner, name, owner.__dict__[name])
+    else:
+        undo.add(_remove_attribute, owner, name)
+    object.__setattr__(owner, name, value)
+
+
+def _restore_attribute(owner: Any, name: str, value: Any) -> None:
+    object.__setattr__(owner, name, value)
+
+
+def _remove_attribute(owner: Any, name: str) -> None:
+    object.__delattr__(owner, name)
+
+
+def set_class(undo: Undo, owner: Any, cls: type) -> None:
+    """Change the class of an object."""
+    undo.add(_restore_class, owner, type(owner))
+    owner.__class__ = cls
+
+
+def _restore_class(owner: Any, cls: type) -> None:
+    owner.__class__ = cls
+
+
+def add_pre_hook(undo: Undo, owner: nn.Module, hook: Callable[..., Any]) -> None:
+    """Register a forward pre-hook that sees keyword arguments."""
+    undo.add(_remove_pre_hook, owner, owner.register_forward_pre_hook(hook, with_kwargs=True).id)
+
+
+def _remove_pre_hook(owner: nn.Module, number: int) -> None:
+    owner._forward_pre_hooks.pop(number, None)
+    owner._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+class NoEmbedding(PositionEmbedding):
+    """Stands in for a base's own table of positions: adds nothing."""
+
+    def __init__(self, size: int) -> None:
+        """Return vectors of this size.
+
+        Args:
+            size: E.
+        """
+        super().__init__()
+        self.size = size
+
+    def embed(self, position_ids: Tensor) -> Tensor:
+        """Return zeros (B|1, T, E) that take no memory."""
+        return torch.zeros(1, device=position_ids.device).expand(*position_ids.shape, self.size)
+
+
+def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of a decoder layer: adds the vectors of `layer.posenc` to the hidden states."""
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None:
+        raise ValueError("position_ids did not arrive at the decoder layer, so no position vectors can be added")
+    hidden_states = hidden_states + layer.posenc(position_ids).to(hidden_states)
+    return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that was found out and checked before the model is changed."""
+
+    scheme: Scheme
+    adapter: Adapter
+    found: Resolved
+    dims: Dims
+    attention: str
+
+
+def base_model_type(config: Any) -> str:
+    """Return the stock model type of a config, also of one of our own (`posenc_gpt2` -> `gpt2`)."""
+    return str(config.model_type).removeprefix("posenc_")
+
+
+def make_plan(model: PreTrainedModel, scheme: Scheme, attention: str) -> Plan:
+    """Check that the scheme can be carried by the model; changes nothing.
+
+    Args:
+        model: a stock model, with or without head.
+        scheme: what to put in.
+        attention: `auto` or an engine's name.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UnsupportedModelError: if the model or one of its settings cannot carry the scheme.
+        ValueError: if the hyper-parameters do not fit the model.
+    """
+    config = model.config
+    adapter = adapter_for(base_model_type(config))
+    found = resolve(adapter, model)
+    first = found.attentions[0]
+    dims = Dims(
+        num_heads=config.num_attention_heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=first.head_dim if hasattr(first, "head_dim") else first.head_size,
+        hidden_size=config.hidden_size,
+        num_layers=len(found.layers),
+    )
+    select_engine(attention)
+    if isinstance(scheme, ScoreScheme):
+        scheme.check(dims)
+        backend = config._attn_implementation or "eager"
+        if "flash" in backend or "paged" in backend:
+            raise UnsupportedModelError(
+                f"{scheme.name} changes attention scores, which {backend} cannot carry: load the model with "
+                'attn_implementation="sdpa" or "eager" first'
+            )
+    elif attention != "auto":
+        raise ValueError(
+            f"{scheme.name} keeps the model's own attention; attention={attention!r} can be chosen for schemes that change "
+            "scores only"
+        )
+    if isinstance(scheme, Rope):
+        _check_rope(scheme, adapter, found, dims, config)
+    return Plan(scheme, adapter, found, dims, attention)
+
+
+def _check_rope(scheme: Rope, adapter: Adapter, found: Resolved, dims: Dims, config: Any) -> None:
+    if adapter.rotary is not None and scheme.layout == "interleaved":
+        raise UnsupportedModelError(
+            f"rope: {base_model_type(config)} rotates by halves in its own code, so layout='interleaved' cannot be had: the rows "
+            "of its query and key projections would have to be reordered"
+        )
+    if dims.head_dim % 2:
+        raise ValueError(f"rope: heads of size {dims.head_dim} cannot be split into pairs")
+    make_rotary(rope_parameters(scheme, config), config, dims, found.rotary)  # raises if transformers cannot compute it
+
+
+def native_of(found: Resolved, adapter: Adapter, config: Any) -> Native:
+    """Look at what the base used for positions.
+
+    Args:
+        found: its modules.
+        adapter: its family.
+        config: its config.
+
+    Returns:
+        Native; the table is detached, without the rows before position 0.
+    """
+    table = None
+    if isinstance(found.position_table, nn.Embedding):
+        table = found.position_table.weight.detach()[adapter.table_offset :]
+    weight = found.token_embedding.weight
+    if weight.is_meta:
+        rms = 0.0
+    else:
+        with torch.no_grad():  # called, not read: Gemma scales inside the module
+            sample = torch.arange(0, weight.shape[0], max(1, weight.shape[0] // 4096), device=weight.device)
+            rms = found.token_embedding(sample).double().square().mean().sqrt().item()
+    return Native(table, rms * _input_scale(found, config), config.max_position_embeddings)
+
+
+def _input_scale(found: Resolved, config: Any) -> float:
+    # Gemma and Gemma 2 multiply the embeddings by sqrt(E) in the decoder; Gemma 3's embedding does it itself.
+    in_decoder = base_model_type(config) in ("gemma", "gemma2") and not hasattr(found.token_embedding, "embed_scale")
+    return config.hidden_size**0.5 if in_decoder else 1.0
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Draw new parameters from this seed, leaving torch's generators as they were; None draws from them as they are."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+def operate(undo: Undo, plan: Plan, config: Any) -> list[PositionModule]:
+    """Change the modules of a model as planned.
+
+    Args:
+        undo: where the inverse steps go.
+        plan: the checked plan; its scheme is resolved.
+        config: the model's config, changed too.
+
+    Returns:
+        The new modules that own position parameters, uninitialised.
+    """
+    _silence_native(undo, plan)
+    if isinstance(plan.scheme, ScoreScheme):
+        owners = _place_scores(undo, plan, plan.scheme)
+        set_attribute(undo, config, "_attn_implementation_internal", NAME)
+    elif isinstance(plan.scheme, EmbeddingScheme):
+        owners = _place_embeddings(undo, plan, plan.scheme)
+    elif isinstance(plan.scheme, Rope):
+        owners = []
+        _place_rotary(undo, plan, plan.scheme, config)
+    else:
+        owners = []
+    _set_lengths(undo, plan, config)
+    return owners
+
+
+def _silence_native(undo: Undo, plan: Plan) -> None:
+    """Switch off the base's own positions, leaving nothing of them in the forward pass."""
+    found, adapter = plan.found, plan.adapter
+    if found.rotary is not None and not isinstance(plan.scheme, Rope):
+        assert adapter.rotary is not None
+        set_module(undo, found.decoder, adapter.rotary, IdentityRotary(found.rotary))
+    if found.position_table is not None:
+        assert adapter.position_table is not None
+        silent = NoEmbedding(plan.dims.hidden_size)
+        object.__setattr__(silent, "like", found.token_embedding)
+        set_module(undo, found.decoder, adapter.position_table, silent)
+
+
+def _place_scores(undo: Undo, plan: Plan, scheme: ScoreScheme) -> list[PositionModule]:
+    owners: list[PositionModule] = []
+    shared = scheme.build_shared(plan.dims)
+    if shared is not None:
+        set_module(undo, plan.found.decoder, "posenc", shared)
+        owners.append(shared)
+    for attention in plan.found.attentions:
+        module = scheme.build(plan.dims)
+        placed = module if shared is None else scheme.attach_shared(module, shared)
+        set_module(undo, attention, "posenc", placed)
+        set_attribute(undo, attention, "posenc_engine", plan.attention)
+        if isinstance(placed, PositionModule):
+            owners.append(placed)
+    return owners
+
+
+def _place_embeddings(undo: Undo, plan: Plan, scheme: EmbeddingScheme) -> list[PositionModule]:
+    found, adapter = plan.found, plan.adapter
+    if scheme.placement == "input" and found.position_table is not None:
+        assert adapter.position_table is not None
+        module = scheme.build(plan.dims)
+        object.__setattr__(module, "like", found.token_embedding)
+        set_module(undo, found.decoder, adapter.position_table, module)
+        return [module]
+    layers = found.layers[:1] if scheme.placement == "input" else found.layers
+    owners: list[PositionModule] = []
+    if scheme.placement == "every_layer" and scheme.share_layers:
+        shared = scheme.build(plan.dims)
+        set_module(undo, found.decoder, "posenc", shared)
+        owners.append(shared)
+    for layer in layers:
+        module = Shared(owners[0]) if len(owners) == 1 and scheme.share_layers else scheme.build(plan.dims)
+        set_module(undo, layer, "posenc", module)
+        if isinstance(module, PositionModule):
+            owners.append(module)
+        add_pre_hook(undo, layer, add_positions)
+    return owners
+
+
+def _place_rotary(undo: Undo, plan: Plan, scheme: Rope, config: Any) -> None:
+    found, adapter = plan.found, plan.adapter
+    parameters = rope_parameters(scheme, config)
+    rotary = make_rotary(parameters, config, plan.dims, found.rotary)
+    parameter = next(found.decoder.parameters())
+    if not parameter.is_meta:
+        rotary.to(parameter.device)
+    if found.rotary is not None:
+        partial = [p.get("partial_rotary_factor", 1.0) for p in _each(parameters)]
+        if not adapter.slices_rotary and min(partial) < 1:
+            rotary = PartialRotary(rotary, plan.dims.head_dim)
+        assert adapter.rotary is not None
+        set_module(undo, found.decoder, adapter.rotary, rotary)
+        set_attribute(undo, config, "rope_parameters", parameters)
+    else:
+        set_module(undo, found.decoder, "rotary_emb", rotary)
+        for attention in found.attentions:
+            set_attribute(undo, attention, "posenc_rotary", rotary)
+            set_attribute(undo, attention, "posenc_family", adapter.model_types[0])
+            set_attribute(undo, attention, "posenc_layout", scheme.layout)
+            set_class(undo, attention, rotary_class(type(attention)))
+    if adapter.use_rope_flag is not None:
+        for attention in found.attentions:
+            set_attribute(undo, attention, adapter.use_rope_flag, 1)
+
+
+def _each(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the `rope_parameters` of each layer type."""
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def _set_lengths(undo: Undo, plan: Plan, config: Any) -> None:
+    """Tell the config how long the model may run; `generate` reads it."""
+    name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if plan.scheme.limit is not None:
+        set_attribute(undo, config, name, plan.scheme.limit)
+    elif not isinstance(plan.scheme, Rope):
+        set_attribute(undo, config, name, max(UNLIMITED, config.max_position_embeddings))
+    longrope = isinstance(plan.scheme, Rope) and (plan.scheme.scaling or {}).get("rope_type") == "longrope"
+    if "original_max_position_embeddings" in config.__dict__ and not longrope:
+        # Phi-3's generate drops the cache when it crosses this length, to switch between its two sets of frequencies.
+        set_attribute(undo, config, "original_max_position_embeddings", UNLIMITED)
+
+
+def resolved(plan: Plan, config: Any) -> tuple[Plan, Native]:
+    """Return the plan with the scheme's choices made, and what they were made from."""
+    native = native_of(plan.found, plan.adapter, config)
+    return replace(plan, scheme=plan.scheme.resolve(native, plan.dims)), native
+

@@ -1,0 +1,241 @@
+"""verify(model): moves the positions under a patched model, layer by layer, and reports who notices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from . import surgery
+from .adapters.base import resolve
+from .attention import NAME
+from .errors import NotPatchedError
+from .patching import patch_of
+from .registry import adapter_for
+from .schemes.base import PositionModule
+
+NOTICES = 1e-7
+"""Smallest relative change that counts: a layer that ignores positions repeats the same arithmetic and changes by exactly 0."""
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one decoder layer does when the positions move and everything else stays.
+
+    Attributes:
+        index: of the layer.
+        response: relative change of the layer's output, as the model stands.
+        live_response: the same with the scheme's parameters drawn at random: a scheme that starts neutral (DA-Transformer) does
+            not respond as it stands, a dead one does not respond at all.
+        expected: whether the scheme acts in this layer.
+    """
+
+    index: int
+    response: float
+    live_response: float
+    expected: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether the layer behaves as the scheme says."""
+        return (self.live_response > NOTICES) == self.expected
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found. Changes are relative norms: |changed - original| / |original|.
+
+    Attributes:
+        scheme: name of the scheme.
+        layers: one report per decoder layer.
+        input_response: change of the hidden states that enter the first layer.
+        model_response: change of the logits (or last hidden states) when all positions move.
+        order_response: change at the last token when two earlier tokens swap places; the causal mask alone gives some.
+        problems: what is wrong, in words; empty if nothing is.
+    """
+
+    scheme: str
+    layers: tuple[LayerReport, ...]
+    input_response: float
+    model_response: float
+    order_response: float
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    @property
+    def answers_through(self) -> str:
+        """`positions`, `mask` (only the causal mask tells order), or `nothing`."""
+        if max(self.model_response, *(layer.live_response for layer in self.layers)) > NOTICES:
+            return "positions"
+        return "mask" if self.order_response > NOTICES else "nothing"
+
+    def __bool__(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.ok
+
+    def __str__(self) -> str:
+        """Return a table."""
+        answering = sum(layer.live_response > NOTICES for layer in self.layers)
+        lines = [
+            f"{self.scheme}: {'ok' if self.ok else 'NOT OK'}; answers through {self.answers_through}; "
+            f"{answering}/{len(self.layers)} layers answer to positions",
+            f"  {'place':<10} {'response':>10} {'live':>10}",
+            f"  {'input':<10} {self.input_response:>10.2e}",
+        ]
+        for layer in self.layers:
+            mark = "" if layer.ok else "  <- should answer" if layer.expected else "  <- should not answer"
+            lines.append(f"  {f'layer {layer.index}':<10} {layer.response:>10.2e} {layer.live_response:>10.2e}{mark}")
+        lines.append(f"  {'model':<10} {self.model_response:>10.2e}")
+        lines.append(f"  {'order':<10} {self.order_response:>10.2e}")
+        return "\n".join(lines + [f"  problem: {problem}" for problem in self.problems])
+
+
+@torch.no_grad()
+def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report:
+    """Move the positions under a patched model and report, per layer and for the whole, whether the output answers.
+
+    Each layer is run again on the hidden states it had, with only its position inputs changed (the positions reversed), so an
+    answer cannot leak from one layer to the next. Costs about four short forward passes; parameters, mode and caches are left
+    as they were.
+
+    Args:
+        model: patched, on any device, in any mode.
+        length: tokens to use.
+        seed: of the tokens and of the trial parameters.
+
+    Returns:
+        Report; true if everything is as the scheme says.
+
+    Raises:
+        NotPatchedError: if the model is not patched.
+        ValueError: if `length` is under 4, or from the model's own forward pass.
+    """
+    patch = patch_of(model)
+    if patch is None:
+        raise NotPatchedError(f"this {type(model).__name__} is not patched: there is nothing to verify")
+    if length < 4:
+        raise ValueError(f"length must be at least 4, not {length}")
+    scheme = patch.scheme
+    if scheme.limit is not None:
+        length = min(length, scheme.limit)
+    adapter = adapter_for(surgery.base_model_type(model.config))
+    found = resolve(adapter, model)
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = found.token_embedding.weight.shape[0]
+    tokens = torch.randint(vocabulary, (1, length), generator=generator).to(found.token_embedding.weight.device)
+
+    with _evaluation(model):
+        standing = _Measurement(model, found.layers, tokens)
+        trial = standing
+        owners = [module for module in model.modules() if isinstance(module, PositionModule)]
+        if min(standing.layers) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
+            with _random_parameters(owners, generator):
+                trial = _Measurement(model, found.layers, tokens)
+        swapped = tokens.clone()
+        swapped[0, [0, 1]] = swapped[0, [1, 0]]
+        if swapped.equal(tokens):
+            swapped[0, 0] = (swapped[0, 0] + 1) % vocabulary
+        order = _change(_output(model, swapped)[:, -1], standing.output[:, -1])
+
+    everywhere = scheme.kind in ("score", "rotary") or getattr(scheme, "placement", None) == "every_layer"
+    at_input = scheme.kind == "embedding" and not everywhere
+    through_layer = at_input and found.position_table is None  # added by a hook on the first layer
+    layers = tuple(
+        LayerReport(i, response, live, everywhere or (through_layer and i == 0))
+        for i, (response, live) in enumerate(zip(standing.layers, trial.layers, strict=True))
+    )
+    problems = []
+    backend = model.config._attn_implementation
+    if scheme.kind == "score" and backend != NAME:
+        problems.append(f"{scheme.name} needs the attention {NAME!r}, but the config says {backend!r}: the scheme is not applied")
+    for layer in layers:
+        if not layer.ok:
+            problems.append(
+                f"layer {layer.index} {'ignores positions' if layer.expected else 'answers to positions that it should not see'}"
+            )
+    if at_input and not through_layer and trial.input <= NOTICES:
+        problems.append("the hidden states that enter the first layer ignore positions")
+    if not at_input and standing.input > NOTICES:
+        problems.append("the hidden states that enter the first layer answer to positions: the base's own table is still there")
+    return Report(scheme.name, layers, standing.input, standing.model, order, tuple(problems))
+
+
+class _Measurement:
+    """Responses of one model as it stands."""
+
+    def __init__(self, model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor) -> None:
+        forward = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        inputs, self.output = _trace(model, layers, tokens, forward)
+        moved_inputs, moved_output = _trace(model, layers, tokens, forward.flip(-1))
+        self.model = _change(moved_output, self.output)
+        self.input = _change(moved_inputs[0][0], inputs[0][0])
+        self.layers = []
+        for layer, (hidden, args, kwargs), (_, moved_args, moved_kwargs) in zip(layers, inputs, moved_inputs, strict=True):
+            original = _first(layer(hidden, *args, **kwargs))
+            self.layers.append(_change(_first(layer(hidden, *moved_args, **moved_kwargs)), original))
+
+
+def _trace(
+    model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, position_ids: Tensor
+) -> tuple[list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]], Tensor]:
+    """Run the model; return what each layer was called with (before hooks of ours), and the output."""
+    seen: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = []
+
+    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        seen.append((args[0], args[1:], rest) if args else (kwargs["hidden_states"], (), rest))
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_pre_hook(record, prepend=True, with_kwargs=True).remove)
+        output = _output(model, tokens, position_ids)
+    return seen, output
+
+
+def _output(model: PreTrainedModel, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    # A 2-D mask keeps transformers from reading moved positions as packed documents.
+    arguments: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
+    return model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False, return_dict=True, **arguments)[0]
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _change(changed: Tensor, original: Tensor) -> float:
+    return ((changed.double() - original.double()).norm() / original.double().norm().clamp(min=1e-30)).item()
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    """Put every module in evaluation mode, and back in the mode that each was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _random_parameters(owners: list[PositionModule], generator: torch.Generator) -> Iterator[None]:
+    """Draw the parameters of position modules at random, and put the old values back bit for bit."""
+    parameters = {id(p): p for owner in owners for p in owner.parameters()}.values()
+    kept = [p.detach().clone() for p in parameters]
+    try:
+        for p in parameters:
+            p.copy_(torch.randn(p.shape, generator=generator).to(p) * 0.5)
+        yield
+    finally:
+        for p, old in zip(parameters, kept, strict=True):
+            p.copy_(old)

@@ -1,0 +1,231 @@
+"""Adapters name modules that exist, refuse what they must, and say precisely what is wrong when they do not fit."""
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, tiny
+from torch import nn
+
+from hf_posenc import errors, registry
+from hf_posenc.adapters import Adapter, resolve
+from hf_posenc.errors import UnknownSchemeError, UnsupportedModelError
+from hf_posenc.registry import adapter_for
+
+LEARNED = ("gpt2", "opt")
+ROTARY = tuple(family for family in FAMILIES if family not in LEARNED)
+
+
+def adapter_of(model):
+    return adapter_for(model.config.model_type)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bare", [False, True], ids=["causal-lm", "bare"])
+def test_every_name_resolves(family, bare):
+    model = tiny(family)
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    found = resolve(adapter_of(model), model.base_model if bare else model)
+
+    assert len(found.layers) == len(found.attentions) == model.config.num_hidden_layers
+    assert all(attention in set(layer.modules()) for layer, attention in zip(found.layers, found.attentions, strict=True))
+    assert [attention.layer_idx for attention in found.attentions] == list(range(len(found.layers)))
+    assert found.token_embedding is model.get_input_embeddings()
+    assert (found.rotary is None) == (family in LEARNED)
+    assert (found.position_table is None) == (family in ROTARY)
+    if found.position_table is not None:
+        rows = model.config.max_position_embeddings + adapter_of(model).table_offset
+        assert isinstance(found.position_table, nn.Embedding)
+        assert found.position_table.weight.shape == (rows, model.config.hidden_size)
+    assert before == [(name, type(module)) for name, module in model.named_modules()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_one_rotary_module_serves_all_layers(family):
+    model = tiny(family)
+    found = resolve(adapter_of(model), model)
+    makers = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__]
+    assert makers == ([] if found.rotary is None else [found.rotary])
+
+
+def test_every_adapter_file_is_registered_under_its_own_types():
+    served = {adapter_for(model_type).model_types for model_type in registry.supported_model_types()}
+    assert len(served) == len(FAMILIES)
+    assert {tiny(family).config.model_type for family in FAMILIES} <= set(registry.supported_model_types())
+
+
+@pytest.mark.parametrize("family", LEARNED)
+def test_split_and_merge_heads_are_the_familys_own(family):
+    """Causal attention built from the adapter's pieces, in plain torch, is the family's attention module."""
+    model = tiny(family)
+    adapter = adapter_of(model)
+    attention = resolve(adapter, model).attentions[1]
+    hidden = torch.randn(2, 7, model.config.hidden_size)
+
+    query, key, value = adapter.split_heads(attention, hidden)
+    assert query.shape == key.shape == value.shape == (2, attention.num_heads, 7, attention.head_dim)
+    scores = query @ key.transpose(-1, -2) * (1.0 if adapter.query_is_scaled else attention.scaling)
+    future = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+    merged = adapter.merge_heads(attention, (weights @ value).transpose(1, 2))
+
+    mask = torch.zeros(7, 7).masked_fill(future, torch.finfo(torch.float32).min)[None, None]
+    torch.testing.assert_close(merged, attention(hidden, attention_mask=mask)[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family, option", [("gpt2", "attn_pdrop"), ("opt", "attention_dropout")])
+def test_attention_dropout_is_the_configs(family, option):
+    model = tiny(family, **{option: 0.25})
+    adapter = adapter_of(model)
+    assert [adapter.attention_dropout(a) for a in resolve(adapter, model).attentions] == [0.25, 0.25]
+
+
+def test_merge_heads_of_gpt2_has_the_residual_dropout():
+    model = tiny("gpt2", resid_pdrop=0.5).train()
+    adapter = adapter_of(model)
+    attention = resolve(adapter, model).attentions[0]
+    merged = adapter.merge_heads(attention, torch.randn(2, 5, attention.num_heads, attention.head_dim))
+    assert 0 < (merged == 0).float().mean() < 1
+
+
+@pytest.mark.parametrize(
+    "family, name_of_field, parent",
+    [
+        ("llama", "decoder", "LlamaModel"),
+        ("llama", "layers", "LlamaModel"),
+        ("llama", "attention", "LlamaDecoderLayer"),
+        ("llama", "token_embedding", "LlamaModel"),
+        ("llama", "rotary", "LlamaModel"),
+        ("opt", "decoder", "OPTModel"),
+        ("opt", "position_table", "OPTDecoder"),
+        ("gpt2", "position_table", "GPT2Model"),
+    ],
+)
+@pytest.mark.parametrize("wrong", ["nowhere", "config.hidden_size", "norm.nowhere"])
+def test_a_wrong_name_is_reported_with_field_name_and_parent(family, name_of_field, parent, wrong):
+    model = tiny(family)
+    broken = replace(adapter_of(model), **{name_of_field: wrong})
+    with pytest.raises(UnsupportedModelError) as error:
+        resolve(broken, model)
+    for needed in (f"{name_of_field}='{wrong}'", parent, *broken.model_types):
+        assert needed in str(error.value)
+
+
+def test_layers_must_be_a_filled_module_list():
+    model = tiny("llama")
+    with pytest.raises(UnsupportedModelError, match=r"layers='norm' of LlamaModel is no ModuleList"):
+        resolve(replace(adapter_of(model), layers="norm"), model)
+    model.model.layers = nn.ModuleList()
+    with pytest.raises(UnsupportedModelError, match=r"layers='layers' of LlamaModel is no ModuleList with at least one"):
+        resolve(adapter_of(model), model)
+
+
+def test_one_odd_layer_is_found():
+    model = tiny("llama")
+    del model.model.layers[1].self_attn
+    with pytest.raises(UnsupportedModelError, match=r"attention='self_attn' is no module of LlamaDecoderLayer"):
+        resolve(adapter_of(model), model)
+
+
+def test_an_attention_without_what_we_read_is_refused():
+    model = tiny("llama")
+    with pytest.raises(UnsupportedModelError, match=r"attention='mlp' is a LlamaMLP, which has no attribute 'scaling'"):
+        resolve(replace(adapter_of(model), attention="mlp"), model)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaAttention, which has no attribute 'use_rope'"):
+        resolve(replace(adapter_of(model), use_rope_flag="use_rope"), model)
+
+
+@pytest.mark.parametrize(
+    "family, option, reason",
+    [
+        ("gpt2", "reorder_and_upcast_attn", "bypasses the attention interface"),
+        ("gpt2", "add_cross_attention", "only decoder-only models"),
+        ("gemma", "use_bidirectional_attention", "at or before the query"),
+        ("gemma2", "use_bidirectional_attention", "at or before the query"),
+        ("gemma3", "use_bidirectional_attention", "at or before the query"),
+    ],
+)
+def test_refused_settings(family, option, reason):
+    model = tiny(family, **{option: True})
+    with pytest.raises(UnsupportedModelError, match=rf"config\.{option} = True; .*{reason}"):
+        resolve(adapter_of(model), model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_turned_encoder_is_refused(family):
+    model = tiny(family)
+    model.config.is_causal = False
+    with pytest.raises(UnsupportedModelError, match=r"config\.is_causal = False"):
+        resolve(adapter_of(model), model)
+
+
+def test_multimodal_gemma3_is_refused():
+    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    text = dict(shape, vocab_size=31, head_dim=8, num_key_value_heads=1)
+    config = transformers.Gemma3Config(text_config=text, vision_config=dict(shape, image_size=28, patch_size=14))
+    with torch.device("meta"):
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    with pytest.raises(UnsupportedModelError, match=r"vision_config.*load the text part alone, as Gemma3ForCausalLM"):
+        resolve(adapter_of(model), model)
+
+
+def test_an_unknown_model_type_lists_the_known_ones():
+    with pytest.raises(UnsupportedModelError, match=r"'bert' is not supported; choose from gemma, .*starcoder2"):
+        adapter_for("bert")
+
+
+def test_adapters_are_frozen_and_survive_copying():
+    for model_type in registry.supported_model_types():
+        adapter = adapter_for(model_type)
+        assert copy.deepcopy(adapter) == adapter == pickle.loads(pickle.dumps(adapter))
+        with pytest.raises(FrozenInstanceError):
+            adapter.layers = "h"
+
+
+class TestRegistry:
+    """Both registries refuse duplicates and list the choices; each test works on empty ones."""
+
+    @pytest.fixture(autouse=True)
+    def empty(self, monkeypatch):
+        monkeypatch.setattr(registry, "_ADAPTERS", {})
+        monkeypatch.setattr(registry, "_SCHEMES", {})
+
+    def test_a_model_type_has_one_adapter(self):
+        first = registry.register_adapter(Adapter(model_types=("a", "b")))
+        assert registry.register_adapter(Adapter(model_types=("a", "b"))) == first
+        with pytest.raises(ValueError, match=r"'b' is already served by the adapter for a, b"):
+            registry.register_adapter(Adapter(model_types=("c", "b")))
+        assert registry.supported_model_types() == ("a", "b")
+        assert registry.adapter_for("a") == registry.adapter_for("b") == first
+
+    def test_an_adapter_for_nothing_is_refused(self):
+        with pytest.raises(ValueError, match="names no model type"):
+            registry.register_adapter(Adapter(model_types=()))
+
+    def test_a_scheme_name_is_used_once(self):
+        first, second = type("First", (), {"name": "x"}), type("Second", (), {"name": "x"})
+        assert registry.register_scheme(first) is registry.register_scheme(first) is first
+        with pytest.raises(ValueError, match=r"'x' of .*Second is taken by .*First"):
+            registry.register_scheme(second)
+        assert registry.scheme_class("x") is first
+
+    def test_an_unknown_scheme_lists_the_choices(self):
+        for name in ("b", "a"):
+            registry.register_scheme(type("S", (), {"name": name}))
+        assert registry.available_schemes() == ("a", "b")
+        with pytest.raises(UnknownSchemeError, match="unknown scheme 'c'; choose from a, b"):
+            registry.scheme_class("c")
+
+
+def test_errors_are_also_the_built_in_ones():
+    built_in = {
+        errors.UnknownSchemeError: ValueError,
+        errors.UnsupportedModelError: TypeError,
+        errors.AlreadyPatchedError: RuntimeError,
+        errors.NotPatchedError: RuntimeError,
+    }
+    for error, base in built_in.items():
+        assert issubclass(error, errors.HfPosencError) and issubclass(error, base)
