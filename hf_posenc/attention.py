@@ -39,12 +39,15 @@ ENGINES: Mapping[str, Engine] = {"reference": reference.attend}
 """Engines by name. `auto` chooses among them."""
 
 NO_MASK = (
-    "the attention mask, which carries the positions, did not arrive at the attention layer. Context parallelism and some "
-    "wrappers drop it; attention would then run without positions. Use the scheme without them, or a scheme that keeps the "
+    "the attention mask, which carries the positions, did not arrive at the attention layer. Context "
+    "parallelism and some "
+    "wrappers drop it; attention would then run without positions. Use the scheme without them, or a scheme "
+    "that keeps the "
     "stock attention: nope, sinusoidal, learned, rope"
 )
 PAGED = (
-    "paged attention and continuous batching hand over keys without their positions, so a scheme that changes attention scores "
+    "paged attention and continuous batching hand over keys without their positions, so a scheme that changes "
+    "attention scores "
     "cannot run with them: use generate(), or a scheme that keeps the stock attention (nope, sinusoidal, learned, rope)"
 )
 
@@ -102,13 +105,16 @@ def scheme_attention(
         raise NotImplementedError(PAGED)
     if "posenc" not in module._modules:
         raise ValueError(
-            f"{type(module).__name__} runs with the attention implementation {NAME!r} but carries no position encoding: "
+            f"{type(module).__name__} runs with the attention implementation {NAME!r} but carries no position "
+            "encoding: "
             "apply hf_posenc.patch_model to the model instead of naming the implementation"
         )
     if attention_mask is None:
         raise ValueError(NO_MASK)
     where = positions.read(attention_mask, query.shape[2], key.shape[2])
-    if query.shape[2] == key.shape[2] or module.layer_idx == 0:  # with a cache it only checks, once per forward is enough
+    if (
+        query.shape[2] == key.shape[2] or module.layer_idx == 0
+    ):  # with a cache it only checks, once per forward is enough
         where = where.follow(position_ids)
     return module.posenc(
         query,
@@ -150,7 +156,8 @@ def describe_mask(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
         mask_function: (batch, head, query index, key index) -> visible.
 
     Returns:
-        A dict with `causal` (True if present), `window` (int) and `segments` (B|1, T) if present; None if any part is unknown.
+        A dict with `causal` (True if present), `window` (int) and `segments` (B|1, T) if present; None if any part is
+        unknown.
     """
     if mask_function is causal_mask_function:
         return {"causal": True}
@@ -198,7 +205,8 @@ def position_channel(
         **kwargs: the rest of the interface.
 
     Returns:
-        the compact int32 channel (B|1, 1, 5, Q + L), or the dense form (B|1, 1, Q, L) for mask functions it cannot express.
+        the compact int32 channel (B|1, 1, 5, Q + L), or the dense form (B|1, 1, Q, L) for mask functions it cannot
+        express.
     """
     query_index = (torch.arange(q_length, device=device) + q_offset)[None]
     key_index = (torch.arange(kv_length, device=device) + kv_offset)[None]
@@ -254,9 +262,10 @@ def position_channel(
 
 
 class RotaryAttention(nn.Module):
-    """Mixed in front of the attention class of a base without rotary embedding: rotates before the cache, then attends as before.
+    """Mixed in front of the attention of a base without rotary embedding: rotates before the cache, then attends.
 
-    Why a class and not a hook on the projection: PEFT wraps the projection, and its update would be added after the hook.
+    Why a class and not a hook on the projection: PEFT wraps the projection, and its update would be added after the
+    hook.
     """
 
     posenc_family: str
@@ -286,7 +295,9 @@ class RotaryAttention(nn.Module):
             (B, T, E) and the attention weights or None.
         """
         adapter = adapter_for(self.posenc_family)
-        assert adapter.split_heads and adapter.merge_heads and adapter.attention_dropout  # surgery checked it
+        assert adapter.split_heads
+        assert adapter.merge_heads
+        assert adapter.attention_dropout
         query, key, value = adapter.split_heads(self, hidden_states)
         if position_ids is None:
             raise ValueError("position_ids did not arrive at the attention layer, so nothing can be rotated")
@@ -325,7 +336,7 @@ def stock_class(cls: type, mixin: type) -> type:
 def revive(make: Callable[[type], type], stock: type) -> Any:
     """Return an empty instance of the class that `make` derives from a stock class, for pickle and copy."""
     cls = make(stock)
-    return cls.__new__(cls)
+    return object.__new__(cls)
 
 
 def rotary_class(stock: type) -> type:
@@ -376,7 +387,7 @@ class PartialRotary(nn.Module):
 
 
 def rope_parameters(scheme: Rope, config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the `rope_parameters` that the scheme gives to a base with this config, per layer type where it has several.
+    """Return the `rope_parameters` that the scheme gives to a base, per layer type where it has several.
 
     Args:
         scheme: what was None in it is taken from the config.
@@ -400,7 +411,9 @@ def _filled(scheme: Rope, own: Mapping[str, Any], config: PreTrainedConfig) -> d
     return filled
 
 
-def make_rotary(parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None) -> nn.Module:
+def make_rotary(
+    parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None
+) -> nn.Module:
     """Return a rotary module with these parameters: the base's own class where it has one, else LLaMA's.
 
     Args:

@@ -14,7 +14,9 @@ from .registry import adapter_for
 from .schemes.base import Scheme
 
 
-def from_pretrained(name_or_path: str | os.PathLike[str], *, scheme: str | Scheme | None = None, **kwargs: Any) -> PreTrainedModel:
+def from_pretrained(
+    name_or_path: str | os.PathLike[str], *, scheme: str | Scheme | None = None, **kwargs: Any
+) -> PreTrainedModel:
     """Load a patched checkpoint, or a stock one and patch it.
 
     Args:
@@ -44,10 +46,10 @@ def from_pretrained(name_or_path: str | os.PathLike[str], *, scheme: str | Schem
     scheme_of(config)
     cls = model_class(getattr(transformers, str(raw["architectures"][0]).removeprefix("PosEnc")))
     model, info = cls.from_pretrained(name_or_path, config=config, output_loading_info=True, **kwargs)
-    problems = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
+    problems = {
+        kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]
+    }
     if problems:
         raise ValueError(f"{name_or_path} does not fit {config.position_encoding}: {problems}")
     object.__setattr__(model.base_model, "_posenc_patch", Patch(scheme_of(config), "auto", None))
     return model
-
-

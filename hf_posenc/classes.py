@@ -1,4 +1,4 @@
-"""Own model types: classes made on demand as `(PosEncMixin, LlamaForCausalLM)`, configs as `(PosEncConfigMixin, LlamaConfig)`.
+"""Own model types: classes made on demand as `(PosEncMixin, LlamaForCausalLM)`, configs likewise.
 
 A patched model has model type `posenc_<base>`, so that what it saves cannot be loaded as the stock model by mistake.
 """
@@ -25,8 +25,9 @@ class PosEncConfigMixin:
     position_encoding: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as a dict, with our attention name as a trip-wire: stock model classes refuse to be built with it."""
-        return {**super().to_dict(), "attn_implementation": NAME}  # type: ignore[misc]  # the stock config is behind us
+        """Return the config as a dict, with our attention name as a trip-wire, which stock model classes refuse."""
+        stock: dict[str, Any] = super().to_dict()  # type: ignore[misc]  # the stock class is behind us
+        return {**stock, "attn_implementation": NAME}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return what is saved."""
@@ -58,7 +59,7 @@ class PosEncMixin:
         if backend == NAME:  # the stock constructor refuses it, as it should
             config._attn_implementation_internal = None
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        base = self.base_model  # type: ignore[attr-defined]
+        base = self.base_model
         if not _carries(base):
             object.__setattr__(base, "_posenc_carried", True)
             plan = surgery.make_plan(base, scheme, "auto")
@@ -79,10 +80,11 @@ class PosEncMixin:
         self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False
     ) -> str:
         """Refuse what would drop the scheme; called by the stock constructor and by `set_attn_implementation`."""
-        scheme = scheme_of(self.config)  # type: ignore[attr-defined]
+        scheme = scheme_of(self.config)
         if isinstance(scheme, ScoreScheme) and not is_init_check and attn_implementation != NAME:
             raise ValueError(
-                f"attn_implementation={attn_implementation!r} would drop {scheme.name}, which changes attention scores: keep "
+                f"attn_implementation={attn_implementation!r} would drop {scheme.name}, which changes attention "
+                "scores: keep "
                 f"{NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
             )
         if attn_implementation == NAME:

@@ -63,8 +63,8 @@ def patch_model(
 ) -> Model:
     """Replace a model's position handling, in place.
 
-    Everything is checked before anything is changed, and a failure half-way leaves the model as it was. New parameters take
-    the dtype and device of the layer they sit on.
+    Everything is checked before anything is changed, and a failure half-way leaves the model as it was. New parameters
+    take the dtype and device of the layer they sit on.
 
     Args:
         model: a stock transformers model of a supported family, with or without a head.
@@ -169,14 +169,16 @@ def unpatch_model(model: Model) -> Model:
         The model itself.
 
     Raises:
-        NotPatchedError: if it is not patched, or was loaded from a patched checkpoint, which does not hold the stock positions.
+        NotPatchedError: if it is not patched, or was loaded from a patched checkpoint, which does not hold the stock
+            positions.
     """
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched")
     if patch.undo is None:
         raise NotPatchedError(
-            "this model was loaded from a patched checkpoint, which does not hold the stock positions: load the stock checkpoint"
+            "this model was loaded from a patched checkpoint, which does not hold the stock positions: load the "
+            "stock checkpoint"
         )
     patch.undo.roll_back()
     return model

@@ -1,12 +1,12 @@
 """Where every query and key sits, and what it may see: the compact position channel.
 
-The attention mask is the only argument that every transformers model hands from its top to each attention layer, through
-checkpointing, device hooks, caches and `generate`. We use it to carry positions. The channel is one int32 tensor of shape
-(B|1, 1, ROWS, Q + L): the first Q columns describe the queries, the last L the keys. It grows linearly with the sequence;
-nothing of shape (Q, L) exists until an engine asks for it.
+The attention mask is the only argument that every transformers model hands from its top to each attention layer,
+through checkpointing, device hooks, caches and `generate`. We use it to carry positions. The channel is one int32
+tensor of shape (B|1, 1, ROWS, Q + L): the first Q columns describe the queries, the last L the keys. It grows linearly
+with the sequence; nothing of shape (Q, L) exists until an engine asks for it.
 
-Masks that no such description fits (a user's own 4-D mask, an unknown overlay) travel in a dense form, (B|1, 1, Q, L) int32
-holding `(distance << 1) | visible`.
+Masks that no such description fits (a user's own 4-D mask, an unknown overlay) travel in a dense form, (B|1, 1, Q, L)
+int32 holding `(distance << 1) | visible`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ NO_WINDOW = torch.iinfo(torch.int32).max
 
 GAPPED_POSITIONS = (
     "position_ids do not continue the positions of the cached keys, which cannot be recovered from the cache. Pass the "
-    "position_ids that transformers would choose itself (or none), or run the whole sequence in one forward without a cache."
+    "position_ids that transformers would choose itself (or none), or run the whole sequence in one forward "
+    "without a cache."
 )
 
 
@@ -100,7 +101,8 @@ class Positions:
             Positions; `self` if there are no position ids.
 
         Raises:
-            ValueError: for chosen ids with a filled cache (`RuntimeError`, raised by the device, while compiling or on CUDA).
+            ValueError: for chosen ids with a filled cache (`RuntimeError`, raised by the device, while compiling or on
+                CUDA).
         """
         if position_ids is None:
             return self
@@ -243,9 +245,9 @@ def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DenseP
     """Read whatever arrived in place of an attention mask.
 
     Args:
-        mask: our compact channel, our dense form, or a user's own 4-D mask (B|1, 1|H, Q, L): bool (True = visible) or float
-            (added to the logits). A 4-D mask of the user's says nothing about positions, so a query sits in the slot of the
-            last key that it sees.
+        mask: our compact channel, our dense form, or a user's own 4-D mask (B|1, 1|H, Q, L): bool (True = visible) or
+            float (added to the logits). A 4-D mask of the user's says nothing about positions, so a query sits in the
+            slot of the last key that it sees.
         query_length: Q.
         key_length: L.
 
@@ -268,6 +270,7 @@ def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DenseP
             last_seen = torch.where(seen.any(1, keepdim=True), slots, -1).amax(-1, keepdim=True)
             return DensePositions(last_seen - slots, mask)
     raise ValueError(
-        f"an attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype} does not fit {query_length} queries and "
+        f"an attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype} does not fit {query_length} "
+        "queries and "
         f"{key_length} keys: pass a 2-D mask (batch, keys), or a 4-D bool or float mask (batch, 1, queries, keys)"
     )

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from hf_posenc.errors import UnknownSchemeError, UnsupportedModelError
+from .errors import UnknownSchemeError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from hf_posenc.adapters.base import Adapter
-    from hf_posenc.schemes.base import Scheme
+    from .adapters.base import Adapter
+    from .schemes.base import Scheme
 
     SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
 

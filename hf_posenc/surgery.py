@@ -36,8 +36,8 @@ UNLIMITED = 2**17
 class Undo:
     """Inverse steps, newest first.
 
-    A list of (function, arguments) rather than an ExitStack: `deepcopy` and `pickle` follow arguments, so that a copied model
-    undoes its own changes and not those of the model it was copied from. Closures would not.
+    A list of (function, arguments) rather than an ExitStack: `deepcopy` and `pickle` follow arguments, so that a copied
+    model undoes its own changes and not those of the model it was copied from. Closures would not.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,8 @@ def make_plan(model: PreTrainedModel, scheme: Scheme, attention: str) -> Plan:
             )
     elif attention != "auto":
         raise ValueError(
-            f"{scheme.name} keeps the model's own attention; attention={attention!r} can be chosen for schemes that change "
+            f"{scheme.name} keeps the model's own attention; attention={attention!r} can be chosen for schemes "
+            "that change "
             "scores only"
         )
     if isinstance(scheme, Rope):
@@ -209,7 +210,8 @@ def make_plan(model: PreTrainedModel, scheme: Scheme, attention: str) -> Plan:
 def _check_rope(scheme: Rope, adapter: Adapter, found: Resolved, dims: Dims, config: Any) -> None:
     if adapter.rotary is not None and scheme.layout == "interleaved":
         raise UnsupportedModelError(
-            f"rope: {base_model_type(config)} rotates by halves in its own code, so layout='interleaved' cannot be had: the rows "
+            f"rope: {base_model_type(config)} rotates by halves in its own code, so layout='interleaved' cannot "
+            "be had: the rows "
             "of its query and key projections would have to be reordered"
         )
     if dims.head_dim % 2:
@@ -315,23 +317,23 @@ def _place_scores(undo: Undo, plan: Plan, scheme: ScoreScheme) -> list[PositionM
 
 def _place_embeddings(undo: Undo, plan: Plan, scheme: EmbeddingScheme) -> list[PositionModule]:
     found, adapter = plan.found, plan.adapter
-    if scheme.placement == "input" and found.position_table is not None:
+    every_layer, share_layers = scheme.place()
+    if not every_layer and found.position_table is not None:
         assert adapter.position_table is not None
         module = scheme.build(plan.dims)
         object.__setattr__(module, "like", found.token_embedding)
         set_module(undo, found.decoder, adapter.position_table, module)
         return [module]
-    layers = found.layers[:1] if scheme.placement == "input" else found.layers
     owners: list[PositionModule] = []
-    if scheme.placement == "every_layer" and scheme.share_layers:
-        shared = scheme.build(plan.dims)
-        set_module(undo, found.decoder, "posenc", shared)
-        owners.append(shared)
-    for layer in layers:
-        module = Shared(owners[0]) if len(owners) == 1 and scheme.share_layers else scheme.build(plan.dims)
-        set_module(undo, layer, "posenc", module)
-        if isinstance(module, PositionModule):
-            owners.append(module)
+    if every_layer and share_layers:
+        owners.append(scheme.build(plan.dims))
+        set_module(undo, found.decoder, "posenc", owners[0])
+    for layer in found.layers if every_layer else found.layers[:1]:
+        if every_layer and share_layers:
+            set_module(undo, layer, "posenc", Shared(owners[0]))
+        else:
+            owners.append(scheme.build(plan.dims))
+            set_module(undo, layer, "posenc", owners[-1])
         add_pre_hook(undo, layer, add_positions)
     return owners
 
@@ -350,6 +352,9 @@ def _place_rotary(undo: Undo, plan: Plan, scheme: Rope, config: Any) -> None:
         assert adapter.rotary is not None
         set_module(undo, found.decoder, adapter.rotary, rotary)
         set_attribute(undo, config, "rope_parameters", parameters)
+        if adapter.rotary_size is not None:
+            for attention in found.attentions:
+                set_attribute(undo, attention, adapter.rotary_size, int(plan.dims.head_dim * partial[0]))
     else:
         set_module(undo, found.decoder, "rotary_emb", rotary)
         for attention in found.attentions:
@@ -385,4 +390,3 @@ def resolved(plan: Plan, config: Any) -> tuple[Plan, Native]:
     """Return the plan with the scheme's choices made, and what they were made from."""
     native = native_of(plan.found, plan.adapter, config)
     return replace(plan, scheme=plan.scheme.resolve(native, plan.dims)), native
-

@@ -20,7 +20,7 @@ from .registry import adapter_for
 from .schemes.base import PositionModule
 
 NOTICES = 1e-7
-"""Smallest relative change that counts: a layer that ignores positions repeats the same arithmetic and changes by exactly 0."""
+"""Smallest relative change that counts: a layer that ignores positions repeats the same arithmetic, change 0."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class LayerReport:
     Attributes:
         index: of the layer.
         response: relative change of the layer's output, as the model stands.
-        live_response: the same with the scheme's parameters drawn at random: a scheme that starts neutral (DA-Transformer) does
-            not respond as it stands, a dead one does not respond at all.
+        live_response: the same with the scheme's parameters drawn at random: a scheme that starts neutral
+            (DA-Transformer) does not respond as it stands, a dead one does not respond at all.
         expected: whether the scheme acts in this layer.
     """
 
@@ -103,9 +103,9 @@ class Report:
 def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report:
     """Move the positions under a patched model and report, per layer and for the whole, whether the output answers.
 
-    Each layer is run again on the hidden states it had, with only its position inputs changed (the positions reversed), so an
-    answer cannot leak from one layer to the next. Costs about four short forward passes; parameters, mode and caches are left
-    as they were.
+    Each layer is run again on the hidden states it had, with only its position inputs changed (the positions reversed),
+    so an answer cannot leak from one layer to the next. Costs about four short forward passes; parameters, mode and
+    caches are left as they were.
 
     Args:
         model: patched, on any device, in any mode.
@@ -156,16 +156,21 @@ def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report
     problems = []
     backend = model.config._attn_implementation
     if scheme.kind == "score" and backend != NAME:
-        problems.append(f"{scheme.name} needs the attention {NAME!r}, but the config says {backend!r}: the scheme is not applied")
+        problems.append(
+            f"{scheme.name} needs the attention {NAME!r}, but the config says {backend!r}: the scheme is not applied"
+        )
     for layer in layers:
         if not layer.ok:
             problems.append(
-                f"layer {layer.index} {'ignores positions' if layer.expected else 'answers to positions that it should not see'}"
+                f"layer {layer.index} "
+                f"{'ignores positions' if layer.expected else 'answers to positions that it should not see'}"
             )
     if at_input and not through_layer and trial.input <= NOTICES:
         problems.append("the hidden states that enter the first layer ignore positions")
     if not at_input and standing.input > NOTICES:
-        problems.append("the hidden states that enter the first layer answer to positions: the base's own table is still there")
+        problems.append(
+            "the hidden states that enter the first layer answer to positions: the base's own table is still there"
+        )
     return Report(scheme.name, layers, standing.input, standing.model, order, tuple(problems))
 
 
@@ -179,7 +184,9 @@ class _Measurement:
         self.model = _change(moved_output, self.output)
         self.input = _change(moved_inputs[0][0], inputs[0][0])
         self.layers = []
-        for layer, (hidden, args, kwargs), (_, moved_args, moved_kwargs) in zip(layers, inputs, moved_inputs, strict=True):
+        for layer, (hidden, args, kwargs), (_, moved_args, moved_kwargs) in zip(
+            layers, inputs, moved_inputs, strict=True
+        ):
             original = _first(layer(hidden, *args, **kwargs))
             self.layers.append(_change(_first(layer(hidden, *moved_args, **moved_kwargs)), original))
 

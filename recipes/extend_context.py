@@ -1,10 +1,11 @@
 """Extends the context of a causal language model by another position encoding, and measures how far it reaches.
 
-    accelerate launch recipes/extend_context.py                                       # the embedded default, minutes on a laptop
+    accelerate launch recipes/extend_context.py                        # the embedded default, minutes on a laptop
     accelerate launch recipes/extend_context.py --model gpt2 --data book.txt --scheme alibi --output runs/gpt2-alibi
 
-Measure, patch, fine-tune, measure again, save: OUTPUT/model (reload with `hf_posenc.from_pretrained`) and OUTPUT/results.json.
-Plain `python` runs it in one process. Everything that can be wrong with the arguments is found before anything long starts.
+Measure, patch, fine-tune, measure again, save: OUTPUT/model (reload with `hf_posenc.from_pretrained`) and
+OUTPUT/results.json. Plain `python` runs it in one process. Everything that can be wrong with the arguments is found
+before anything long starts.
 """
 
 import json
@@ -28,11 +29,18 @@ from embedded import byte_model, byte_tokenizer, standard_library, train_base
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, get_cosine_schedule_with_warmup
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    get_cosine_schedule_with_warmup,
+)
 
 import hf_posenc
 from hf_posenc.evaluation import non_overlapping_perplexity, sliding_window_perplexity
-from hf_posenc.registry import adapter_for, scheme_class
+from hf_posenc.patching import parse_scheme, patch_of
+from hf_posenc.registry import adapter_for
 
 
 @dataclass
@@ -40,20 +48,23 @@ class Arguments:
     """What to extend, how, and on which text."""
 
     model: str | None = field(
-        default=None, metadata={"help": "checkpoint folder or Hub id; without it a small byte-level GPT-2 is trained first"}
+        default=None,
+        metadata={"help": "checkpoint folder or Hub id; without it a small byte-level GPT-2 is trained first"},
     )
     data: list[str] = field(
         default_factory=list, metadata={"help": "UTF-8 text files; without --model: the standard library's sources"}
     )
     separator: str = field(
-        default="", metadata={"help": r"what separates documents within a file, e.g. '\n\n'; by default a file is one document"}
+        default="",
+        metadata={"help": r"what separates documents within a file, e.g. '\n\n'; by default a file is one document"},
     )
     output: str = field(default="runs/extend_context", metadata={"help": "folder to write; must be empty or absent"})
     overwrite: bool = field(default=False, metadata={"help": "write into a folder that is not empty"})
 
     scheme: str = field(default="alibi", metadata={"help": "position encoding to patch in"})
     scheme_args: list[str] = field(
-        default_factory=list, metadata={"help": "its hyper-parameters as name=value, e.g. max_distance=64 share_heads=false"}
+        default_factory=list,
+        metadata={"help": "its hyper-parameters as name=value, e.g. max_distance=64 share_heads=false"},
     )
 
     eval_lengths: list[int] = field(
@@ -70,10 +81,14 @@ class Arguments:
     gradient_accumulation: int = field(default=1, metadata={"help": "forwards per optimizer step"})
     learning_rate: float = field(default=1e-3, metadata={"help": "peak, after warm-up and before a cosine decay to 0"})
     warmup_steps: int = field(default=10, metadata={"help": "steps of linear warm-up"})
-    weight_decay: float = field(default=0.01, metadata={"help": "on matrices; vectors and position parameters get none"})
+    weight_decay: float = field(
+        default=0.01, metadata={"help": "on matrices; vectors and position parameters get none"}
+    )
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
     mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16", "choices": ["no", "bf16", "fp16"]})
-    base_steps: int = field(default=1000, metadata={"help": "optimizer steps of the embedded base model (without --model)"})
+    base_steps: int = field(
+        default=1000, metadata={"help": "optimizer steps of the embedded base model (without --model)"}
+    )
     seed: int = field(default=0, metadata={"help": "seed of everything that is random"})
 
 
@@ -84,14 +99,17 @@ class UsageError(Exception):
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Runs the recipe and returns what it wrote to results.json."""
     parser = HfArgumentParser(
-        Arguments, description=__doc__.split("\n")[0], usage="%(prog)s [options]   (--help lists them)", allow_abbrev=False
+        Arguments,
+        description=__doc__.split("\n")[0],
+        usage="%(prog)s [options]   (--help lists them)",
+        allow_abbrev=False,
     )
     arguments, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
     try:
         if unknown:
             raise UsageError(f"unknown option or stray value: {' '.join(unknown)}")
         return run(arguments)
-    except (UsageError, hf_posenc.errors.HfPosencError) as error:
+    except (UsageError, hf_posenc.HfPosencError) as error:
         parser.error(str(error))
 
 
@@ -101,10 +119,14 @@ def run(arguments: Arguments) -> dict[str, Any]:
     accelerator = Accelerator(
         mixed_precision=arguments.mixed_precision,
         # Batches are taken from the text without end, so the end of a pass over it must not cut an accumulation short.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(arguments.gradient_accumulation, sync_with_dataloader=False),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            arguments.gradient_accumulation, sync_with_dataloader=False
+        ),
     )
     if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        raise UsageError(f"this recipe runs in one process or data-parallel, not under {accelerator.distributed_type.value}")
+        raise UsageError(
+            f"this recipe runs in one process or data-parallel, not under {accelerator.distributed_type.value}"
+        )
     say = accelerator.print
     set_seed(arguments.seed)
     progress = accelerator.is_main_process
@@ -117,7 +139,8 @@ def run(arguments: Arguments) -> dict[str, Any]:
     say(f"  {len(documents):,} documents; {len(training):,} tokens to train on, {len(held_out):,} held out")
 
     model = load_model(arguments.model) if arguments.model else byte_model(tokenizer)
-    # Patched once on trial: whatever the scheme and this model cannot do together comes out now, not after the measurement.
+    # Patched once on trial: whatever the scheme and this model cannot do together comes out now, not after the
+    # measurement.
     with hf_posenc.patched(model, scheme, seed=arguments.seed):
         check_limit(model, arguments)
     model.to(accelerator.device)
@@ -137,8 +160,10 @@ def run(arguments: Arguments) -> dict[str, Any]:
         results["before"] = measure(model, held_out, arguments, position_limit(model), progress)
 
     hf_posenc.patch_model(model, scheme, seed=arguments.seed)
-    say(f"Patched: {hf_posenc.describe(model)}")
-    say(hf_posenc.verify(model))
+    say(f"Patched\n{hf_posenc.describe(model)}")
+    if not (report := hf_posenc.verify(model)):
+        raise RuntimeError(f"the patch does not do what it should:\n{report}")
+    say(report)
 
     say(f"Fine-tuning: {arguments.steps} steps of {tokens_per_step(arguments, accelerator):,} tokens")
     with stopwatch(seconds, "training"):
@@ -146,7 +171,10 @@ def run(arguments: Arguments) -> dict[str, Any]:
             results["training"] = train(accelerator, model, training, arguments)
         except KeyboardInterrupt:
             save(accelerator, model, tokenizer, output / "interrupted")
-            say(f"\nInterrupted. The weights so far are in {output / 'interrupted'}; hf_posenc.from_pretrained reads them.")
+            say(
+                f"\nInterrupted. The weights so far are in {output / 'interrupted'}; "
+                "hf_posenc.from_pretrained reads them."
+            )
             raise SystemExit(130) from None
 
     say("Measuring the patched model")
@@ -159,7 +187,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     return results
 
 
-# ---------------------------------------------------------------------------------------------------------------- checks
+# --------------------------------------------------------------------------------------------------------------- checks
 
 
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
@@ -178,18 +206,20 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
     arguments.eval_lengths = sorted(set(arguments.eval_lengths))
     if arguments.stride is not None and not 1 <= arguments.stride < arguments.eval_lengths[0]:
         raise UsageError(
-            f"--stride {arguments.stride} must be at least 1 and below the shortest of --eval-lengths, {arguments.eval_lengths[0]}"
+            f"--stride {arguments.stride} must be at least 1 and below the shortest of --eval-lengths, "
+            f"{arguments.eval_lengths[0]}"
         )
     if arguments.eval_tokens < arguments.eval_lengths[-1]:
         raise UsageError(
-            f"--eval-tokens {arguments.eval_tokens} is less than the longest of --eval-lengths, {arguments.eval_lengths[-1]}"
+            f"--eval-tokens {arguments.eval_tokens} is less than the longest of --eval-lengths, "
+            f"{arguments.eval_lengths[-1]}"
         )
 
     pairs = [pair.partition("=") for pair in arguments.scheme_args]
     if bare := [name for name, equals, _ in pairs if not equals]:
         raise UsageError(f"--scheme-args takes name=value, not {' '.join(bare)}")
     try:
-        scheme = scheme_class(arguments.scheme)(**{name: parsed(value) for name, _, value in pairs})
+        scheme = parse_scheme(arguments.scheme, {name: parsed(value) for name, _, value in pairs})
     except (TypeError, ValueError) as error:
         raise UsageError(f"--scheme {arguments.scheme}: {error}") from None
 
@@ -217,25 +247,26 @@ def check_lengths(training: Tensor, held_out: Tensor, arguments: Arguments, proc
     """The text must suffice for one pass of one batch, and for one window of every length."""
     if len(held_out) < arguments.eval_lengths[-1]:
         raise UsageError(
-            f"the held-out text has {len(held_out):,} tokens, the longest of --eval-lengths needs {arguments.eval_lengths[-1]:,}: "
-            "give more text or shorter lengths"
+            f"the held-out text has {len(held_out):,} tokens, the longest of --eval-lengths needs "
+            f"{arguments.eval_lengths[-1]:,}: give more text or shorter lengths"
         )
     needed = arguments.train_length * arguments.batch_size * processes
     if len(training) < needed:
         raise UsageError(
             f"the training text has {len(training):,} tokens, one batch needs {needed:,} "
-            f"({processes} x --batch-size {arguments.batch_size} x --train-length {arguments.train_length}): give more text"
+            f"({processes} x --batch-size {arguments.batch_size} x --train-length {arguments.train_length}): "
+            "give more text"
         )
 
 
 def check_limit(model: nn.Module, arguments: Arguments) -> None:
     """A patched model's scheme must reach as far as it is asked to."""
     longest = max(arguments.train_length, arguments.eval_lengths[-1])
-    limit = hf_posenc.describe(model).scheme.limit
+    limit = patch_of(model).scheme.limit
     if limit is not None and limit < longest:
         raise UsageError(
-            f"--scheme {arguments.scheme} ends at {limit} positions, --train-length and --eval-lengths go to {longest}: "
-            f"for instance --scheme-args num_positions={longest}"
+            f"--scheme {arguments.scheme} ends at {limit} positions, --train-length and --eval-lengths go to "
+            f"{longest}: for instance --scheme-args num_positions={longest}"
         )
 
 
@@ -253,7 +284,7 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-# ------------------------------------------------------------------------------------------------------------------ text
+# ----------------------------------------------------------------------------------------------------------------- text
 
 
 def describe_data(arguments: Arguments) -> str:
@@ -277,7 +308,8 @@ def read_documents(arguments: Arguments) -> list[str]:
 
 
 def encode(tokenizer: Any, documents: list[str]) -> list[Tensor]:
-    """Token ids of each document, between the marks the tokenizer adds; if it adds none, each ends with its end-of-text token."""
+    """Token ids of each document, between the marks the tokenizer adds; if it adds none, each ends with its end-of-text
+    token."""
     end = [] if tokenizer("").input_ids or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # The tokenizer would warn that a whole book is longer than the model's context, which is the point.
     encoded = tokenizer(documents, return_attention_mask=False, verbose=False).input_ids
@@ -287,7 +319,8 @@ def encode(tokenizer: Any, documents: list[str]) -> list[Tensor]:
 def split(documents: list[Tensor], arguments: Arguments) -> tuple[Tensor, Tensor]:
     """Training and held-out tokens, `(N,)` each. Whole documents are held out, so no text is on both sides.
 
-    They are drawn at random until --eval-tokens are reached (what is beyond that is left unused). Of a single document the end is held out.
+    They are drawn at random until --eval-tokens are reached (what is beyond that is left unused). Of a single document
+    the end is held out.
     """
     wanted = arguments.eval_tokens
     if len(documents) == 1:
@@ -299,11 +332,13 @@ def split(documents: list[Tensor], arguments: Arguments) -> tuple[Tensor, Tensor
         held_out.append(order.pop())
     return (
         torch.cat([documents[index] for index in sorted(order)]) if order else torch.empty(0, dtype=torch.long),
-        torch.cat([documents[index] for index in sorted(held_out)])[:wanted] if held_out else torch.empty(0, dtype=torch.long),
+        torch.cat([documents[index] for index in sorted(held_out)])[:wanted]
+        if held_out
+        else torch.empty(0, dtype=torch.long),
     )
 
 
-# ------------------------------------------------------------------------------------------------- measuring and training
+# ----------------------------------------------------------------------------------------------- measuring and training
 
 
 def load_model(name: str) -> nn.Module:
@@ -369,7 +404,9 @@ def train(accelerator: Accelerator, model: nn.Module, tokens: Tensor, arguments:
             schedule.step()
             losses.append(accelerator.reduce(torch.stack(parts).mean(), "mean").item())
             if losses[-1] != losses[-1] or abs(losses[-1]) == float("inf"):
-                raise SystemExit(f"the loss became {losses[-1]} at step {step}: try a lower --learning-rate, more --warmup-steps")
+                raise SystemExit(
+                    f"the loss became {losses[-1]} at step {step}: try a lower --learning-rate, more --warmup-steps"
+                )
             speed = step * per_step / (time.perf_counter() - start)
             bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{speed:,.0f}", refresh=False)
             bar.update()
@@ -395,7 +432,7 @@ def tokens_per_step(arguments: Arguments, accelerator: Accelerator) -> int:
     return sequences * arguments.train_length
 
 
-# --------------------------------------------------------------------------------------------------------------- results
+# -------------------------------------------------------------------------------------------------------------- results
 
 
 def save(accelerator: Accelerator, model: nn.Module, tokenizer: Any, folder: Path) -> None:
@@ -420,13 +457,18 @@ def provenance(accelerator: Accelerator) -> dict[str, Any]:
 
     def git(*words: str) -> str | None:
         try:
-            return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=True).stdout.strip()
+            return subprocess.run(
+                ["git", "-C", here, *words], capture_output=True, text=True, check=True
+            ).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             return None
 
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "git": {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--untracked-files=no"))},
+        "git": {
+            "commit": git("rev-parse", "HEAD"),
+            "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+        },
         "versions": {
             "python": platform.python_version(),
             **{module.__name__: module.__version__ for module in (hf_posenc, torch, transformers, accelerate)},

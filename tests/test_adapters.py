@@ -31,7 +31,8 @@ def test_every_name_resolves(family, bare):
     found = resolve(adapter_of(model), model.base_model if bare else model)
 
     assert len(found.layers) == len(found.attentions) == model.config.num_hidden_layers
-    assert all(attention in set(layer.modules()) for layer, attention in zip(found.layers, found.attentions, strict=True))
+    pairs = zip(found.layers, found.attentions, strict=True)
+    assert all(attention in set(layer.modules()) for layer, attention in pairs)
     assert [attention.layer_idx for attention in found.attentions] == list(range(len(found.layers)))
     assert found.token_embedding is model.get_input_embeddings()
     assert (found.rotary is None) == (family in LEARNED)
@@ -76,7 +77,7 @@ def test_split_and_merge_heads_are_the_familys_own(family):
     torch.testing.assert_close(merged, attention(hidden, attention_mask=mask)[0], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family, option", [("gpt2", "attn_pdrop"), ("opt", "attention_dropout")])
+@pytest.mark.parametrize(("family", "option"), [("gpt2", "attn_pdrop"), ("opt", "attention_dropout")])
 def test_attention_dropout_is_the_configs(family, option):
     model = tiny(family, **{option: 0.25})
     adapter = adapter_of(model)
@@ -92,7 +93,7 @@ def test_merge_heads_of_gpt2_has_the_residual_dropout():
 
 
 @pytest.mark.parametrize(
-    "family, name_of_field, parent",
+    ("family", "name_of_field", "parent"),
     [
         ("llama", "decoder", "LlamaModel"),
         ("llama", "layers", "LlamaModel"),
@@ -119,7 +120,7 @@ def test_layers_must_be_a_filled_module_list():
     with pytest.raises(UnsupportedModelError, match=r"layers='norm' of LlamaModel is no ModuleList"):
         resolve(replace(adapter_of(model), layers="norm"), model)
     model.model.layers = nn.ModuleList()
-    with pytest.raises(UnsupportedModelError, match=r"layers='layers' of LlamaModel is no ModuleList with at least one"):
+    with pytest.raises(UnsupportedModelError, match=r"layers='layers' of LlamaModel is no ModuleList with at least"):
         resolve(adapter_of(model), model)
 
 
@@ -139,7 +140,7 @@ def test_an_attention_without_what_we_read_is_refused():
 
 
 @pytest.mark.parametrize(
-    "family, option, reason",
+    ("family", "option", "reason"),
     [
         ("gpt2", "reorder_and_upcast_attn", "bypasses the attention interface"),
         ("gpt2", "add_cross_attention", "only decoder-only models"),
@@ -228,4 +229,5 @@ def test_errors_are_also_the_built_in_ones():
         errors.NotPatchedError: RuntimeError,
     }
     for error, base in built_in.items():
-        assert issubclass(error, errors.HfPosencError) and issubclass(error, base)
+        assert issubclass(error, errors.HfPosencError)
+        assert issubclass(error, base)

@@ -1,7 +1,7 @@
 """What this package assumes of transformers, stated where an upgrade breaks it first.
 
-Nothing here runs code of ours but the adapters. Every test states one assumption and what relies on it; where the supported
-versions differ, both forms are listed. Runs on each supported version of transformers.
+Nothing here runs code of ours but the adapters. Every test states one assumption; where the supported versions differ, both
+forms are listed. Passes on the oldest and the newest supported version of transformers.
 """
 
 import inspect
@@ -10,7 +10,7 @@ import logging
 import pytest
 import torch
 import transformers
-from families import FAMILIES, tiny
+from families import FAMILIES, LENGTH, WINDOW, tiny, tokens
 from torch import nn
 from transformers import AttentionInterface, DynamicCache, GPT2Config, LlamaConfig, StaticCache, masking_utils
 from transformers import initialization as init
@@ -25,6 +25,8 @@ from hf_posenc.registry import adapter_for
 NAME = "contract_probe"
 LEARNED = ("gpt2", "opt")
 ROTARY = tuple(family for family in FAMILIES if family not in LEARNED)
+PARTIAL = ("gpt_neox", "phi", "phi3")
+FULL_ROTATION = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 
 MASK_KEYWORDS = {"batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask"}
 MASK_KEYWORDS |= {"allow_is_causal_skip", "dtype", "config", "use_vmap", "device"}
@@ -45,7 +47,8 @@ class Probe:
 
     def mask(self, **kwargs):
         self.mask_calls.append(kwargs)
-        self.masks.append(torch.full((1, 1, 5, kwargs["q_length"] + kwargs["kv_length"]), len(self.masks), dtype=torch.int32))
+        width = kwargs["q_length"] + kwargs["kv_length"]
+        self.masks.append(torch.full((1, 1, 5, width), len(self.masks), dtype=torch.int32))
         return self.masks[-1]
 
 
@@ -72,7 +75,7 @@ def found_in(model):
 
 
 def ids(batch=2, length=12):
-    return torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(0))
+    return tokens(batch, length)
 
 
 def calls_of(module):
@@ -80,6 +83,17 @@ def calls_of(module):
     calls = []
     module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     return calls
+
+
+def same_everywhere(states):
+    """Whether states (B, H, T, D) of one repeated token carry no position."""
+    return torch.equal(states, states[:, :, :1].expand_as(states))
+
+
+def enable_checkpointing(model):
+    # Renamed within the supported versions; the old name warns.
+    name = "activation_checkpointing_enable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")({"use_reentrant": False})
 
 
 class TestAttentionDispatch:
@@ -94,11 +108,13 @@ class TestAttentionDispatch:
         heads, key_heads = model.config.num_attention_heads, getattr(model.config, "num_key_value_heads", None)
         for _, query, key, value, mask, kwargs in probe.attention_calls:
             assert query.shape[:3] == (2, heads, 12)
-            assert key.shape == value.shape and key.shape[:3] == (2, key_heads or heads, 12)
+            assert key.shape == value.shape
+            assert key.shape[:3] == (2, key_heads or heads, 12)
             assert any(mask is made for made in probe.masks)  # the very tensor that the mask function returned
             assert torch.equal(kwargs["position_ids"], positions)
             assert kwargs["dropout"] == 0.0
-            assert "is_causal" not in kwargs and "cache_position" not in kwargs
+            assert "is_causal" not in kwargs
+            assert "cache_position" not in kwargs
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_position_ids_arrive_when_the_caller_gave_none(self, family, probe):
@@ -141,9 +157,9 @@ class TestAttentionDispatch:
         probe.attention_calls.clear()
         model(ids(length=1), past_key_values=cache, use_cache=True)
         lengths = {(call[1].shape[2], call[2].shape[2]) for call in probe.attention_calls}
-        # A sliding-window cache of 8 gives the 7 it kept and the new one.
-        assert lengths <= {(1, 13), (1, 8)}
-        assert all(call[5]["position_ids"].tolist() == [[12]] for call in probe.attention_calls)
+        # A sliding-window cache gives the `WINDOW - 1` keys it kept and the new one.
+        assert lengths <= {(1, 13), (1, WINDOW)}
+        assert all(torch.equal(call[5]["position_ids"].unique(), torch.tensor([12])) for call in probe.attention_calls)
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_the_name_is_read_at_every_forward(self, family, probe):
@@ -153,7 +169,7 @@ class TestAttentionDispatch:
         model.config._attn_implementation = NAME
         model(ids())
         assert len(probe.attention_calls) == 2
-        model.config._attn_implementation = "sdpa"
+        model.config._attn_implementation = "eager"
         model(ids())
         assert len(probe.attention_calls) == 2
 
@@ -170,8 +186,9 @@ class TestAttentionDispatch:
         assert callable(inspect.getmodule(type(attention)).eager_attention_forward)
 
     def test_cache_update(self):
-        assert list(inspect.signature(DynamicCache.update).parameters)[:4] == ["self", "key_states", "value_states", "layer_idx"]
-        assert list(inspect.signature(StaticCache.update).parameters)[:4] == ["self", "key_states", "value_states", "layer_idx"]
+        for cache in (DynamicCache, StaticCache):
+            first = list(inspect.signature(cache.update).parameters)[:4]
+            assert first == ["self", "key_states", "value_states", "layer_idx"]
 
 
 class TestMask:
@@ -185,7 +202,16 @@ class TestMask:
             assert set(call) - {"local_size"} == MASK_KEYWORDS  # `local_size` comes with sliding windows only
             assert call["q_length"] == call["kv_length"] == 12
             assert call["q_offset"] == call["kv_offset"] == 0
-            assert call["batch_size"] == 2 and call["config"] is model.config and call["attention_mask"] is None
+            assert call["batch_size"] == 2
+            assert call["config"] is model.config
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_no_padding_is_none_or_all_ones(self, family, probe):
+        """None, except that older versions of OPT make a mask of ones; `generate` drops masks of ones itself."""
+        model, _ = probed(family)
+        model(ids())
+        for call in probe.mask_calls:
+            assert call["attention_mask"] is None or (family == "opt" and call["attention_mask"].all())
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_two_dimensional_masks_arrive_as_bool(self, family, probe):
@@ -199,7 +225,11 @@ class TestMask:
     def test_one_mask_per_layer_type(self, family, probe):
         model, _ = probed(family)
         model(ids())
-        assert len(probe.mask_calls) == (2 if family in ("gemma2", "gemma3") else 1)
+        types = set(getattr(model.config, "layer_types", None) or ["one"])
+        assert len(probe.mask_calls) == len(types) == (2 if family in ("qwen2", "qwen3", "gemma2", "gemma3") else 1)
+        layers = getattr(model.config, "layer_types", None) or ["one"] * 2
+        masks = dict(zip(layers, (call[4] for call in probe.attention_calls), strict=True))
+        assert len({id(mask) for mask in masks.values()}) == len(types)
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_an_unregistered_name_gives_no_mask(self, family, probe):
@@ -213,10 +243,10 @@ class TestMask:
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float32])
     def test_a_four_dimensional_mask_passes_untouched(self, family, dtype, probe):
-        """`generate` builds our channel beforehand, and users bring their own masks."""
+        """`generate` builds our channel beforehand, and users bring their own masks (OPT then needs position_ids)."""
         model, _ = probed(family)
         mask = torch.ones(2, 1, 12, 12, dtype=dtype)
-        model(ids(), attention_mask=mask)
+        model(ids(), attention_mask=mask, position_ids=torch.arange(12)[None])
         assert not probe.mask_calls
         assert all(call[4] is mask for call in probe.attention_calls)
 
@@ -231,14 +261,18 @@ class TestMask:
         """Whoever keeps `q_offset` past the forward must clone it: the cache goes on counting in the same tensor."""
         model, _ = probed("llama")
         cache = StaticCache(config=model.config, max_cache_len=32)
-        model(ids(), past_key_values=cache, use_cache=True)
-        model(ids(length=3), past_key_values=cache, use_cache=True)
-        first, second = probe.mask_calls
+        for length in (12, 3, 4):
+            model(ids(length=length), past_key_values=cache, use_cache=True)
+        first, second, third = probe.mask_calls
+        # An int as long as nothing is allocated.
+        assert type(first["q_offset"]) is int
+        assert first["q_offset"] == 0
         assert (second["q_length"], second["kv_length"], second["kv_offset"]) == (3, 32, 0)
-        assert isinstance(second["q_offset"], torch.Tensor) and second["q_offset"].shape == ()
-        assert int(first["q_offset"]) == int(second["q_offset"]) == 15
+        assert second["q_offset"].shape == ()
+        assert second["q_offset"] is third["q_offset"]
+        assert int(second["q_offset"]) == 12 + 3 + 4
 
-    @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+    @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2"])
     def test_offsets_with_a_sliding_window_cache(self, family, probe):
         model, _ = probed(family)
         cache = DynamicCache(config=model.config)
@@ -247,9 +281,10 @@ class TestMask:
         model(ids(length=3), past_key_values=cache, use_cache=True)
         call = next(call for call in probe.mask_calls if "local_size" in call)
         # Of 12 seen tokens a window of 8 keeps the last 7; the 3 new ones join them.
-        assert (call["q_offset"], call["kv_offset"], call["kv_length"], call["local_size"]) == (12, 5, 10, 8)
+        offsets = (call["q_offset"], call["kv_offset"], call["kv_length"], call["local_size"])
+        assert offsets == (12, 12 - (WINDOW - 1), WINDOW - 1 + 3, WINDOW)
 
-    def test_generate_builds_the_mask_beforehand_for_compiled_caches_only(self, probe):
+    def test_generate_makes_one_mask_per_step(self, probe):
         model, _ = probed("llama")
         model.generate(ids(), max_new_tokens=3, do_sample=False, eos_token_id=None)
         assert [(call["q_length"], call["kv_length"]) for call in probe.mask_calls] == [(12, 12), (1, 13), (1, 14)]
@@ -274,7 +309,7 @@ class TestMaskFunctions:
         model(ids(), attention_mask=mask)
         assert probe.mask_calls[0]["mask_function"] is masking_utils.causal_mask_function
 
-    @pytest.mark.parametrize("factory, variables, arguments", [
+    @pytest.mark.parametrize(("factory", "variables", "arguments"), [
         ("sliding_window_overlay", ("sliding_window",), [(5,), (7,)]),
         ("packed_sequence_mask_function", ("packed_sequence_mask",), [(torch.zeros(1, 2),), (torch.ones(1, 2),)]),
         ("and_masks", ("mask_functions",), [(masking_utils.causal_mask_function,)] * 2),
@@ -295,7 +330,8 @@ class TestMaskFunctions:
         positions = torch.arange(3)[None]
         function = remap(masking_utils.causal_mask_function, positions)
         closure = inspect.getclosurevars(function).nonlocals
-        assert closure["mask_function"] is masking_utils.causal_mask_function and closure["position_ids"] is positions
+        assert closure["mask_function"] is masking_utils.causal_mask_function
+        assert closure["position_ids"] is positions
         assert function.__code__ is remap(masking_utils.causal_mask_function, positions).__code__
 
     def test_the_factories_have_different_code(self):
@@ -317,11 +353,11 @@ class TestMaskFunctions:
         (function,) = self.received(probe, "mistral")
         overlay, causal = function.__closure__[0].cell_contents
         assert overlay.__code__ is masking_utils.sliding_window_overlay(1).__code__
-        assert overlay.__closure__[0].cell_contents == 8
+        assert overlay.__closure__[0].cell_contents == WINDOW
         assert causal is masking_utils.causal_mask_function
         # A window of w shows the query itself and the w - 1 tokens before it.
-        q, k = torch.tensor(9), torch.arange(10)
-        assert overlay(0, 0, q, k).tolist() == [False, False] + [True] * 8
+        query, keys = torch.tensor(WINDOW + 1), torch.arange(WINDOW + 2)
+        assert overlay(0, 0, query, keys).tolist() == [False, False] + [True] * WINDOW
 
     @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "opt"])
     def test_packed_sequences(self, family, probe):
@@ -339,7 +375,7 @@ class TestMaskFunctions:
                 remapped = inspect.getclosurevars(inner).nonlocals
                 assert torch.equal(remapped["position_ids"], positions)
                 inner = remapped["mask_function"]
-            sliding = masking_utils.sliding_window_causal_mask_function(8).__code__
+            sliding = masking_utils.sliding_window_causal_mask_function(WINDOW).__code__
             assert inner is masking_utils.causal_mask_function or inner.__code__ is sliding
 
     def test_opt_never_sees_packing(self, probe):
@@ -353,7 +389,7 @@ class TestMaskFunctions:
         assert probe.mask_calls[0]["mask_function"] is masking_utils.causal_mask_function
 
     def test_gapped_positions_are_taken_for_segments(self, probe):
-        """Without mask and cache every step that is not 1 starts a segment, so randomised positions need a mask or a cache."""
+        """Without mask and cache a step other than 1 starts a segment: randomised positions need a mask or a cache."""
         positions = torch.tensor([[0, 1, 2, 5, 6, 7, 9, 10, 11, 12, 13, 14]])
         (function,) = self.received(probe, "llama", positions)
         packed_code = masking_utils.packed_sequence_mask_function(positions).__code__
@@ -362,14 +398,14 @@ class TestMaskFunctions:
 
 
 class TestLayers:
-    """Embeddings at every layer go through a pre-hook on the decoder layers; `position_ids` are read there: surgery.py."""
+    """Embeddings at every layer go through a pre-hook on decoder layers, which reads `position_ids`: surgery.py."""
 
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("checkpointing", [False, True])
     def test_arguments(self, family, checkpointing):
         model = tiny(family)
         if checkpointing:
-            model.train().gradient_checkpointing_enable({"use_reentrant": False})
+            enable_checkpointing(model.train())
         calls = [calls_of(layer) for layer in found_in(model).layers]
         positions = torch.arange(12)[None].expand(2, -1) + 3
         model(ids(), position_ids=positions, use_cache=False)
@@ -378,9 +414,11 @@ class TestLayers:
             assert args[0].shape == (2, 12, model.config.hidden_size)
             assert torch.equal(kwargs["position_ids"], positions)
             if family == "gpt2":  # cache, mask and encoder states are positional
-                assert len(args) == 4 and "attention_mask" not in kwargs
+                assert len(args) == 4
+                assert "attention_mask" not in kwargs
             else:
-                assert len(args) == 1 and "attention_mask" in kwargs
+                assert len(args) == 1
+                assert "attention_mask" in kwargs
             assert ("position_embeddings" in kwargs) == (family in ROTARY)
             assert ("layer_past" in kwargs) == (family == "gpt_neox")
             assert ("past_key_values" in kwargs) == (family not in ("gpt2", "gpt_neox"))
@@ -390,7 +428,9 @@ class TestLayers:
         model = tiny(family)
         before = model(ids()).logits
         layer = found_in(model).layers[1]
-        handle = layer.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] + 1.0, *args[1:]), kwargs), with_kwargs=True)
+        handle = layer.register_forward_pre_hook(
+            lambda _, args, kwargs: ((args[0] + 1.0, *args[1:]), kwargs), with_kwargs=True
+        )
         assert not torch.allclose(model(ids()).logits, before)
         handle.remove()
         assert torch.equal(model(ids()).logits, before)
@@ -409,7 +449,8 @@ class TestLayers:
         else:
             assert set(kwargs) - {"output_attentions"} == named | {"hidden_states"}
         output = found.attentions[0](*args, **kwargs)
-        assert len(output) == 2 and output[0].shape == (2, 12, model.config.hidden_size)
+        assert len(output) == 2
+        assert output[0].shape == (2, 12, model.config.hidden_size)
 
 
 class TestPositionModules:
@@ -450,18 +491,23 @@ class TestPositionModules:
         same = torch.full((1, 12), 7)
         model(same)
         for _, query, key, *_ in probe.attention_calls:
-            assert torch.equal(query, query[:, :, :1].expand_as(query)) and torch.equal(key, key[:, :, :1].expand_as(key))
+            assert same_everywhere(query)
+            assert same_everywhere(key)
 
     @pytest.mark.parametrize("family", ROTARY)
     def test_width_of_cos(self, family, probe):
-        """Which families rotate the first `cos.shape[-1]` dimensions; elsewhere another width is a shape error."""
+        """Which families rotate the first `cos.shape[-1]` dimensions; elsewhere another width is a shape error.
+
+        Phi slices as well, but by a number of its attention.
+        """
         model, found = probed(family, **({"rope_parameters": FULL_ROTATION} if family in PARTIAL else {}))
         found.rotary.register_forward_hook(lambda _, args, pair: (pair[0][..., :4], pair[1][..., :4]))
-        if adapter_for(model.config.model_type).slices_rotary:
+        adapter = adapter_for(model.config.model_type)
+        if adapter.slices_rotary and adapter.rotary_size is None:
             model(torch.full((1, 12), 7))
-            _, query, key, *_ = probe.attention_calls[0]
-            assert torch.equal(query[..., 4:], query[:, :, :1, 4:].expand_as(query[..., 4:]))
-            assert not torch.equal(query[..., :4], query[:, :, :1, :4].expand_as(query[..., :4]))
+            _, query, *_ = probe.attention_calls[0]
+            assert same_everywhere(query[..., 4:])
+            assert not same_everywhere(query[..., :4])
         else:
             with pytest.raises(RuntimeError, match="size of tensor"):
                 model(ids())
@@ -470,11 +516,12 @@ class TestPositionModules:
         model, found = probed("phi", rope_parameters={**FULL_ROTATION, "partial_rotary_factor": 0.5})
         assert [attention.rotary_ndims for attention in found.attentions] == [4, 4]
         for attention in found.attentions:
-            attention.rotary_ndims = 2
+            setattr(attention, adapter_for("phi").rotary_size, 2)
         found.rotary.register_forward_hook(lambda _, args, pair: (pair[0][..., :2], pair[1][..., :2]))
         model(torch.full((1, 12), 7))
         _, query, *_ = probe.attention_calls[0]
-        assert torch.equal(query[..., 2:], query[:, :, :1, 2:].expand_as(query[..., 2:]))
+        assert same_everywhere(query[..., 2:])
+        assert not same_everywhere(query[..., :2])
 
     def test_smollm3_switches_rotation_per_layer(self, probe):
         model, found = probed("smollm3", no_rope_layers=[1, 0])
@@ -483,7 +530,7 @@ class TestPositionModules:
         def rotated():
             probe.attention_calls.clear()
             model(torch.full((1, 12), 7))
-            return [not torch.equal(call[1], call[1][:, :, :1].expand_as(call[1])) for call in probe.attention_calls]
+            return [not same_everywhere(call[1]) for call in probe.attention_calls]
 
         assert rotated() == [True, False]
         for attention in found.attentions:
@@ -500,11 +547,13 @@ class TestPositionModules:
         model(ids(), position_ids=torch.arange(12)[None] + 3)
         (first_args, first_kwargs), (second_args, second_kwargs) = calls
         if family == "gpt2":
-            assert len(first_args) == 1 and not first_kwargs
+            assert len(first_args) == 1
+            assert not first_kwargs
             assert torch.equal(second_args[0], torch.arange(12)[None] + 3)
         else:
             # (attention mask, cached length, position_ids=): positions count the visible tokens, padding is -1.
-            assert len(first_args) == 2 and set(first_kwargs) == {"position_ids"}
+            assert len(first_args) == 2
+            assert set(first_kwargs) == {"position_ids"}
             assert first_kwargs["position_ids"][0].tolist() == [-1] * 4 + list(range(8))
             assert torch.equal(second_kwargs["position_ids"], torch.arange(12)[None] + 3)
 
@@ -516,12 +565,12 @@ class TestPositionModules:
 
     def test_nothing_else_of_opt_is_sized_by_positions(self):
         model = tiny("opt")
-        sized = [name for name, parameter in model.named_parameters() if 66 in parameter.shape or 64 in parameter.shape]
+        sized = [name for name, parameter in model.named_parameters() if {LENGTH, LENGTH + 2} & set(parameter.shape)]
         assert sized == ["model.decoder.embed_positions.weight"]
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_no_buffer_grows_with_the_context(self, family):
-        """Otherwise raising `max_position_embeddings`, or running past it, would break: GPT-2 once had a causal mask."""
+        """Else raising `max_position_embeddings`, or running past it, would break: GPT-2 once had a causal mask."""
         for config in ({}, {"max_position_embeddings": 4096}):
             model = tiny(family, **config)
             assert all(buffer.numel() <= model.config.hidden_size for buffer in model.buffers())
@@ -529,32 +578,28 @@ class TestPositionModules:
             assert not list(model.buffers())
 
 
-PARTIAL = ("gpt_neox", "phi", "phi3")
-FULL_ROTATION = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-
-
 class TestLimits:
     """Patching writes the new length into the config: patching.py."""
 
-    @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
-    def test_generate_caps_its_default_length_by_the_config(self, family):
-        model = tiny(family)
+    @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
+    def test_generate_caps_its_default_length_by_the_config(self):
+        """Twenty new tokens by default, but none past `max_position_embeddings`."""
+        model = tiny("llama")
         model.generation_config.eos_token_id = None
-        prompt = ids(1, 60)
-        assert model.generate(prompt, do_sample=False).shape[1] == 64
-        model.config.max_position_embeddings = 128
-        if family == "llama":
-            assert model.generate(prompt, do_sample=False).shape[1] == 80
+        prompt = ids(1, LENGTH - 4)
+        assert model.generate(prompt, do_sample=False).shape[1] == LENGTH
+        model.config.max_position_embeddings = 2 * LENGTH
+        assert model.generate(prompt, do_sample=False).shape[1] == LENGTH - 4 + 20
 
     def test_gpt2_calls_it_n_positions(self):
-        config = GPT2Config(n_positions=64)
-        config.max_position_embeddings = 128
-        assert config.n_positions == 128 and config.to_dict()["n_positions"] == 128
+        config = GPT2Config(n_positions=LENGTH)
+        config.max_position_embeddings = 2 * LENGTH
+        assert config.n_positions == config.to_dict()["n_positions"] == 2 * LENGTH
 
     def test_gpt2_runs_past_its_table_when_the_table_is_replaced(self):
         model = tiny("gpt2")
         with pytest.raises(IndexError):
-            model(ids(1, 65))
+            model(ids(1, LENGTH + 1))
 
         class Nothing(nn.Module):
             def forward(self, position_ids):
@@ -568,14 +613,13 @@ class TestLimits:
         factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         model = tiny(
             "phi3",
-            rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors},
+            rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, **factors},
             original_max_position_embeddings=16,
-            max_position_embeddings=64,
         )
         cache = DynamicCache(config=model.config)
         cache.update(torch.zeros(1, 2, 16, 8), torch.zeros(1, 2, 16, 8), 0)
         arguments = dict(past_key_values=cache, use_cache=True, attention_mask=torch.ones(1, 17, dtype=torch.long))
-        assert model.prepare_inputs_for_generation(ids(1, 17), **arguments)["past_key_values"] is None
+        assert model.prepare_inputs_for_generation(ids(1, 17), **arguments).get("past_key_values") is None
         model.config.original_max_position_embeddings = 10**6
         assert model.prepare_inputs_for_generation(ids(1, 17), **arguments)["past_key_values"] is cache
 
@@ -618,7 +662,8 @@ class TestModelMachinery:
         model = tiny(family)
         with caplog.at_level(logging.WARNING):
             model.set_attn_implementation(NAME)
-        assert model.config._attn_implementation == NAME and not caplog.records
+        assert model.config._attn_implementation == NAME
+        assert not caplog.records
         model(ids())
         assert len(probe.attention_calls) == 2
 
@@ -649,15 +694,16 @@ class TestModelMachinery:
             loaded._is_hf_initialized = True
             getattr(init, function)(fresh, *arguments)
             getattr(init, function)(loaded, *arguments)
-            assert not (fresh == 7).any() and (loaded == 7).all()
+            assert not (fresh == 7).any()
+            assert (loaded == 7).all()
 
     def test_rope_scalings(self):
         assert {"linear", "dynamic", "yarn", "longrope", "llama3"} <= set(ROPE_INIT_FUNCTIONS)
         assert "default" not in ROPE_INIT_FUNCTIONS  # each rotary module brings its own
         for function in ROPE_INIT_FUNCTIONS.values():
-            assert list(inspect.signature(function).parameters)[:2] in (["config"], ["config", "device"], ["config", "kwargs"]) or (
-                next(iter(inspect.signature(function).parameters)) == "config"
-            )
+            first, *others = inspect.signature(function).parameters.values()
+            assert first.name == "config"
+            assert all(other.default is not other.empty or other.kind is other.VAR_KEYWORD for other in others)
 
     def test_gpt2_configs_carry_rope_parameters(self):
         parameters = {"rope_type": "default", "rope_theta": 500.0}

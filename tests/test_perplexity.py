@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GPT2
 
 from hf_posenc.evaluation import non_overlapping_perplexity, perplexity, sliding_window_perplexity
 
-# Float64 models, but transformers computes norms, rotary angles and some softmaxes in float32 whatever the model's dtype, and a
-# float32 round-off (6e-8) depends on the shape it is computed in. Relative, on sums over tens of tokens.
+# Float64 models, but transformers computes norms, rotary angles and some softmaxes in float32 whatever the model's
+# dtype, and a float32 round-off (6e-8) depends on the shape it is computed in. Relative, on sums over tens of tokens.
 TOLERANCE = 1e-6
 
 
@@ -37,7 +37,8 @@ def token_nll(model, window, index):
 
 
 def naive_sliding(model, tokens, length, stride):
-    """One token at a time: token t is read from the earliest-starting window that contains it and that no earlier one scored."""
+    """One token at a time: token t is read from the earliest-starting window that contains it and that no earlier one
+    scored."""
     nll = 0.0
     for t in range(1, len(tokens)):
         if t < length:
@@ -60,7 +61,9 @@ def naive_non_overlapping(model, tokens, length):
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, GPT2Config, Gemma2Config])
-@pytest.mark.parametrize(("count", "length", "stride"), [(50, 16, 4), (50, 16, 15), (49, 16, 1), (33, 8, 5), (16, 16, 3), (17, 16, 8)])
+@pytest.mark.parametrize(
+    ("count", "length", "stride"), [(50, 16, 4), (50, 16, 15), (49, 16, 1), (33, 8, 5), (16, 16, 3), (17, 16, 8)]
+)
 def test_sliding_equals_one_token_at_a_time(config_class, count, length, stride):
     model = tiny(config_class)
     measured = sliding_window_perplexity(model, text(count), length=length, stride=stride, batch_size=3)
@@ -100,7 +103,9 @@ def test_logits_of_a_plain_head_are_never_whole(config_class, pieces):
     # A cap the tiny logits feel: at the default of 30 the trial would rightly find no difference worth keeping.
     model = tiny(config_class, **({"final_logit_softcapping": 1.0} if config_class is Gemma2Config else {}))
     rows = []
-    model.get_output_embeddings().register_forward_hook(lambda module, args, output: rows.append(output.shape[:-1].numel()))
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, args, output: rows.append(output.shape[:-1].numel())
+    )
     monkey_rows, perplexity.LOGIT_ROWS = perplexity.LOGIT_ROWS, 10
     try:
         non_overlapping_perplexity(model, text(60), length=60)
@@ -142,11 +147,13 @@ DATA = Path(os.environ.get("HF_POSENC_TEST_DATA", Path(__file__).parents[2] / "s
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not (DATA / "models/stories260K").is_dir(), reason=f"no {DATA}/models/stories260K; set HF_POSENC_TEST_DATA to a folder that has it"
+    not (DATA / "models/stories260K").is_dir(),
+    reason=f"no {DATA}/models/stories260K; set HF_POSENC_TEST_DATA to a folder that has it",
 )
 @pytest.mark.parametrize(("length", "published"), [(512, 4.525), (1024, 4.672), (2048, 5.248)])
 def test_stories260k_reproduces_its_published_perplexity(length, published):
-    """Stories with `<s>` in front, concatenated, the first 80,000 tokens in fresh windows: within 1 % of the figures that came with them."""
+    """Stories with `<s>` in front, concatenated, the first 80,000 tokens in fresh windows: within 1 % of the figures
+    that came with them."""
     model = AutoModelForCausalLM.from_pretrained(DATA / "models/stories260K")
     tokenizer = AutoTokenizer.from_pretrained(DATA / "models/stories260K")
     stories = (DATA / "text/tinystories/tinystories_clean.txt").read_text(encoding="utf-8").strip().split("\n\n")

@@ -3,8 +3,8 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from hf_posenc.adapters.base import Adapter, Resolved, resolve
-from hf_posenc.registry import register_adapter
+from ..registry import register_adapter
+from .base import Adapter, Resolved, resolve
 
 __all__ = ["Adapter", "Resolved", "resolve"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class Adapter:
         table_offset: rows of the native table that precede the row of position 0.
         slices_rotary: the family rotates only the first `cos.shape[-1]` dimensions of each head, so that a narrower
             cos means partial rotation; otherwise the width of cos must be what the attention expects.
+        rotary_size: attribute of the attention module that holds how many dimensions of a head it rotates, where it
+            slices by that and not by the width of cos.
         query_is_scaled: queries reach the attention function already multiplied by `attention.scaling`, and it is
             called with `scaling=1.0`.
         refuse: config attributes that must be absent or falsy, each with the reason a user is told.
@@ -52,6 +54,7 @@ class Adapter:
     position_table: str | None = None
     table_offset: int = 0
     slices_rotary: bool = False
+    rotary_size: str | None = None
     query_is_scaled: bool = False
     refuse: Mapping[str, str] = field(default_factory=dict)
     split_heads: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
@@ -119,7 +122,7 @@ def resolve(adapter: Adapter, model: nn.Module) -> Resolved:
     layers = list(found)
     attentions = [_module(adapter, "attention", layer) for layer in layers]
     for attention in attentions:
-        for needed in ("scaling", "layer_idx", adapter.use_rope_flag):
+        for needed in ("scaling", "layer_idx", adapter.use_rope_flag, adapter.rotary_size):
             if needed is not None and not hasattr(attention, needed):
                 raise UnsupportedModelError(
                     f"adapter for {', '.join(adapter.model_types)}: attention={adapter.attention!r} is a "

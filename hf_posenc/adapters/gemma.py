@@ -1,6 +1,6 @@
 """Gemma: LLaMA with wide heads; token embeddings are scaled by `sqrt(E)` inside the embedding module."""
 
-from hf_posenc.adapters.base import Adapter
+from .base import Adapter
 
 ADAPTER = Adapter(
     model_types=("gemma",),

@@ -1,6 +1,6 @@
 """Gemma 2: soft-capped scores, `scaling` from `query_pre_attn_scalar`, every other layer with a sliding window."""
 
-from hf_posenc.adapters.base import Adapter
+from .base import Adapter
 
 ADAPTER = Adapter(
     model_types=("gemma2",),

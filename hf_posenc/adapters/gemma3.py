@@ -1,6 +1,6 @@
 """Gemma 3, text: the rotary module has frequencies per layer type and is called once for each, with its name."""
 
-from hf_posenc.adapters.base import Adapter
+from .base import Adapter
 
 ADAPTER = Adapter(
     # "gemma3" is the multimodal model; it is listed so that a user is told why it is refused.

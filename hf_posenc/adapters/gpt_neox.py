@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: partial rotation; layers take the cache as `layer_past`."""
 
-from hf_posenc.adapters.base import Adapter
+from .base import Adapter
 
 ADAPTER = Adapter(
     model_types=("gpt_neox",),

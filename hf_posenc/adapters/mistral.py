@@ -1,5 +1,5 @@
 """Mistral: LLaMA with a sliding window (`config.sliding_window`), the same in every layer."""
 
-from hf_posenc.adapters.base import Adapter
+from .base import Adapter
 
 ADAPTER = Adapter(model_types=("mistral",))

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hf_posenc.adapters.base import Adapter
+from .base import Adapter
 
 
 def split_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

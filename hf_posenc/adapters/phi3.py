@@ -4,6 +4,6 @@
 `config.original_max_position_embeddings`, because keys rotated with the short factors are useless from there on.
 """
 
-from hf_posenc.adapters.base import Adapter
+from .base import Adapter
 
 ADAPTER = Adapter(model_types=("phi3",), slices_rotary=True)

@@ -1,5 +1,5 @@
 """SmolLM3: LLaMA that leaves every fourth layer unrotated (`config.no_rope_layers`: 1 means rotated)."""
 
-from hf_posenc.adapters.base import Adapter
+from .base import Adapter
 
 ADAPTER = Adapter(model_types=("smollm3",), use_rope_flag="use_rope")

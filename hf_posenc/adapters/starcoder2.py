@@ -1,5 +1,5 @@
 """StarCoder2: LLaMA with biases, layer norms and a sliding window, the same in every layer."""
 
-from hf_posenc.adapters.base import Adapter
+from .base import Adapter
 
 ADAPTER = Adapter(model_types=("starcoder2",))

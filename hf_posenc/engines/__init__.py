@@ -1,1 +1,1 @@
-"""Attention engines: pure tensor code that computes a scheme's attention. They know neither transformers nor model families."""
+"""Attention engines: pure tensor code that computes a scheme's attention; they do not know transformers."""

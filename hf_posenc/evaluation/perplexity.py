@@ -1,9 +1,9 @@
 """Perplexity of a causal language model at a given context length, counted two ways.
 
-Cutting a text into fresh windows makes every window start with tokens that have next to no context. A longer window has fewer
-of them, so its perplexity falls even when the model uses nothing of the longer context: the *early token curse* (Press, Smith
-and Lewis 2021, "Train Short, Test Long", appendix B). A sliding window scores every token with nearly the full context and has
-no such gain. Always look at both, at the same lengths.
+Cutting a text into fresh windows makes every window start with tokens that have next to no context. A longer window has
+fewer of them, so its perplexity falls even when the model uses nothing of the longer context: the *early token curse*
+(Press, Smith and Lewis 2021, "Train Short, Test Long", appendix B). A sliding window scores every token with nearly the
+full context and has no such gain. Always look at both, at the same lengths.
 """
 
 import math
@@ -69,18 +69,19 @@ def sliding_window_perplexity(
     batch_size: int | None = None,
     progress: bool = False,
 ) -> Perplexity:
-    """Scores every token but the first, each once and with at least `length - stride` tokens before it where the text has them.
+    """Scores every token but the first, each once and with nearly the full context.
 
-    The first window covers tokens `0 .. length - 1` and scores all of them but token 0, which nothing predicts. Each further window
-    starts `stride` tokens later and scores its last `stride` tokens. The last one ends with the text and reaches back a full `length`,
+    That is at least `length - stride` tokens, where the text has as many before it. The first window covers tokens `0
+    .. length - 1` and scores all of them but token 0, which nothing predicts. Each further window starts `stride`
+    tokens later and scores its last `stride` tokens. The last one ends with the text and reaches back a full `length`,
     scoring only what is left. So `tokens - 1` tokens are scored whatever the length and stride.
 
     Args:
         model: a causal language model, patched or not; set to eval mode and back.
         tokens: `(N,)` int64, `N >= length`, on any device.
         length: tokens in a window, at least 2.
-        stride: tokens from one window to the next, `1 .. length - 1`: a stride of `length` would score the first token of
-            a window from nothing. Smaller strides give more context and cost `length / stride` times the text.
+        stride: tokens from one window to the next, `1 .. length - 1`: a stride of `length` would score the first token
+            of a window from nothing. Smaller strides give more context and cost `length / stride` times the text.
         batch_size: windows per forward; by default as many as make about 4096 tokens.
         progress: show a progress bar, in tokens scored.
 
@@ -107,7 +108,8 @@ def non_overlapping_perplexity(
 ) -> Perplexity:
     """Cuts the text into fresh windows of `length` tokens and scores all but the first token of each.
 
-    The last window may be shorter; one of a single token scores nothing and is left out. So `N - ceil(N / length)` tokens are scored.
+    The last window may be shorter; one of a single token scores nothing and is left out. So `N - ceil(N / length)`
+    tokens are scored.
 
     Args:
         model: a causal language model, patched or not; set to eval mode and back.
@@ -193,10 +195,11 @@ def _batches(spans: list[tuple[int, int, int]], batch_size: int) -> Iterator[lis
 
 
 def _logits_function(model: nn.Module, trial: Tensor) -> Callable[[Tensor, slice], Iterator[Tensor]]:
-    """A function from windows `(B, T)` and a slice of positions to their logits, flattened to `(rows, V)` and in pieces.
+    """A function from windows `(B, T)` and a slice of positions to their logits, as rows, in pieces.
 
-    A long window's logits are far larger than anything else in the forward. Where the head is a plain module behind the base model
-    it is applied to `LOGIT_ROWS` positions at a time. Some families scale or cap the logits after the head, so a short trial decides.
+    The rows are `(R, V)`, the windows' positions one after the other. A long window's logits are far larger than
+    anything else in the forward. Where the head is a plain module behind the base model it is applied to `LOGIT_ROWS`
+    positions at a time. Some families scale or cap the logits after the head, so a short trial decides.
     """
 
     def whole(windows: Tensor, positions: slice) -> Iterator[Tensor]:

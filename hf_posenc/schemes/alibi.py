@@ -16,8 +16,8 @@ from .base import Dims, ScoreModule, ScoreScheme, compute_dtype, init, parameter
 def alibi_slopes(num_heads: int) -> list[float]:
     """Return one slope per head, the geometric sequence of the paper.
 
-    Head h (from 1) of a power-of-two count n gets `2 ** (-8 h / n)`. Other counts take the slopes of the largest power of two
-    p < n, then every second slope of 2p, as the authors' code does.
+    Head h (from 1) of a power-of-two count n gets `2 ** (-8 h / n)`. Other counts take the slopes of the largest power
+    of two p < n, then every second slope of 2p, as the authors' code does.
 
     Args:
         num_heads: number of query heads H.
@@ -44,8 +44,8 @@ class Alibi(ScoreScheme):
 
     Equation (section 3): `softmax_j(q_i . k_j / sqrt(D) - m_h (i - j))`.
     Beyond the training length: no limit; made for it.
-    Deviations: `trainable=True` is the paper's negative result (its section 3), offered to repeat it. With a soft cap on
-    scores (Gemma 2) the bias is added after the cap, like a mask.
+    Deviations: `trainable=True` is the paper's negative result (its section 3), offered to repeat it. With a soft cap
+    on scores (Gemma 2) the bias is added after the cap, like a mask.
     Source: Press, Smith, Lewis 2022, arXiv:2108.12409.
 
     Args:

@@ -1,7 +1,7 @@
-"""What a scheme is: hyper-parameters (a frozen dataclass) and, where it computes something, a module that carries its parameters.
+"""What a scheme is: hyper-parameters (a frozen dataclass) and, where it has parameters, a module that carries them.
 
-Notation everywhere in this package: `B` batch, `H` query heads, `K` key-value heads, `Q`, `L` query and key length, `D` head
-size, `E` hidden size, `N` layers; `d = i - j >= 0` distance of query `i` from key `j`.
+Notation everywhere in this package: `B` batch, `H` query heads, `K` key-value heads, `Q`, `L` query and key length, `D`
+head size, `E` hidden size, `N` layers; `d = i - j >= 0` distance of query `i` from key `j`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Scheme:
         return None
 
     def resolve(self, native: Native, dims: Dims) -> Scheme:
-        """Return the same scheme with every choice that depends on the base model made; raises ValueError if it cannot be."""
+        """Return the scheme with every choice that depends on the base model made; ValueError if it cannot be."""
         return self
 
     def one_of(self, field: str, choices: tuple[str, ...]) -> None:
@@ -74,9 +74,9 @@ class Scheme:
         if getattr(self, field) not in choices:
             raise ValueError(f"{self.name}: {field} must be one of {', '.join(choices)}, not {getattr(self, field)!r}")
 
-    def positive(self, field: str, kind: type | tuple[type, ...] = (int, float)) -> None:
+    def positive(self, field: str, kind: Any = (int, float)) -> None:
         """Raise TypeError or ValueError unless the field is a number of this kind above 0."""
-        value = getattr(self, field)
+        value: Any = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, kind):
             wanted = "an integer" if kind is int else "a number"
             raise TypeError(f"{self.name}: {field} must be {wanted}, not {value!r}")
@@ -91,12 +91,13 @@ class Scheme:
 
     @classmethod
     def parse(cls, hyperparameters: dict[str, Any]) -> Scheme:
-        """Build the scheme from keyword arguments or a checkpoint's entry; TypeError names unknown and known arguments."""
+        """Build the scheme from keyword arguments or a checkpoint's entry; TypeError names unknown ones."""
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(hyperparameters) - set(known))
         if unknown:
             raise TypeError(
-                f"{cls.name} has no hyper-parameter {', '.join(unknown)}; it has {', '.join(known) if known else 'none'}"
+                f"{cls.name} has no hyper-parameter {', '.join(unknown)}; it has "
+                f"{', '.join(known) if known else 'none'}"
             )
         return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in hyperparameters.items()})
 
@@ -111,7 +112,8 @@ class PositionModule(nn.Module):
 class ScoreModule(PositionModule):
     """Sits on an attention module as `posenc` and computes its attention.
 
-    A scheme overrides `scores` and, if it also changes what is summed, `mix`. Engines call these, or know the scheme better.
+    A scheme overrides `scores` and, if it also changes what is summed, `mix`. Engines call these, or know the scheme
+    better.
     """
 
     def forward(
@@ -136,8 +138,8 @@ class ScoreModule(PositionModule):
             positions: of these queries and keys.
             scaling: factor of every term that contains the query, 1/sqrt(D) as a rule.
             engine: how to compute it.
-            vector_scaling: factor of terms without the query; None means `scaling`. They differ where the base model hands
-                over queries that are already scaled.
+            vector_scaling: factor of terms without the query; None means `scaling`. They differ where the base model
+                hands over queries that are already scaled.
             softcap: cap on the scores, `cap * tanh(score / cap)`; None means none.
             dropout: probability that an attention weight is dropped.
 
@@ -173,7 +175,8 @@ class ScoreModule(PositionModule):
             distance: (B|1, 1, Q, L) integers >= 0.
             scaling: factor of terms that contain the query.
             vector_scaling: factor of terms that do not.
-            cap: the model's soft cap on scores, or the identity. It belongs on what is a product of vectors, not on a bias.
+            cap: the model's soft cap on scores, or the identity. It belongs on what is a product of vectors, not on a
+                bias.
 
         Returns:
             (B, H, Q, L).
@@ -191,13 +194,13 @@ class PositionEmbedding(PositionModule):
     `like`, where set, is the token embedding (referred to, not registered): the vectors take the dtype of its weight.
     """
 
-    like: nn.Embedding | None = None
+    like: Any = None
 
     def forward(self, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Return one vector per position.
 
-        It may stand in for a base's own table, so it takes what those are called with: GPT-2 passes the positions first,
-        OPT passes a mask first and `position_ids` by name. Positions of padding (negative in OPT) count as 0.
+        It may stand in for a base's own table, so it takes what those are called with: GPT-2 passes the positions
+        first, OPT passes a mask first and `position_ids` by name. Positions of padding (negative in OPT) count as 0.
 
         Args:
             *args: position ids (B|1, T) first, unless given by name.
@@ -245,8 +248,10 @@ class EmbeddingScheme(Scheme):
     """A scheme that adds vectors to the hidden states, before the first layer or before every layer."""
 
     kind: ClassVar = "embedding"
-    placement: str
-    share_layers: bool
+
+    def place(self) -> tuple[bool, bool]:
+        """Return whether to add before every layer, and whether the layers share one module."""
+        raise NotImplementedError(type(self).__name__)
 
     def build(self, dims: Dims) -> PositionEmbedding:
         """Return the module that makes the vectors."""
@@ -254,7 +259,7 @@ class EmbeddingScheme(Scheme):
 
 
 class Shared(nn.Module):
-    """Calls a module that is owned elsewhere, so that its parameters are one entry of the state dict and stay one object."""
+    """Calls a module that is owned elsewhere, so that its parameters stay one object, saved once."""
 
     def __init__(self, owner: nn.Module) -> None:
         """Refer to `owner` without registering it.
@@ -267,7 +272,8 @@ class Shared(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the owner."""
-        return self.owner(*args, **kwargs)
+        owner: Any = self.owner
+        return owner(*args, **kwargs)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

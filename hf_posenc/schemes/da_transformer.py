@@ -15,11 +15,12 @@ from .base import Dims, ScoreModule, ScoreScheme, init, parameter
 class DATransformer(ScoreScheme):
     """Scores multiplied by a learned, saturating function of distance, one per head.
 
-    Equations (2) to (5): `softmax_j(ReLU(q_i . k_j) f_h(d) / sqrt(D))`, `f_h(d) = (1 + exp(v_h)) / (1 + exp(v_h - w_h d))`.
+    Equations (2) to (5): `softmax_j(ReLU(q_i . k_j) f_h(d) / sqrt(D))`, `f_h(d) = (1 + exp(v_h)) / (1 + exp(v_h - w_h
+    d))`.
     Beyond the training length: no limit; `f` saturates at `1 + exp(v_h)` or 0.
-    Deviations: the paper is an encoder with `|i - j|`; here `d >= 0`. `w` starts at 0, where `f = 1`, so that a patched model
-    starts as attention without distances. `relu=False` drops the ReLU, which a model that was trained without it rarely
-    survives; then a factor above 1 also deepens negative scores.
+    Deviations: the paper is an encoder with `|i - j|`; here `d >= 0`. `w` starts at 0, where `f = 1`, so that a patched
+    model starts as attention without distances. `relu=False` drops the ReLU, which a model that was trained without it
+    rarely survives; then a factor above 1 also deepens negative scores.
     Source: Wu, Wu, Huang 2021, arXiv:2010.06925.
 
     Args:
@@ -60,9 +61,7 @@ class DistanceRescaling(ScoreModule):
 
     def factor(self, distance: Tensor, like: Tensor) -> Tensor:
         """Return `f_h(d)`, (B|1, H, Q, L), in the dtype of `like`; written with a sigmoid, which cannot overflow."""
-        weight, saturation = (
-            p.to(like.dtype)[:, None, None] for p in (self.distance_weight, self.saturation)
-        )
+        weight, saturation = (p.to(like.dtype)[:, None, None] for p in (self.distance_weight, self.saturation))
         return (1 + saturation.exp()) * (weight * distance - saturation).sigmoid()
 
     def scores(

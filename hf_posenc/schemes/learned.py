@@ -30,8 +30,8 @@ class Learned(EmbeddingScheme):
     Equation: `h_t = x_t + P[t]` (Gehring et al. 2017, arXiv:1705.03122, section 3.1; GPT-2).
     Beyond the training length: nothing; a position past the table raises ValueError with both numbers.
     Deviations: none. `initialization="hierarchical"` is Su Jianlin's decomposition, 2020, spaces.ac.cn/archives/7947:
-    `P[i n + j] = a u_i + (1 - a) u_j`, `u_i = (p_i - a p_0) / (1 - a)`, `a = 0.4`, which continues a trained table of n positions
-    to n^2 and leaves the first n unchanged.
+    `P[i n + j] = a u_i + (1 - a) u_j`, `u_i = (p_i - a p_0) / (1 - a)`, `a = 0.4`, which continues a trained table of n
+    positions to n^2 and leaves the first n unchanged.
     Source: Gehring et al. 2017; Radford et al. 2019.
 
     Args:
@@ -39,8 +39,9 @@ class Learned(EmbeddingScheme):
         placement: add to the `input`, or before `every_layer`.
         share_layers: with `every_layer`, one table for all layers or one per layer.
         initialization: `native` (keep the base's table), `interpolated` (stretch it), `hierarchical` (continue it),
-            `sinusoidal` (at the RMS of the base's table, or of its token embeddings), `normal` (standard deviation 0.02). None
-            means `native` where the base's table is long enough, `hierarchical` where it is not, `sinusoidal` where there is none.
+            `sinusoidal` (at the RMS of the base's table, or of its token embeddings), `normal` (standard deviation
+            0.02). None means `native` where the base's table is long enough, `hierarchical` where it is not,
+            `sinusoidal` where there is none.
     """
 
     name: ClassVar[str] = "learned"
@@ -63,21 +64,25 @@ class Learned(EmbeddingScheme):
         """Rows of the table."""
         return self.num_positions
 
+    def place(self) -> tuple[bool, bool]:
+        """Return where to add, and whether one table serves every layer."""
+        return self.placement == "every_layer", self.share_layers
+
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
-        """Return the scheme with `num_positions` and `initialization` decided; ValueError where the base cannot give them."""
+        """Return the scheme with `num_positions` and `initialization` decided; ValueError where they cannot be had."""
         rows = 0 if native.table is None else native.table.shape[0]
         wanted = self.num_positions or rows or native.max_positions
-        choice = self.initialization or (
-            "sinusoidal" if rows == 0 else "native" if wanted <= rows else "hierarchical"
-        )
+        choice = self.initialization or ("sinusoidal" if rows == 0 else "native" if wanted <= rows else "hierarchical")
         if choice in ("native", "interpolated", "hierarchical") and rows == 0:
             raise ValueError(
-                f"learned: initialization={choice!r} starts from the base's table of positions, and this base has none; "
+                f"learned: initialization={choice!r} starts from the base's table of positions, and this base "
+                "has none; "
                 "choose sinusoidal or normal"
             )
         if choice == "native" and wanted > rows:
             raise ValueError(
-                f"learned: the base's table has {rows} positions, {wanted} were asked for; choose interpolated or hierarchical"
+                f"learned: the base's table has {rows} positions, {wanted} were asked for; choose interpolated "
+                "or hierarchical"
             )
         if choice == "hierarchical" and wanted > rows**2:
             raise ValueError(f"learned: a hierarchy of {rows} positions reaches {rows**2}, not {wanted}")
@@ -136,7 +141,8 @@ class Table(PositionEmbedding):
             last = int(position_ids.max())
             if last >= rows:
                 raise ValueError(
-                    f"position {last} is past the learned table of {rows} positions; patch with num_positions={last + 1} or "
+                    f"position {last} is past the learned table of {rows} positions; patch with "
+                    f"num_positions={last + 1} or "
                     "more, or with a scheme without a limit"
                 )
         return torch.nn.functional.embedding(position_ids, self.table)

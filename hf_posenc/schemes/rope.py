@@ -18,21 +18,22 @@ SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
 class Rope(Scheme):
     """Queries and keys are rotated by their position, pair by pair of dimensions; keys are cached rotated.
 
-    Equation (15): `q'_t = R(t w_u) q_t`, `k'_t = R(t w_u) k_t`, `w_u = rope_theta^(-2u/D)`, so that `q'_i . k'_j` depends on `i - j`.
-    Beyond the training length: no limit, but pairs that never completed a turn in training meet angles they never saw: hence
-    the scalings.
-    Deviations: none. Frequencies come from transformers' own rotary modules (`ROPE_INIT_FUNCTIONS`). Where the base rotates
-    whole heads, `partial_rotary_factor` below 1 leaves the pairs `(u, u + D/2)` of the lowest frequencies still, as
-    transformers' `proportional` type does, with the frequencies of a head of the reduced size.
+    Equation (15): `q'_t = R(t w_u) q_t`, `k'_t = R(t w_u) k_t`, `w_u = rope_theta^(-2u/D)`, so that `q'_i . k'_j`
+    depends on `i - j`.
+    Beyond the training length: no limit, but pairs that never completed a turn in training meet angles they never saw:
+    hence the scalings.
+    Deviations: none. Frequencies come from transformers' own rotary modules (`ROPE_INIT_FUNCTIONS`). Where the base
+    rotates whole heads, `partial_rotary_factor` below 1 leaves the pairs `(u, u + D/2)` of the lowest frequencies
+    still, as transformers' `proportional` type does, with the frequencies of a head of the reduced size.
     Source: Su et al. 2021, arXiv:2104.09864.
 
     Args:
         rope_theta: base of the frequencies; None means the base model's own, or 10000.
-        layout: pairs are `(u, u + D/2)` (`half`: LLaMA, GPT-NeoX) or `(2u, 2u + 1)` (`interleaved`: the paper, GPT-J). Bases that
-            rotate by themselves do so by halves and refuse `interleaved`.
+        layout: pairs are `(u, u + D/2)` (`half`: LLaMA, GPT-NeoX) or `(2u, 2u + 1)` (`interleaved`: the paper, GPT-J).
+            Bases that rotate by themselves do so by halves and refuse `interleaved`.
         partial_rotary_factor: share of the head that is rotated; None means the base model's own, or 1.
-        scaling: a transformers `rope_parameters` dict (`rope_type` one of linear, dynamic, yarn, longrope, llama3, with its
-            parameters); None means none.
+        scaling: a transformers `rope_parameters` dict (`rope_type` one of linear, dynamic, yarn, longrope, llama3, with
+            its parameters); None means none.
     """
 
     name: ClassVar[str] = "rope"
@@ -53,10 +54,13 @@ class Rope(Scheme):
                 raise ValueError(f"rope: partial_rotary_factor must be at most 1, not {self.partial_rotary_factor}")
         if self.scaling is not None:
             if not isinstance(self.scaling, dict):
-                raise TypeError(f"rope: scaling must be a dict like transformers' rope_parameters, not {self.scaling!r}")
+                raise TypeError(
+                    f"rope: scaling must be a dict like transformers' rope_parameters, not {self.scaling!r}"
+                )
             if self.scaling.get("rope_type") not in SCALINGS:
                 raise ValueError(
-                    f"rope: scaling['rope_type'] must be one of {', '.join(SCALINGS)}, not {self.scaling.get('rope_type')!r}"
+                    f"rope: scaling['rope_type'] must be one of {', '.join(SCALINGS)}, not "
+                    f"{self.scaling.get('rope_type')!r}"
                 )
             if "rope_theta" in self.scaling or "partial_rotary_factor" in self.scaling:
                 raise ValueError("rope: give rope_theta and partial_rotary_factor beside scaling, not in it")

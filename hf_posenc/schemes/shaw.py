@@ -16,7 +16,8 @@ from .base import Dims, PositionModule, ScoreModule, ScoreScheme, init, paramete
 class Shaw(ScoreScheme):
     """Learned vectors for clipped distances, added to keys and to values.
 
-    Equations (4) and (3), causal: `e_ij = q_i . (k_j + aK_c) / sqrt(D)`, `z_i = sum_j p_ij (v_j + aV_c)`, `c = min(d, max_distance)`.
+    Equations (4) and (3), causal: `e_ij = q_i . (k_j + aK_c) / sqrt(D)`, `z_i = sum_j p_ij (v_j + aV_c)`, `c = min(d,
+    max_distance)`.
     Beyond the training length: no limit; all keys farther than `max_distance` look alike.
     Deviations: a causal model only ever sees `d >= 0`, so only `max_distance + 1` of the paper's `2k + 1` labels exist.
     Source: Shaw, Uszkoreit, Vaswani 2018, arXiv:1803.02155.

@@ -25,25 +25,27 @@ from .base import (
 class Sinusoidal(EmbeddingScheme):
     """Sines and cosines of the position, added to the hidden states.
 
-    Equation (section 3.5): `p[t, 2u] = sin(t w_u)`, `p[t, 2u + 1] = cos(t w_u)`, `w_u = base^(-2u/E)`; an odd E ends on a sine.
+    Equation (section 3.5): `p[t, 2u] = sin(t w_u)`, `p[t, 2u + 1] = cos(t w_u)`, `w_u = base^(-2u/E)`; an odd E ends on
+    a sine.
     Beyond the training length: no limit, but models rarely understand positions that they never saw.
-    Deviations: the table is scaled to the size of what it replaces (`scale`), since a pretrained model's embeddings have no
-    reason to be of size sqrt(E). Power-law frequencies `w_u = (2u/E)^alpha` and trained ones (they start at the fixed ones) are
-    Su Jianlin's, 2021, spaces.ac.cn/archives/8231.
+    Deviations: the table is scaled to the size of what it replaces (`scale`), since a pretrained model's embeddings
+    have no reason to be of size sqrt(E). Power-law frequencies `w_u = (2u/E)^alpha` and trained ones (they start at the
+    fixed ones) are Su Jianlin's, 2021, spaces.ac.cn/archives/8231.
     Source: Vaswani et al. 2017, arXiv:1706.03762.
 
     Args:
         base: of the exponential frequencies.
-        layout: `interleaved` (sine, cosine, sine, ...: the paper) or `split` (all sines, then all cosines: the authors' code).
+        layout: `interleaved` (sine, cosine, sine, ...: the paper) or `split` (all sines, then all cosines: the authors'
+            code).
         frequencies: `exponential` (the paper) or `power`.
         alpha: exponent of the power law.
         trainable: make the frequencies a parameter, `frequencies` (ceil(E/2),).
         placement: add to the `input`, or before `every_layer`.
-        scale: factor of the table; `match` gives it the RMS of the position table it replaces, or of the token embeddings.
+        scale: factor of the table; `match` gives it the RMS of the position table it replaces, or of the token
+            embeddings.
     """
 
     name: ClassVar[str] = "sinusoidal"
-    share_layers: ClassVar[bool] = True
     base: float = 10000.0
     layout: Literal["interleaved", "split"] = "interleaved"
     frequencies: Literal["exponential", "power"] = "exponential"
@@ -64,6 +66,10 @@ class Sinusoidal(EmbeddingScheme):
             self.one_of("scale", ("match", "a positive number"))
         else:
             self.positive("scale")
+
+    def place(self) -> tuple[bool, bool]:
+        """Return where to add; one module serves every layer."""
+        return self.placement == "every_layer", True
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
         """Return the scheme with `scale` a number."""
@@ -88,7 +94,10 @@ class Waves(PositionEmbedding):
             size: E.
         """
         super().__init__()
+        if isinstance(scheme.scale, str):
+            raise ValueError("sinusoidal: scale has not been decided")
         self.scheme = scheme
+        self.scale = scheme.scale
         self.size = size
         self.frequencies = parameter((size + 1) // 2) if scheme.trainable else None
 
@@ -111,4 +120,4 @@ class Waves(PositionEmbedding):
             waves = torch.stack([sines, cosines], -1).flatten(-2)
         else:
             waves = torch.cat([sines, cosines], -1)
-        return waves[..., : self.size] * self.scheme.scale
+        return waves[..., : self.size] * self.scale

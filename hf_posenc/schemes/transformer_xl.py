@@ -16,10 +16,11 @@ from .base import Dims, PositionModule, ScoreModule, ScoreScheme, geometric_freq
 class TransformerXL(ScoreScheme):
     """Content and position terms: the position of a key is its distance, as a projected sinusoid.
 
-    Equation (section 3.3): `(q_i . k_j + q_i . W R_d + u . k_j + v . W R_d) / sqrt(D)`, `R_d` the sinusoid of `d`, size E.
+    Equation (section 3.3): `(q_i . k_j + q_i . W R_d + u . k_j + v . W R_d) / sqrt(D)`, `R_d` the sinusoid of `d`, size
+    E.
     Beyond the training length: no limit; the paper gains from longer attention at test time.
-    Deviations: none in attention; the segment recurrence of the paper is not part of a position encoding. `R_d` is laid out
-    `[sin | cos]` as in the authors' code, not interleaved. With GQA every query head has its own slice of `W`.
+    Deviations: none in attention; the segment recurrence of the paper is not part of a position encoding. `R_d` is laid
+    out `[sin | cos]` as in the authors' code, not interleaved. With GQA every query head has its own slice of `W`.
     Source: Dai et al. 2019, arXiv:1901.02860.
 
     Args:
@@ -74,7 +75,7 @@ class SharedBiases(PositionModule):
 
 
 class RelativeSinusoids(ScoreModule):
-    """Parameters `position_projection` `W` (H D, E) and, unless shared, `content_bias` `u` and `position_bias` `v` (H, D)."""
+    """Parameters `position_projection` `W` (H D, E); unless shared, `content_bias` `u`, `position_bias` `v` (H, D)."""
 
     shared_biases: SharedBiases
 
@@ -122,7 +123,8 @@ class RelativeSinusoids(ScoreModule):
     def projected_sinusoids(self, distance: Tensor, key: Tensor) -> Tensor:
         """Return `W R_d` for every distance that occurs, (H, distances, D)."""
         if torch.compiler.is_compiling():
-            # Without reading values: no distance exceeds the number of keys, except between position ids of the caller's own.
+            # Without reading values: no distance exceeds the number of keys, except between position ids of the
+            # caller's own.
             count = key.shape[-2]
             torch._assert_async((distance < count).all(), "gapped position_ids cannot be compiled with transformer_xl")
         else:

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# All checks, from a bare clone: environment, lint, format, types, tests.
+#
+#   bash scripts/test.sh [PYTEST ARGUMENTS]     e.g. bash scripts/test.sh tests/test_readme.py -k table
+#
+# With CI=true also the slow tests and the tests on the oldest supported transformers.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup_env.sh
+setup_env dev
+
+# Nothing here may need a network, and a model found in somebody's cache would hide that.
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+# Forked data loaders would otherwise make tokenizers warn, and warnings are errors.
+export TOKENIZERS_PARALLELISM=false
+
+say "== ruff"
+"$ENV_PYTHON" -m ruff check .
+"$ENV_PYTHON" -m ruff format --check .
+say "== mypy"
+"$ENV_PYTHON" -m mypy
+say "== pytest"
+"$ENV_PYTHON" -m pytest "$@"
+
+if [ "${CI:-}" = "true" ]; then
+    say "== pytest, slow tier"
+    code=0
+    "$ENV_PYTHON" -m pytest -m "slow and not gpu" "$@" || code=$?
+    # 5: nothing was collected, which is no failure where no test of the selection is slow.
+    if [ "$code" != 0 ] && [ "$code" != 5 ]; then
+        exit "$code"
+    fi
+    say "== pytest, oldest supported transformers"
+    bash scripts/test_oldest.sh
+fi
+say "== all passed"

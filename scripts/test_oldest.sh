@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Tests on the oldest transformers that is supported, in an environment of its own: .venv-oldest.
+#
+#   bash scripts/test_oldest.sh [PYTEST ARGUMENTS]     without arguments: tests/test_contract.py
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup_env.sh
+
+make_venv "$PWD/.venv-oldest"
+stamp="$PWD/.venv-oldest/hf_posenc-installed"
+wanted="$(fingerprint "$PWD" pyproject.toml constraints-oldest.txt)"
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    say "Installing the oldest supported transformers (the first time: some minutes and 1 GB or more) ..."
+    rm -f "$stamp"
+    pip_install -c constraints-oldest.txt torch transformers accelerate peft safetensors pytest
+    # --no-deps: datasets and its own dependencies are not needed by what runs here.
+    pip_install --no-deps -e .
+    printf '%s\n' "$wanted" >"$stamp"
+fi
+
+export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
+if [ "$#" -eq 0 ]; then
+    set -- tests/test_contract.py
+fi
+exec "$ENV_PYTHON" -m pytest "$@"
