@@ -17,6 +17,7 @@ from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
 from transformers.masking_utils import (
     AttentionMaskInterface,
     and_masks,
+    bidirectional_mask_function,
     causal_mask_function,
     packed_sequence_mask_function,
     prepare_padding_mask,
@@ -49,6 +50,11 @@ PAGED = (
     "paged attention and continuous batching hand over keys without their positions, so a scheme that changes "
     "attention scores "
     "cannot run with them: use generate(), or a scheme that keeps the stock attention (nope, sinusoidal, learned, rope)"
+)
+
+BIDIRECTIONAL = (
+    "config.is_causal is False: distances to keys that come later are not defined by any scheme here. Set config.is_causal "
+    "back to True, or unpatch the model"
 )
 
 
@@ -178,6 +184,40 @@ def describe_mask(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
     return {key: value for part in known for key, value in part.items()}
 
 
+def probe_mask(
+    mask_function: Callable[..., Any], query_index: Tensor, batch_size: int, same_tokens: bool, window: int | None
+) -> dict[str, Any]:
+    """Find window and segments by asking the mask function about O(Q) pairs.
+
+    For compiling, where closures cannot be taken apart. The decoder masks of transformers are conjunctions of causality, one
+    sliding window and packed segments; each family that is supported builds its masks from these only.
+
+    Args:
+        mask_function: a conjunction of the above.
+        query_index: (1, Q) slots.
+        batch_size: B.
+        same_tokens: whether queries and keys are the same tokens: only then can there be segments.
+        window: the config's sliding window, which this mask may or may not have.
+
+    Returns:
+        as `describe_mask`, with `window` a tensor.
+    """
+    found: dict[str, Any] = {"causal": True}
+    rows = torch.arange(batch_size, device=query_index.device)[:, None]
+    index = query_index.expand(batch_size, -1)
+    same_segment = torch.ones_like(index, dtype=torch.bool)
+    if same_tokens:
+        joined = mask_function(rows, 0, index, (index - 1).clamp(min=0))
+        found["segments"] = (~joined).cumsum(-1)
+    if window is not None:
+        behind = (index - window).clamp(min=0)
+        if same_tokens:
+            same_segment = found["segments"] == found["segments"].gather(-1, behind)
+        beyond = mask_function(rows, 0, index, behind) & same_segment & (index >= window)
+        found["window"] = torch.where(beyond.any(), positions.NO_WINDOW, window)
+    return found
+
+
 def position_channel(
     batch_size: int,
     q_length: int,
@@ -205,9 +245,11 @@ def position_channel(
         **kwargs: the rest of the interface.
 
     Returns:
-        the compact int32 channel (B|1, 1, 5, Q + L), or the dense form (B|1, 1, Q, L) for mask functions it cannot
+        The compact int32 channel (B|1, 1, 5, Q + L), or the dense form (B|1, 1, Q, L) for mask functions it cannot
         express.
     """
+    if mask_function is bidirectional_mask_function:
+        raise ValueError(BIDIRECTIONAL)
     query_index = (torch.arange(q_length, device=device) + q_offset)[None]
     key_index = (torch.arange(kv_length, device=device) + kv_offset)[None]
     query_positions, key_positions = query_index, key_index
@@ -222,7 +264,12 @@ def position_channel(
         query_positions, key_positions = at(counted, query_index), at(counted, key_index)
         query_valid, key_valid = at(seen, query_index), at(seen, key_index)
 
-    shape = describe_mask(mask_function)
+    if torch.compiler.is_compiling() and getattr(mask_function, "__code__", None) is _AND:
+        window = getattr(kwargs.get("config"), "sliding_window", None)
+        same_tokens = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
+        shape: dict[str, Any] | None = probe_mask(mask_function, query_index, batch_size, same_tokens, window)
+    else:
+        shape = describe_mask(mask_function)
     if shape is None or "causal" not in shape:
         visible = sdpa_mask(
             batch_size=batch_size,

@@ -173,7 +173,7 @@ def pack(
     key_valid: Tensor | None = None,
     query_segment: Tensor | None = None,
     key_segment: Tensor | None = None,
-    window: int | None = None,
+    window: int | Tensor | None = None,
 ) -> Tensor:
     """Write the compact channel.
 
@@ -186,7 +186,7 @@ def pack(
         key_valid: (B|1, L) bool, defaults to True.
         query_segment: (B|1, Q), defaults to one segment.
         key_segment: (B|1, L), defaults to one segment.
-        window: sliding window in tokens; None means none.
+        window: sliding window in tokens, a number or a tensor of one; None means none.
 
     Returns:
         int32 tensor (B|1, 1, ROWS, Q + L).
@@ -201,7 +201,7 @@ def pack(
         row(query_valid, key_valid, torch.ones_like(index)),
         index,
         row(query_segment, key_segment, torch.zeros_like(index)),
-        torch.full_like(index, NO_WINDOW if window is None else window),
+        window.expand_as(index) if isinstance(window, Tensor) else torch.full_like(index, window or NO_WINDOW),
     )
     return torch.stack(torch.broadcast_tensors(*(r.to(torch.int32) for r in rows)), 1)[:, None]
 

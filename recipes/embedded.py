@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 CONTEXT = 256
+MUON_RATE = 0.02
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -40,26 +41,31 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
-    """Four layers of width 128, untrained: 0.8 million weights, small enough to learn something in a minute on two
-    cores."""
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer),
-            n_positions=CONTEXT,
-            n_embd=128,
-            n_layer=4,
-            n_head=4,
-            # GPT-2's own 0.02 is for width 768 and up; a narrow model starts to learn much later from it.
-            initializer_range=0.06,
-            # A minute is less than one pass over the text: dropout would only slow it down.
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            loss_type="ForCausalLM",
-        )
+    """Four layers of width 128, untrained: 0.9 million weights, small enough to learn something in a minute."""
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=CONTEXT,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        # GPT-2's own 0.02 is for width 768 and up; a narrow model starts to learn much later from it.
+        initializer_range=0.06,
+        # A minute is less than one pass over the text: dropout would only slow it down.
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )
+    model = GPT2LMHeadModel(config)
+    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
+    model.loss_type = "ForCausalLM"
+    # A table that starts at sinusoids makes "the token before" a linear map, and saves half of the minute.
+    rates = 10000 ** (-torch.arange(0, config.n_embd, 2) / config.n_embd)
+    angles = torch.arange(CONTEXT)[:, None] * rates
+    with torch.no_grad():
+        model.transformer.wpe.weight.copy_(0.1 * torch.cat([angles.sin(), angles.cos()], dim=1))
+    return model
 
 
 def train_base(
@@ -67,7 +73,7 @@ def train_base(
     tokens: Tensor,
     *,
     steps: int,
-    batch_size: int = 4,
+    batch_size: int = 8,
     learning_rate: float = 3e-3,
     progress: bool = True,
 ) -> None:
@@ -77,7 +83,8 @@ def train_base(
         model: fresh, on the device to train on.
         tokens: `(N,)` int64 training text; the caller keeps the held-out part back.
         steps: optimizer steps of `batch_size` windows each.
-        learning_rate: peak, after a warm-up of 5 % and before a cosine decay to 0.
+        batch_size: windows per step.
+        learning_rate: peak for embeddings and vectors, after a warm-up of 5 % and before a cosine decay to 0.
         progress: show a progress bar with the loss.
 
     Raises:
@@ -87,8 +94,14 @@ def train_base(
     if len(tokens) < context + 1:
         raise ValueError(f"the training text has {len(tokens)} tokens, the base model's context needs {context + 1}")
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = get_cosine_schedule_with_warmup(optimizer, max(1, steps // 20), steps)
+    # Muon on the layers' matrices: for the same loss AdamW alone needs about three times as many tokens.
+    matrices = [weight for name, weight in model.named_parameters() if ".h." in name and weight.dim() == 2]
+    others = [weight for name, weight in model.named_parameters() if ".h." not in name or weight.dim() != 2]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
+    schedules = [get_cosine_schedule_with_warmup(optimizer, max(1, steps // 20), steps) for optimizer in optimizers]
     offsets = torch.arange(context)
     with tqdm(total=steps, desc="training the base", unit="step", disable=not progress) as bar:
         for _ in range(steps):
@@ -97,9 +110,9 @@ def train_base(
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+            for part in (*optimizers, *schedules):
+                part.step()
+            model.zero_grad()
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update()
     model.eval()

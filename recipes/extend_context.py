@@ -85,7 +85,9 @@ class Arguments:
         default=0.01, metadata={"help": "on matrices; vectors and position parameters get none"}
     )
     max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
-    mixed_precision: str = field(default="no", metadata={"help": "no, bf16 or fp16", "choices": ["no", "bf16", "fp16"]})
+    mixed_precision: str | None = field(
+        default=None, metadata={"help": "no, bf16 or fp16; by default what accelerate launch says"}
+    )
     base_steps: int = field(
         default=1000, metadata={"help": "optimizer steps of the embedded base model (without --model)"}
     )
@@ -201,8 +203,12 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
     for name in ("warmup_steps", "weight_decay"):
         if not getattr(arguments, name) >= 0:
             raise UsageError(f"{option(name)} must not be negative, not {getattr(arguments, name)}")
-    if min(arguments.eval_lengths) < 2 or arguments.train_length < 2:
-        raise UsageError("--eval-lengths and --train-length must be at least 2: one token alone predicts nothing")
+    if arguments.mixed_precision not in (None, "no", "bf16", "fp16"):
+        raise UsageError(f"--mixed-precision must be no, bf16 or fp16, not {arguments.mixed_precision}")
+    if not arguments.eval_lengths or min(arguments.eval_lengths) < 2 or arguments.train_length < 2:
+        raise UsageError(
+            "--eval-lengths and --train-length must be at least 2 tokens: one token alone predicts nothing"
+        )
     arguments.eval_lengths = sorted(set(arguments.eval_lengths))
     if arguments.stride is not None and not 1 <= arguments.stride < arguments.eval_lengths[0]:
         raise UsageError(
@@ -233,6 +239,10 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
             config = AutoConfig.from_pretrained(arguments.model)
         except (OSError, ValueError) as error:
             raise UsageError(f"--model {arguments.model}: {error}") from None
+        if config.model_type.startswith("posenc_"):
+            raise UsageError(
+                f"--model {arguments.model} is patched already: give the stock checkpoint it was made from"
+            )
         adapter_for(config.model_type)  # says which families there are
 
     output = Path(arguments.output)
@@ -343,7 +353,10 @@ def split(documents: list[Tensor], arguments: Arguments) -> tuple[Tensor, Tensor
 
 def load_model(name: str) -> nn.Module:
     """The stock checkpoint in float32: training in anything less is left to --mixed-precision."""
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
+    model.loss_type = "ForCausalLM"
+    return model
 
 
 def position_limit(model: nn.Module) -> int | None:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes the table of schemes into README.md, from the classes that are registered.
 
-    python scripts/make_scheme_table.py            # write it
-    python scripts/make_scheme_table.py --check    # exit 1 if it is not what the registry says
+python scripts/make_scheme_table.py            # write it
+python scripts/make_scheme_table.py --check    # exit 1 if it is not what the registry says
 """
 
 import argparse

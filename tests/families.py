@@ -30,7 +30,11 @@ _COMMON: dict[str, Any] = {
 _MLP = {"intermediate_size": 48}
 _GROUPED = {"num_key_value_heads": 2}
 _GEMMA = {"head_dim": 8}
-_ALTERNATING = {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_ALTERNATING = {
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 
 # family -> (causal LM class, config class, what the family needs beyond _COMMON)

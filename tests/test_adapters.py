@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 import transformers
-from families import FAMILIES, tiny
+from families import FAMILIES, tiny, tokens
 from torch import nn
 
 from hf_posenc import errors, registry
@@ -167,10 +167,15 @@ def test_multimodal_gemma3_is_refused():
     shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     text = dict(shape, vocab_size=31, head_dim=8, num_key_value_heads=1)
     config = transformers.Gemma3Config(text_config=text, vision_config=dict(shape, image_size=28, patch_size=14))
-    with torch.device("meta"):
-        model = transformers.Gemma3ForConditionalGeneration(config)
-    with pytest.raises(UnsupportedModelError, match=r"vision_config.*load the text part alone, as Gemma3ForCausalLM"):
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    with pytest.raises(UnsupportedModelError, match=r"vision_config.*copy its language model into a Gemma3ForCausalLM"):
         resolve(adapter_of(model), model)
+
+    # What the message says to do instead works.
+    text = transformers.Gemma3ForCausalLM(model.config.text_config).eval()
+    text.model.load_state_dict(model.model.language_model.state_dict())
+    resolve(adapter_of(text), text)
+    torch.testing.assert_close(text(tokens(1, 9) % 31).logits, model(tokens(1, 9) % 31).logits)
 
 
 def test_an_unknown_model_type_lists_the_known_ones():

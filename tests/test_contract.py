@@ -1,7 +1,7 @@
 """What this package assumes of transformers, stated where an upgrade breaks it first.
 
-Nothing here runs code of ours but the adapters. Every test states one assumption; where the supported versions differ, both
-forms are listed. Passes on the oldest and the newest supported version of transformers.
+Nothing here runs code of ours but the adapters. Every test states one assumption; where the supported versions differ,
+both forms are listed. Passes on the oldest and the newest supported version of transformers.
 """
 
 import inspect

@@ -24,7 +24,7 @@ LAYERS = (
     ("hub", "evaluation", "analysis"),
     ("cli",),
 )
-"""Left to right. A part imports from those before its own entry, and from itself; not from its neighbours in the entry."""
+"""Left to right. A part imports from what is before its entry, and from itself, but not from its neighbours there."""
 
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
@@ -67,7 +67,7 @@ def imported_names(source, module, is_package):
 
 def part_of(name):
     """The part of the package that a dotted name below `hf_posenc` belongs to."""
-    part = (name.split(".") + ["__init__"])[1]
+    part = [*name.split("."), "__init__"][1]
     # `from hf_posenc import patch_model` reads the package's own namespace.
     return part if (ROOT / PACKAGE / part).is_dir() or (ROOT / PACKAGE / f"{part}.py").is_file() else "__init__"
 
@@ -131,11 +131,17 @@ def test_a_wrong_import_is_found(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("hf_posenc.schemes.alibi", "from .base import Scheme\nfrom ..registry import register_scheme\nimport math, torch"),
+        (
+            "hf_posenc.schemes.alibi",
+            "from .base import Scheme\nfrom ..registry import register_scheme\nimport math, torch",
+        ),
         ("hf_posenc.schemes.base", "from transformers import initialization as init"),
         ("hf_posenc.schemes.base", "from transformers.initialization import normal_"),
         ("hf_posenc.registry", "if TYPE_CHECKING:\n    from hf_posenc.schemes.base import Scheme"),
-        ("hf_posenc.attention", "import transformers\nfrom .engines import reference\nfrom .schemes.base import Scheme"),
+        (
+            "hf_posenc.attention",
+            "import transformers\nfrom .engines import reference\nfrom .schemes.base import Scheme",
+        ),
         ("hf_posenc.evaluation.perplexity", "from hf_posenc import patch_model"),
     ],
 )

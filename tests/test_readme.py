@@ -1,7 +1,7 @@
 """What README.md shows is true: its Python runs as pasted, its table is the registry's."""
 
+import importlib.util
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,29 +25,43 @@ def test_python_runs_as_pasted(block, tmp_path, monkeypatch):
     exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
 
 
-def run_table_script(root, *arguments):
-    script = root / "scripts/make_scheme_table.py"
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, env=environment, check=False
-    )
+@pytest.fixture
+def table_script(monkeypatch):
+    """`(readme, *arguments)` -> exit code of scripts/make_scheme_table.py on that file."""
+    specification = importlib.util.spec_from_file_location("make_scheme_table", ROOT / "scripts/make_scheme_table.py")
+    script = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(script)
+
+    def run(readme, *arguments):
+        monkeypatch.setattr(script, "README", readme)
+        monkeypatch.setattr(sys, "argv", ["make_scheme_table.py", *arguments])
+        return script.main()
+
+    return run
 
 
-def test_table_of_schemes_is_current():
-    result = run_table_script(ROOT, "--check")
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_table_of_schemes_is_current(table_script):
+    assert table_script(ROOT / "README.md", "--check") == 0, "run python scripts/make_scheme_table.py"
 
 
-def test_table_script_repairs_what_it_reports(tmp_path):
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/make_scheme_table.py").write_text((ROOT / "scripts/make_scheme_table.py").read_text())
+def test_table_script_repairs_what_it_reports(table_script, tmp_path):
+    readme = tmp_path / "README.md"
     stale = README.replace("| `alibi` |", "| `alibye` |")
     assert stale != README
-    (tmp_path / "README.md").write_text(stale, encoding="utf-8")
+    readme.write_text(stale, encoding="utf-8")
 
-    assert run_table_script(tmp_path, "--check").returncode == 1
-    assert run_table_script(tmp_path).returncode == 0
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == README
+    assert table_script(readme, "--check") == 1
+    assert readme.read_text(encoding="utf-8") == stale
+    assert table_script(readme) == 0
+    assert readme.read_text(encoding="utf-8") == README
+
+
+@pytest.mark.parametrize("damage", ["<!-- schemes", "<!-- end of schemes"])
+def test_table_script_refuses_a_file_without_markers(table_script, tmp_path, damage):
+    readme = tmp_path / "README.md"
+    readme.write_text(README.replace(damage, "<!-- gone"), encoding="utf-8")
+    with pytest.raises(ValueError, match="expected one"):
+        table_script(readme)
 
 
 def test_every_scheme_and_family_is_named():

@@ -1,0 +1,470 @@
+"""One row per scheme and option; above a scheme's rows its formula, written out slowly in float64 straight from the paper.
+
+Nothing here imports hf_posenc: schemes are named by strings, parameters by the names they have in a checkpoint. The
+loops run over heads, queries and keys one by one; only the batch is a tensor dimension, so that autograd gives exact
+gradients. A new scheme adds its formula and its rows; test_formulas.py wants every hyper-parameter in some row.
+
+    attention(query (B, H, Q, D), key (B, K, L, D), value (B, K, L, D), parameters,
+              *, softmax_scale, cap, trained, whole_heads, **hyper-parameters) -> (B, Q, H, D)
+    table(positions, size, parameters, *, match, **hyper-parameters) -> (len(positions), size), added to the hidden states
+
+Queries are the last Q of L tokens. All tensors are float64; `parameters` are those of one layer, shared ones included.
+`softmax_scale` is the model's own, as a rule 1/sqrt(D); `cap` its soft cap on scores (Gemma 2), applied to what is a
+product of vectors, not to a bias; `trained` the length it was made for; `whole_heads` tells that it turns whole heads.
+`match` is the root mean square of what an added table replaces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Vectors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A scheme with hyper-parameters, and what it must compute.
+
+    Attributes:
+        id: name of the row, starts with the scheme.
+        scheme: registered name.
+        hyperparameters: keyword arguments of `patch_model`.
+        attention: slow attention of one layer.
+        table: slow table of position vectors; None for schemes that add none.
+        num_heads: the only number of heads that the hyper-parameters fit; None means any.
+        bases: families of the base model whose attention the row can be compared on.
+    """
+
+    id: str
+    scheme: str
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    attention: Callable[..., Tensor]
+    table: Callable[..., Tensor] | None = None
+    num_heads: int | None = None
+    bases: tuple[str, ...] = ("gpt2", "llama")
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1)
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Callable[[int, int, int, Tensor, Tensor], Tensor],
+    vector: Callable[[int, int, int, Tensor], Tensor] = lambda h, i, j, v: v,
+) -> Tensor:
+    """z_i = sum_{j <= i} p_ij v_j, p_ij = exp(e_ij) / sum_{j <= i} exp(e_ij), e_ij = `score`(h, i, j, q_i, k_j)."""
+    queries, keys = query.shape[2], key.shape[2]
+    shared_by = query.shape[1] // key.shape[1]
+    rows = []
+    for n in range(queries):
+        i = keys - queries + n
+        for h in range(query.shape[1]):
+            k, v = key[:, h // shared_by], value[:, h // shared_by]
+            e = torch.stack([score(h, i, j, query[:, h, n], k[:, j]) for j in range(i + 1)], -1)
+            p = torch.exp(e - e.detach().amax(-1, keepdim=True))
+            p = p / p.sum(-1, keepdim=True)
+            rows.append(sum(p[:, j, None] * vector(h, i, j, v[:, j]) for j in range(i + 1)))
+    return torch.stack(rows, 1).unflatten(1, (queries, query.shape[1]))
+
+
+# --- nope: softmax(q_i . k_j / sqrt(D)), and nothing else
+
+
+def plain(query, key, value, parameters, *, softmax_scale, cap=identity, **_):
+    return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale))
+
+
+NOPE = [Case(id="nope", scheme="nope", attention=plain)]
+
+
+# --- sinusoidal: Vaswani et al. 2017, section 3.5; power law and trained frequencies: Su, spaces.ac.cn/archives/8231
+# PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos(pos / 10000^(2i/d)); their root mean square is 1/sqrt(2).
+
+
+def sinusoidal_table(
+    positions,
+    size,
+    parameters,
+    *,
+    match,
+    base=10000,
+    layout="interleaved",
+    frequencies="exponential",
+    alpha=2,
+    scale="match",
+    **_,
+):
+    pairs = math.ceil(size / 2)
+    rows = []
+    for t in positions:
+        sines, cosines = [], []
+        for u in range(pairs):
+            if "frequencies" in parameters:
+                w = parameters["frequencies"][u]
+            elif frequencies == "exponential":
+                w = torch.tensor(1 / base ** (2 * u / size), dtype=torch.float64)
+            else:
+                w = torch.tensor((2 * u / size) ** alpha, dtype=torch.float64)
+            sines.append(torch.sin(t * w))
+            cosines.append(torch.cos(t * w))
+        if layout == "interleaved":
+            row = [wave for pair in zip(sines, cosines, strict=True) for wave in pair]
+        else:
+            row = sines + cosines
+        rows.append(torch.stack(row[:size]))
+    return torch.stack(rows) * (match / math.sqrt(1 / 2) if scale == "match" else scale)
+
+
+def sinusoidal(name: str, **hyperparameters: Any) -> Case:
+    return Case(
+        id=f"sinusoidal-{name}",
+        scheme="sinusoidal",
+        hyperparameters=hyperparameters,
+        attention=plain,
+        table=sinusoidal_table,
+    )
+
+
+SINUSOIDAL = [
+    sinusoidal("default"),
+    sinusoidal("split", layout="split"),
+    sinusoidal("base", base=500.0, scale=1.0),
+    sinusoidal("power", frequencies="power", scale=1.0),
+    sinusoidal("power-cubed", frequencies="power", alpha=3.0, layout="split", scale=0.5),
+    sinusoidal("trained", trainable=True),
+    sinusoidal("trained-power", trainable=True, frequencies="power", layout="split", scale=0.25),
+    sinusoidal("every-layer", placement="every_layer"),
+    sinusoidal("every-layer-trained", placement="every_layer", trainable=True, scale=0.5),
+]
+
+
+# --- learned: Gehring et al. 2017, section 3.1: e_t = w_t + p_t. Initialisations: INITIAL_TABLES below
+
+
+def learned_table(positions, size, parameters, **_):
+    return torch.stack([parameters["table"][t] for t in positions])
+
+
+def learned(name: str, **hyperparameters: Any) -> Case:
+    return Case(
+        id=f"learned-{name}", scheme="learned", hyperparameters=hyperparameters, attention=plain, table=learned_table
+    )
+
+
+LEARNED = [
+    learned("default", num_positions=96),
+    learned("normal", num_positions=96, initialization="normal"),
+    learned("every-layer", num_positions=96, placement="every_layer", initialization="normal"),
+    learned("table-per-layer", num_positions=96, placement="every_layer", share_layers=False, initialization="normal"),
+]
+
+
+# A base's table of n rows continued to `count`. Su, spaces.ac.cn/archives/7947, rows counted from 1 as there:
+# q_{(i-1)n+j} = a u_i + (1-a) u_j, u_i = (p_i - a p_1) / (1-a), a = 0.4.
+
+
+def hierarchical_rows(native: Tensor, count: int, match: float) -> Tensor:
+    a, n = 0.4, native.shape[0]
+    p = {i: native[i - 1] for i in range(1, n + 1)}
+    u = {i: (p[i] - a * p[1]) / (1 - a) for i in range(1, n + 1)}
+    q = {(i - 1) * n + j: a * u[i] + (1 - a) * u[j] for i in range(1, n + 1) for j in range(1, n + 1)}
+    return torch.stack([q[r] for r in range(1, count + 1)])
+
+
+def interpolated_rows(native: Tensor, count: int, match: float) -> Tensor:
+    """Row r of the new table lies at r (n-1) / (count-1) of the old one, between its two neighbours there."""
+    rows = []
+    for r in range(count):
+        x = r * (native.shape[0] - 1) / (count - 1)
+        low, share = int(x), x - int(x)
+        rows.append(native[low] if share == 0 else (1 - share) * native[low] + share * native[low + 1])
+    return torch.stack(rows)
+
+
+def native_rows(native: Tensor, count: int, match: float) -> Tensor:
+    return torch.stack([native[r] for r in range(count)])
+
+
+def sinusoidal_rows(native: Tensor, count: int, match: float) -> Tensor:
+    return sinusoidal_table(range(count), native.shape[1], {}, match=match)
+
+
+INITIAL_TABLES = {
+    "native": native_rows,
+    "interpolated": interpolated_rows,
+    "hierarchical": hierarchical_rows,
+    "sinusoidal": sinusoidal_rows,
+}
+
+
+# --- rope: Su et al. 2021, equation (15): the pair (x_a, x_b) at position t is turned by t w_u, w_u = theta^(-2u/D)
+
+
+def turn(x: Tensor, t: int, frequencies: list[float], pairs: list[tuple[int, int]], factor: float) -> Tensor:
+    """(x_a + i x_b) exp(i t w), times `factor`; dimensions in no pair stay."""
+    dimensions = list(x.unbind(-1))
+    for w, (a, b) in zip(frequencies, pairs, strict=True):
+        c, s = math.cos(t * w), math.sin(t * w)
+        dimensions[a] = factor * (x[..., a] * c - x[..., b] * s)
+        dimensions[b] = factor * (x[..., a] * s + x[..., b] * c)
+    return torch.stack(dimensions, -1)
+
+
+def rope_frequencies(size: int, theta: float, length: int, trained: int, scaling: dict[str, Any] | None):
+    """Return the frequencies of `size` dimensions, and the factor on cosines and sines, after one of the scalings.
+
+    linear: positions divided by the factor (Chen et al. 2023). dynamic: theta grows with the length (NTK; bloc97,
+    emozilla). yarn: Peng et al. 2023, section 3, with the ramp of the authors' code (linear in the index of the pair, from
+    the pair that turns beta_fast times within the trained length to that which turns beta_slow times). longrope: Ding et
+    al. 2024, one set of factors up to the trained length, another beyond. llama3: Llama 3.1's code, by wavelength.
+    """
+    kind = "default" if scaling is None else scaling["rope_type"]
+    pairs = size // 2
+    if kind == "dynamic" and length > trained:
+        s = scaling["factor"]
+        theta = theta * (s * length / trained - (s - 1)) ** (size / (size - 2))
+    w = [theta ** (-2 * u / size) for u in range(pairs)]
+    if kind in ("default", "dynamic"):
+        return w, 1.0
+    if kind == "linear":
+        return [x / scaling["factor"] for x in w], 1.0
+    original = scaling["original_max_position_embeddings"]
+    s = scaling["factor"]
+    if kind == "longrope":
+        factors = scaling["long_factor"] if length > original else scaling["short_factor"]
+        return [x / f for x, f in zip(w, factors, strict=True)], math.sqrt(1 + math.log(s) / math.log(original))
+    if kind == "yarn":
+
+        def pair_that_turns(times):  # solve original * theta^(-2u/size) = 2 pi times for u
+            return size * math.log(original / (2 * math.pi * times)) / (2 * math.log(theta))
+
+        first = max(math.floor(pair_that_turns(scaling["beta_fast"])), 0)
+        last = min(math.ceil(pair_that_turns(scaling["beta_slow"])), size - 1)
+        ramp = [min(max((u - first) / (last - first), 0), 1) for u in range(pairs)]
+        return [x * (1 - r) + x / s * r for x, r in zip(w, ramp, strict=True)], 0.1 * math.log(s) + 1
+    assert kind == "llama3"
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    scaled = []
+    for x in w:
+        wavelength = 2 * math.pi / x
+        if wavelength < original / high:
+            scaled.append(x)
+        elif wavelength > original / low:
+            scaled.append(x / s)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            scaled.append((1 - smooth) * x / s + smooth * x)
+    return scaled, 1.0
+
+
+def rope_attention(
+    query,
+    key,
+    value,
+    parameters,
+    *,
+    softmax_scale,
+    cap=identity,
+    trained=None,
+    whole_heads=False,
+    rope_theta=10000.0,
+    layout="half",
+    partial_rotary_factor=1.0,
+    scaling=None,
+):
+    """Where the base turns whole heads, partial rotation leaves out the pairs (u, u + D/2) with large u."""
+    head = query.shape[-1]
+    size = int(head * partial_rotary_factor)
+    length = key.shape[2]
+    frequencies, factor = rope_frequencies(size, rope_theta, length, trained or length, scaling)
+    apart = head // 2 if whole_heads else size // 2
+    pairs = [(2 * u, 2 * u + 1) if layout == "interleaved" else (u, u + apart) for u in range(size // 2)]
+
+    def score(h, i, j, q, k):
+        return cap(dot(turn(q, i, frequencies, pairs, factor), turn(k, j, frequencies, pairs, factor)) * softmax_scale)
+
+    return attend(query, key, value, score)
+
+
+def rope(name: str, bases: tuple[str, ...] = ("gpt2", "llama"), **hyperparameters: Any) -> Case:
+    return Case(
+        id=f"rope-{name}", scheme="rope", hyperparameters=hyperparameters, attention=rope_attention, bases=bases
+    )
+
+
+def scaled(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "factor": 3.0, **parameters}
+
+
+# Made for a base trained on TRAINED positions with heads of HEAD_DIM dimensions, in TRAINED + 4 tokens.
+TRAINED = 16
+HEAD_DIM = 8
+SCALINGS = {
+    "linear": scaled("linear"),
+    "dynamic": scaled("dynamic"),
+    "yarn": scaled("yarn", beta_fast=2.0, beta_slow=0.05, original_max_position_embeddings=TRAINED),
+    "longrope": scaled(
+        "longrope",
+        short_factor=[1.0, 1.1, 1.2, 1.3],
+        long_factor=[1.0, 1.5, 2.5, 4.0],
+        original_max_position_embeddings=TRAINED,
+    ),
+    "llama3": scaled("llama3", low_freq_factor=0.1, high_freq_factor=1.0, original_max_position_embeddings=TRAINED),
+}
+
+ROPE = [
+    rope("default"),
+    rope("theta", rope_theta=50.0),
+    rope("half", layout="half", rope_theta=100.0),
+    rope("interleaved", bases=("gpt2",), layout="interleaved"),
+    rope("partial", partial_rotary_factor=0.5),
+    rope("partial-interleaved", bases=("gpt2",), partial_rotary_factor=0.25, layout="interleaved", rope_theta=20.0),
+    *(rope(f"scaling-{kind}", scaling=parameters, rope_theta=100.0) for kind, parameters in SCALINGS.items()),
+    rope("partial-linear", partial_rotary_factor=0.5, scaling=SCALINGS["linear"]),
+]
+
+
+# --- transformer_xl: Dai et al. 2019, section 3.3, terms (a) to (d), R_d = [sin(d w) | cos(d w)], w_u = 10000^(-2u/E)
+
+
+def transformer_xl_attention(query, key, value, parameters, *, softmax_scale, cap=identity, **_):
+    w, u, v = (parameters[name] for name in ("position_projection", "content_bias", "position_bias"))
+    size, head = w.shape[1], query.shape[-1]
+    projected = {}
+    for d in range(key.shape[2]):
+        angles = [d * 10000 ** (-2 * n / size) for n in range(math.ceil(size / 2))]
+        r = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+        projected[d] = w @ torch.tensor(r[:size], dtype=torch.float64)
+
+    def score(h, i, j, q, k):
+        w_r = projected[i - j][h * head : (h + 1) * head]
+        return cap((dot(q, k) + dot(q, w_r) + dot(u[h], k) + dot(v[h], w_r)) * softmax_scale)
+
+    return attend(query, key, value, score)
+
+
+def transformer_xl(name: str, **hyperparameters: Any) -> Case:
+    return Case(
+        id=f"transformer_xl-{name}",
+        scheme="transformer_xl",
+        hyperparameters=hyperparameters,
+        attention=transformer_xl_attention,
+    )
+
+
+TRANSFORMER_XL = [transformer_xl("default"), transformer_xl("shared-biases", share_biases=True)]
+
+
+# --- shaw: Shaw et al. 2018, (3), (4): e_ij = q_i (k_j + a^K_ij) / sqrt(D), z_i = sum_j p_ij (v_j + a^V_ij),
+# a_ij = w_clip(j - i, k). Causal: only -k <= clip(j - i, k) <= 0 occurs, and row n of a table is the paper's w_-n
+
+
+def shaw_attention(
+    query, key, value, parameters, *, softmax_scale, cap=identity, max_distance=32, share_heads=True, values=True, **_
+):
+    def a(name, h, i, j):
+        label = max(-max_distance, min(max_distance, j - i))
+        table = parameters[name]
+        return table[-label] if share_heads else table[h, -label]
+
+    def score(h, i, j, q, k):
+        return cap(dot(q, k + a("key_embeddings", h, i, j)) * softmax_scale)
+
+    def vector(h, i, j, v):
+        return v + a("value_embeddings", h, i, j) if values else v
+
+    return attend(query, key, value, score, vector)
+
+
+def shaw(name: str, **hyperparameters: Any) -> Case:
+    return Case(id=f"shaw-{name}", scheme="shaw", hyperparameters=hyperparameters, attention=shaw_attention)
+
+
+SHAW = [
+    shaw("default"),
+    shaw("clipped", max_distance=3),
+    shaw("one-label", max_distance=1),
+    shaw("keys-only", max_distance=3, values=False),
+    shaw("per-head", max_distance=3, share_heads=False),
+    shaw("per-head-keys-only", max_distance=2, share_heads=False, values=False),
+    shaw("shared-layers", max_distance=3, share_layers=True),
+    shaw("shared-layers-per-head", max_distance=3, share_layers=True, share_heads=False),
+]
+
+
+# --- alibi: Press et al. 2021, section 3: q_i K^T + m [-(i-1), ..., -2, -1, 0]; the slopes of n heads are the geometric
+# sequence that starts at 2^(-8/n) with that same ratio; where n is no power of two, those of the closest smaller power of
+# two, then every other one of twice that power (the authors' code)
+
+
+def paper_slopes(n: int) -> list[float]:
+    if n & (n - 1) == 0:
+        start = 2 ** (-8 / n)
+        return [start * start**h for h in range(n)]
+    closest = 1
+    while closest * 2 < n:
+        closest *= 2
+    return paper_slopes(closest) + paper_slopes(2 * closest)[0::2][: n - closest]
+
+
+def alibi_attention(query, key, value, parameters, *, softmax_scale, cap=identity, slopes=None, **_):
+    m = parameters["slopes"] if "slopes" in parameters else slopes or paper_slopes(query.shape[1])
+    return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) - m[h] * (i - j))
+
+
+def alibi(name: str, num_heads: int | None = None, **hyperparameters: Any) -> Case:
+    return Case(
+        id=f"alibi-{name}",
+        scheme="alibi",
+        hyperparameters=hyperparameters,
+        attention=alibi_attention,
+        num_heads=num_heads,
+    )
+
+
+ALIBI = [
+    alibi("default"),
+    alibi("own-slopes", num_heads=4, slopes=(0.9, 0.3, 0.0, 0.01)),
+    alibi("trained", trainable=True),
+    alibi("trained-own-slopes", num_heads=4, slopes=(0.9, 0.3, 0.0, 0.01), trainable=True),
+]
+
+
+# --- da_transformer: Wu et al. 2021, equations (2) to (5): R^(h) = w_h R, f(R; v) = (1 + exp(v)) / (1 + exp(v - R)),
+# softmax(ReLU(Q K^T) * f(R) / sqrt(d)) V
+
+
+def da_attention(query, key, value, parameters, *, softmax_scale, cap=identity, relu=True, **_):
+    w, v = parameters["distance_weight"], parameters["saturation"]
+
+    def score(h, i, j, q, k):
+        f = (1 + torch.exp(v[h])) / (1 + torch.exp(v[h] - w[h] * (i - j)))
+        content = cap(dot(q, k) * softmax_scale)
+        return (torch.relu(content) if relu else content) * f
+
+    return attend(query, key, value, score)
+
+
+def da_transformer(name: str, **hyperparameters: Any) -> Case:
+    return Case(
+        id=f"da_transformer-{name}", scheme="da_transformer", hyperparameters=hyperparameters, attention=da_attention
+    )
+
+
+DA_TRANSFORMER = [da_transformer("default"), da_transformer("no-relu", relu=False)]
+
+
+CASES: list[Case] = [*NOPE, *SINUSOIDAL, *LEARNED, *ROPE, *TRANSFORMER_XL, *SHAW, *ALIBI, *DA_TRANSFORMER]

@@ -1,0 +1,600 @@
+"""Every scheme, option by option, computes what its paper says: outputs, and gradients of inputs and parameters."""
+
+from dataclasses import fields
+from functools import cache
+
+import pytest
+import torch
+from cases import CASES, HEAD_DIM, INITIAL_TABLES, TRAINED, Case, paper_slopes, plain, sinusoidal_table, turn
+from families import VOCAB_SIZE, tiny, tokens
+
+from hf_posenc import available_schemes, patch_model
+from hf_posenc.engines import reference
+from hf_posenc.positions import Positions
+from hf_posenc.registry import scheme_class
+from hf_posenc.schemes.base import Dims, Native
+from hf_posenc.schemes.rope import apply_rotary
+
+# Largest error, relative to the largest value expected (to 1 if that is smaller).
+TOLERANCE = {
+    torch.float64: 1e-12,  # the same sums in another order
+    torch.float32: 1e-5,
+    # Everything is computed in float32 and rounded once, at the end: half a unit in the last of bfloat16's 8 binary digits.
+    torch.bfloat16: 2**-8 + 1e-5,
+}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+# query heads, key-value heads, head size, queries, keys
+SHAPES = {
+    "3-heads-odd-size": (3, 3, 5, 8, 8),
+    "gqa-4-2": (4, 2, 4, 8, 8),
+    "mqa-6-1-chunk": (6, 1, 4, 3, 9),
+    "gqa-12-4": (12, 4, 2, 6, 6),
+    "one-query": (4, 4, 4, 1, 9),
+}
+
+
+def of_kind(*kinds: str) -> list[Case]:
+    return [case for case in CASES if scheme_class(case.scheme).kind in kinds]
+
+
+def over(cases: list[Case]):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
+
+
+def rounded(*shape: int, seed: int) -> torch.Tensor:
+    """Normal values that every dtype represents exactly, so that one float64 reference serves all dtypes."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+    assert actual.shape == expected.shape, what
+    error = (actual.double() - expected).abs().max() / expected.abs().max().clamp(min=1)
+    assert error <= TOLERANCE[dtype], f"{what}: off by {error:.2e}, {TOLERANCE[dtype]:.2e} allowed for {dtype}"
+
+
+def gradients(output: torch.Tensor, cotangent: torch.Tensor, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(zip(inputs, torch.autograd.grad(output, list(inputs.values()), cotangent), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------- the cases
+
+
+def test_every_scheme_and_hyperparameter_has_a_row():
+    assert {case.scheme for case in CASES} == set(available_schemes())
+    assert len({case.id for case in CASES}) == len(CASES)
+    for name in available_schemes():
+        rows = [case.hyperparameters for case in CASES if case.scheme == name]
+        missing = {field.name for field in fields(scheme_class(name))} - {key for row in rows for key in row}
+        assert not missing, f"{name}: no row in tests/cases.py sets {missing}"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@over(CASES)
+def test_hyperparameters_survive_json(case, family):
+    """What is written to a checkpoint builds the same scheme again."""
+    import json
+
+    scheme = scheme_class(case.scheme).parse(case.hyperparameters)
+    again = scheme_class(case.scheme).parse(json.loads(json.dumps(scheme.hyperparameters())))
+    assert again == scheme
+
+
+# ------------------------------------------------------------------------------------------------------ schemes on scores
+
+
+def build(case: Case, dims: Dims):
+    """The module of one layer, and the parameters it works with."""
+    scheme = scheme_class(case.scheme).parse(case.hyperparameters)
+    module, shared = scheme.build(dims), scheme.build_shared(dims)
+    if shared is None:
+        return module, dict(module.named_parameters())
+    placed = scheme.attach_shared(module, shared)
+    return placed, {**dict(shared.named_parameters()), **dict(placed.named_parameters())}
+
+
+def shape_for(case: Case, shape: str) -> tuple[int, ...]:
+    sizes = SHAPES[shape]
+    if case.num_heads not in (None, sizes[0]):
+        pytest.skip(f"its hyper-parameters are for {case.num_heads} heads")
+    return sizes
+
+
+@cache
+def slow_scores(case_id: str, shape: str, softcap: float | None = None):
+    """Inputs, parameters, cotangent, and the reference's output and gradients: float64."""
+    case = next(case for case in CASES if case.id == case_id)
+    heads, key_heads, size, queries, keys = SHAPES[shape]
+    dims = Dims(heads, key_heads, size, heads * size, 1)
+    inputs = {
+        "query": rounded(2, heads, queries, size, seed=1),
+        "key": rounded(2, key_heads, keys, size, seed=2),
+        "value": rounded(2, key_heads, keys, size, seed=3),
+    }
+    parameters = {
+        name: rounded(*parameter.shape, seed=4 + n) / 2 for n, (name, parameter) in enumerate(build(case, dims)[1].items())
+    }
+    leaves = {name: tensor.requires_grad_() for name, tensor in {**inputs, **parameters}.items()}
+
+    def cap(x):
+        return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+    arguments = dict(softmax_scale=size**-0.5, cap=cap)
+    output = case.attention(*inputs.values(), parameters, **arguments, **case.hyperparameters)
+    cotangent = rounded(*output.shape, seed=9)
+    if queries * keys > 1 and case.attention is not plain:
+        without = plain(*inputs.values(), {}, **arguments)
+        assert (output - without).abs().max() > 1e-2, "the scheme does not change this input: the comparison proves nothing"
+    return dims, inputs, parameters, cotangent, output.detach(), gradients(output, cotangent, leaves)
+
+
+def run(case, dims, inputs, parameters, dtype, *, prescaled=False, softcap=None):
+    """Our module in `dtype`: its output, weights, and the leaves to differentiate by."""
+    module, own = build(case, dims)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.data = parameters[name].detach().to(dtype)
+    leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
+    queries, keys = inputs["query"].shape[2], inputs["key"].shape[2]
+    scaling = dims.head_dim**-0.5
+    output, weights = module(
+        leaves["query"] * scaling if prescaled else leaves["query"],
+        leaves["key"],
+        leaves["value"],
+        Positions.causal(queries, keys),
+        scaling=1.0 if prescaled else scaling,
+        vector_scaling=scaling if prescaled else None,
+        softcap=softcap,
+        engine=reference.attend,
+    )
+    return output, weights, {**leaves, **own}
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", SHAPES)
+@over(of_kind("score"))
+def test_scores(case, shape, dtype):
+    shape_for(case, shape)
+    dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, shape)
+    output, weights, leaves = run(case, dims, inputs, parameters, dtype)
+    assert output.dtype == weights.dtype == dtype
+    assert_close(output, expected, dtype, "output")
+    for name, gradient in gradients(output, cotangent.to(dtype), leaves).items():
+        assert gradient.dtype == dtype
+        assert_close(gradient, slopes[name], dtype, f"gradient of {name}")
+
+
+@over(of_kind("score"))
+def test_scores_of_queries_that_are_scaled_already(case):
+    """OPT multiplies queries by 1/sqrt(D) itself; terms without a query (Transformer-XL's u.k) must not lose the factor."""
+    shape = "gqa-4-2"
+    dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, shape)
+    output, _, leaves = run(case, dims, inputs, parameters, torch.float64, prescaled=True)
+    assert_close(output, expected, torch.float64, "output")
+    for name, gradient in gradients(output, cotangent, leaves).items():
+        assert_close(gradient, slopes[name], torch.float64, f"gradient of {name}")
+
+
+@over(of_kind("score"))
+def test_scores_under_a_soft_cap(case):
+    """Gemma 2 caps scores by tanh: what is a product of vectors is capped, a bias or factor on it is not."""
+    dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, "gqa-4-2", softcap=1.5)
+    output, _, leaves = run(case, dims, inputs, parameters, torch.float64, softcap=1.5)
+    assert_close(output, expected, torch.float64, "output")
+    for name, gradient in gradients(output, cotangent, leaves).items():
+        assert_close(gradient, slopes[name], torch.float64, f"gradient of {name}")
+
+
+@over(of_kind("score"))
+def test_weights_are_a_distribution_over_visible_keys(case):
+    dims, inputs, parameters, *_ = slow_scores(case.id, "gqa-4-2")
+    _, weights, _ = run(case, dims, inputs, parameters, torch.float64)
+    assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), torch.float64, "sum of weights")
+    assert (weights.triu(1) == 0).all()
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 6, 7, 8, 12, 14, 16, 20, 25, 32, 40])
+def test_alibi_slopes_of_any_number_of_heads(num_heads):
+    """Read off the bias itself: with queries of zero, weights are softmax(-m d), so m = log(p_0 / p_1)."""
+    dims = Dims(num_heads, num_heads, 2, 2 * num_heads, 1)
+    module, _ = build(next(case for case in CASES if case.id == "alibi-default"), dims)
+    zeros = torch.zeros(1, num_heads, 2, 2, dtype=torch.float64)
+    weights = module(zeros, zeros, zeros, Positions.causal(2), scaling=1.0, engine=reference.attend)[1]
+    slopes = (weights[0, :, 1, 1] / weights[0, :, 1, 0]).log()
+    assert_close(slopes, torch.tensor(paper_slopes(num_heads), dtype=torch.float64), torch.float64, "slopes")
+
+
+def test_parameters_of_schemes_on_scores():
+    """Names, shapes and first values are the checkpoint format, and where training starts."""
+    dims = Dims(num_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=24, num_layers=2)
+    expected = {
+        "transformer_xl-default": {
+            "position_projection": ((32, 24), "normal"),
+            "content_bias": ((4, 8), 0),
+            "position_bias": ((4, 8), 0),
+        },
+        "shaw-default": {"key_embeddings": ((33, 8), "normal"), "value_embeddings": ((33, 8), "normal")},
+        "shaw-per-head": {"key_embeddings": ((4, 4, 8), "normal"), "value_embeddings": ((4, 4, 8), "normal")},
+        "shaw-keys-only": {"key_embeddings": ((4, 8), "normal")},
+        "alibi-default": {},
+        "alibi-trained": {"slopes": ((4,), paper_slopes(4))},
+        "alibi-trained-own-slopes": {"slopes": ((4,), [0.9, 0.3, 0.0, 0.01])},
+        "da_transformer-default": {"distance_weight": ((4,), 0), "saturation": ((4,), 0)},
+    }
+    for case_id, wanted in expected.items():
+        module, parameters = build(next(case for case in CASES if case.id == case_id), dims)
+        module.reset_parameters()
+        assert {name: tuple(p.shape) for name, p in parameters.items()} == {n: shape for n, (shape, _) in wanted.items()}
+        assert not list(module.buffers()), f"{case_id}: buffers would be left uninitialised by from_pretrained"
+        for name, (_, start) in wanted.items():
+            if start == "normal":
+                assert 0.01 < parameters[name].std() < 0.03, f"{case_id}: {name}"
+            else:
+                assert torch.equal(parameters[name], torch.tensor(start).to(parameters[name]).expand_as(parameters[name]))
+
+
+# ------------------------------------------------------------------------------------------------------------------- rope
+
+
+@DTYPES
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_rotation(layout, share, dtype):
+    size, positions = 8, [[0, 1, 2, 7], [5, 3, 100, 1]]
+    turning = int(size * share)
+    frequencies = [100 ** (-2 * u / turning) for u in range(turning // 2)]
+    pairs = [(2 * u, 2 * u + 1) if layout == "interleaved" else (u, u + turning // 2) for u in range(turning // 2)]
+    x = rounded(2, 3, 4, size, seed=1).requires_grad_()
+    rows = [[turn(x[b, :, n], t, frequencies, pairs, 1.0) for n, t in enumerate(ts)] for b, ts in enumerate(positions)]
+    expected = torch.stack([torch.stack(row, 1) for row in rows])
+    cotangent = rounded(*expected.shape, seed=2)
+
+    angles = torch.tensor(positions)[..., None].double() * torch.tensor(frequencies, dtype=torch.float64)
+    angles = torch.cat([angles, angles], -1)
+    ours = x.detach().to(dtype).requires_grad_()
+    output = apply_rotary(ours, angles.cos(), angles.sin(), layout)
+    assert output.dtype == dtype
+    # cos and sin in the dtype of the queries is how every transformers model rotates: in bfloat16 each of the two products
+    # and their sum is rounded, and so are cos and sin, five roundings in all.
+    slack = 5 if dtype == torch.bfloat16 else 1
+    for actual, wanted in [
+        (output, expected),
+        (gradients(output, cotangent.to(dtype), {"x": ours})["x"], gradients(expected, cotangent, {"x": x})["x"]),
+    ]:
+        assert_close(actual / slack, wanted / slack, dtype, "rotation")
+    assert_close(output.norm(dim=-1) / slack, ours.norm(dim=-1).double() / slack, dtype, "length of a rotated vector")
+
+
+# ------------------------------------------------------------------------------------------------- schemes on embeddings
+
+NATIVE = Native(table=rounded(12, 16, seed=7) * 0.1, token_rms=0.3, max_positions=12)
+
+
+def embedding(case: Case, size: int, dtype: torch.dtype, native: Native):
+    dims = Dims(1, 1, size, size, 1)
+    module = scheme_class(case.scheme).parse(case.hyperparameters).resolve(native, dims).build(dims)
+    with torch.no_grad():
+        module.initialize(native)
+        for n, parameter in enumerate(module.parameters()):
+            parameter.data = rounded(*parameter.shape, seed=n).to(dtype)
+    object.__setattr__(module, "like", torch.nn.Embedding(1, size, dtype=dtype))  # decides the dtype of the vectors
+    return module
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [16, 15], ids=["even", "odd"])
+@over(of_kind("embedding"))
+def test_embeddings(case, size, dtype):
+    native = NATIVE if size == 16 else Native(table=None, token_rms=0.3, max_positions=12)
+    match = native.token_rms if native.table is None else native.table.square().mean().sqrt().item()
+    module = embedding(case, size, dtype, native)
+    ids = torch.tensor([[0, 1, 2, 3, 5], [7, 7, 90, 40, 0]])
+    parameters = {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
+    expected = torch.stack(
+        [case.table(row, size, parameters, match=match, **case.hyperparameters) for row in ids.tolist()]
+    )
+    output = module(ids)
+    assert output.dtype == dtype
+    assert_close(output, expected, dtype, "table")
+    assert torch.equal(module(position_ids=ids), output)
+    if parameters:
+        cotangent = rounded(*output.shape, seed=9)
+        wanted = gradients(expected, cotangent, parameters)
+        for name, gradient in gradients(output, cotangent.to(dtype), dict(module.named_parameters())).items():
+            assert_close(gradient, wanted[name], dtype, f"gradient of {name}")
+
+
+@over([case for case in of_kind("embedding") if case.scheme == "sinusoidal"])
+def test_sinusoids_are_exact_at_any_position(case):
+    """A float32 product of position and frequency would be wrong by 0.004 radians here."""
+    far = [0, 5_000, 131_071, 1_000_003]
+    module = embedding(case, 16, torch.float64, NATIVE)
+    parameters = dict(module.double().named_parameters())
+    match = NATIVE.table.square().mean().sqrt().item()
+    expected = case.table(far, 16, parameters, match=match, **case.hyperparameters)
+    error = (module(torch.tensor([far]))[0] - expected).abs().max()
+    assert error < 1e-8  # float64 resolves 1e6 radians to 1e-10
+
+
+@pytest.mark.parametrize("frequencies", ["exponential", "power"])
+def test_trained_frequencies_start_at_the_fixed_ones(frequencies):
+    dims = Dims(1, 1, 15, 15, 1)
+    fixed, trained = (
+        scheme_class("sinusoidal")(frequencies=frequencies, trainable=trainable, scale=1.0).build(dims)
+        for trainable in (False, True)
+    )
+    trained.double().initialize(NATIVE)
+    assert {name: tuple(p.shape) for name, p in trained.named_parameters()} == {"frequencies": (8,)}
+    assert not list(fixed.parameters())
+    ids = torch.arange(50)[None]
+    assert torch.equal(trained(ids), fixed(ids))
+
+
+@pytest.mark.parametrize("native", [NATIVE, Native(table=None, token_rms=0.3, max_positions=12)], ids=["table", "tokens"])
+@pytest.mark.parametrize("frequencies", ["exponential", "power"])
+def test_scale_matches_what_is_replaced(native, frequencies):
+    dims = Dims(1, 1, 16, 16, 1)
+    table = scheme_class("sinusoidal")(frequencies=frequencies).resolve(native, dims).build(dims)(torch.arange(40)[None])
+    wanted = 0.3 if native.table is None else native.table.square().mean().sqrt()
+    assert abs(table.square().mean().sqrt() / wanted - 1) < 1e-12
+
+
+# ----------------------------------------------------------------------------------------------------------- learned table
+
+
+def native_table(model) -> torch.Tensor:
+    """The base's own table, without the two rows that OPT keeps before position 0."""
+    if model.config.model_type == "opt":
+        return model.model.decoder.embed_positions.weight.detach()[2:].clone()
+    return model.transformer.wpe.weight.detach().clone()
+
+
+def learned_of(model) -> torch.Tensor:
+    return next(p for name, p in model.named_parameters() if name.endswith(".table")).detach()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize(
+    ("initialization", "count"),
+    [
+        ("native", 8),
+        ("native", 5),
+        ("interpolated", 13),
+        ("interpolated", 8),
+        ("interpolated", 3),
+        ("hierarchical", 9),
+        ("hierarchical", 64),
+        ("hierarchical", 5),
+        ("sinusoidal", 20),
+    ],
+)
+def test_learned_starts_from_the_base(family, initialization, count):
+    model = tiny(family, max_position_embeddings=8)
+    native = native_table(model).double()
+    patch_model(model, "learned", num_positions=count, initialization=initialization)
+    match = native.square().mean().sqrt().item()
+    assert_close(
+        learned_of(model), INITIAL_TABLES[initialization](native, count, match), torch.float32, initialization
+    )
+    if initialization in ("native", "hierarchical"):  # what the model was trained on is not touched, to the last bit
+        kept = min(count, 8)
+        assert torch.equal(learned_of(model)[:kept], native.float()[:kept])
+
+
+def test_learned_hierarchy_is_not_symmetric():
+    """With alpha = 0.5 positions (i, j) and (j, i) would be one vector; 0.4 tells all n^2 apart."""
+    model = patch_model(tiny("gpt2", n_positions=8), "learned", num_positions=64, initialization="hierarchical")
+    distances = torch.cdist(learned_of(model), learned_of(model)) + 10 * torch.eye(64)
+    assert distances.min() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_learned_normal(family):
+    tables = [
+        learned_of(patch_model(tiny(family), "learned", num_positions=200, initialization="normal", seed=seed))
+        for seed in (0, 0, 1)
+    ]
+    assert abs(tables[0].std() / 0.02 - 1) < 0.05
+    assert abs(tables[0].mean()) < 1e-3
+    assert torch.equal(tables[0], tables[1])
+    assert not torch.equal(tables[0], tables[2])
+
+
+def test_learned_sinusoidal_matches_the_tokens_of_a_base_without_table():
+    model = tiny("llama")
+    match = model.model.embed_tokens.weight.detach().double().square().mean().sqrt().item()
+    patch_model(model, "learned", num_positions=20, initialization="sinusoidal")
+    expected = sinusoidal_table(range(20), model.config.hidden_size, {}, match=match)
+    assert_close(learned_of(model), expected, torch.float32, "sinusoidal")
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "initialization"),
+    [("gpt2", None, "native"), ("gpt2", 8, "native"), ("gpt2", 40, "hierarchical"), ("llama", 20, "sinusoidal")],
+)
+def test_learned_chooses_an_initialization(family, count, initialization):
+    hyperparameters = {} if count is None else {"num_positions": count}
+    chosen = patch_model(tiny(family, max_position_embeddings=8), "learned", **hyperparameters)
+    named = patch_model(
+        tiny(family, max_position_embeddings=8), "learned", num_positions=count or 8, initialization=initialization
+    )
+    assert torch.equal(learned_of(chosen), learned_of(named))
+
+
+@pytest.mark.parametrize(
+    ("family", "hyperparameters", "message"),
+    [
+        ("llama", {"initialization": "native"}, "sinusoidal or normal"),
+        ("llama", {"initialization": "hierarchical"}, "sinusoidal or normal"),
+        ("llama", {"initialization": "interpolated"}, "sinusoidal or normal"),
+        ("gpt2", {"initialization": "native", "num_positions": 9}, "8 positions, 9 were asked for"),
+        ("gpt2", {"initialization": "hierarchical", "num_positions": 65}, "reaches 64, not 65"),
+        ("gpt2", {"initialization": "copied"}, "native, interpolated, hierarchical, sinusoidal, normal"),
+    ],
+)
+def test_learned_refuses_what_the_base_cannot_give(family, hyperparameters, message):
+    with pytest.raises(ValueError, match=message):
+        patch_model(tiny(family, max_position_embeddings=8), "learned", **hyperparameters)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("placement", ["input", "every_layer"])
+def test_learned_past_its_table(family, placement):
+    model = patch_model(tiny(family), "learned", num_positions=12, placement=placement, initialization="normal")
+    assert model(tokens(length=12)).logits.isfinite().all()
+    with pytest.raises(ValueError, match=r"position 12 .* 12 positions"):
+        model(tokens(length=13))
+
+
+# ------------------------------------------------------------------------------------------------ inside a patched model
+
+
+def small(family: str, num_heads: int | None):
+    """A model with an odd (gpt2: 3) or grouped (llama: 6 in 2 groups) number of heads, trained on TRAINED positions."""
+    if family == "gpt2":
+        heads = num_heads or 3
+        return tiny("gpt2", n_head=heads, n_embd=heads * HEAD_DIM, n_positions=TRAINED)
+    heads = num_heads or 6
+    return tiny(
+        "llama",
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        hidden_size=24,  # not heads times head size: nothing may assume so
+        max_position_embeddings=TRAINED,
+    )
+
+
+def parts(family: str, model):
+    """Decoder, layers, attentions, token embedding."""
+    if family == "gpt2":
+        decoder = model.transformer
+        return decoder, decoder.h, [layer.attn for layer in decoder.h], decoder.wte
+    return model.model, model.model.layers, [layer.self_attn for layer in model.model.layers], model.model.embed_tokens
+
+
+def project(family: str, attention, hidden: torch.Tensor):
+    """Query (B, H, T, D), key and value (B, K, T, D) of hidden states, in float64, before any position is applied."""
+    if family == "gpt2":
+        weight, bias = attention.c_attn.weight.detach().double(), attention.c_attn.bias.detach().double()
+        projected = (hidden @ weight + bias).chunk(3, -1)
+    else:
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        projected = [hidden @ p.weight.detach().double().T for p in projections]
+    return [x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for x in projected]
+
+
+def merge(family: str, attention, output: torch.Tensor) -> torch.Tensor:
+    """(B, T, E) of the heads' outputs (B, T, H, D)."""
+    if family == "gpt2":
+        return output.flatten(2) @ attention.c_proj.weight.detach().double() + attention.c_proj.bias.detach().double()
+    return output.flatten(2) @ attention.o_proj.weight.detach().double().T
+
+
+def first(x):
+    return x[0] if isinstance(x, tuple) else x
+
+
+def recorded(modules):
+    """Lists that fill with each module's hidden states in and out (after pre-hooks) when the model runs."""
+    record = [[] for _ in modules]
+    for module, slot in zip(modules, record, strict=True):
+
+        def hook(_, args, kwargs, output, slot=slot):
+            slot.append((args[0] if args else kwargs["hidden_states"], first(output)))
+
+        module.register_forward_hook(hook, with_kwargs=True)
+    return record
+
+
+def own_parameters(*modules) -> dict[str, torch.Tensor]:
+    return {name: p.detach().double() for module in modules if module is not None for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@over(CASES)
+@torch.no_grad()
+def test_a_patched_model_computes_it_in_every_layer(case, family):
+    """Each layer's attention and input, recorded in a running model, are what the formula says; native positions are gone."""
+    if family not in case.bases:
+        pytest.skip("refused: this base rotates by halves in its own code")
+    model = small(family, case.num_heads)
+    replaced = model.transformer.wpe if family == "gpt2" else model.model.embed_tokens
+    match = replaced.weight.double().square().mean().sqrt().item()
+    stock = set(model.state_dict())
+    patch_model(model, case.scheme, seed=5, **case.hyperparameters)
+    for n, (name, parameter) in enumerate(model.named_parameters()):
+        if name not in stock:
+            parameter.copy_(rounded(*parameter.shape, seed=n) / 2)
+
+    decoder, layers, attentions, embedding = parts(family, model)
+    inside, around = recorded(attentions), recorded(layers)
+    ids = tokens(length=TRAINED + 4 if case.scheme == "rope" else 9)  # rope: past the trained length, for its scalings
+    model(ids)
+
+    shared = getattr(decoder, "posenc", None)
+    stream = embedding(ids).double()
+    for layer, attention, [(hidden, output)], [(before, after)] in zip(layers, attentions, inside, around, strict=True):
+        if case.table is not None and (layer is layers[0] or case.hyperparameters.get("placement") == "every_layer"):
+            owner = decoder.wpe if family == "gpt2" and "placement" not in case.hyperparameters else None
+            parameters = own_parameters(owner, shared, getattr(layer, "posenc", None))
+            size = stream.shape[-1]
+            table = case.table(range(ids.shape[1]), size, parameters, match=match, **case.hyperparameters)
+            assert table.abs().max() > 1e-3
+            stream = stream + table
+        assert_close(before, stream, torch.float32, "input of a layer")
+        stream = after.double()
+
+        query, key, value = project(family, attention, hidden.double())
+        heads = case.attention(
+            query,
+            key,
+            value,
+            own_parameters(None if case.table else shared, getattr(attention, "posenc", None)),
+            softmax_scale=HEAD_DIM**-0.5,
+            trained=TRAINED,
+            whole_heads=family == "llama",
+            **case.hyperparameters,
+        )
+        assert_close(output, merge(family, attention, heads), torch.float32, "output of an attention")
+        if case.attention is not plain:
+            without = plain(query, key, value, {}, softmax_scale=HEAD_DIM**-0.5)
+            assert (heads - without).abs().max() > 1e-2, "the scheme does not change this input"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("case_id", "keys"),
+    [
+        ("nope", []),
+        ("alibi-default", []),
+        ("rope-default", []),
+        ("sinusoidal-default", []),
+        ("alibi-trained", ["{a0}.slopes", "{a1}.slopes"]),
+        ("shaw-default", ["{a0}.key_embeddings", "{a0}.value_embeddings", "{a1}.key_embeddings", "{a1}.value_embeddings"]),
+        ("shaw-shared-layers", ["{d}.key_embeddings", "{d}.value_embeddings"]),
+        (
+            "transformer_xl-shared-biases",
+            ["{a0}.position_projection", "{a1}.position_projection", "{d}.content_bias", "{d}.position_bias"],
+        ),
+        ("da_transformer-no-relu", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("distance_weight", "saturation")]),
+        ("sinusoidal-every-layer-trained", ["{d}.frequencies"]),
+        ("learned-every-layer", ["{d}.table"]),
+        ("learned-table-per-layer", ["{l0}.table", "{l1}.table"]),
+    ],
+)
+def test_parameter_names_in_a_checkpoint(family, case_id, keys):
+    case = next(case for case in CASES if case.id == case_id)
+    model = tiny(family)
+    stock = set(model.state_dict())
+    patch_model(model, case.scheme, **case.hyperparameters)
+    decoder, attention = ("transformer", "h.{}.attn") if family == "gpt2" else ("model", "layers.{}.self_attn")
+    places = {"d": f"{decoder}.posenc"}
+    for n in (0, 1):
+        places[f"a{n}"] = f"{decoder}.{attention.format(n)}.posenc"
+        places[f"l{n}"] = f"{decoder}.{attention.format(n).rpartition('.')[0]}.posenc"
+    assert set(model.state_dict()) - stock == {key.format(**places) for key in keys}
+
+
+def test_vocabulary_is_large_enough_for_the_tokens_used_here():
+    assert tokens().max() < VOCAB_SIZE
