@@ -3,6 +3,7 @@
 from . import adapters, schemes  # noqa: F401  (importing them fills the registries)
 from .checkpoint import from_pretrained
 from .classes import VERSION as __version__
+from .classes import register_auto as _register_auto
 from .errors import (
     AlreadyPatchedError,
     HfPosencError,
@@ -31,3 +32,5 @@ __all__ = [
     "unpatch_model",
     "verify",
 ]
+
+_register_auto()

@@ -34,7 +34,7 @@ from .schemes.base import Dims, Engine
 from .schemes.rope import Rope, apply_rotary
 
 NAME = "hf_posenc"
-"""Name of our attention and mask function; also the trip-wire in a saved config, which stock classes refuse."""
+"""Name of our attention and mask function."""
 
 ENGINES: Mapping[str, Engine] = {"reference": reference.attend}
 """Engines by name. `auto` chooses among them."""
@@ -53,7 +53,7 @@ PAGED = (
 )
 
 BIDIRECTIONAL = (
-    "config.is_causal is False: distances to keys that come later are not defined by any scheme here. Set config.is_causal "
+    "config.is_causal is False: no scheme here defines distances to keys that come later. Set config.is_causal "
     "back to True, or unpatch the model"
 )
 
@@ -189,8 +189,8 @@ def probe_mask(
 ) -> dict[str, Any]:
     """Find window and segments by asking the mask function about O(Q) pairs.
 
-    For compiling, where closures cannot be taken apart. The decoder masks of transformers are conjunctions of causality, one
-    sliding window and packed segments; each family that is supported builds its masks from these only.
+    For compiling, where closures cannot be taken apart. The decoder masks of transformers are conjunctions of
+    causality, one sliding window and packed segments; each family that is supported builds its masks from these only.
 
     Args:
         mask_function: a conjunction of the above.

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .classes import config_class, model_class, scheme_of
-from .patching import Patch, parse_scheme, patch_model
+from .patching import parse_scheme, patch_model
 from .registry import adapter_for
 from .schemes.base import Scheme
 
@@ -51,5 +51,4 @@ def from_pretrained(
     }
     if problems:
         raise ValueError(f"{name_or_path} does not fit {config.position_encoding}: {problems}")
-    object.__setattr__(model.base_model, "_posenc_patch", Patch(scheme_of(config), "auto", None))
     return model

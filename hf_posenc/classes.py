@@ -8,15 +8,21 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from . import surgery
 from .attention import NAME, revive, stock_class
-from .registry import scheme_class
+from .registry import scheme_class, supported_model_types
 from .schemes.base import PositionModule, Scheme, ScoreScheme
 
 VERSION = "0.1.0"
+
+TRIPWIRE = "hf_posenc_patched"
+"""`attn_implementation` of a saved config. Stock model classes refuse to be built with it, as it is registered nowhere:
+not even where hf_posenc was imported, unlike the name of our attention function."""
 
 
 class PosEncConfigMixin:
@@ -25,14 +31,14 @@ class PosEncConfigMixin:
     position_encoding: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as a dict, with our attention name as a trip-wire, which stock model classes refuse."""
+        """Return the config as a dict, with the trip-wire."""
         stock: dict[str, Any] = super().to_dict()  # type: ignore[misc]  # the stock class is behind us
-        return {**stock, "attn_implementation": NAME}
+        return {**stock, "attn_implementation": TRIPWIRE}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return what is saved."""
         saved = super().to_diff_dict()  # type: ignore[misc]
-        return {**saved, "position_encoding": self.position_encoding, "attn_implementation": NAME}
+        return {**saved, "position_encoding": self.position_encoding, "attn_implementation": TRIPWIRE}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the stock class, since this one is made on demand."""
@@ -56,14 +62,17 @@ class PosEncMixin:
         """
         scheme = scheme_of(config)
         backend = config._attn_implementation_internal
-        if backend == NAME:  # the stock constructor refuses it, as it should
+        if backend in (NAME, TRIPWIRE):  # the stock constructor refuses them, as it should
             config._attn_implementation_internal = None
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         base = self.base_model
-        if not _carries(base):
-            object.__setattr__(base, "_posenc_carried", True)
+        if "_posenc_patch" not in base.__dict__:
+            object.__setattr__(base, "_posenc_patch", surgery.Patch(scheme, "auto", None))
             plan = surgery.make_plan(base, scheme, "auto")
-            surgery.operate(surgery.Undo(), plan, config)
+            owners = surgery.operate(surgery.Undo(), plan, config)
+            if not next(base.parameters()).is_meta:  # from_config; from_pretrained initialises what it does not load
+                for owner in owners:
+                    owner.reset_parameters()
             for module in base.modules():
                 if isinstance(module, PreTrainedModel) and not isinstance(module, PosEncMixin):
                     module.__class__ = model_class(type(module))
@@ -100,10 +109,6 @@ class PosEncMixin:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: transformers would copy our source into the next checkpoint."""
-
-
-def _carries(base: nn.Module) -> bool:
-    return "_posenc_carried" in base.__dict__ or "_posenc_patch" in base.__dict__
 
 
 def scheme_of(config: PreTrainedConfig) -> Scheme:
@@ -150,8 +155,14 @@ def model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return cls
 
 
-def register_auto(config: type[PreTrainedConfig], model: type[PreTrainedModel], base: type[PreTrainedModel]) -> None:
-    """Let AutoModel and AutoModelForCausalLM find classes of ours."""
-    AutoModel.register(config, base, exist_ok=True)
-    if model is not base:
-        AutoModelForCausalLM.register(config, model, exist_ok=True)
+def register_auto() -> None:
+    """Let AutoConfig, AutoModel and AutoModelForCausalLM find our class of every family that can be patched."""
+    for model_type in supported_model_types():
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+        model = getattr(transformers, name)
+        if model.config_class.model_type != model_type:  # served by the text model's type, see its adapter
+            continue
+        base = getattr(transformers, MODEL_MAPPING_NAMES[model_type])
+        config = config_class(model.config_class)
+        AutoModel.register(config, model_class(base), exist_ok=True)
+        AutoModelForCausalLM.register(config, model_class(model), exist_ok=True)

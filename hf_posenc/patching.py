@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,27 +12,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
 from . import surgery
-from .classes import PosEncMixin, config_class, entry_of, model_class, register_auto
+from .classes import PosEncMixin, config_class, entry_of, model_class
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from .registry import available_schemes, scheme_class
 from .schemes.base import PositionEmbedding, PositionModule, Scheme
 
 Model = TypeVar("Model", bound=PreTrainedModel)
-
-
-@dataclass
-class Patch:
-    """What is known of a patched model, kept as a plain attribute of its base model.
-
-    Attributes:
-        scheme: as resolved against the model.
-        attention: `auto` or an engine's name.
-        undo: the inverse steps; None for a model that was loaded patched, whose stock positions are gone.
-    """
-
-    scheme: Scheme
-    attention: str
-    undo: surgery.Undo | None
 
 
 def parse_scheme(scheme: str | Scheme, hyperparameters: dict[str, Any]) -> Scheme:
@@ -53,7 +37,7 @@ def parse_scheme(scheme: str | Scheme, hyperparameters: dict[str, Any]) -> Schem
     return scheme_class(scheme).parse(hyperparameters)
 
 
-def patch_of(model: nn.Module) -> Patch | None:
+def patch_of(model: nn.Module) -> surgery.Patch | None:
     """Return what is known of a patched model, or None for a stock one."""
     return getattr(model, "base_model", model).__dict__.get("_posenc_patch")
 
@@ -95,7 +79,7 @@ def patch_model(
         owners = surgery.operate(undo, plan, config)
         _initialize(owners, native, seed, model)
         _rename(undo, model, plan.scheme)
-        surgery.set_attribute(undo, model.base_model, "_posenc_patch", Patch(plan.scheme, attention, undo))
+        surgery.set_attribute(undo, model.base_model, "_posenc_patch", surgery.Patch(plan.scheme, attention, undo))
     except BaseException:
         undo.roll_back()
         raise
@@ -151,7 +135,6 @@ def _rename(undo: surgery.Undo, model: PreTrainedModel, scheme: Scheme) -> None:
     for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
         surgery.set_class(undo, module, model_class(type(module)))
     surgery.set_attribute(undo, config, "architectures", [type(model).__name__])
-    register_auto(type(config), type(model), type(model.base_model))
     # PEFT writes this into adapters as their base; the stock checkpoint would be the wrong one.
     surgery.set_attribute(undo, model, "name_or_path", "")
     surgery.set_attribute(undo, config, "_name_or_path", "")

@@ -55,6 +55,21 @@ class Undo:
             step(*arguments)
 
 
+@dataclass
+class Patch:
+    """What is known of a patched model, kept as a plain attribute of its base model.
+
+    Attributes:
+        scheme: as resolved against the model.
+        attention: `auto` or an engine's name.
+        undo: the inverse steps; None for a model that was loaded patched, whose stock positions are gone.
+    """
+
+    scheme: Scheme
+    attention: str
+    undo: Undo | None
+
+
 def set_module(undo: Undo, owner: nn.Module, name: str, module: nn.Module) -> None:
     """Set or replace a sub-module."""
     undo.add(_restore_module, owner, name, owner._modules.get(name), _home(owner))
