@@ -348,7 +348,8 @@ class RotaryAttention(nn.Module):
         query, key, value = adapter.split_heads(self, hidden_states)
         if position_ids is None:
             raise ValueError("position_ids did not arrive at the attention layer, so nothing can be rotated")
-        cos, sin = self.posenc_rotary(value, position_ids)
+        like = value.new_empty(0, dtype=torch.promote_types(value.dtype, torch.float32))
+        cos, sin = self.posenc_rotary(like, position_ids)
         query = apply_rotary(query, cos, sin, self.posenc_layout)
         key = apply_rotary(key, cos, sin, self.posenc_layout)
         if past_key_values is not None:
@@ -450,7 +451,7 @@ def _filled(scheme: Rope, own: Mapping[str, Any], config: PreTrainedConfig) -> d
     """Return the parameters of one layer type; `own` are the base's."""
     partial = own.get("partial_rotary_factor") or 1.0
     filled = scheme.with_base(own.get("rope_theta") or 10000.0, partial).rope_parameters()
-    if filled["rope_type"] in ("yarn", "longrope", "llama3", "dynamic"):
+    if filled["rope_type"] in ("yarn", "longrope", "llama3"):
         original = own.get("original_max_position_embeddings") or config.max_position_embeddings
         filled.setdefault("original_max_position_embeddings", original)
     if filled["partial_rotary_factor"] == 1.0 and "partial_rotary_factor" not in own:
@@ -459,7 +460,7 @@ def _filled(scheme: Rope, own: Mapping[str, Any], config: PreTrainedConfig) -> d
 
 
 def make_rotary(
-    parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None
+    parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
 ) -> nn.Module:
     """Return a rotary module with these parameters: the base's own class where it has one, else LLaMA's.
 
@@ -468,28 +469,35 @@ def make_rotary(
         config: of the base model, left as it is.
         dims: of its attention.
         native: its rotary module, or None.
+        slices_rotary: whether its attention turns as many dimensions as there are cosines; otherwise it turns all.
 
     Returns:
         A module (x, position_ids (B|1, T), ...) -> cos, sin (B|1, T, R).
 
     Raises:
-        ValueError: where transformers finds the parameters wrong (KeyError for missing ones becomes ValueError).
+        ValueError: where transformers finds the parameters wrong or missing.
     """
-    if native is None:
-        config = LlamaConfig(
-            hidden_size=dims.hidden_size,
-            num_attention_heads=dims.num_heads,
-            head_dim=dims.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-        )
-    else:
-        config = copy.deepcopy(config)
-    config.rope_parameters = copy.deepcopy(parameters)
+    length = config.max_position_embeddings
+    config = copy.deepcopy(config) if native is not None else LlamaConfig(max_position_embeddings=length)
+    parameters = copy.deepcopy(parameters)
+    size = dims.head_dim
+    if not slices_rotary:  # these classes know whole heads only: show them a smaller head
+        turned = [each.pop("partial_rotary_factor", 1.0) for each in rope_parameters_by_layer(parameters)]
+        size = int(dims.head_dim * turned[0])
+        config.head_dim = size
+    config.rope_parameters = parameters
     try:
         config.validate_rope()
-        return (LlamaRotaryEmbedding if native is None else type(native))(config)
+        rotary = (LlamaRotaryEmbedding if native is None else type(native))(config)
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"rope: transformers cannot compute {parameters}: {type(error).__name__} {error}") from error
+    return rotary if native is None or size == dims.head_dim else PartialRotary(rotary, dims.head_dim)
+
+
+def rope_parameters_by_layer(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the `rope_parameters` of each layer type, one if there is only one."""
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
 
 
 AttentionInterface.register(NAME, scheme_attention)

@@ -18,9 +18,9 @@ from .adapters.base import Adapter, Resolved, resolve
 from .attention import (
     NAME,
     IdentityRotary,
-    PartialRotary,
     make_rotary,
     rope_parameters,
+    rope_parameters_by_layer,
     rotary_class,
     select_engine,
 )
@@ -34,7 +34,7 @@ UNLIMITED = 2**17
 
 
 class Undo:
-    """Inverse steps, newest first.
+    """Inverse steps, newest first. Each is recorded before its step is taken, and undoes nothing if it was not.
 
     A list of (function, arguments) rather than an ExitStack: `deepcopy` and `pickle` follow arguments, so that a copied
     model undoes its own changes and not those of the model it was copied from. Closures would not.
@@ -72,7 +72,7 @@ class Patch:
 
 def set_module(undo: Undo, owner: nn.Module, name: str, module: nn.Module) -> None:
     """Set or replace a sub-module."""
-    undo.add(_restore_module, owner, name, owner._modules.get(name), _home(owner))
+    undo.add(_restore_module, owner, name, owner._modules.get(name), _home(owner), owner.training)
     owner.add_module(name, module)
 
 
@@ -81,9 +81,11 @@ def _home(owner: nn.Module) -> torch.dtype | None:
     return None if parameter is None else parameter.dtype
 
 
-def _restore_module(owner: nn.Module, name: str, module: nn.Module | None, dtype: torch.dtype | None) -> None:
+def _restore_module(
+    owner: nn.Module, name: str, module: nn.Module | None, dtype: torch.dtype | None, training: bool
+) -> None:
     if module is None:
-        del owner._modules[name]
+        owner._modules.pop(name, None)
         return
     # The module was kept aside while the model may have been moved or cast.
     parameter = next(owner.parameters(), None)
@@ -92,7 +94,8 @@ def _restore_module(owner: nn.Module, name: str, module: nn.Module | None, dtype
         if parameter.dtype != dtype:
             for tensor in module.parameters():
                 tensor.data = tensor.data.to(parameter.dtype)
-    module.train(owner.training)
+    if owner.training != training:
+        module.train(owner.training)
     owner._modules[name] = module
 
 
@@ -110,7 +113,7 @@ def _restore_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def _remove_attribute(owner: Any, name: str) -> None:
-    object.__delattr__(owner, name)
+    owner.__dict__.pop(name, None)
 
 
 def set_class(undo: Undo, owner: Any, cls: type) -> None:
@@ -125,12 +128,14 @@ def _restore_class(owner: Any, cls: type) -> None:
 
 def add_pre_hook(undo: Undo, owner: nn.Module, hook: Callable[..., Any]) -> None:
     """Register a forward pre-hook that sees keyword arguments."""
-    undo.add(_remove_pre_hook, owner, owner.register_forward_pre_hook(hook, with_kwargs=True).id)
+    undo.add(_remove_pre_hook, owner, hook)
+    owner.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _remove_pre_hook(owner: nn.Module, number: int) -> None:
-    owner._forward_pre_hooks.pop(number, None)
-    owner._forward_pre_hooks_with_kwargs.pop(number, None)
+def _remove_pre_hook(owner: nn.Module, hook: Callable[..., Any]) -> None:
+    for number in [number for number, registered in owner._forward_pre_hooks.items() if registered is hook]:
+        del owner._forward_pre_hooks[number]
+        owner._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 class NoEmbedding(PositionEmbedding):
@@ -231,7 +236,9 @@ def _check_rope(scheme: Rope, adapter: Adapter, found: Resolved, dims: Dims, con
         )
     if dims.head_dim % 2:
         raise ValueError(f"rope: heads of size {dims.head_dim} cannot be split into pairs")
-    make_rotary(rope_parameters(scheme, config), config, dims, found.rotary)  # raises if transformers cannot compute it
+    make_rotary(
+        rope_parameters(scheme, config), config, dims, found.rotary, adapter.slices_rotary
+    )  # raises if transformers cannot compute it
 
 
 def native_of(found: Resolved, adapter: Adapter, config: Any) -> Native:
@@ -356,20 +363,18 @@ def _place_embeddings(undo: Undo, plan: Plan, scheme: EmbeddingScheme) -> list[P
 def _place_rotary(undo: Undo, plan: Plan, scheme: Rope, config: Any) -> None:
     found, adapter = plan.found, plan.adapter
     parameters = rope_parameters(scheme, config)
-    rotary = make_rotary(parameters, config, plan.dims, found.rotary)
+    rotary = make_rotary(parameters, config, plan.dims, found.rotary, adapter.slices_rotary)
     parameter = next(found.decoder.parameters())
     if not parameter.is_meta:
         rotary.to(parameter.device)
     if found.rotary is not None:
-        partial = [p.get("partial_rotary_factor", 1.0) for p in _each(parameters)]
-        if not adapter.slices_rotary and min(partial) < 1:
-            rotary = PartialRotary(rotary, plan.dims.head_dim)
         assert adapter.rotary is not None
         set_module(undo, found.decoder, adapter.rotary, rotary)
         set_attribute(undo, config, "rope_parameters", parameters)
         if adapter.rotary_size is not None:
+            share = rope_parameters_by_layer(parameters)[0].get("partial_rotary_factor", 1.0)
             for attention in found.attentions:
-                set_attribute(undo, attention, adapter.rotary_size, int(plan.dims.head_dim * partial[0]))
+                set_attribute(undo, attention, adapter.rotary_size, int(plan.dims.head_dim * share))
     else:
         set_module(undo, found.decoder, "rotary_emb", rotary)
         for attention in found.attentions:
@@ -380,12 +385,6 @@ def _place_rotary(undo: Undo, plan: Plan, scheme: Rope, config: Any) -> None:
     if adapter.use_rope_flag is not None:
         for attention in found.attentions:
             set_attribute(undo, attention, adapter.use_rope_flag, 1)
-
-
-def _each(parameters: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the `rope_parameters` of each layer type."""
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
 
 
 def _set_lengths(undo: Undo, plan: Plan, config: Any) -> None:

@@ -32,7 +32,7 @@ find_python() {
             return 1
         fi
     done
-    say "error: no Python 3.11 or newer on PATH$(python3 -V 2>/dev/null | sed 's/^/; python3 is ')." \
+    say "error: no Python 3.11 or newer on PATH (python3: $(python3 -V 2>&1 | tail -n 1))." \
         "Install one, or name it: PYTHON=/path/to/python3 bash $0"
     return 1
 }
@@ -76,15 +76,12 @@ pip_install() {
     fi
     # Retries and unusable index entries come as hundreds of warnings; the end says what went wrong.
     grep -v '^WARNING:' "$log" | tail -n 15 >&2
-    if grep -qiE 'NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Temporary failure in name' \
-        "$log"; then
-        say "error: pip could not reach its package index. Without a network, point pip at a folder of wheels:" \
-            "PIP_NO_INDEX=1 PIP_FIND_LINKS=/path/to/wheels bash $0"
-    else
-        say "error: installation failed; pip's messages are above, all of them in $log"
-        return 1
+    # Without a network pip ends on "from versions: none", as it does where an index lacks a package.
+    if grep -qiE 'ConnectionError|NameResolutionError|Timeout|ProxyError|SSLError|name resolution|from versions: none' "$log"; then
+        say "error: pip could not reach a package index that holds what is needed. Without a network, point it at a folder" \
+            "of wheels: PIP_NO_INDEX=1 PIP_FIND_LINKS=/path/to/wheels bash $0"
     fi
-    rm -f "$log"
+    say "error: installation failed; the end of pip's output is above, all of it in $log"
     return 1
 }
 

@@ -1,4 +1,4 @@
-"""One row per scheme and option; above a scheme's rows its formula, written out slowly in float64 straight from the paper.
+"""One row per scheme and option; above a scheme's rows its formula, written out slowly in float64 from the paper.
 
 Nothing here imports hf_posenc: schemes are named by strings, parameters by the names they have in a checkpoint. The
 loops run over heads, queries and keys one by one; only the batch is a tensor dimension, so that autograd gives exact
@@ -6,7 +6,7 @@ gradients. A new scheme adds its formula and its rows; test_formulas.py wants ev
 
     attention(query (B, H, Q, D), key (B, K, L, D), value (B, K, L, D), parameters,
               *, softmax_scale, cap, trained, whole_heads, **hyper-parameters) -> (B, Q, H, D)
-    table(positions, size, parameters, *, match, **hyper-parameters) -> (len(positions), size), added to the hidden states
+    table(positions, size, parameters, *, match, **hyper-parameters) -> (len(positions), size), added to hidden states
 
 Queries are the last Q of L tokens. All tensors are float64; `parameters` are those of one layer, shared ones included.
 `softmax_scale` is the model's own, as a rule 1/sqrt(D); `cap` its soft cap on scores (Gemma 2), applied to what is a
@@ -227,9 +227,9 @@ def rope_frequencies(size: int, theta: float, length: int, trained: int, scaling
     """Return the frequencies of `size` dimensions, and the factor on cosines and sines, after one of the scalings.
 
     linear: positions divided by the factor (Chen et al. 2023). dynamic: theta grows with the length (NTK; bloc97,
-    emozilla). yarn: Peng et al. 2023, section 3, with the ramp of the authors' code (linear in the index of the pair, from
-    the pair that turns beta_fast times within the trained length to that which turns beta_slow times). longrope: Ding et
-    al. 2024, one set of factors up to the trained length, another beyond. llama3: Llama 3.1's code, by wavelength.
+    emozilla). yarn: Peng et al. 2023, section 3, with the ramp of the authors' code (linear in the index of the pair,
+    from the pair that turns beta_fast times within the trained length to that which turns beta_slow times). longrope: Ding
+    et al. 2024, one set of factors up to the trained length, another beyond. llama3: Llama 3.1's code, by wavelength.
     """
     kind = "default" if scaling is None else scaling["rope_type"]
     pairs = size // 2
@@ -293,10 +293,11 @@ def rope_attention(
     apart = head // 2 if whole_heads else size // 2
     pairs = [(2 * u, 2 * u + 1) if layout == "interleaved" else (u, u + apart) for u in range(size // 2)]
 
-    def score(h, i, j, q, k):
-        return cap(dot(turn(q, i, frequencies, pairs, factor), turn(k, j, frequencies, pairs, factor)) * softmax_scale)
+    def turned(x, offset):
+        return torch.stack([turn(x[:, :, n], offset + n, frequencies, pairs, factor) for n in range(x.shape[2])], 2)
 
-    return attend(query, key, value, score)
+    turned_query = turned(query, length - query.shape[2])
+    return plain(turned_query, turned(key, 0), value, parameters, softmax_scale=softmax_scale, cap=cap)
 
 
 def rope(name: str, bases: tuple[str, ...] = ("gpt2", "llama"), **hyperparameters: Any) -> Case:

@@ -73,7 +73,13 @@ def tiny(family: str, *, seed: int = 0, **config: Any) -> PreTrainedModel:
         config: overrides for the family's config, by its own (or the common transformers) names.
     """
     model_class, config_class, extra = _FAMILIES[family]
-    built = getattr(transformers, config_class)(**{**_COMMON, **extra, **config})
+    config_type = getattr(transformers, config_class)
+    # By the family's own names: GPT-2's config given both n_head and num_attention_heads would keep the latter.
+    named = [
+        {config_type.attribute_map.get(key, key): value for key, value in part.items()}
+        for part in (_COMMON, extra, config)
+    ]
+    built = config_type(**{**named[0], **named[1], **named[2]})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return getattr(transformers, model_class)(built).eval()

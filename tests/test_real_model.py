@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_posenc import available_schemes, patch_model, unpatch_model, verify
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_posenc import available_schemes, patch_model, unpatch_model, verify
 
 DATA = Path(os.environ.get("HF_POSENC_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 MODEL, TEXT = DATA / "models/stories260K", DATA / "text/tinystories/tinystories_clean.txt"

@@ -1,4 +1,4 @@
-"""The recipe as its users start it: from arguments to a table, a checkpoint and a JSON; every way to start it wrongly."""
+"""The recipe as its users start it: from arguments to a table, a checkpoint, a JSON; every way to start it wrongly."""
 
 import importlib
 import json

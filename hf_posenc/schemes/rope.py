@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..registry import register_scheme
-from .base import Scheme
+from .base import Scheme, compute_dtype
 
 SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
 """`rope_type` values of transformers that are tested here."""
@@ -96,12 +96,13 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         (B, H, T, D), in the dtype of x.
     """
     size = cos.shape[-1]
-    cos, sin = (t[:, None, :, : size // 2].to(x.dtype) for t in (cos, sin))
-    turning, still = x[..., :size], x[..., size:]
+    dtype = compute_dtype(x)  # bfloat16 angles would merge neighbouring positions
+    cos, sin = (t[:, None, :, : size // 2].to(dtype) for t in (cos, sin))
+    turning, still = x[..., :size].to(dtype), x[..., size:]
     if layout == "half":
         first, second = turning.chunk(2, -1)
         turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     else:
         first, second = turning[..., ::2], turning[..., 1::2]
         turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
-    return torch.cat([turned, still], -1)
+    return torch.cat([turned.to(x.dtype), still], -1)

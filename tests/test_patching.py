@@ -1,0 +1,460 @@
+"""Patching is undone exactly: after unpatching, after an exception, and after a failure at any step of patching."""
+
+import copy
+import gc
+import json
+import os
+import pickle
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, LENGTH, tiny, tokens
+from snapshots import assert_same, logits, snapshot
+from transformers import AutoModelForCausalLM
+
+import hf_posenc
+from hf_posenc import AlreadyPatchedError, NotPatchedError, available_schemes, patch_model, patched, unpatch_model
+from hf_posenc import patching as patching_module
+from hf_posenc.surgery import Undo
+
+# Every scheme with its defaults, and every option that changes which modules, hooks or parameters are put in.
+VARIANTS = {
+    **{scheme: (scheme, {}) for scheme in available_schemes()},
+    "sinusoidal-every-layer": ("sinusoidal", {"placement": "every_layer"}),
+    "sinusoidal-trainable": ("sinusoidal", {"trainable": True}),
+    "sinusoidal-trainable-every-layer": ("sinusoidal", {"trainable": True, "placement": "every_layer"}),
+    "learned-longer": ("learned", {"num_positions": 2 * LENGTH}),
+    "learned-every-layer-shared": ("learned", {"placement": "every_layer"}),
+    "learned-every-layer": ("learned", {"placement": "every_layer", "share_layers": False}),
+    "rope-linear": ("rope", {"scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "rope-partial": ("rope", {"partial_rotary_factor": 0.5}),
+    "transformer_xl-shared": ("transformer_xl", {"share_biases": True}),
+    "shaw-shared": ("shaw", {"share_layers": True, "max_distance": 4}),
+    "shaw-per-head": ("shaw", {"share_heads": False, "values": False, "max_distance": 4}),
+    "alibi-trainable": ("alibi", {"trainable": True}),
+    "da_transformer-linear": ("da_transformer", {"relu": False}),
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_scheme = pytest.mark.parametrize("scheme", available_schemes())
+
+
+def answers(scheme, stock, changed):
+    """Whether the patch shows in the logits. RoPE put on a RoPE base with its own parameters changes nothing."""
+    return not changed.equal(stock)
+
+
+# ---------------------------------------------------------------------------------------------------------------- undo
+
+
+@every_variant
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatch_restores_everything(family, variant):
+    scheme, hyperparameters = VARIANTS[variant]
+    model = tiny(family)
+    before = snapshot(model)
+    assert patch_model(model, scheme, seed=0, **hyperparameters) is model
+    during = logits(model)
+    # LLaMA + RoPE with the base's own parameters is the base; learned starts from GPT-2's own table.
+    same = during.equal(before.logits)
+    neutral = variant == "rope" and family not in ("gpt2", "opt", "smollm3")
+    neutral |= variant in ("learned", "learned-longer") and family in ("gpt2", "opt")
+    neutral |= variant == "rope-partial" and family in ("gpt_neox", "phi") and _partial(model) == 0.5
+    assert same == neutral, "the patch did nothing" if same else "the patch changed what it should keep"
+    assert unpatch_model(model) is model
+    assert_same(snapshot(model), before)
+
+
+def _partial(model):
+    return (model.config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+
+
+@every_variant
+def test_unpatch_restores_a_bare_model(variant):
+    scheme, hyperparameters = VARIANTS[variant]
+    for family in ("gpt2", "llama"):
+        whole = tiny(family)
+        model = whole.base_model
+        before = snapshot(whole)
+        patch_model(model, scheme, seed=0, **hyperparameters)
+        with torch.no_grad():
+            model(tokens())
+        unpatch_model(model)
+        assert_same(snapshot(whole), before)
+
+
+@every_scheme
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_patched_undoes_itself_also_after_an_exception(family, scheme):
+    model = tiny(family)
+    before = snapshot(model)
+    with patched(model, scheme, seed=0) as inside:
+        assert inside is model
+        logits(model)
+    assert_same(snapshot(model), before)
+    with pytest.raises(KeyboardInterrupt), patched(model, scheme, seed=0):
+        raise KeyboardInterrupt
+    assert_same(snapshot(model), before)
+
+
+def test_patched_passes_arguments_on():
+    model = tiny("gpt2")
+    with patched(model, "shaw", max_distance=5, attention="reference", seed=3):
+        assert model.transformer.h[0].attn.posenc.key_embeddings.shape == (6, 8)
+    with pytest.raises(ValueError, match="max_distance"), patched(model, "shaw", max_distance=0):
+        pass
+
+
+@pytest.mark.parametrize("moment", ["before-recording", "after-recording"])
+@every_variant
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "gemma3", "phi", "smollm3", "phi3"])
+def test_a_failure_at_any_step_leaves_the_model_as_it_was(monkeypatch, family, variant, moment):
+    scheme, hyperparameters = VARIANTS[variant]
+    model = tiny(family)
+    before = snapshot(model)
+    record = Undo.add
+    steps = 0
+
+    def add(undo, *step):
+        nonlocal steps
+        steps += 1
+        if moment == "after-recording":
+            record(undo, *step)
+        if steps == failing:
+            raise MemoryError(f"injected at step {failing}")
+        if moment == "before-recording":
+            record(undo, *step)
+
+    monkeypatch.setattr("hf_posenc.surgery.Undo.add", add)
+    for failing in range(1, 200):
+        steps = 0
+        try:
+            patch_model(model, scheme, seed=0, **hyperparameters)
+        except MemoryError:
+            assert_same(snapshot(model, run=False), snapshot_without_logits(before))
+        else:
+            break
+    assert failing > 5
+    assert steps == failing - 1, "the last run must be the one that needed no failing step"
+    monkeypatch.undo()
+    unpatch_model(model)
+    assert_same(snapshot(model), before)
+
+
+def snapshot_without_logits(whole):
+    return type(whole)(**{**vars(whole), "logits": torch.empty(0)})
+
+
+@pytest.mark.parametrize("where", ["_initialize", "_rename", "Patch", "register_auto"])
+@every_scheme
+def test_a_failure_between_steps_leaves_the_model_as_it_was(monkeypatch, scheme, where):
+    def fail(*args, **kwargs):
+        raise MemoryError("injected")
+
+    for family in ("gpt2", "llama"):
+        model = tiny(family)
+        before = snapshot(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(patching_module, where, fail)
+            with pytest.raises(MemoryError):
+                patch_model(model, scheme, seed=0)
+        assert_same(snapshot(model), before)
+
+
+@every_scheme
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
+def test_hooks_that_were_there_stay_and_ours_go(family, scheme):
+    """Handles of hooks registered before, between and after stay valid, whatever the order of removal."""
+    model = tiny(family)
+    layer = model.get_submodule("transformer.h.0" if family == "gpt2" else "model.layers.0")
+    calls = []
+    early = layer.register_forward_pre_hook(lambda *_: calls.append("early"))
+    before = snapshot(model)
+    patch_model(model, scheme, seed=0)
+    late = layer.register_forward_pre_hook(lambda *_: calls.append("late"))
+    logits(model)
+    assert calls[-2:] == ["early", "late"]
+    unpatch_model(model)
+    calls.clear()
+    logits(model)
+    assert calls == ["early", "late"]
+    late.remove()
+    assert_same(snapshot(model), before)
+    early.remove()
+    assert not layer._forward_pre_hooks
+
+
+def test_nothing_is_left_of_the_scheme_in_memory():
+    model = tiny("llama")
+    patch_model(model, "transformer_xl")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    unpatch_model(model)
+    gc.collect()
+    assert sum(parameter.numel() for parameter in model.parameters()) < count
+    assert not [thing for thing in gc.get_objects() if type(thing).__name__ == "RelativeSinusoids"]
+
+
+@every_scheme
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_another_scheme_after_unpatching(family, scheme):
+    other = {"alibi": "learned", "learned": "rope"}.get(scheme, "alibi")
+    fresh = logits(patch_model(tiny(family), other, seed=0))
+    model = tiny(family)
+    before = snapshot(model)
+    for _ in range(2):
+        patch_model(model, scheme, seed=0)
+        logits(model)
+        unpatch_model(model)
+        assert logits(patch_model(model, other, seed=0)).equal(fresh)
+        unpatch_model(model)
+    assert_same(snapshot(model), before)
+
+
+# ---------------------------------------------------------------------------------------------------- what came between
+
+
+@every_scheme
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatch_after_a_cast_is_the_stock_model_cast(family, scheme):
+    model = patch_model(tiny(family), scheme, seed=0).to(torch.bfloat16)
+    logits(model)
+    unpatch_model(model)
+    expected = tiny(family).to(torch.bfloat16)
+    assert {key: value.dtype for key, value in model.state_dict().items()} == {
+        key: value.dtype for key, value in expected.state_dict().items()
+    }
+    for (name, buffer), (_, wanted) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+        assert buffer.dtype == wanted.dtype, name
+    assert logits(model).equal(logits(expected))
+
+
+@every_scheme
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "gemma2"])
+def test_unpatch_after_training_keeps_the_trained_weights(family, scheme):
+    model = tiny(family)
+    names = set(model.state_dict())
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    patch_model(model, scheme, seed=0).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = tokens()
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    trained = {key: value.clone() for key, value in model.state_dict().items() if key in names}
+    unpatch_model(model)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    after = model.state_dict()
+    assert set(after) == names
+    kept = [
+        key for key in trained if "wpe" not in key and "embed_positions" not in key and after[key].equal(trained[key])
+    ]
+    assert set(kept) >= names - {"transformer.wpe.weight", "model.decoder.embed_positions.weight"}
+    assert not all(after[key].equal(start[key]) for key in names), "nothing was trained"
+    model.eval()
+    fresh = tiny(family)
+    fresh.load_state_dict(after)
+    assert logits(model).equal(logits(fresh))
+
+
+@pytest.mark.parametrize("scheme", ["nope", "alibi"])
+def test_training_mode_is_that_of_the_moment(scheme):
+    model = tiny("gpt2").train()
+    patch_model(model, scheme)
+    assert all(module.training for module in model.modules())
+    model.eval()
+    unpatch_model(model)
+    assert not any(module.training for module in model.modules())
+
+
+@every_variant
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_is_undone_by_itself(family, variant, copier):
+    scheme, hyperparameters = VARIANTS[variant]
+    stock = tiny(family)
+    expected = logits(stock)
+    original = patch_model(stock, scheme, seed=0, **hyperparameters)
+    patched_logits = logits(original)
+    other = copier(original)
+    assert type(other) is type(original)
+    assert type(other.config) is type(original.config)
+    assert logits(other).equal(patched_logits)
+
+    before = snapshot(original)
+    unpatch_model(other)
+    assert logits(other).equal(expected)
+    assert_same(snapshot(original), before)
+    assert not set(map(id, other.modules())) & set(map(id, original.modules()))
+    with pytest.raises(AlreadyPatchedError):
+        patch_model(original, scheme)
+
+    another = copier(original)
+    unpatch_model(original)
+    assert logits(original).equal(expected)
+    assert logits(another).equal(patched_logits)
+    unpatch_model(another)
+    assert logits(another).equal(expected)
+
+
+def test_two_models_do_not_know_each_other():
+    student, teacher = tiny("llama"), tiny("llama")
+    before = snapshot(teacher)
+    patch_model(student, "alibi")
+    assert_same(snapshot(teacher), before)
+    third = patch_model(tiny("llama"), "shaw", seed=0)
+    kept = logits(third)
+    unpatch_model(student)
+    assert logits(third).equal(kept)
+
+
+def test_models_that_share_a_config_are_refused_or_kept_apart():
+    """Two models built from one config object: patching the first must not silently change the second."""
+    config = tiny("llama").config
+    first, second = transformers.LlamaForCausalLM(config).eval(), transformers.LlamaForCausalLM(config).eval()
+    expected = logits(second)
+    patch_model(first, "nope")
+    assert logits(second).equal(expected)
+    unpatch_model(first)
+    assert logits(second).equal(expected)
+
+
+@every_scheme
+def test_seed_gives_the_same_parameters_and_leaves_the_generator(scheme):
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    one = patch_model(tiny("llama"), scheme, seed=5).state_dict()
+    assert torch.get_rng_state().equal(state)
+    two = patch_model(tiny("llama"), scheme, seed=5).state_dict()
+    assert all(one[key].equal(two[key]) for key in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@every_variant
+def test_new_parameters_take_the_layers_dtype(variant, dtype):
+    scheme, hyperparameters = VARIANTS[variant]
+    for family in ("gpt2", "llama"):
+        model = patch_model(tiny(family).to(dtype), scheme, seed=0, **hyperparameters)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        assert all(parameter.ndim >= 1 for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@every_variant
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family, variant):
+    scheme, hyperparameters = VARIANTS[variant]
+    model = patch_model(tiny(family), scheme, seed=0, **hyperparameters)
+    with torch.no_grad():  # away from the start, where some parameters are zero
+        for name, parameter in model.named_parameters():
+            if "posenc" in name or "wpe" in name:
+                parameter.add_(torch.linspace(0.0, 0.5, parameter.numel()).view_as(parameter))
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    _leave_no_open_files()
+
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["model_type"] == f"posenc_{family}"
+    assert saved["architectures"] == [type(model).__name__] == [f"PosEnc{type(tiny(family)).__name__}"]
+    assert saved["position_encoding"]["scheme"] == scheme
+    assert set(hyperparameters) <= set(saved["position_encoding"])
+    assert saved["attn_implementation"] == "hf_posenc"
+
+    for load in (hf_posenc.from_pretrained, AutoModelForCausalLM.from_pretrained):
+        loaded = load(tmp_path)
+        assert type(loaded) is type(model)
+        assert list(loaded.state_dict()) == list(model.state_dict())
+        assert logits(loaded).equal(expected)
+        with pytest.raises(NotPatchedError, match="load the stock checkpoint"):
+            unpatch_model(loaded)
+        with pytest.raises(AlreadyPatchedError):
+            patch_model(loaded, "nope")
+
+
+@every_scheme
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_every_family_comes_back(tmp_path, family, scheme):
+    model = patch_model(tiny(family), scheme, seed=0)
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    _leave_no_open_files()
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert logits(loaded).equal(expected)
+    assert loaded.config.position_encoding == model.config.position_encoding
+    again = tmp_path / "again"
+    loaded.save_pretrained(again)
+    _leave_no_open_files()
+    assert logits(hf_posenc.from_pretrained(again)).equal(expected)
+
+
+@every_variant
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stock_class_refuses_a_patched_checkpoint(tmp_path, family, variant):
+    scheme, hyperparameters = VARIANTS[variant]
+    if variant not in ("nope", "rope", "learned", "alibi", "shaw") and family not in ("gpt2", "llama"):
+        pytest.skip("what a stock class sees differs by the kind of scheme only; those kinds are run on this family")
+    model = tiny(family)
+    stock = type(model)
+    patch_model(model, scheme, seed=0, **hyperparameters).save_pretrained(tmp_path)
+    _leave_no_open_files()
+    with pytest.raises((ValueError, RuntimeError)):
+        stock.from_pretrained(tmp_path)
+
+
+def test_a_stock_checkpoint_saved_after_unpatching_is_stock(tmp_path):
+    model = tiny("llama")
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "before")
+    with patched(model, "shaw"):
+        logits(model)
+    model.save_pretrained(tmp_path / "after")
+    _leave_no_open_files()
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
+    assert sorted(os.listdir(tmp_path / "before")) == sorted(os.listdir(tmp_path / "after"))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "after")
+    assert logits(loaded).equal(expected)
+
+
+@every_scheme
+def test_a_stock_checkpoint_is_loaded_and_patched(tmp_path, scheme):
+    model = tiny("gpt2")
+    model.save_pretrained(tmp_path)
+    _leave_no_open_files()
+    torch.manual_seed(3)
+    expected = logits(patch_model(model, scheme))
+    torch.manual_seed(3)
+    loaded = hf_posenc.from_pretrained(tmp_path, scheme=scheme)
+    assert logits(loaded).shape == expected.shape
+    assert hf_posenc.verify(loaded)
+    with pytest.raises(ValueError, match="say which scheme"):
+        hf_posenc.from_pretrained(tmp_path)
+    logits(unpatch_model(loaded))
+
+
+def _leave_no_open_files():
+    gc.collect()
+
+
+# ------------------------------------------------------------------------------------------------------------- describe
+
+
+@every_variant
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_describe_says_what_is_there(family, variant):
+    scheme, hyperparameters = VARIANTS[variant]
+    model = tiny(family)
+    stock = hf_posenc.describe(model)
+    assert family in stock
+    assert "stock" in stock
+    patch_model(model, scheme, **hyperparameters)
+    text = hf_posenc.describe(model)
+    assert scheme in text
+    for key in hyperparameters:
+        assert key in text
+    unpatch_model(model)
+    assert hf_posenc.describe(model) == stock
