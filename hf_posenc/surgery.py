@@ -165,6 +165,15 @@ def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
 
 
+def require_attention(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a decoder whose scheme needs our attention function: refuses to run without it."""
+    if decoder.config._attn_implementation != NAME:
+        raise ValueError(
+            f"the config says attention {decoder.config._attn_implementation!r}, which was set behind the patch, so "
+            f"the scheme would be ignored: set it back to {NAME!r}, or unpatch the model"
+        )
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that was found out and checked before the model is changed."""
@@ -297,6 +306,7 @@ def operate(undo: Undo, plan: Plan, config: Any) -> list[PositionModule]:
     if isinstance(plan.scheme, ScoreScheme):
         owners = _place_scores(undo, plan, plan.scheme)
         set_attribute(undo, config, "_attn_implementation_internal", NAME)
+        add_pre_hook(undo, plan.found.decoder, require_attention)
     elif isinstance(plan.scheme, EmbeddingScheme):
         owners = _place_embeddings(undo, plan, plan.scheme)
     elif isinstance(plan.scheme, Rope):

@@ -133,7 +133,7 @@ def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report
     vocabulary = found.token_embedding.weight.shape[0]
     tokens = torch.randint(vocabulary, (1, length), generator=generator).to(found.token_embedding.weight.device)
 
-    with _evaluation(model):
+    with _evaluation(model), _unguarded(found.decoder):
         standing = _Measurement(model, found.layers, tokens)
         trial = standing
         owners = [module for module in model.modules() if isinstance(module, PositionModule)]
@@ -232,6 +232,21 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def _unguarded(decoder: nn.Module) -> Iterator[None]:
+    """Let a model with a stock backend run, to measure that it ignores its scheme."""
+    hooks = decoder._forward_pre_hooks
+    kept = dict(hooks)
+    for number, hook in kept.items():
+        if hook is surgery.require_attention:
+            del hooks[number]
+    try:
+        yield
+    finally:
+        hooks.clear()
+        hooks.update(kept)
 
 
 @contextmanager
