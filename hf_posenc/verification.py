@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from . import surgery
 from .adapters.base import resolve
-from .attention import NAME
+from .attention import NAME, IdentityRotary
 from .errors import NotPatchedError
 from .patching import patch_of
 from .registry import adapter_for
@@ -171,6 +171,8 @@ def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report
         problems.append(
             "the hidden states that enter the first layer answer to positions: the base's own table is still there"
         )
+    if scheme.kind != "rotary" and found.rotary is not None and not isinstance(found.rotary, IdentityRotary):
+        problems.append("queries and keys are rotated: the base's own rotary embedding is still there")
     return Report(scheme.name, layers, standing.input, standing.model, order, tuple(problems))
 
 

@@ -58,8 +58,6 @@ def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
         eos_token_id=tokenizer.eos_token_id,
     )
     model = GPT2LMHeadModel(config)
-    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
-    model.loss_type = "ForCausalLM"
     # A table that starts at sinusoids makes "the token before" a linear map, and saves half of the minute.
     rates = 10000 ** (-torch.arange(0, config.n_embd, 2) / config.n_embd)
     angles = torch.arange(CONTEXT)[:, None] * rates
@@ -73,7 +71,7 @@ def train_base(
     tokens: Tensor,
     *,
     steps: int,
-    batch_size: int = 8,
+    batch_size: int = 4,
     learning_rate: float = 3e-3,
     progress: bool = True,
 ) -> None:

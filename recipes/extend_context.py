@@ -25,7 +25,7 @@ import torch
 import transformers
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import GradientAccumulationPlugin, set_seed
-from embedded import byte_model, byte_tokenizer, standard_library, train_base
+from embedded import CONTEXT, byte_model, byte_tokenizer, standard_library, train_base
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -76,9 +76,9 @@ class Arguments:
     )
 
     train_length: int = field(default=1024, metadata={"help": "context length to fine-tune at, in tokens"})
-    steps: int = field(default=100, metadata={"help": "optimizer steps"})
-    batch_size: int = field(default=4, metadata={"help": "sequences per forward and process"})
-    gradient_accumulation: int = field(default=1, metadata={"help": "forwards per optimizer step"})
+    steps: int = field(default=150, metadata={"help": "optimizer steps"})
+    batch_size: int = field(default=1, metadata={"help": "sequences per forward and process"})
+    gradient_accumulation: int = field(default=2, metadata={"help": "forwards per optimizer step"})
     learning_rate: float = field(default=1e-3, metadata={"help": "peak, after warm-up and before a cosine decay to 0"})
     warmup_steps: int = field(default=10, metadata={"help": "steps of linear warm-up"})
     weight_decay: float = field(
@@ -89,7 +89,7 @@ class Arguments:
         default=None, metadata={"help": "no, bf16 or fp16; by default what accelerate launch says"}
     )
     base_steps: int = field(
-        default=1000, metadata={"help": "optimizer steps of the embedded base model (without --model)"}
+        default=1200, metadata={"help": "optimizer steps of the embedded base model (without --model)"}
     )
     seed: int = field(default=0, metadata={"help": "seed of everything that is random"})
 
@@ -113,6 +113,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         return run(arguments)
     except (UsageError, hf_posenc.HfPosencError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print("\nInterrupted before the fine-tuning had begun or after it had ended.", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
@@ -134,13 +137,18 @@ def run(arguments: Arguments) -> dict[str, Any]:
     progress = accelerator.is_main_process
 
     say(f"Reading {describe_data(arguments)}")
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model) if arguments.model else byte_tokenizer()
+    tokenizer = load(AutoTokenizer, arguments.model) if arguments.model else byte_tokenizer()
     documents = encode(tokenizer, read_documents(arguments))
     training, held_out = split(documents, arguments)
     check_lengths(training, held_out, arguments, accelerator.num_processes)
     say(f"  {len(documents):,} documents; {len(training):,} tokens to train on, {len(held_out):,} held out")
 
-    model = load_model(arguments.model) if arguments.model else byte_model(tokenizer)
+    model = (
+        load(AutoModelForCausalLM, arguments.model, dtype=torch.float32) if arguments.model else byte_model(tokenizer)
+    )
+    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
+    model.loss_type = "ForCausalLM"
+    check_vocabulary(model, training, held_out)
     # Patched once on trial: whatever the scheme and this model cannot do together comes out now, not after the
     # measurement.
     with hf_posenc.patched(model, scheme, seed=arguments.seed):
@@ -235,10 +243,7 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
     if arguments.model is not None:
         if not arguments.data:
             raise UsageError("--model needs --data FILE..., text to fine-tune and measure on")
-        try:
-            config = AutoConfig.from_pretrained(arguments.model)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--model {arguments.model}: {error}") from None
+        config = load(AutoConfig, arguments.model)
         if config.model_type.startswith("posenc_"):
             raise UsageError(
                 f"--model {arguments.model} is patched already: give the stock checkpoint it was made from"
@@ -260,12 +265,23 @@ def check_lengths(training: Tensor, held_out: Tensor, arguments: Arguments, proc
             f"the held-out text has {len(held_out):,} tokens, the longest of --eval-lengths needs "
             f"{arguments.eval_lengths[-1]:,}: give more text or shorter lengths"
         )
+    if arguments.model is None and len(training) <= CONTEXT:
+        raise UsageError(f"the training text has {len(training):,} tokens, the embedded base needs over {CONTEXT}")
     needed = arguments.train_length * arguments.batch_size * processes
     if len(training) < needed:
         raise UsageError(
             f"the training text has {len(training):,} tokens, one batch needs {needed:,} "
             f"({processes} x --batch-size {arguments.batch_size} x --train-length {arguments.train_length}): "
             "give more text"
+        )
+
+
+def check_vocabulary(model: nn.Module, *texts: Tensor) -> None:
+    """A tokenizer that is not the model's own would fail in the middle, on a GPU without saying why."""
+    largest, rows = max(int(text.max()) for text in texts), model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise UsageError(
+            f"the tokenizer gives ids up to {largest}, the model embeds {rows}: they do not belong together"
         )
 
 
@@ -351,12 +367,12 @@ def split(documents: list[Tensor], arguments: Arguments) -> tuple[Tensor, Tensor
 # ----------------------------------------------------------------------------------------------- measuring and training
 
 
-def load_model(name: str) -> nn.Module:
-    """The stock checkpoint in float32: training in anything less is left to --mixed-precision."""
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
-    model.loss_type = "ForCausalLM"
-    return model
+def load(cls: Any, name: str, **arguments: Any) -> Any:
+    """What the checkpoint holds of this class: its tokenizer, its weights."""
+    try:
+        return cls.from_pretrained(name, **arguments)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {name}: {error}") from None
 
 
 def position_limit(model: nn.Module) -> int | None:

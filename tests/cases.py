@@ -228,8 +228,8 @@ def rope_frequencies(size: int, theta: float, length: int, trained: int, scaling
 
     linear: positions divided by the factor (Chen et al. 2023). dynamic: theta grows with the length (NTK; bloc97,
     emozilla). yarn: Peng et al. 2023, section 3, with the ramp of the authors' code (linear in the index of the pair,
-    from the pair that turns beta_fast times within the trained length to that which turns beta_slow times). longrope: Ding
-    et al. 2024, one set of factors up to the trained length, another beyond. llama3: Llama 3.1's code, by wavelength.
+    from the pair that turns beta_fast times within the trained length to that which turns beta_slow times). longrope:
+    Ding et al. 2024, one set of factors up to the trained length, another beyond. llama3: Llama 3.1's code, by wavelength.
     """
     kind = "default" if scaling is None else scaling["rope_type"]
     pairs = size // 2
@@ -407,8 +407,8 @@ SHAW = [
 
 
 # --- alibi: Press et al. 2021, section 3: q_i K^T + m [-(i-1), ..., -2, -1, 0]; the slopes of n heads are the geometric
-# sequence that starts at 2^(-8/n) with that same ratio; where n is no power of two, those of the closest smaller power of
-# two, then every other one of twice that power (the authors' code)
+# sequence that starts at 2^(-8/n) with that same ratio; where n is no power of two, those of the closest smaller power
+# of two, then every other one of twice that power (the authors' code)
 
 
 def paper_slopes(n: int) -> list[float]:

@@ -1,12 +1,13 @@
 """Every scheme, option by option, computes what its paper says: outputs, and gradients of inputs and parameters."""
 
+import json
 from dataclasses import fields
 from functools import cache
 
 import pytest
 import torch
 from cases import CASES, HEAD_DIM, INITIAL_TABLES, TRAINED, Case, paper_slopes, plain, sinusoidal_table, turn
-from families import VOCAB_SIZE, tiny, tokens
+from families import tiny, tokens
 
 from hf_posenc import available_schemes, patch_model
 from hf_posenc.engines import reference
@@ -19,7 +20,7 @@ from hf_posenc.schemes.rope import apply_rotary
 TOLERANCE = {
     torch.float64: 1e-12,  # the same sums in another order
     torch.float32: 1e-5,
-    # Everything is computed in float32 and rounded once, at the end: half a unit in the last of bfloat16's 8 binary digits.
+    # Computed in float32 and rounded once, at the end: half a unit in the last of bfloat16's 8 binary digits.
     torch.bfloat16: 2**-8 + 1e-5,
 }
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -59,7 +60,7 @@ def gradients(
     return dict(zip(inputs, torch.autograd.grad(output, list(inputs.values()), cotangent), strict=True))
 
 
-# ------------------------------------------------------------------------------------------------------------- the cases
+# --- the cases
 
 
 def test_every_scheme_and_hyperparameter_has_a_row():
@@ -71,18 +72,15 @@ def test_every_scheme_and_hyperparameter_has_a_row():
         assert not missing, f"{name}: no row in tests/cases.py sets {missing}"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
 @over(CASES)
-def test_hyperparameters_survive_json(case, family):
+def test_hyperparameters_survive_json(case):
     """What is written to a checkpoint builds the same scheme again."""
-    import json
-
     scheme = scheme_class(case.scheme).parse(case.hyperparameters)
     again = scheme_class(case.scheme).parse(json.loads(json.dumps(scheme.hyperparameters())))
     assert again == scheme
 
 
-# ------------------------------------------------------------------------------------------------------ schemes on scores
+# --- schemes on scores
 
 
 def build(case: Case, dims: Dims):
@@ -95,11 +93,10 @@ def build(case: Case, dims: Dims):
     return placed, {**dict(shared.named_parameters()), **dict(placed.named_parameters())}
 
 
-def shape_for(case: Case, shape: str) -> tuple[int, ...]:
-    sizes = SHAPES[shape]
-    if case.num_heads not in (None, sizes[0]):
-        pytest.skip(f"its hyper-parameters are for {case.num_heads} heads")
-    return sizes
+def with_shapes(cases: list[Case]):
+    """Every case in every shape that its hyper-parameters fit."""
+    pairs = [(case, name) for case in cases for name, sizes in SHAPES.items() if case.num_heads in (None, sizes[0])]
+    return pytest.mark.parametrize(("case", "shape"), pairs, ids=[f"{case.id}-{name}" for case, name in pairs])
 
 
 @cache
@@ -156,10 +153,8 @@ def run(case, dims, inputs, parameters, dtype, *, prescaled=False, softcap=None)
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", SHAPES)
-@over(of_kind("score"))
+@with_shapes(of_kind("score"))
 def test_scores(case, shape, dtype):
-    shape_for(case, shape)
     dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, shape)
     output, weights, leaves = run(case, dims, inputs, parameters, dtype)
     assert output.dtype == weights.dtype == dtype
@@ -171,7 +166,7 @@ def test_scores(case, shape, dtype):
 
 @over(of_kind("score"))
 def test_scores_of_queries_that_are_scaled_already(case):
-    """OPT multiplies queries by 1/sqrt(D) itself; terms without a query (Transformer-XL's u.k) must not lose the factor."""
+    """OPT multiplies queries by 1/sqrt(D) itself; terms without a query (Transformer-XL's u.k) keep their factor."""
     shape = "gqa-4-2"
     dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, shape)
     output, _, leaves = run(case, dims, inputs, parameters, torch.float64, prescaled=True)
@@ -242,7 +237,7 @@ def test_parameters_of_schemes_on_scores():
                 )
 
 
-# ------------------------------------------------------------------------------------------------------------------- rope
+# --- rope
 
 
 @DTYPES
@@ -263,8 +258,8 @@ def test_rotation(layout, share, dtype):
     ours = x.detach().to(dtype).requires_grad_()
     output = apply_rotary(ours, angles.cos(), angles.sin(), layout)
     assert output.dtype == dtype
-    # In bfloat16 every step is rounded, as in transformers' own rotations: cos and sin, two products, their sum; relative to
-    # the largest dimension of a pair that is up to sqrt(2) (2 sqrt(2) + 1) = 5.4 times one rounding.
+    # In bfloat16 every step is rounded, as in transformers' own rotations: cos and sin, two products, their sum; relative
+    # to the largest dimension of a pair that is up to sqrt(2) (2 sqrt(2) + 1) = 5.4 times one rounding.
     slack = 5.4 if dtype == torch.bfloat16 else 1.0
     wanted = gradients(expected, cotangent, {"x": x})["x"]
     actual = gradients(output, cotangent.to(dtype), {"x": ours})["x"]
@@ -272,7 +267,7 @@ def test_rotation(layout, share, dtype):
     assert_close(actual.double() / slack, wanted / slack, dtype, "gradient")
 
 
-# ------------------------------------------------------------------------------------------------- schemes on embeddings
+# --- schemes on embeddings
 
 NATIVE = Native(table=rounded(12, 16, seed=7) * 0.1, token_rms=0.3, max_positions=12)
 
@@ -350,7 +345,7 @@ def test_scale_matches_what_is_replaced(native, frequencies):
     assert abs(table.square().mean().sqrt() / wanted - 1) < 1e-12
 
 
-# ----------------------------------------------------------------------------------------------------------- learned table
+# --- learned table
 
 
 def native_table(model) -> torch.Tensor:
@@ -455,7 +450,7 @@ def test_learned_past_its_table(family, placement):
         model(tokens(length=13))
 
 
-# ------------------------------------------------------------------------------------------------ inside a patched model
+# --- inside a patched model
 
 
 def small(family: str, num_heads: int | None):
@@ -522,13 +517,13 @@ def own_parameters(*modules) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@over(CASES)
+IN_MODELS = [(case, family) for case in CASES for family in case.bases]
+
+
+@pytest.mark.parametrize(("case", "family"), IN_MODELS, ids=[f"{case.id}-{family}" for case, family in IN_MODELS])
 @torch.no_grad()
 def test_a_patched_model_computes_it_in_every_layer(case, family):
-    """Each layer's attention and input, recorded in a running model, are what the formula says; native positions are gone."""
-    if family not in case.bases:
-        pytest.skip("refused: this base rotates by halves in its own code")
+    """Each layer's attention and input, recorded in a running model, are what the formula says, with nothing native."""
     model = small(family, case.num_heads)
     replaced = model.transformer.wpe if family == "gpt2" else model.model.embed_tokens
     match = replaced.weight.double().square().mean().sqrt().item()
@@ -608,7 +603,3 @@ def test_parameter_names_in_a_checkpoint(family, case_id, keys):
         places[f"a{n}"] = f"{decoder}.{attention.format(n)}.posenc"
         places[f"l{n}"] = f"{decoder}.{attention.format(n).rpartition('.')[0]}.posenc"
     assert set(model.state_dict()) - stock == {key.format(**places) for key in keys}
-
-
-def test_vocabulary_is_large_enough_for_the_tokens_used_here():
-    assert tokens().max() < VOCAB_SIZE

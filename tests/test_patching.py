@@ -39,34 +39,43 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 every_scheme = pytest.mark.parametrize("scheme", available_schemes())
 
 
-def answers(scheme, stock, changed):
-    """Whether the patch shows in the logits. RoPE put on a RoPE base with its own parameters changes nothing."""
-    return not changed.equal(stock)
+def variants_of(family):
+    """Names of the variants that the family can carry."""
+    return [name for name in VARIANTS if (family, name) != ("phi3", "rope-linear")]  # Phi3Config allows longrope only
+
+
+FAMILY_VARIANTS = [(family, variant) for family in FAMILIES for variant in variants_of(family)]
+
+
+def is_neutral(model, variant):
+    """Whether the patch starts as the base itself: its own rotation again, or its own table of positions."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("full_attention", rope).get("rope_theta")
+    if variant == "rope":
+        return theta is not None and config.model_type != "smollm3"  # some of its layers do not rotate
+    if variant == "rope-partial":
+        return rope.get("partial_rotary_factor") == 0.5
+    return theta is None and variant in ("learned", "learned-longer")
 
 
 # ---------------------------------------------------------------------------------------------------------------- undo
 
 
-@every_variant
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "variant"), FAMILY_VARIANTS)
 def test_unpatch_restores_everything(family, variant):
     scheme, hyperparameters = VARIANTS[variant]
     model = tiny(family)
     before = snapshot(model)
+    neutral = is_neutral(model, variant)
     assert patch_model(model, scheme, seed=0, **hyperparameters) is model
     during = logits(model)
-    # LLaMA + RoPE with the base's own parameters is the base; learned starts from GPT-2's own table.
-    same = during.equal(before.logits)
-    neutral = variant == "rope" and family not in ("gpt2", "opt", "smollm3")
-    neutral |= variant in ("learned", "learned-longer") and family in ("gpt2", "opt")
-    neutral |= variant == "rope-partial" and family in ("gpt_neox", "phi") and _partial(model) == 0.5
-    assert same == neutral, "the patch did nothing" if same else "the patch changed what it should keep"
+    if neutral:  # without the first row, whose padding OPT gives a position of its own
+        assert during[1].equal(before.logits[1]), "the patch changed what it should keep"
+    else:
+        assert not torch.allclose(during[1], before.logits[1], rtol=1e-2, atol=1e-2), "the patch did nothing"
     assert unpatch_model(model) is model
     assert_same(snapshot(model), before)
-
-
-def _partial(model):
-    return (model.config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
 
 
 @every_variant
@@ -105,9 +114,15 @@ def test_patched_passes_arguments_on():
         pass
 
 
+FAILING = [(family, variant) for family in ("gpt2", "llama") for variant in VARIANTS] + [
+    (family, variant)
+    for family in ("opt", "gemma3", "phi", "smollm3")
+    for variant in ("rope", "shaw", "learned-every-layer")
+]
+
+
 @pytest.mark.parametrize("moment", ["before-recording", "after-recording"])
-@every_variant
-@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "gemma3", "phi", "smollm3", "phi3"])
+@pytest.mark.parametrize(("family", "variant"), FAILING)
 def test_a_failure_at_any_step_leaves_the_model_as_it_was(monkeypatch, family, variant, moment):
     scheme, hyperparameters = VARIANTS[variant]
     model = tiny(family)
@@ -145,7 +160,7 @@ def snapshot_without_logits(whole):
     return type(whole)(**{**vars(whole), "logits": torch.empty(0)})
 
 
-@pytest.mark.parametrize("where", ["_initialize", "_rename", "Patch", "register_auto"])
+@pytest.mark.parametrize("where", ["_initialize", "_rename", "entry_of", "model_class"])
 @every_scheme
 def test_a_failure_between_steps_leaves_the_model_as_it_was(monkeypatch, scheme, where):
     def fail(*args, **kwargs):
@@ -213,13 +228,22 @@ def test_another_scheme_after_unpatching(family, scheme):
 # ---------------------------------------------------------------------------------------------------- what came between
 
 
-@every_scheme
-@pytest.mark.parametrize("family", FAMILIES)
+CAST = [(family, scheme) for family in ("gpt2", "llama") for scheme in available_schemes()] + [
+    (family, scheme) for family in FAMILIES if family not in ("gpt2", "llama") for scheme in ("nope", "rope", "alibi")
+]
+
+
+@pytest.mark.parametrize(("family", "scheme"), CAST)
 def test_unpatch_after_a_cast_is_the_stock_model_cast(family, scheme):
     model = patch_model(tiny(family), scheme, seed=0).to(torch.bfloat16)
     logits(model)
     unpatch_model(model)
     expected = tiny(family).to(torch.bfloat16)
+    # The base's own rotary module was kept aside, in the precision it had: as when a model is loaded in bfloat16.
+    for name, buffer in tiny(family).named_buffers():
+        if name.endswith("inv_freq"):
+            owner, _, leaf = name.rpartition(".")
+            setattr(expected.get_submodule(owner), leaf, buffer)
     assert {key: value.dtype for key, value in model.state_dict().items()} == {
         key: value.dtype for key, value in expected.state_dict().items()
     }
@@ -310,13 +334,18 @@ def test_two_models_do_not_know_each_other():
     assert logits(third).equal(kept)
 
 
-def test_models_that_share_a_config_are_refused_or_kept_apart():
-    """Two models built from one config object: patching the first must not silently change the second."""
+@every_scheme
+def test_models_that_share_a_config_never_lose_positions_in_silence(scheme):
+    """Two models built from one config object: patching the first tells the config, and the second reads it."""
     config = tiny("llama").config
     first, second = transformers.LlamaForCausalLM(config).eval(), transformers.LlamaForCausalLM(config).eval()
     expected = logits(second)
-    patch_model(first, "nope")
-    assert logits(second).equal(expected)
+    patch_model(first, scheme)
+    if scheme in ("alibi", "da_transformer", "shaw", "transformer_xl"):
+        with pytest.raises(ValueError, match="carries no position encoding"):
+            logits(second)
+    else:
+        assert logits(second).equal(expected)
     unpatch_model(first)
     assert logits(second).equal(expected)
 
@@ -355,14 +384,13 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family, variant):
                 parameter.add_(torch.linspace(0.0, 0.5, parameter.numel()).view_as(parameter))
     expected = logits(model)
     model.save_pretrained(tmp_path)
-    _leave_no_open_files()
 
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["model_type"] == f"posenc_{family}"
     assert saved["architectures"] == [type(model).__name__] == [f"PosEnc{type(tiny(family)).__name__}"]
     assert saved["position_encoding"]["scheme"] == scheme
     assert set(hyperparameters) <= set(saved["position_encoding"])
-    assert saved["attn_implementation"] == "hf_posenc"
+    assert saved["attn_implementation"] == "hf_posenc_patched"  # a name that nothing is registered under
 
     for load in (hf_posenc.from_pretrained, AutoModelForCausalLM.from_pretrained):
         loaded = load(tmp_path)
@@ -375,34 +403,38 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family, variant):
             patch_model(loaded, "nope")
 
 
-@every_scheme
+@pytest.mark.parametrize("scheme", ["rope", "learned", "shaw"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_of_every_family_comes_back(tmp_path, family, scheme):
     model = patch_model(tiny(family), scheme, seed=0)
     expected = logits(model)
     model.save_pretrained(tmp_path)
-    _leave_no_open_files()
     loaded = hf_posenc.from_pretrained(tmp_path)
     assert logits(loaded).equal(expected)
     assert loaded.config.position_encoding == model.config.position_encoding
     again = tmp_path / "again"
     loaded.save_pretrained(again)
-    _leave_no_open_files()
     assert logits(hf_posenc.from_pretrained(again)).equal(expected)
 
 
-@every_variant
-@pytest.mark.parametrize("family", FAMILIES)
+REFUSING = [(family, variant) for family in ("gpt2", "llama") for variant in VARIANTS] + [
+    (family, variant)
+    for family in FAMILIES
+    if family not in ("gpt2", "llama")
+    for variant in ("nope", "learned", "alibi")
+]
+
+
+@pytest.mark.parametrize(("family", "variant"), REFUSING)
 def test_a_stock_class_refuses_a_patched_checkpoint(tmp_path, family, variant):
     scheme, hyperparameters = VARIANTS[variant]
-    if variant not in ("nope", "rope", "learned", "alibi", "shaw") and family not in ("gpt2", "llama"):
-        pytest.skip("what a stock class sees differs by the kind of scheme only; those kinds are run on this family")
     model = tiny(family)
     stock = type(model)
     patch_model(model, scheme, seed=0, **hyperparameters).save_pretrained(tmp_path)
-    _leave_no_open_files()
-    with pytest.raises((ValueError, RuntimeError)):
+    with pytest.raises(ValueError, match="hf_posenc"):
         stock.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="hf_posenc"):
+        stock(stock.config_class.from_pretrained(tmp_path))
 
 
 def test_a_stock_checkpoint_saved_after_unpatching_is_stock(tmp_path):
@@ -412,7 +444,6 @@ def test_a_stock_checkpoint_saved_after_unpatching_is_stock(tmp_path):
     with patched(model, "shaw"):
         logits(model)
     model.save_pretrained(tmp_path / "after")
-    _leave_no_open_files()
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
     assert sorted(os.listdir(tmp_path / "before")) == sorted(os.listdir(tmp_path / "after"))
@@ -424,7 +455,6 @@ def test_a_stock_checkpoint_saved_after_unpatching_is_stock(tmp_path):
 def test_a_stock_checkpoint_is_loaded_and_patched(tmp_path, scheme):
     model = tiny("gpt2")
     model.save_pretrained(tmp_path)
-    _leave_no_open_files()
     torch.manual_seed(3)
     expected = logits(patch_model(model, scheme))
     torch.manual_seed(3)
@@ -434,10 +464,6 @@ def test_a_stock_checkpoint_is_loaded_and_patched(tmp_path, scheme):
     with pytest.raises(ValueError, match="say which scheme"):
         hf_posenc.from_pretrained(tmp_path)
     logits(unpatch_model(loaded))
-
-
-def _leave_no_open_files():
-    gc.collect()
 
 
 # ------------------------------------------------------------------------------------------------------------- describe

@@ -66,6 +66,7 @@ def small(checkpoint, text, output, **changes):
         "--eval-tokens": 200,
         "--train-length": 48,
         "--batch-size": 2,
+        "--gradient-accumulation": 1,
         "--steps": 3,
     }
     options |= {"--" + name.replace("_", "-"): value for name, value in changes.items()}
@@ -239,6 +240,21 @@ def test_unsupported_and_patched_checkpoints_are_refused(recipe, checkpoints, te
     with pytest.raises(SystemExit):
         recipe.main(small(checkpoints / "llama", text, checkpoints / "out"))
     assert "is patched already" in capsys.readouterr().err
+
+
+def test_incomplete_checkpoints_are_named(recipe, checkpoints, text, capsys):
+    config = json.loads((checkpoints / "gpt2" / "config.json").read_text())
+    (checkpoints / "gpt2" / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    small_model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=16, n_layer=2, n_head=2, n_positions=32))
+    small_model.save_pretrained(checkpoints / "gpt2")
+    with pytest.raises(SystemExit):
+        recipe.main(small(checkpoints / "gpt2", text, checkpoints / "out"))
+    assert "the model embeds 100: they do not belong together" in capsys.readouterr().err
+    for name in ("model.safetensors", "tokenizer.json"):
+        (checkpoints / "gpt2" / name).unlink()
+        with pytest.raises(SystemExit):
+            recipe.main(small(checkpoints / "gpt2", text, checkpoints / "out"))
+        assert f"--model {checkpoints / 'gpt2'}" in capsys.readouterr().err
 
 
 def test_unreadable_text_is_named(recipe, checkpoints, text, capsys):

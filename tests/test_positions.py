@@ -1,0 +1,483 @@
+"""The position channel: pair by pair what it must be, what transformers' own masks say, and never of size T x T."""
+
+import itertools
+
+import pytest
+import torch
+from families import WINDOW, tiny, tokens
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    eager_mask,
+    or_masks,
+    packed_sequence_mask_function,
+    sdpa_mask,
+    sliding_window_overlay,
+)
+
+from hf_posenc import patch_model, positions
+from hf_posenc.attention import describe_mask, position_channel
+from hf_posenc.positions import DensePositions, Positions
+
+LENGTH = 12
+LEFT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 12], dtype=torch.bool)
+RIGHT = LEFT.flip(-1)
+HOLES = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1], [1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1]], dtype=torch.bool)
+SEGMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 3]])
+PACKED_IDS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0]])
+
+
+def sliding(window):
+    return and_masks(sliding_window_overlay(window), causal_mask_function)
+
+
+def packed(segments=SEGMENTS):
+    return and_masks(causal_mask_function, packed_sequence_mask_function(segments))
+
+
+def call(**changes):
+    """Arguments of a mask function: a full forward unless changed."""
+    return {"batch_size": 2, "q_length": LENGTH, "kv_length": LENGTH, "mask_function": causal_mask_function, **changes}
+
+
+# name -> (arguments of the mask function, 2-D mask, segments, window)
+CASES = {
+    "causal": (call(), None, None, None),
+    "left-padded": (call(attention_mask=LEFT), LEFT, None, None),
+    "right-padded": (call(attention_mask=RIGHT), RIGHT, None, None),
+    "holes": (call(attention_mask=HOLES), HOLES, None, None),
+    "packed": (call(mask_function=packed()), None, SEGMENTS, None),
+    "sliding": (call(mask_function=sliding(4)), None, None, 4),
+    "sliding-padded": (call(mask_function=sliding(4), attention_mask=LEFT), LEFT, None, 4),
+    "sliding-holes": (call(mask_function=sliding(4), attention_mask=HOLES), HOLES, None, 4),
+    "packed-sliding": (
+        call(mask_function=and_masks(packed_sequence_mask_function(SEGMENTS), sliding(3))), None, SEGMENTS, 3,
+    ),
+    "sliding-packed": (
+        call(mask_function=and_masks(sliding(3), packed_sequence_mask_function(SEGMENTS))), None, SEGMENTS, 3,
+    ),
+    "packed-padded": (call(mask_function=packed(), attention_mask=RIGHT), RIGHT, SEGMENTS, None),
+    "decoding": (call(q_length=1, q_offset=LENGTH - 1), None, None, None),
+    "decoding-padded": (call(q_length=1, q_offset=LENGTH - 1, attention_mask=LEFT), LEFT, None, None),
+    "chunked-prefill": (call(q_length=5, kv_length=9, q_offset=4), None, None, None),
+    "chunked-prefill-padded": (call(q_length=5, q_offset=7, attention_mask=LEFT), LEFT, None, None),
+    "chunked-prefill-holes": (call(q_length=5, q_offset=7, attention_mask=HOLES), HOLES, None, None),
+    "sliding-cache": (
+        call(q_length=1, kv_length=4, q_offset=9, kv_offset=6, mask_function=sliding(4)), None, None, 4,
+    ),
+    "sliding-cache-padded": (
+        call(q_length=2, kv_length=5, q_offset=9, kv_offset=6, mask_function=sliding(4), attention_mask=LEFT), LEFT, None, 4,
+    ),
+    "static-cache": (call(q_length=3, q_offset=torch.tensor(2)), None, None, None),
+    # A static cache is longer than the tokens so far, and so is the 2-D mask then.
+    "static-cache-padded": (
+        call(q_length=3, kv_length=LENGTH + 4, q_offset=torch.tensor(9), attention_mask=LEFT), LEFT, None, None,
+    ),
+    "static-cache-sliding": (
+        call(q_length=1, kv_length=LENGTH, q_offset=torch.tensor(6), mask_function=sliding(4)), None, None, 4,
+    ),
+}  # fmt: skip
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def at(table, row, slot, default):
+    """Entry of a 2-D table, or what stands beyond it."""
+    return default if table is None or slot >= table.shape[1] else table[row, slot].item()
+
+
+def literal(arguments, padding, segments, window):
+    """Visibility and distance of every pair, (B, Q, L), by the words of the definition, one pair at a time."""
+    queries, keys = arguments["q_length"], arguments["kv_length"]
+    first_query, first_key = int(arguments.get("q_offset", 0)), int(arguments.get("kv_offset", 0))
+    visible = torch.zeros(2, queries, keys, dtype=torch.bool)
+    distance = torch.zeros(2, queries, keys, dtype=torch.int64)
+    for b, q, k in itertools.product(range(2), range(queries), range(keys)):
+        i, j = q + first_query, k + first_key
+        if j > i or not at(padding, b, j, padding is None) or at(segments, b, i, 0) != at(segments, b, j, 0):
+            continue
+        if window is not None and i - j >= window:
+            continue
+        visible[b, q, k] = True
+        # Distance counts the real tokens passed on the way from the key to the query.
+        distance[b, q, k] = sum(at(padding, b, slot, padding is None) for slot in range(j + 1, i + 1))
+    return visible, distance
+
+
+def unpacked(arguments):
+    channel = position_channel(**arguments)
+    return positions.read(channel, arguments["q_length"], arguments["kv_length"])
+
+
+def is_compact(arguments, channel):
+    return channel.shape[-2:] == (positions.ROWS, arguments["q_length"] + arguments["kv_length"])
+
+
+@every_case
+def test_channel_is_the_literal_definition(case):
+    arguments, padding, segments, window = CASES[case]
+    channel = position_channel(**arguments)
+    assert channel.dtype == torch.int32
+    assert channel.ndim == 4
+    assert is_compact(arguments, channel), "a dense form where the compact one would do"
+    where = unpacked(arguments)
+    assert isinstance(where, Positions)
+    visible, distance = literal(arguments, padding, segments, window)
+    assert where.visible().expand(2, 1, -1, -1)[:, 0].equal(visible)
+    visible &= where.query_valid[:, :, None]  # what padding sees has no meaning
+    assert where.distance().expand(2, 1, -1, -1)[:, 0][visible].long().equal(distance[visible])
+    assert visible.any(), "an empty case shows nothing"
+
+
+@every_case
+def test_visibility_is_that_of_transformers(case):
+    arguments, padding, *_ = CASES[case]
+    theirs = sdpa_mask(**arguments, allow_is_causal_skip=False)
+    assert unpacked(arguments).visible().expand(theirs.shape).equal(theirs)
+
+
+@every_case
+def test_mask_hides_what_is_invisible_and_nothing_else(case):
+    arguments, *_ = CASES[case]
+    where = unpacked(arguments)
+    logits = torch.randn(2, 3, arguments["q_length"], arguments["kv_length"])
+    masked = where.mask(logits)
+    seen = where.visible().expand_as(logits)
+    assert masked[seen].equal(logits[seen])
+    assert (masked[~seen] == torch.finfo(torch.float32).min).all()
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_pack_and_unpack_are_inverse(window):
+    draw = torch.Generator().manual_seed(0)
+
+    def rows(length, high=50):
+        return torch.randint(high, (2, length), generator=draw)
+
+    given = {
+        "query_positions": rows(5), "key_positions": rows(9), "query_valid": rows(5, 2).bool(),
+        "key_valid": rows(9, 2).bool(), "query_segment": rows(5), "key_segment": rows(9),
+    }  # fmt: skip
+    query_index, key_index = rows(5), rows(9)
+    where = positions.unpack(positions.pack(query_index, key_index, window=window, **given), 5)
+    for name, value in {**given, "query_index": query_index, "key_index": key_index}.items():
+        assert getattr(where, name).long().equal(value.long()), name
+    assert set(where.window.flatten().tolist()) == {positions.NO_WINDOW if window is None else window}
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (6, None), (6, 6), (1, 6), (3, 6)])
+def test_plain_causal_positions(queries, keys):
+    where = Positions.causal(queries, keys)
+    keys = queries if keys is None else keys
+    i = torch.arange(keys - queries, keys)[:, None]
+    j = torch.arange(keys)
+    assert where.visible()[0, 0].equal(j <= i)
+    assert where.distance()[0, 0].long().equal(i - j)
+
+
+# ------------------------------------------------------------------------------------- through transformers' own mask API
+
+
+def made_by_transformers(family, make, **arguments):
+    """Ours and eager's mask from one call of transformers' mask maker, (compact channel, bool (B, 1, Q, L))."""
+    stock = tiny(family).config
+    stock._attn_implementation = "eager"
+    patched_config = patch_model(tiny(family), "alibi").config
+    arguments = {"inputs_embeds": torch.zeros(2, LENGTH, 32), "past_key_values": None, **arguments}
+    theirs = make(config=stock, **arguments)
+    return make(config=patched_config, **arguments), theirs == 0
+
+
+INPUTS = {
+    "causal": {"attention_mask": None},
+    "all-ones": {"attention_mask": torch.ones(2, LENGTH, dtype=torch.long)},
+    "left-padded": {"attention_mask": LEFT.long()},
+    "holes": {"attention_mask": HOLES.long()},
+    "packed": {"attention_mask": None, "position_ids": PACKED_IDS},
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [("llama", create_causal_mask), ("gpt2", create_causal_mask), ("mistral", create_sliding_window_causal_mask)],
+    ids=["llama", "gpt2", "mistral-sliding"],
+)
+def test_what_transformers_makes_through_us_is_what_it_makes_for_eager(family, make, inputs):
+    channel, theirs = made_by_transformers(family, make, **INPUTS[inputs])
+    assert channel.shape[-2:] == (positions.ROWS, 2 * LENGTH)
+    where = positions.read(channel, LENGTH, LENGTH)
+    real = INPUTS[inputs]["attention_mask"]
+    rows = torch.ones(2, LENGTH, dtype=torch.bool) if real is None else real.bool()  # eager lets padding see something
+    assert where.visible().expand_as(theirs)[:, 0][rows].equal(theirs[:, 0][rows])
+
+
+def test_packed_positions_restart_with_each_document():
+    channel, _ = made_by_transformers("llama", create_causal_mask, **INPUTS["packed"])
+    where = positions.read(channel, LENGTH, LENGTH)
+    visible, distance = where.visible()[:, 0], where.distance()[:, 0].long()
+    expected = PACKED_IDS[:, :, None] - PACKED_IDS[:, None, :]
+    assert distance.expand_as(expected)[visible].equal(expected[visible])
+
+
+# ---------------------------------------------------------------------------------------- masks without a compact description
+
+
+def every_second_key(batch, head, query, key):
+    return (query - key) % 2 == 0
+
+
+UNKNOWN = {
+    "overlay-and": and_masks(causal_mask_function, every_second_key),
+    "overlay-or": or_masks(sliding(3), every_second_key),
+    "window-only": sliding_window_overlay(3),
+    "two-windows": and_masks(sliding(3), sliding_window_overlay(5)),
+    "not-ours": lambda batch, head, query, key: key <= query,
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("padding", [None, LEFT, HOLES], ids=["unpadded", "left-padded", "holes"])
+def test_an_unknown_mask_function_travels_densely(name, padding):
+    shape = describe_mask(UNKNOWN[name])
+    assert shape is None or "causal" not in shape
+    arguments = call(mask_function=UNKNOWN[name], attention_mask=padding)
+    channel = position_channel(**arguments)
+    assert channel.shape[-2:] == (LENGTH, LENGTH)
+    where = unpacked(arguments)
+    assert isinstance(where, DensePositions)
+    theirs = sdpa_mask(**arguments, allow_is_causal_skip=False)
+    assert where.visible().expand_as(theirs).equal(theirs)
+    counted = (torch.ones(1, LENGTH, dtype=torch.long) if padding is None else padding.long()).cumsum(-1)
+    expected = (counted[:, :, None] - counted[:, None, :])[:, None]
+    assert where.distance().expand_as(theirs)[theirs].long().equal(expected.expand_as(theirs)[theirs])
+
+
+def test_a_bidirectional_mask_is_refused():
+    with pytest.raises(ValueError, match="Set config.is_causal back to True"):
+        position_channel(**call(mask_function=bidirectional_mask_function))
+
+
+def test_a_mask_function_with_the_same_name_is_not_mistaken_for_a_known_one():
+    def inner_mask(batch, head, query, key):
+        return key <= query + 3
+
+    assert describe_mask(inner_mask) is None
+    assert describe_mask(and_masks(causal_mask_function, inner_mask)) is None
+
+
+def test_a_dense_mask_and_a_compact_one_give_the_same_logits():
+    model = patch_model(tiny("llama"), "alibi")
+    ids = tokens(2, LENGTH)
+    with torch.no_grad():
+        compact = model(ids).logits
+        dense = model(ids, attention_mask=torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()).logits
+    torch.testing.assert_close(dense, compact, atol=1e-5, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------------------ a user's own 4-D mask
+
+
+def as_float(mask, dtype=torch.float32, hidden=None):
+    hidden = torch.finfo(dtype).min if hidden is None else hidden
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, hidden)
+
+
+FORMS = {
+    "bool": lambda mask: mask,
+    "float": as_float,
+    "float-inf": lambda mask: as_float(mask, hidden=-torch.inf),
+    "bfloat16": lambda mask: as_float(mask, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("queries", [LENGTH, 1, 4])
+def test_a_users_own_mask(form, queries):
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[-queries:]
+    mask = (causal & (torch.arange(LENGTH) % 5 != 3) | (causal & ~causal.roll(1, -1) & causal))[None, None]
+    own = torch.arange(LENGTH - queries, LENGTH)
+    mask[..., torch.arange(queries), own] = True  # every query sees itself, and so says where it sits
+    where = positions.read(FORMS[form](mask), queries, LENGTH)
+    assert where.visible().equal(mask)
+    expected = (own[:, None] - torch.arange(LENGTH))[None, None]
+    assert where.distance()[mask].long().equal(expected[mask])
+    logits = torch.randn(1, 2, queries, LENGTH)
+    weights = where.mask(logits).softmax(-1)
+    assert weights.equal(logits.masked_fill(~mask, torch.finfo(torch.float32).min).softmax(-1))
+
+
+def test_a_float_mask_is_added():
+    mask = as_float(torch.ones(4, 4, dtype=torch.bool).tril())[None, None]
+    mask[..., 3, 1] = -2.5
+    where = positions.read(mask, 4, 4)
+    logits = torch.randn(1, 1, 4, 4)
+    assert where.mask(logits)[0, 0, 3, 1] == logits[0, 0, 3, 1] - 2.5
+    assert where.visible()[0, 0, 3, 1]
+
+
+def test_a_users_own_mask_per_head():
+    mask = torch.ones(1, 2, 4, 4, dtype=torch.bool).tril()
+    mask[0, 1, 3, 3] = False  # one head does not look at itself; the query sits there all the same
+    where = positions.read(mask, 4, 4)
+    assert where.visible().equal(mask)
+    assert where.distance()[0, 0, 3].tolist() == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scheme", ["alibi", "shaw", "transformer_xl", "da_transformer"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_users_own_causal_mask_gives_the_same_logits(family, scheme, form):
+    model = patch_model(tiny(family), scheme, seed=0)
+    ids = tokens(2, LENGTH)
+    mask = FORMS[form](torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril())
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, attention_mask=mask).logits, model(ids).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(2, 12, dtype=torch.bool),
+        torch.ones(2, 1, 11, 12, dtype=torch.bool),
+        torch.ones(2, 1, 12, 11, dtype=torch.bool),
+        torch.ones(2, 1, 12, 12, dtype=torch.int64),
+        torch.ones(2, 1, 6, 24, dtype=torch.int32),
+    ],
+    ids=["2-D", "queries", "keys", "int64", "int32"],
+)
+def test_what_fits_nothing_is_refused(mask):
+    with pytest.raises(ValueError, match=r"12 queries and 12 keys: pass a 2-D mask"):
+        positions.read(mask, 12, 12)
+
+
+# ------------------------------------------------------------------------------------------------------- chosen position ids
+
+
+def test_position_ids_that_are_the_counted_ones_change_nothing():
+    where = unpacked(CASES["left-padded"][0])
+    for ids in (where.query_positions.long(), torch.arange(LENGTH)[None], None):
+        after = where.follow(ids)
+        assert after.query_positions.equal(where.query_positions)
+        assert after.key_positions.equal(where.key_positions)
+
+
+def test_chosen_position_ids_count_for_keys_too():
+    ids = torch.arange(LENGTH)[None] * 3 + 5
+    where = unpacked(call()).follow(ids)
+    assert where.distance()[0, 0].long().equal(ids[0][:, None] - ids[0])
+    assert where.visible().equal(unpacked(call()).visible())
+
+
+def test_chosen_position_ids_in_one_row_leave_the_other():
+    ids = torch.stack([torch.arange(LENGTH), torch.arange(LENGTH) * 2])
+    where = positions.unpack(position_channel(**call()).expand(2, -1, -1, -1), LENGTH).follow(ids)
+    assert where.distance()[0, 0].equal(Positions.causal(LENGTH).distance()[0, 0])
+    assert where.distance()[1, 0].long().equal(ids[1][:, None] - ids[1])
+
+
+def test_chosen_position_ids_with_a_filled_cache_are_refused():
+    where = unpacked(CASES["chunked-prefill"][0])
+    assert where.follow(torch.arange(4, 9)[None]) is where
+    with pytest.raises(ValueError, match="without a cache"):
+        where.follow(torch.arange(5, 10)[None])
+
+
+# ----------------------------------------------------------------------------------------------------------------- no T x T
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                # What is allocated: an expanded view of one number is one number.
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result
+
+
+def left_padding(length):
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, :3] = 0
+    return mask
+
+
+def random_holes(length):
+    return torch.randint(4, (2, length), generator=torch.Generator().manual_seed(0)).clamp(max=1)
+
+
+def documents(length):
+    return (torch.arange(length) % 17)[None].expand(2, -1)
+
+
+GROWTH = {
+    "causal": lambda length: {},
+    "padded": lambda length: {"attention_mask": left_padding(length)},
+    "holes": lambda length: {"attention_mask": random_holes(length)},
+    "packed": lambda length: {"position_ids": documents(length)},
+}
+LENGTHS = (64, 128, 256)
+
+
+@pytest.mark.parametrize("shape", GROWTH)
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "gemma2"]
+)  # no window, a window everywhere, a window in some layers
+def test_what_the_layers_get_grows_linearly(family, shape):
+    model = patch_model(tiny(family), "alibi")
+    sizes, windows = [], set()
+
+    def keep(module, args, kwargs):
+        mask = kwargs["attention_mask"]
+        sizes[-1] = max(sizes[-1], mask.numel(), mask.untyped_storage().nbytes() // mask.element_size())
+        windows.update(mask[:, 0, 4].flatten().tolist())
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True)
+    for length in LENGTHS:
+        sizes.append(0)
+        with torch.no_grad():
+            model(tokens(2, length), use_cache=False, **GROWTH[shape](length))
+    assert sizes[1] == 2 * sizes[0]
+    assert sizes[2] == 4 * sizes[0]
+    assert sizes[0] <= 2 * positions.ROWS * 2 * LENGTHS[0]
+    assert windows == {"llama": {positions.NO_WINDOW}, "mistral": {WINDOW}}.get(family, {WINDOW, positions.NO_WINDOW})
+
+
+@pytest.mark.parametrize("shape", GROWTH)
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [("llama", create_causal_mask), ("mistral", create_sliding_window_causal_mask)],
+    ids=["llama", "mistral-sliding"],
+)
+def test_nothing_larger_is_made_on_the_way(family, make, shape):
+    """Neither transformers' part of mask making nor ours, nor reading the channel, forms a tensor of size T x T."""
+    config = patch_model(tiny(family), "alibi").config
+    sizes = []
+    for length in LENGTHS:
+        arguments = {"attention_mask": None, "past_key_values": None, **GROWTH[shape](length)}
+        embeddings = torch.zeros(2, length, 1)
+        with Largest() as largest:
+            channel = make(config=config, inputs_embeds=embeddings, **arguments)
+            where = positions.read(channel, length, length)
+            where.follow(arguments.get("position_ids"))
+        sizes.append(largest.numel)
+    assert sizes[0] < LENGTHS[0] ** 2
+    assert sizes[2] <= 4 * sizes[0]
+    assert sizes[2] < LENGTHS[2] ** 2 // 4
+
+
+def test_the_measure_sees_a_quadratic_tensor():
+    with Largest() as largest:
+        eager_mask(batch_size=1, q_length=64, kv_length=64, attention_mask=None)
+    assert largest.numel >= 64 * 64
