@@ -135,7 +135,7 @@ def test_channel_is_the_literal_definition(case):
 
 @every_case
 def test_visibility_is_that_of_transformers(case):
-    arguments, padding, *_ = CASES[case]
+    arguments, *_ = CASES[case]
     theirs = sdpa_mask(**arguments, allow_is_causal_skip=False)
     assert unpacked(arguments).visible().expand(theirs.shape).equal(theirs)
 
@@ -258,7 +258,7 @@ def test_an_unknown_mask_function_travels_densely(name, padding):
 
 
 def test_a_bidirectional_mask_is_refused():
-    with pytest.raises(ValueError, match="Set config.is_causal back to True"):
+    with pytest.raises(ValueError, match=r"Set config.is_causal back to True"):
         position_channel(**call(mask_function=bidirectional_mask_function))
 
 

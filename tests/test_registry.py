@@ -78,7 +78,7 @@ def scheme_named(scheme_name):
 
 
 def test_a_duplicate_is_refused(own_registry):
-    with pytest.raises(ValueError, match="taken by hf_posenc.schemes.alibi.Alibi"):
+    with pytest.raises(ValueError, match=r"taken by hf_posenc.schemes.alibi.Alibi"):
         register_scheme(scheme_named("alibi"))
     assert scheme_class("alibi").__name__ == "Alibi"
 
