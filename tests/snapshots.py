@@ -65,7 +65,8 @@ def snapshot(model: PreTrainedModel, *, run: bool = True) -> Snapshot:
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     config = model.config
-    saved = copy.deepcopy((config.to_dict(), config.to_diff_dict(), model.generation_config.to_dict()))
+    generation = model.generation_config.to_dict() if model.can_generate() else None
+    saved = copy.deepcopy((config.to_dict(), config.to_diff_dict(), generation))
     return Snapshot(
         classes={name: type(module) for name, module in modules.items()},
         attributes={name: _attributes(module) for name, module in modules.items()},
