@@ -1,0 +1,467 @@
+"""What cannot be done is refused: before anything is touched, with the reason, and with what to do instead."""
+
+from dataclasses import fields
+
+import accelerate.big_modeling
+import peft
+import pytest
+import torch
+import torch.distributed
+import transformers
+from families import LENGTH, tiny, tokens
+from snapshots import assert_same, logits, snapshot
+from torch import nn
+
+import hf_posenc
+from hf_posenc import (
+    AlreadyPatchedError,
+    HfPosencError,
+    NotPatchedError,
+    UnknownSchemeError,
+    UnsupportedModelError,
+    available_schemes,
+    from_pretrained,
+    patch_model,
+    patched,
+    unpatch_model,
+)
+from hf_posenc.registry import scheme_class
+
+SCORES = ("alibi", "da_transformer", "shaw", "transformer_xl")
+STOCK_ATTENTION = ("nope", "sinusoidal", "learned", "rope")
+FAMILIES = ("gpt2", "llama")
+
+
+def refused(model, scheme, error, *words, **arguments):
+    """Patching raises this error with these words in its message, and changes nothing."""
+    before = snapshot(model, run=False)
+    with pytest.raises(error) as raised:
+        patch_model(model, scheme, **arguments)
+    assert_same(snapshot(model, run=False), before)
+    for word in words:
+        assert word in str(raised.value)
+    return str(raised.value)
+
+
+# --------------------------------------------------------------------------------------------------------- wrong arguments
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["rotary", "ALiBi", "", "alibi "])
+def test_an_unknown_scheme(family, name):
+    refused(tiny(family), name, UnknownSchemeError, *available_schemes())
+
+
+@pytest.mark.parametrize(
+    "scheme", [None, 3, nn.Linear, scheme_class("alibi")], ids=["None", "number", "class", "scheme-class"]
+)
+def test_what_is_no_scheme(scheme):
+    refused(tiny("gpt2"), scheme, TypeError, *available_schemes())
+
+
+def test_hyperparameters_beside_an_instance():
+    refused(tiny("gpt2"), scheme_class("shaw")(max_distance=4), TypeError, "values", "instance", values=False)
+
+
+@pytest.mark.parametrize("scheme", available_schemes())
+def test_an_unknown_hyperparameter(scheme):
+    known = [field.name for field in fields(scheme_class(scheme))] or ["none"]
+    refused(tiny("gpt2"), scheme, TypeError, scheme, "max_dist", *known, max_dist=3)
+
+
+NAN, INF = float("nan"), float("inf")
+# (scheme, hyper-parameter, wrong value, error, what the message says)
+WRONG = [
+    *[("sinusoidal", "base", value, ValueError, ["positive"]) for value in (0, -2.0, INF, NAN)],
+    *[("sinusoidal", "base", value, TypeError, ["number"]) for value in ("10000", None, True)],
+    ("sinusoidal", "layout", "half", ValueError, ["interleaved", "split", "'half'"]),
+    ("sinusoidal", "frequencies", "linear", ValueError, ["exponential", "power"]),
+    *[("sinusoidal", "alpha", value, ValueError, ["positive"]) for value in (0, -1, NAN)],
+    ("sinusoidal", "alpha", "2", TypeError, ["number"]),
+    *[("sinusoidal", "trainable", value, TypeError, ["True or False"]) for value in (1, "yes", None)],
+    ("sinusoidal", "placement", "output", ValueError, ["input", "every_layer"]),
+    *[("sinusoidal", "scale", value, ValueError, ["positive"]) for value in (0, -1.0, NAN)],
+    ("sinusoidal", "scale", "auto", ValueError, ["match", "positive"]),
+    *[("sinusoidal", "scale", value, TypeError, ["number"]) for value in (True, None)],
+    *[("learned", "num_positions", value, ValueError, ["positive"]) for value in (0, -1)],
+    *[("learned", "num_positions", value, TypeError, ["integer"]) for value in (2.5, "64", True)],
+    ("learned", "placement", "all", ValueError, ["input", "every_layer"]),
+    *[("learned", "share_layers", value, TypeError, ["True or False"]) for value in (1, "no")],
+    ("learned", "initialization", "random", ValueError, ["native", "interpolated", "hierarchical", "sinusoidal", "normal"]),
+    *[("rope", "rope_theta", value, ValueError, ["positive"]) for value in (0, -1, INF, NAN)],
+    *[("rope", "rope_theta", value, TypeError, ["number"]) for value in ("1e4", True)],
+    ("rope", "layout", "split", ValueError, ["half", "interleaved"]),
+    *[("rope", "partial_rotary_factor", value, ValueError, []) for value in (0, -0.5, 1.5, NAN)],
+    ("rope", "partial_rotary_factor", "0.5", TypeError, ["number"]),
+    ("rope", "scaling", "linear", TypeError, ["dict"]),
+    *[
+        ("rope", "scaling", value, ValueError, ["linear", "dynamic", "yarn", "longrope", "llama3"])
+        for value in ({}, {"factor": 2.0}, {"rope_type": "ntk"}, {"rope_type": "default"})
+    ],
+    ("rope", "scaling", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0}, ValueError, ["beside"]),
+    *[
+        ("rope", "scaling", value, ValueError, ["factor"])
+        for value in ({"rope_type": "linear"}, {"rope_type": "yarn"}, {"rope_type": "llama3"}, {"rope_type": "longrope"})
+    ],
+    ("rope", "scaling", {"rope_type": "linear", "factor": "two"}, ValueError, ["factor"]),
+    *[("transformer_xl", "share_biases", value, TypeError, ["True or False"]) for value in (1, "yes", None)],
+    *[("shaw", "max_distance", value, ValueError, ["positive"]) for value in (0, -4)],
+    *[("shaw", "max_distance", value, TypeError, ["integer"]) for value in (2.5, "8", True, None)],
+    *[("shaw", name, 1, TypeError, ["True or False"]) for name in ("share_heads", "share_layers", "values")],
+    *[("alibi", "slopes", value, TypeError, ["per head"]) for value in (0.5, "half", [0.1, "x", 0.2, 0.3], [True] * 4)],
+    *[("alibi", "slopes", [0.1, value, 0.1, 0.1], ValueError, ["not negative"]) for value in (-0.5, INF, NAN)],
+    *[("alibi", "slopes", [0.1] * count, ValueError, [str(count), "4 heads"]) for count in (0, 3, 5)],
+    ("alibi", "trainable", 1, TypeError, ["True or False"]),
+    *[("da_transformer", "relu", value, TypeError, ["True or False"]) for value in (0, None, "no")],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", WRONG, ids=[f"{scheme}-{name}={value}" for scheme, name, value, *_ in WRONG])
+def test_a_wrong_hyperparameter(row):
+    scheme, name, value, error, words = row
+    for family in FAMILIES:
+        refused(tiny(family), scheme, error, scheme, name if error is TypeError else "", *words, **{name: value})
+
+
+def test_every_hyperparameter_has_a_wrong_value_above():
+    tried = {(scheme, name) for scheme, name, *_ in WRONG}
+    assert tried == {(scheme, field.name) for scheme in available_schemes() for field in fields(scheme_class(scheme))}
+
+
+@pytest.mark.parametrize("scheme", SCORES)
+def test_an_unknown_engine(scheme):
+    refused(tiny("llama"), scheme, ValueError, "'fast'", "auto", "reference", attention="fast")
+
+
+@pytest.mark.parametrize("scheme", STOCK_ATTENTION)
+def test_an_engine_for_a_scheme_that_keeps_the_models_attention(scheme):
+    refused(tiny("llama"), scheme, ValueError, scheme, "keeps the model's own attention", attention="reference")
+
+
+@pytest.mark.parametrize("seed", [1.5, "7"])
+def test_a_seed_that_is_no_integer(seed):
+    refused(tiny("llama"), "shaw", TypeError, "seed", "integer", seed=seed)
+
+
+# ---------------------------------------------------------------------------------------------- what the base does not allow
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])
+def test_interleaved_rotation_where_the_base_rotates_by_halves(family):
+    refused(tiny(family), "rope", UnsupportedModelError, "interleaved", "by halves", layout="interleaved")
+
+
+def test_rotation_of_odd_heads():
+    model = tiny("gpt2", hidden_size=36, num_attention_heads=4)
+    refused(model, "rope", ValueError, "9", "pairs")
+
+
+@pytest.mark.parametrize("initialization", ["native", "interpolated", "hierarchical"])
+def test_a_learned_table_from_a_base_without_one(initialization):
+    words = (initialization, "this base has none", "sinusoidal or normal")
+    refused(tiny("llama"), "learned", ValueError, *words, initialization=initialization)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_native_table_that_is_too_short(family):
+    words = (str(LENGTH), str(LENGTH + 1), "interpolated or hierarchical")
+    refused(tiny(family), "learned", ValueError, *words, initialization="native", num_positions=LENGTH + 1)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_hierarchy_beyond_its_square(family):
+    words = (str(LENGTH), str(LENGTH**2), str(LENGTH**2 + 1))
+    refused(tiny(family), "learned", ValueError, *words, initialization="hierarchical", num_positions=LENGTH**2 + 1)
+
+
+@pytest.mark.parametrize("scheme", available_schemes())
+@pytest.mark.parametrize("setting", ["reorder_and_upcast_attn", "add_cross_attention"])
+def test_gpt2_settings_that_bypass_the_attention(setting, scheme):
+    words = {"reorder_and_upcast_attn": "set it to False", "add_cross_attention": "decoder-only"}
+    refused(tiny("gpt2", **{setting: True}), scheme, UnsupportedModelError, setting, words[setting])
+
+
+def unsupported(name):
+    small = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if name == "bloom":
+        return transformers.BloomForCausalLM(
+            transformers.BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
+        )
+    if name == "bert":
+        return transformers.BertModel(transformers.BertConfig(**small, intermediate_size=16))
+    config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("scheme", available_schemes())
+@pytest.mark.parametrize("name", ["bloom", "bert", "t5"])
+def test_an_unsupported_model(name, scheme):
+    refused(unsupported(name), scheme, UnsupportedModelError, repr(name), "gpt2", "llama")
+    with pytest.raises(UnsupportedModelError, match=repr(name)):
+        hf_posenc.describe(unsupported(name))
+
+
+def test_what_is_no_model():
+    for thing in (nn.Linear(2, 2), None, "gpt2"):
+        with pytest.raises(UnsupportedModelError, match=f"PreTrainedModel is needed, not {type(thing).__name__}"):
+            patch_model(thing, "alibi")
+
+
+# ------------------------------------------------------------------------------------------------------- twice, or not at all
+
+
+@pytest.mark.parametrize("scheme", available_schemes())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_patched_twice(family, scheme):
+    model = patch_model(tiny(family), scheme, seed=0)
+    for other in (scheme, "nope"):
+        refused(model, other, AlreadyPatchedError, scheme, "unpatch_model(model) first")
+        refused(model.base_model, other, AlreadyPatchedError, "unpatch_model(model) first")
+    before = snapshot(model)
+    with pytest.raises(AlreadyPatchedError), patched(model, "nope"):
+        pass
+    assert_same(snapshot(model), before)  # the failed `with` did not undo the first patch
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatching_what_is_not_patched(family):
+    model = tiny(family)
+    before = snapshot(model)
+    with pytest.raises(NotPatchedError, match="not patched"):
+        unpatch_model(model)
+    assert_same(snapshot(model), before)
+    patch_model(model, "alibi")
+    unpatch_model(model)
+    with pytest.raises(NotPatchedError, match="not patched"):
+        unpatch_model(model)
+
+
+@pytest.mark.parametrize("scheme", available_schemes())
+def test_unpatching_a_loaded_model(tmp_path, scheme):
+    patch_model(tiny("llama"), scheme, seed=0).save_pretrained(tmp_path)
+    model = from_pretrained(tmp_path)
+    before = snapshot(model)
+    with pytest.raises(NotPatchedError, match="load the stock checkpoint"):
+        unpatch_model(model)
+    assert_same(snapshot(model), before)
+
+
+def test_loading_with_and_without_a_scheme(tmp_path):
+    tiny("llama").save_pretrained(tmp_path / "stock")
+    patch_model(tiny("llama"), "shaw", seed=0).save_pretrained(tmp_path / "patched")
+    with pytest.raises(ValueError, match="say which scheme"):
+        from_pretrained(tmp_path / "stock")
+    with pytest.raises(ValueError, match="load it without scheme"):
+        from_pretrained(tmp_path / "patched", scheme="shaw")
+    with pytest.raises(UnknownSchemeError, match="alibi"):
+        from_pretrained(tmp_path / "stock", scheme="rotary")
+
+
+def test_errors_are_what_a_caller_expects():
+    for error, builtin in [
+        (UnknownSchemeError, ValueError),
+        (UnsupportedModelError, TypeError),
+        (AlreadyPatchedError, RuntimeError),
+        (NotPatchedError, RuntimeError),
+    ]:
+        assert issubclass(error, HfPosencError)
+        assert issubclass(error, builtin)
+
+
+# ---------------------------------------------------------------------------------------------------------- wrapped models
+
+
+def test_a_model_wrapped_by_data_parallel():
+    refused_inside(nn.DataParallel(tiny("llama")), "DataParallel", "patch the model first, wrap it afterwards")
+
+
+@pytest.fixture
+def one_process():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_wrapped_by_distributed_data_parallel(one_process):
+    wrapped = nn.parallel.DistributedDataParallel(tiny("llama"))
+    refused_inside(wrapped, "DistributedDataParallel", "patch the model first, wrap it afterwards")
+
+
+def test_a_model_sharded_by_fsdp(one_process):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(tiny("llama"), mesh=init_device_mesh("cpu", (1,)))
+    kept = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises(UnsupportedModelError, match="patch the model first, wrap it afterwards"):
+        patch_model(model, "alibi")
+    assert kept == [(name, type(module)) for name, module in model.named_modules()]
+
+
+# peft asks the model for an attribute that transformers 5.23 has renamed
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_model_wrapped_by_peft():
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    wrapped = peft.get_peft_model(tiny("llama"), config)
+    refused_inside(wrapped, "Peft", "patch the base model first", 'modules_to_save=["posenc"]')
+
+
+# torch's own modules warn on the first import of its compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_compiled_model():
+    refused_inside(torch.compile(tiny("llama")), "OptimizedModule", "PreTrainedModel is needed")
+
+
+def refused_inside(wrapped, *words):
+    model = next(module for module in wrapped.modules() if isinstance(module, transformers.PreTrainedModel))
+    before = snapshot(model, run=False)
+    with pytest.raises(UnsupportedModelError) as raised:
+        patch_model(wrapped, "alibi")
+    assert_same(snapshot(model, run=False), before)
+    for word in words:
+        assert word in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------------- attention backends
+
+
+@pytest.mark.parametrize(
+    "backend", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn", "paged|sdpa"]
+)
+@pytest.mark.parametrize("scheme", SCORES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flash_and_paged_attention_cannot_carry_scores(family, scheme, backend):
+    model = tiny(family)
+    model.config._attn_implementation_internal = backend  # loading with it needs a GPU
+    refused(model, scheme, UnsupportedModelError, scheme, backend, 'attn_implementation="sdpa"')
+
+
+@pytest.mark.parametrize("scheme", STOCK_ATTENTION)
+def test_flash_attention_is_kept_by_schemes_that_do_not_touch_it(scheme):
+    model = tiny("llama")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    patch_model(model, scheme)
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "flex_attention", "flash_attention_2", "no such"])
+@pytest.mark.parametrize("scheme", SCORES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_backend_on_a_scheme_that_changes_scores(family, scheme, backend):
+    model = patch_model(tiny(family), scheme, seed=0)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="would drop") as raised:
+        model.set_attn_implementation(backend)
+    assert scheme in str(raised.value)
+    assert "unpatch the model first" in str(raised.value)
+    assert_same(snapshot(model), before)
+    model.set_attn_implementation("hf_posenc")  # what it has
+    assert_same(snapshot(model), before)
+
+
+@pytest.mark.parametrize("scheme", STOCK_ATTENTION)
+def test_another_backend_on_a_scheme_that_keeps_the_attention(scheme):
+    model = patch_model(tiny("llama"), scheme)
+    expected = logits(model)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(logits(model)[1], expected[1], atol=1e-4, rtol=0)
+    unpatch_model(model)
+    assert logits(model).shape == expected.shape
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("scheme", SCORES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_backend_set_behind_the_patch(family, scheme, backend):
+    model = patch_model(tiny(family), scheme, seed=0)
+    expected = logits(model)
+    model.config._attn_implementation = backend
+    with pytest.raises(ValueError, match=f"{backend}.*would be ignored.*unpatch the model"):
+        logits(model)
+    model.config._attn_implementation = "hf_posenc"
+    assert logits(model).equal(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_attention_on_a_stock_model(family):
+    model = tiny(family)
+    model.set_attn_implementation("hf_posenc")
+    with pytest.raises(ValueError, match="apply hf_posenc.patch_model"):
+        logits(model)
+
+
+@pytest.mark.parametrize("scheme", SCORES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_continuous_batching(family, scheme):
+    model = patch_model(tiny(family), scheme, seed=0)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="hf_posenc.*not supported for continuous batching|would drop"):
+        model.init_continuous_batching()
+    for backend in ("paged|eager", "paged|sdpa"):  # what transformers advises
+        with pytest.raises(ValueError, match="would drop"):
+            model.set_attn_implementation(backend)
+    assert_same(snapshot(model), before)
+
+
+@pytest.mark.parametrize("scheme", SCORES)
+def test_paged_keys_without_positions(scheme):
+    from hf_posenc.attention import scheme_attention
+
+    attention = patch_model(tiny("llama"), scheme, seed=0).model.layers[0].self_attn
+    heads = torch.zeros(1, 4, 3, 8)
+    with pytest.raises(NotImplementedError, match=r"use generate\(\)"):
+        scheme_attention(attention, heads, heads[:, :2], heads[:, :2], None, cache=object())
+
+
+# -------------------------------------------------------------------------------------------------------- inside a forward
+
+
+@pytest.mark.parametrize("scheme", SCORES)
+def test_context_parallelism_drops_the_mask(scheme):
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    accelerate.big_modeling._attach_context_parallel_hooks(model)
+    with pytest.raises(ValueError, match=r"carries the positions, did not arrive.*nope, sinusoidal, learned, rope"):
+        model(tokens())
+
+
+@pytest.mark.parametrize("scheme", SCORES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gapped_position_ids_with_a_filled_cache(family, scheme):
+    model = patch_model(tiny(family), scheme, seed=0)
+    ids = tokens(1, 10)
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    for gapped in ([[8, 20]], [[3, 4]]):
+        with pytest.raises(ValueError, match=r"do not continue.*run the whole sequence in one forward without a cache"):
+            model(ids[:, 8:], past_key_values=cache, position_ids=torch.tensor(gapped))
+    fresh = model(ids[:, :8], use_cache=True).past_key_values
+    model(ids[:, 8:], past_key_values=fresh, position_ids=torch.tensor([[8, 9]]))
+
+
+@pytest.mark.parametrize("placement", ["input", "every_layer"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
+@pytest.mark.parametrize("rows", [16, None], ids=["own-length", "native-length"])
+def test_learned_past_its_table(family, placement, rows):
+    model = patch_model(tiny(family), "learned", placement=placement, num_positions=rows)
+    rows = rows or LENGTH
+    with torch.no_grad():
+        model(tokens(1, rows))
+        with pytest.raises(ValueError, match=f"position {rows + 2} .* {rows} positions.*num_positions={rows + 3}"):
+            model(tokens(1, rows + 3))
+        cache = model(tokens(1, rows), use_cache=True).past_key_values
+        with pytest.raises(ValueError, match=f"position {rows} .* {rows} positions"):
+            model(tokens(1, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("scheme", SCORES)
+def test_a_bidirectional_config(scheme):
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="Set config.is_causal back to True"):
+        model(tokens())
+
+
+@pytest.mark.parametrize("scheme", SCORES)
+def test_a_mask_of_the_wrong_shape(scheme):
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    with pytest.raises(ValueError, match="pass a 2-D mask"):
+        model(tokens(2, 12), attention_mask=torch.ones(2, 1, 7, 12, dtype=torch.bool))
