@@ -267,6 +267,35 @@ def test_rotation(layout, share, dtype):
     assert_close(actual.double() / slack, wanted / slack, dtype, "gradient")
 
 
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "linear"}, "needs factor"),
+        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 32.0}, "has no parameter beta_fast; it has factor"),
+        ({"rope_type": "linear", "factor": 0.5}, "at least 1"),
+        ({"rope_type": "dynamic", "factor": True}, "positive number"),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_slow": 0.0}, "beta_slow must be a positive number"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4}, "needs long_factor"),
+        ({"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0] * 4}, "list of positive numbers"),
+        (
+            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
+            "above low_freq_factor",
+        ),
+    ],
+)
+def test_rope_refuses_scalings_that_transformers_only_warns_about(scaling, message):
+    with pytest.raises(ValueError, match=message):
+        patch_model(tiny("llama"), "rope", scaling=scaling)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "phi"])
+@pytest.mark.parametrize("share", [0.1, 0.4], ids=["nothing-left", "odd"])
+def test_rope_refuses_to_rotate_half_a_pair(family, share):
+    """Unchecked, none of 8 dimensions would be rotated, or all of them, or the first forward would fail."""
+    with pytest.raises(ValueError, match="not pairs"):
+        patch_model(tiny(family), "rope", partial_rotary_factor=share)
+
+
 # --- schemes on embeddings
 
 NATIVE = Native(table=rounded(12, 16, seed=7) * 0.1, token_rms=0.3, max_positions=12)

@@ -386,7 +386,7 @@ def test_a_backend_set_behind_the_patch(family, scheme, backend):
 def test_our_attention_on_a_stock_model(family):
     model = tiny(family)
     model.set_attn_implementation("hf_posenc")
-    with pytest.raises(ValueError, match="apply hf_posenc.patch_model"):
+    with pytest.raises(ValueError, match=r"apply hf_posenc\.patch_model"):
         logits(model)
 
 
@@ -395,7 +395,7 @@ def test_our_attention_on_a_stock_model(family):
 def test_continuous_batching(family, scheme):
     model = patch_model(tiny(family), scheme, seed=0)
     before = snapshot(model)
-    with pytest.raises(ValueError, match="hf_posenc.*not supported for continuous batching|would drop"):
+    with pytest.raises(ValueError, match=r"hf_posenc.*not supported for continuous batching|would drop"):
         model.init_continuous_batching()
     for backend in ("paged|eager", "paged|sdpa"):  # what transformers advises
         with pytest.raises(ValueError, match="would drop"):
@@ -456,7 +456,7 @@ def test_learned_past_its_table(family, placement, rows):
 def test_a_bidirectional_config(scheme):
     model = patch_model(tiny("llama"), scheme, seed=0)
     model.config.is_causal = False
-    with pytest.raises(ValueError, match="Set config.is_causal back to True"):
+    with pytest.raises(ValueError, match=r"Set config\.is_causal back to True"):
         model(tokens())
 
 

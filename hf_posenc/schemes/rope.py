@@ -1,5 +1,6 @@
 """RoPE: queries and keys rotated by their position."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -7,10 +8,24 @@ import torch
 from torch import Tensor
 
 from ..registry import register_scheme
-from .base import Scheme, compute_dtype
+from .base import Dims, Native, Scheme, compute_dtype
 
-SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
-"""`rope_type` values of transformers that are tested here."""
+_LENGTH = "original_max_position_embeddings"
+
+SCALINGS: Mapping[str, tuple[set[str], set[str]]] = {
+    "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, {_LENGTH}),
+    "yarn": (
+        {"factor"},
+        {_LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    ),
+    "longrope": ({"short_factor", "long_factor"}, {_LENGTH, "factor", "attention_factor"}),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, {_LENGTH}),
+}
+"""`rope_type` values of transformers that are tested here: parameters that each needs, and others that it takes.
+
+transformers itself only logs a warning at an unknown or impossible parameter, and runs without it or with nonsense.
+"""
 
 
 @register_scheme
@@ -53,17 +68,46 @@ class Rope(Scheme):
             if self.partial_rotary_factor > 1:
                 raise ValueError(f"rope: partial_rotary_factor must be at most 1, not {self.partial_rotary_factor}")
         if self.scaling is not None:
-            if not isinstance(self.scaling, dict):
-                raise TypeError(
-                    f"rope: scaling must be a dict like transformers' rope_parameters, not {self.scaling!r}"
-                )
-            if self.scaling.get("rope_type") not in SCALINGS:
-                raise ValueError(
-                    f"rope: scaling['rope_type'] must be one of {', '.join(SCALINGS)}, not "
-                    f"{self.scaling.get('rope_type')!r}"
-                )
-            if "rope_theta" in self.scaling or "partial_rotary_factor" in self.scaling:
-                raise ValueError("rope: give rope_theta and partial_rotary_factor beside scaling, not in it")
+            self.check_scaling(self.scaling)
+
+    def check_scaling(self, scaling: dict[str, Any]) -> None:
+        """Raise TypeError or ValueError unless transformers has this scaling, with all these parameters."""
+        if not isinstance(scaling, dict):
+            raise TypeError(f"rope: scaling must be a dict like transformers' rope_parameters, not {scaling!r}")
+        kind = scaling.get("rope_type")
+        if not isinstance(kind, str) or kind not in SCALINGS:
+            raise ValueError(f"rope: scaling['rope_type'] must be one of {', '.join(SCALINGS)}, not {kind!r}")
+        if "rope_theta" in scaling or "partial_rotary_factor" in scaling:
+            raise ValueError("rope: give rope_theta and partial_rotary_factor beside scaling, not in it")
+        needed, taken = SCALINGS[kind]
+        given = set(scaling) - {"rope_type"}
+        if missing := sorted(needed - given):
+            raise ValueError(f"rope: scaling {kind} needs {', '.join(missing)}")
+        if unknown := sorted(given - needed - taken):
+            known = ", ".join(sorted(needed | taken))
+            raise ValueError(f"rope: scaling {kind} has no parameter {', '.join(unknown)}; it has {known}")
+        for key in sorted(given - {"truncate"}):
+            wants_list = key in ("short_factor", "long_factor")
+            values = scaling[key] if wants_list else [scaling[key]]
+            if not isinstance(values, list) or not values or not all(map(_positive, values)):
+                wanted = "a list of positive numbers, one per rotated pair" if wants_list else "a positive number"
+                raise ValueError(f"rope: scaling {kind}: {key} must be {wanted}, not {scaling[key]!r}")
+        if scaling.get("factor", 1) < 1:
+            raise ValueError(f"rope: scaling {kind}: factor must be at least 1, not {scaling['factor']!r}")
+        if kind == "longrope" and len(scaling["short_factor"]) != len(scaling["long_factor"]):
+            raise ValueError("rope: scaling longrope: short_factor and long_factor must have the same length")
+        if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+            raise ValueError("rope: scaling llama3: high_freq_factor must be above low_freq_factor")
+
+    def resolve(self, native: Native, dims: Dims) -> "Rope":
+        """Return the scheme itself; ValueError unless a share of the head that was asked for is a number of pairs."""
+        share = self.partial_rotary_factor
+        if share is not None and (int(share * dims.head_dim) < 2 or int(share * dims.head_dim) % 2):
+            raise ValueError(
+                f"rope: partial_rotary_factor={share} leaves {int(share * dims.head_dim)} dimensions of "
+                f"{dims.head_dim} to rotate, which are not pairs"
+            )
+        return self
 
     def with_base(self, rope_theta: float, partial_rotary_factor: float) -> "Rope":
         """Return the scheme with what was None taken from the base model."""
@@ -81,6 +125,10 @@ class Rope(Scheme):
             "rope_theta": self.rope_theta,
             "partial_rotary_factor": self.partial_rotary_factor,
         }
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
