@@ -1,0 +1,159 @@
+"""torch.compile: one graph without breaks for training, one for all decoding steps, and the same numbers.
+
+``aot_eager`` traces forward and backward as the real backend does and then runs the operations one by one: what is
+tested is that tracing sees all of it. The last test compiles for real, with the default backend.
+"""
+
+import logging
+
+import pytest
+import torch
+from families import FAMILIES, tokens
+from situations import CASES, SCHEMES, TOLERANCE, assert_same, distance, patched_model
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from transformers import StaticCache
+
+LENGTH = 20
+PROMPT = 8
+# A sliding-window cache counts its tokens in a Python integer: every step is another graph, of the stock model as well.
+COMPILES_ONCE = ("gpt2", "llama", "gpt_neox", "opt", "gemma", "phi", "smollm3", "olmo2")
+
+# Compiling takes seconds each: the rest is in the slow tier.
+SLOWER = tuple(case for case in SCHEMES if case != "alibi")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    # Dynamo gives up on a code object after a few graphs, whatever model they were for.
+    torch._dynamo.reset()
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    yield
+    torch._dynamo.reset()
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_training(case, family):
+    model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
+    labels = ids.clone()  # one tensor given twice is guarded as such, and the next batch would be another graph
+    expected = model(ids, labels=labels, use_cache=False)
+    expected.loss.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    actual = compiled(ids, labels=labels, use_cache=False)
+    actual.loss.backward()
+    assert_same(actual.logits, expected.logits)
+    found = gradients(model)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        scale = max(1.0, gradient.abs().max().item())
+        assert distance(found[name] / scale, gradient / scale) <= TOLERANCE[torch.float32], name
+    compiled(tokens(2, LENGTH, seed=3), labels=labels, use_cache=False)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_llama_trains_in_one_graph(case):
+    check_training(case, "llama")
+
+
+@pytest.mark.parametrize("case", ["alibi", *(pytest.param(case, marks=pytest.mark.slow) for case in SLOWER)])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
+def test_every_family_trains_in_one_graph(case, family):
+    check_training(case, family)
+
+
+def decode(model, step, ids, positions_of_steps=True):
+    """Return the logits of the tokens after the prompt, each by one call of `step`."""
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    model(ids[:, :PROMPT], past_key_values=cache)
+    parts = []
+    for t in range(PROMPT, LENGTH):
+        extra = {"position_ids": torch.tensor([[t]])} if positions_of_steps else {}
+        parts.append(step(ids[:, t : t + 1], past_key_values=cache, **extra).logits)
+    return torch.cat(parts, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", SCHEMES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_decoding_is_one_graph(case, family):
+    model, ids = patched_model(case, family), tokens(2, LENGTH)
+    counter = CompileCounter()
+    step = torch.compile(model, fullgraph=True, backend=counter, dynamic=False)
+    assert_same(decode(model, step, ids), model(ids, use_cache=False).logits[:, PROMPT:])
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [family for family in COMPILES_ONCE if family not in ("llama", "gpt2")])
+def test_decoding_of_every_family_is_one_graph(family):
+    model, ids = patched_model("alibi", family), tokens(2, LENGTH)
+    counter = CompileCounter()
+    step = torch.compile(model, fullgraph=True, backend=counter, dynamic=False)
+    assert_same(decode(model, step, ids), model(ids, use_cache=False).logits[:, PROMPT:])
+    assert counter.frame_count == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["rope", "alibi", "shaw", "da_transformer", "transformer_xl"])
+def test_padded_and_packed_batches(case):
+    model, ids = patched_model(case, "llama"), tokens(2, LENGTH)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    padded = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": False}
+    shown = mask.bool()
+    assert_same(compiled(ids, **padded).logits[shown], model(ids, **padded).logits[shown])
+    packed = {"position_ids": torch.cat([torch.arange(12), torch.arange(8)])[None], "use_cache": False}
+    eager = model(ids[:1], **packed).logits
+    # The second document starts anew: a compiled graph that lost the packing would agree with the plain forward.
+    assert distance(eager, model(ids[:1], use_cache=False).logits) > 1e-2
+    assert_same(compiled(ids[:1], **packed).logits, eager)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["alibi", "transformer_xl"])
+def test_lengths_may_vary_without_a_graph_for_each(case):
+    model = patched_model(case, "llama")
+    counter = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in (9, 12, 15, 21, 33):
+        ids = tokens(2, length)
+        assert_same(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    assert counter.frame_count <= 2  # one for the first length, one for any other
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["alibi", "rope"])
+def test_generate_compiles_by_itself(case):
+    """With a static cache `generate` compiles the decoding step where it thinks it pays (not on a CPU): forced here."""
+    from transformers import CompileConfig
+
+    model, ids = patched_model(case, "llama"), tokens(2, 10)
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    expected = model.generate(ids, **options)
+    config = CompileConfig(backend="aot_eager", fullgraph=True, dynamic=False, mode=None)
+    config._compile_all_devices = True
+    actual = model.generate(ids, cache_implementation="static", compile_config=config, **options)
+    assert actual.equal(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SCHEMES)
+def test_the_default_backend(case):
+    model, ids = patched_model(case, "llama").train(), tokens(2, LENGTH)
+    expected = model(ids, labels=ids, use_cache=False)
+    expected.loss.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    actual = torch.compile(model, fullgraph=True)(ids, labels=ids, use_cache=False)
+    actual.loss.backward()
+    assert_same(actual.logits, expected.logits)
+    for name, gradient in gradients(model).items():
+        scale = max(1.0, wanted[name].abs().max().item())
+        assert distance(gradient / scale, wanted[name] / scale) <= TOLERANCE[torch.float32], name
