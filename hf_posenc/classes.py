@@ -65,6 +65,8 @@ class PosEncMixin:
         if backend in (NAME, TRIPWIRE):  # the stock constructor refuses them, as it should
             config._attn_implementation_internal = None
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        if lacks_loss_type(self):
+            self.loss_type = "ForCausalLM"
         base = self.base_model
         if "_posenc_patch" not in base.__dict__:
             object.__setattr__(base, "_posenc_patch", surgery.Patch(scheme, "auto", None))
@@ -109,6 +111,14 @@ class PosEncMixin:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: transformers would copy our source into the next checkpoint."""
+
+
+def lacks_loss_type(model: Any) -> bool:
+    """Return whether transformers cannot tell a causal language model's loss from its class name.
+
+    It then takes the right one and warns, which breaks `torch.compile(fullgraph=True)`: GPT2LMHeadModel.
+    """
+    return model.loss_type is None and model.can_generate()
 
 
 def scheme_of(config: PreTrainedConfig) -> Scheme:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
 from . import surgery
-from .classes import PosEncMixin, config_class, entry_of, model_class
+from .classes import PosEncMixin, config_class, entry_of, lacks_loss_type, model_class
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from .registry import available_schemes, scheme_class
 from .schemes.base import PositionEmbedding, PositionModule, Scheme
@@ -135,6 +135,8 @@ def _rename(undo: surgery.Undo, model: PreTrainedModel, scheme: Scheme) -> None:
     for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
         surgery.set_class(undo, module, model_class(type(module)))
     surgery.set_attribute(undo, config, "architectures", [type(model).__name__])
+    if lacks_loss_type(model):
+        surgery.set_attribute(undo, model, "loss_type", "ForCausalLM")
     # PEFT writes this into adapters as their base; the stock checkpoint would be the wrong one.
     surgery.set_attribute(undo, model, "name_or_path", "")
     surgery.set_attribute(undo, config, "_name_or_path", "")
