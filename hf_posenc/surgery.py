@@ -26,7 +26,17 @@ from .attention import (
 )
 from .errors import UnsupportedModelError
 from .registry import adapter_for
-from .schemes.base import Dims, EmbeddingScheme, Native, PositionEmbedding, PositionModule, Scheme, ScoreScheme, Shared
+from .schemes.base import (
+    Dims,
+    EmbeddingScheme,
+    Native,
+    PositionEmbedding,
+    PositionModule,
+    Reference,
+    Scheme,
+    ScoreScheme,
+    Shared,
+)
 from .schemes.rope import Rope
 
 UNLIMITED = 2**17
@@ -327,7 +337,7 @@ def _silence_native(undo: Undo, plan: Plan) -> None:
     if found.position_table is not None:
         assert adapter.position_table is not None
         silent = NoEmbedding(plan.dims.hidden_size)
-        object.__setattr__(silent, "like", found.token_embedding)
+        silent.like = Reference(found.decoder, adapter.token_embedding)
         set_module(undo, found.decoder, adapter.position_table, silent)
 
 
@@ -339,7 +349,7 @@ def _place_scores(undo: Undo, plan: Plan, scheme: ScoreScheme) -> list[PositionM
         owners.append(shared)
     for attention in plan.found.attentions:
         module = scheme.build(plan.dims)
-        placed = module if shared is None else scheme.attach_shared(module, shared)
+        placed = module if shared is None else scheme.attach_shared(module, Reference(plan.found.decoder, "posenc"))
         set_module(undo, attention, "posenc", placed)
         set_attribute(undo, attention, "posenc_engine", plan.attention)
         if isinstance(placed, PositionModule):
@@ -353,7 +363,7 @@ def _place_embeddings(undo: Undo, plan: Plan, scheme: EmbeddingScheme) -> list[P
     if not every_layer and found.position_table is not None:
         assert adapter.position_table is not None
         module = scheme.build(plan.dims)
-        object.__setattr__(module, "like", found.token_embedding)
+        module.like = Reference(found.decoder, adapter.token_embedding)
         set_module(undo, found.decoder, adapter.position_table, module)
         return [module]
     owners: list[PositionModule] = []
@@ -362,7 +372,7 @@ def _place_embeddings(undo: Undo, plan: Plan, scheme: EmbeddingScheme) -> list[P
         set_module(undo, found.decoder, "posenc", owners[0])
     for layer in found.layers if every_layer else found.layers[:1]:
         if every_layer and share_layers:
-            set_module(undo, layer, "posenc", Shared(owners[0]))
+            set_module(undo, layer, "posenc", Shared(Reference(found.decoder, "posenc")))
         else:
             owners.append(scheme.build(plan.dims))
             set_module(undo, layer, "posenc", owners[-1])

@@ -8,12 +8,13 @@ import pytest
 import torch
 from cases import CASES, HEAD_DIM, INITIAL_TABLES, TRAINED, Case, paper_slopes, plain, sinusoidal_table, turn
 from families import tiny, tokens
+from torch import nn
 
 from hf_posenc import available_schemes, patch_model
 from hf_posenc.engines import reference
 from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
-from hf_posenc.schemes.base import Dims, Native
+from hf_posenc.schemes.base import Dims, Native, Reference
 from hf_posenc.schemes.rope import apply_rotary
 
 # Largest error, relative to the largest value expected (to 1 if that is smaller).
@@ -89,7 +90,9 @@ def build(case: Case, dims: Dims):
     module, shared = scheme.build(dims), scheme.build_shared(dims)
     if shared is None:
         return module, dict(module.named_parameters())
-    placed = scheme.attach_shared(module, shared)
+    owner = nn.Module()
+    owner.posenc = shared
+    placed = scheme.attach_shared(module, Reference(owner, "posenc"))
     return placed, {**dict(shared.named_parameters()), **dict(placed.named_parameters())}
 
 

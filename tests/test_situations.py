@@ -577,7 +577,7 @@ def silence(model):
                 silent = IdentityRotary(base)
             elif isinstance(child, PositionEmbedding) and any(True for _ in child.modules()):
                 silent = Silent()
-                silent.like = None if child.like is None else child.like
+                silent.like = child.like
             elif name == "posenc" and isinstance(child, ScoreModule):
                 silent = ScoreModule()  # scores are plain q.k, values are plain values
             else:

@@ -191,10 +191,10 @@ class ScoreModule(PositionModule):
 class PositionEmbedding(PositionModule):
     """Turns positions into vectors that are added to the hidden states.
 
-    `like`, where set, is the token embedding (referred to, not registered): the vectors take the dtype of its weight.
+    `like`, where set, refers to the token embedding: the vectors take the dtype of its weight.
     """
 
-    like: Any = None
+    like: Reference | None = None
 
     def forward(self, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Return one vector per position.
@@ -212,7 +212,7 @@ class PositionEmbedding(PositionModule):
         """
         ids = args[0] if position_ids is None else position_ids
         vectors = self.embed(ids.clamp(min=0))
-        return vectors if self.like is None else vectors.to(self.like.weight.dtype)
+        return vectors if self.like is None else vectors.to(self.like().weight.dtype)
 
     def embed(self, position_ids: Tensor) -> Tensor:
         """Return the vectors (B|1, T, E) of positions (B|1, T) >= 0."""
@@ -239,8 +239,8 @@ class ScoreScheme(Scheme):
         """Return what all layers share (owned once by the model), or None."""
         return None
 
-    def attach_shared(self, module: ScoreModule, shared: PositionModule) -> nn.Module:
-        """Return what goes on the attention, given its own module and the shared one."""
+    def attach_shared(self, module: ScoreModule, shared: Reference) -> nn.Module:
+        """Return what goes on the attention, given its own module and a reference to the shared one."""
         return Shared(shared)
 
 
@@ -258,22 +258,47 @@ class EmbeddingScheme(Scheme):
         raise NotImplementedError(type(self).__name__)
 
 
+class Reference:
+    """Points at a module that is owned elsewhere: the child called `name` of `parent`, looked up at each call.
+
+    It is not registered, so that what it points at is saved and sharded once. It finds what a wrapper (PEFT) has put
+    in the child's place. A copy of what holds it points at the same module, unless the parent is copied as well.
+    """
+
+    def __init__(self, parent: nn.Module, name: str) -> None:
+        """Point at a child.
+
+        Args:
+            parent: the module that owns it.
+            name: its attribute there.
+        """
+        self.parent = parent
+        self.name = name
+
+    def __call__(self) -> Any:
+        """Return the module."""
+        return getattr(self.parent, self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reference:
+        """Point into the copied model where the whole model is being copied."""
+        return Reference(memo.get(id(self.parent), self.parent), self.name)
+
+
 class Shared(nn.Module):
     """Calls a module that is owned elsewhere, so that its parameters stay one object, saved once."""
 
-    def __init__(self, owner: nn.Module) -> None:
-        """Refer to `owner` without registering it.
+    def __init__(self, owner: Reference) -> None:
+        """Refer to a module without registering it.
 
         Args:
-            owner: the module to call.
+            owner: what to call.
         """
         super().__init__()
-        object.__setattr__(self, "owner", owner)  # a plain attribute: not a sub-module, so not saved or wrapped twice
+        self.owner = owner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the owner."""
-        owner: Any = self.owner
-        return owner(*args, **kwargs)
+        return self.owner()(*args, **kwargs)
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -320,6 +345,7 @@ __all__ = [
     "Native",
     "PositionEmbedding",
     "PositionModule",
+    "Reference",
     "Scheme",
     "ScoreModule",
     "ScoreScheme",

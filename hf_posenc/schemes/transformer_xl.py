@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from ..registry import register_scheme
-from .base import Dims, PositionModule, ScoreModule, ScoreScheme, geometric_frequencies, init, parameter, sinusoids
+from .base import (
+    Dims,
+    PositionModule,
+    Reference,
+    ScoreModule,
+    ScoreScheme,
+    geometric_frequencies,
+    init,
+    parameter,
+    sinusoids,
+)
 
 
 @register_scheme
@@ -42,9 +52,9 @@ class TransformerXL(ScoreScheme):
         """Return the one pair of biases if the layers share it."""
         return SharedBiases(dims) if self.share_biases else None
 
-    def attach_shared(self, module: ScoreModule, shared: PositionModule) -> nn.Module:
+    def attach_shared(self, module: ScoreModule, shared: Reference) -> nn.Module:
         """Let the module read the shared biases."""
-        object.__setattr__(module, "shared_biases", shared)  # unregistered: saved once, where they are owned
+        module.shared_biases = shared  # type: ignore[assignment]  # not a module
         return module
 
 
@@ -77,7 +87,7 @@ class SharedBiases(PositionModule):
 class RelativeSinusoids(ScoreModule):
     """Parameters `position_projection` `W` (H D, E); unless shared, `content_bias` `u`, `position_bias` `v` (H, D)."""
 
-    shared_biases: SharedBiases
+    shared_biases: Reference
 
     def __init__(self, dims: Dims, own_biases: bool) -> None:
         """Make the parameters.
@@ -110,7 +120,7 @@ class RelativeSinusoids(ScoreModule):
     ) -> Tensor:
         """Return the logits, see `ScoreModule.scores`."""
         if self.content_bias is None or self.position_bias is None:
-            u, v = self.shared_biases(query)
+            u, v = self.shared_biases()(query)
         else:
             u, v = self.content_bias.to(query), self.position_bias.to(query)
         # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.

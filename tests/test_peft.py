@@ -1,0 +1,105 @@
+"""LoRA on patched models: the scheme keeps working, is trained where asked for, and survives merging."""
+
+import copy
+
+import pytest
+import torch
+from families import FAMILIES, tiny, tokens
+from peft import LoraConfig, get_peft_model
+from situations import BASES, CASES, DIFFERENT, SCHEMES, assert_same, distance, patched_model
+
+from hf_posenc import UnsupportedModelError, patch_model, unpatch_model
+
+# peft 0.21 asks for it by the name that transformers 5.23 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LENGTH = 20
+# The projections that make queries and keys: what a scheme on queries and keys must see the update of.
+PROJECTIONS = {"gpt2": ["c_attn"], "opt": ["q_proj", "k_proj"], "gpt_neox": ["query_key_value"], "phi3": ["qkv_proj"]}
+
+
+def adapted(model, family, **options):
+    """Wrap a model in LoRA whose update is not zero, as if it had been trained."""
+    options["fan_in_fan_out"] = family == "gpt2"  # whose projections are stored transposed
+    config = LoraConfig(
+        r=4, target_modules=PROJECTIONS.get(family, ["q_proj", "k_proj"]), task_type="CAUSAL_LM", **options
+    )
+    wrapped = get_peft_model(model, config).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return wrapped
+
+
+def full(model, ids):
+    return model(input_ids=ids, use_cache=False).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", SCHEMES)
+def test_the_update_goes_through_the_scheme(case, family):
+    """The merged weights run through the plain patched model: they must give what the wrapped model gave.
+
+    RoPE put on GPT-2 by a hook on its projection would fail here: PEFT wraps the projection and adds its update after.
+    """
+    ids = tokens(2, LENGTH)
+    wrapped = adapted(patched_model(case, family), family)
+    before = full(wrapped, ids)
+    assert distance(before, full(patched_model(case, family), ids)) > DIFFERENT  # the update does something
+    merged = wrapped.merge_and_unload()
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    assert_same(full(merged, ids), before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", BASES)
+@pytest.mark.parametrize("case", CASES)
+def test_generation_with_an_adapter(case, family):
+    wrapped = adapted(patched_model(case, family), family)
+    ids = tokens(2, 8)
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    actual = wrapped.generate(input_ids=ids, **options)
+    expected = ids
+    for _ in range(6):
+        expected = torch.cat([expected, full(wrapped, expected)[:, -1:].argmax(-1)], 1)
+    assert actual.equal(expected)
+
+
+@pytest.mark.parametrize("family", BASES)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.split("-")[0] in ("shaw", "transformer_xl", "learned")]
+)
+def test_position_parameters_are_trained_where_asked_for(case, family):
+    def step(**options):
+        wrapped = adapted(patched_model(case, family), family, **options).train()
+        full(wrapped, tokens(2, LENGTH)).square().mean().backward()
+        return {name for name, p in wrapped.named_parameters() if p.grad is not None and "lora_" not in name}
+
+    assert step() == set()
+    # GPT-2's learned table stands where its own was, under its own name
+    name = "wpe" if case == "learned" and family == "gpt2" else "posenc"
+    trained = step(modules_to_save=[name])
+    assert trained
+    assert all(name in parameter for parameter in trained)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", BASES)
+def test_a_wrapped_model_is_refused(family):
+    wrapped = adapted(tiny(family), family)
+    with pytest.raises(UnsupportedModelError, match="patch the base model first"):
+        patch_model(wrapped, "alibi")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", BASES)
+@pytest.mark.parametrize("case", SCHEMES)
+def test_unpatch_after_merging_keeps_the_update(case, family):
+    ids = tokens(2, LENGTH)
+    model = patched_model(case, family)
+    merged = unpatch_model(adapted(model, family).merge_and_unload())
+    expected = adapted(copy.deepcopy(tiny(family)), family).merge_and_unload()
+    assert_same(full(merged, ids), full(expected, ids))
