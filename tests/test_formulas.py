@@ -311,7 +311,9 @@ def embedding(case: Case, size: int, dtype: torch.dtype, native: Native):
         module.initialize(native)
         for n, parameter in enumerate(module.parameters()):
             parameter.data = rounded(*parameter.shape, seed=n).to(dtype)
-    object.__setattr__(module, "like", torch.nn.Embedding(1, size, dtype=dtype))  # decides the dtype of the vectors
+    owner = nn.Module()
+    owner.tokens = nn.Embedding(1, size, dtype=dtype)
+    module.like = Reference(owner, "tokens")  # decides the dtype of the vectors
     return module
 
 
