@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import available_schemes, patch_model, unpatch_model, verify
+from hf_posenc.evaluation import non_overlapping_perplexity
 
 DATA = Path(os.environ.get("HF_POSENC_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
 MODEL, TEXT = DATA / "models/stories260K", DATA / "text/tinystories/tinystories_clean.txt"
@@ -27,11 +28,22 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def tokens():
+def all_tokens():
+    """All stories, each with `<s>` in front, one after the other."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    stories = TEXT.read_text().split("\n\n")[:24]
-    ids = [token for story in stories for token in tokenizer(story)["input_ids"]]
-    return torch.tensor(ids)
+    stories = TEXT.read_text().strip().split("\n\n")
+    return torch.tensor([token for story in tokenizer(stories)["input_ids"] for token in story])
+
+
+@pytest.fixture(scope="module")
+def tokens(all_tokens):
+    return all_tokens[:6000]
+
+
+@pytest.mark.parametrize(("length", "published"), [(512, 4.525), (1024, 4.672), (2048, 5.248)])
+def test_the_unpatched_model_has_the_perplexity_that_was_published(model, all_tokens, length, published):
+    measured = non_overlapping_perplexity(model, all_tokens[: 80_000 // length * length], length=length)
+    assert measured.perplexity == pytest.approx(published, rel=0.01)
 
 
 @pytest.mark.parametrize("scheme", available_schemes())
@@ -40,7 +52,7 @@ def test_generates_trains_and_is_restored(model, tokens, scheme):
     with torch.no_grad():
         stock = model(long[:, :512]).logits
     patch_model(model, scheme, seed=0, **({"num_positions": 1024} if scheme == "learned" else {}))
-    assert verify(model)
+    assert verify(model).ok
     with torch.no_grad():
         assert torch.isfinite(model(long).logits).all()
         text = model.generate(long[:, :600], max_new_tokens=24, do_sample=False, eos_token_id=None)
