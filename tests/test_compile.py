@@ -5,6 +5,7 @@ tested is that tracing sees all of it. The last test compiles for real, with the
 """
 
 import logging
+import shutil
 
 import pytest
 import torch
@@ -144,6 +145,8 @@ def test_generate_compiles_by_itself(case):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend compiles C++: install g++ to run this")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own use
 @pytest.mark.parametrize("case", SCHEMES)
 def test_the_default_backend(case):
     model, ids = patched_model(case, "llama").train(), tokens(2, LENGTH)
