@@ -1,11 +1,12 @@
 """Replace the position handling of Hugging Face causal language models, in place, by any documented scheme."""
 
 from . import adapters, schemes  # noqa: F401  (importing them fills the registries)
-from .checkpoint import from_pretrained
+from .checkpoint import export_stock, from_pretrained, inspect
 from .classes import VERSION as __version__
 from .classes import register_auto as _register_auto
 from .errors import (
     AlreadyPatchedError,
+    CheckpointError,
     HfPosencError,
     NotPatchedError,
     UnknownSchemeError,
@@ -18,6 +19,7 @@ from .verification import verify
 
 __all__ = [
     "AlreadyPatchedError",
+    "CheckpointError",
     "HfPosencError",
     "NotPatchedError",
     "Scheme",
@@ -26,7 +28,9 @@ __all__ = [
     "__version__",
     "available_schemes",
     "describe",
+    "export_stock",
     "from_pretrained",
+    "inspect",
     "patch_model",
     "patched",
     "unpatch_model",

@@ -1,21 +1,35 @@
 """Own model types: classes made on demand as `(PosEncMixin, LlamaForCausalLM)`, configs likewise.
 
-A patched model has model type `posenc_<base>`, so that what it saves cannot be loaded as the stock model by mistake.
+A patched model has model type `posenc_<base>`, and what it saves cannot be loaded as the stock model by mistake. Four
+wires see to that, each for who gets past the ones before it: the model type (Auto classes), an attention implementation
+that is registered nowhere (stock classes), an activation that no stock class knows (stock classes that are given an
+attention implementation), and a tensor named after the scheme (state dicts loaded by hand).
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
+import os
+import tempfile
+import warnings
+from pathlib import Path
 from typing import Any
 
+import peft.utils.constants
 import transformers
+from packaging.version import InvalidVersion, Version
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
 
-from . import surgery
+from . import hub, surgery
+from .atomic import recover, staged
 from .attention import NAME, revive, stock_class
-from .registry import scheme_class, supported_model_types
+from .errors import CheckpointError, UnknownSchemeError
+from .registry import adapter_for, scheme_class, supported_model_types
 from .schemes.base import PositionModule, Scheme, ScoreScheme
 
 VERSION = "0.1.0"
@@ -24,21 +38,58 @@ TRIPWIRE = "hf_posenc_patched"
 """`attn_implementation` of a saved config. Stock model classes refuse to be built with it, as it is registered nowhere:
 not even where hf_posenc was imported, unlike the name of our attention function."""
 
+ACTIVATION = "hf_posenc:"
+"""Put in front of a saved config's activation. Every stock model looks it up when it is built, and finds nothing."""
+
+_ACTIVATIONS = ("activation_function", "hidden_act", "hidden_activation")
+
+STUB = "modeling_hf_posenc"
+"""The file beside a checkpoint that `trust_remote_code=True` runs: it imports our classes, and nothing else."""
+
+_HEADS = {
+    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+}
+"""Auto classes that know our models, and transformers' own table of each: model type -> class name."""
+
 
 class PosEncConfigMixin:
-    """In front of a stock config class: writes the scheme and the trip-wire."""
+    """In front of a stock config class: writes the scheme and the wires."""
 
     position_encoding: dict[str, Any] | None = None
 
+    def __post_init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the wire off the activation, then start as the stock config.
+
+        Args:
+            *args: handed on.
+            **kwargs: handed on.
+        """
+        for key in _ACTIVATIONS:
+            value = getattr(self, key, None)
+            if isinstance(value, str):
+                setattr(self, key, value.removeprefix(ACTIVATION))
+        super().__post_init__(*args, **kwargs)  # type: ignore[misc]  # the stock class is behind us
+
+    def _wires(self) -> dict[str, Any]:
+        own = {key: getattr(self, key, None) for key in _ACTIVATIONS}
+        activations = {key: ACTIVATION + value for key, value in own.items() if isinstance(value, str)}
+        return {**activations, "attn_implementation": TRIPWIRE}
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as a dict, with the trip-wire."""
-        stock: dict[str, Any] = super().to_dict()  # type: ignore[misc]  # the stock class is behind us
-        return {**stock, "attn_implementation": TRIPWIRE}
+        """Return the config as a dict, with the wires."""
+        stock: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        return {**stock, **self._wires()}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return what is saved."""
         saved = super().to_diff_dict()  # type: ignore[misc]
-        return {**saved, "position_encoding": self.position_encoding, "attn_implementation": TRIPWIRE}
+        auto_map = {"AutoConfig": f"{STUB}.{type(self).__name__}"}
+        auto_map |= {auto: f"{STUB}.PosEnc{name}" for auto, name in heads_of(self).items()}
+        return {**saved, "position_encoding": self.position_encoding, "auto_map": auto_map, **self._wires()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the stock class, since this one is made on demand."""
@@ -47,6 +98,9 @@ class PosEncConfigMixin:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Do nothing: transformers would copy our source into the next checkpoint."""
+
+
+_PUSH_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 
 class PosEncMixin:
@@ -61,6 +115,7 @@ class PosEncMixin:
             **kwargs: handed on.
         """
         scheme = scheme_of(config)
+        check_version(config)
         backend = config._attn_implementation_internal
         if backend in (NAME, TRIPWIRE):  # the stock constructor refuses them, as it should
             config._attn_implementation_internal = None
@@ -80,6 +135,106 @@ class PosEncMixin:
                     module.__class__ = model_class(type(module))
         elif isinstance(scheme, ScoreScheme):
             config._attn_implementation_internal = NAME
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load as transformers does, and make sure that every position parameter was there.
+
+        Args:
+            pretrained_model_name_or_path: a directory or a Hub id.
+            *args: handed on.
+            output_loading_info: also return transformers' account of missing, unexpected and mismatched keys.
+            **kwargs: handed on.
+
+        Returns:
+            The model, in eval mode; with `output_loading_info` a pair.
+
+        Raises:
+            CheckpointError: if the config's entry or a position parameter is missing, unexpected or of another shape,
+                or the weights cannot be read.
+        """
+        path = pretrained_model_name_or_path
+        if isinstance(path, (str, os.PathLike)) and os.path.isdir(path) and recover(Path(path)):
+            kwargs.pop("config", None)  # it may be of what the interrupted save replaced
+        try:
+            model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        except SafetensorError as error:
+            raise CheckpointError(f"hf_posenc: the weights of {path} cannot be read: {error}") from error
+        except RuntimeError as error:  # transformers logs a table of what does not fit, and says so
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            entry = (kwargs.get("config") or cls.config_class.from_pretrained(path)).position_encoding
+            raise CheckpointError(f"hf_posenc: the weights of {path} do not fit {entry}: {error}") from error
+        check_loaded(model, info, path)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *args: Any,
+        tokenizer: Any = None,
+        push_to_hub: bool = False,
+        **kw: Any,
+    ) -> None:
+        """Save as transformers does, with the wires, the stub and a model card, all or nothing.
+
+        A kill at any moment leaves the old checkpoint or the new one. Other files of the directory stay; a README.md
+        that is there is kept.
+
+        Args:
+            save_directory: where to.
+            *args: handed on.
+            tokenizer: saved with the model, its `model_max_length` set to what the scheme allows.
+            push_to_hub: upload what was saved, as `push_to_hub` does.
+            **kw: of `save_pretrained` in transformers, and of `push_to_hub`.
+        """
+        directory = Path(save_directory)
+        options = {key: kw.pop(key) for key in _PUSH_OPTIONS if key in kw}
+        repo_id = kw.pop("repo_id", None) or directory.name
+        if kw.get("distributed_checkpoint"):  # every process writes shards of its own, for resuming only
+            super().save_pretrained(save_directory, *args, **kw)  # type: ignore[misc]
+            return
+        is_main_process = args[0] if args else kw.get("is_main_process", True)
+        if not is_main_process:
+            super().save_pretrained(save_directory, *args, **kw)  # type: ignore[misc]
+            return
+        with staged(directory) as folder:
+            super().save_pretrained(folder, *args, **kw)  # type: ignore[misc]
+            if (folder / "config.json").is_file():  # not where only an adapter is saved, or another process writes
+                (folder / f"{STUB}.py").write_text(stub_text(self.config), encoding="utf-8")
+                if not (directory / "README.md").exists():
+                    text = hub.card(self.config.to_diff_dict())
+                    (folder / "README.md").write_text(text, encoding="utf-8")
+            if tokenizer is not None:
+                tokenizer = copy.deepcopy(tokenizer)
+                tokenizer.model_max_length = self.config.max_position_embeddings
+                tokenizer.save_pretrained(folder)
+        if push_to_hub:
+            hub.push(directory, repo_id, **options)
+
+    def push_to_hub(
+        self, repo_id: str, *, tokenizer: Any = None, max_shard_size: int | str = "50GB", **options: Any
+    ) -> Any:
+        """Upload the model in one commit, with the wires, the stub and a card that says how to load it.
+
+        Args:
+            repo_id: `name` or `organization/name`; made if it does not exist.
+            tokenizer: uploaded with the model.
+            max_shard_size: size of a weight file, e.g. `"5GB"`.
+            **options: `commit_message`, `commit_description`, `private`, `token`, `revision`, `create_pr`, `tags`, as
+                transformers has them.
+
+        Returns:
+            huggingface_hub's CommitInfo.
+
+        Raises:
+            TypeError: for an option that is none of these.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, tokenizer=tokenizer, max_shard_size=max_shard_size)
+            return hub.push(Path(folder), repo_id, **options)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionModule):
@@ -125,13 +280,76 @@ def scheme_of(config: PreTrainedConfig) -> Scheme:
     """Return the scheme that a config of ours names.
 
     Raises:
-        ValueError: if it names none, or an unknown one (UnknownSchemeError).
+        CheckpointError: if it names none, or its hyper-parameters are not exactly those of the scheme.
+        UnknownSchemeError: if the scheme is not registered; the message lists those that are.
     """
-    entry = dict(getattr(config, "position_encoding", None) or {})
-    if "scheme" not in entry:
-        raise ValueError(f"config.json of model type {config.model_type!r} has no position_encoding.scheme")
-    entry.pop("hf_posenc_version", None)
-    return scheme_class(entry.pop("scheme")).parse(entry)
+    entry = getattr(config, "position_encoding", None)
+    where = f"config.json of model type {config.model_type!r}"
+    if not isinstance(entry, dict) or not isinstance(entry.get("scheme"), str):
+        raise CheckpointError(f"hf_posenc: {where} has no position_encoding.scheme")
+    values = {key: value for key, value in entry.items() if key not in ("scheme", "hf_posenc_version")}
+    try:
+        cls = scheme_class(entry["scheme"])
+    except UnknownSchemeError as error:
+        raise UnknownSchemeError(f"hf_posenc: {where}: {error}") from None
+    if missing := sorted({field.name for field in dataclasses.fields(cls)} - set(values)):
+        raise CheckpointError(
+            f"hf_posenc: {where} lacks {', '.join(missing)} of {entry['scheme']}: without it the model would not be "
+            "the one that was saved"
+        )
+    try:
+        return cls.parse(values)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"hf_posenc: {where}: {error}") from error
+
+
+def check_version(config: PreTrainedConfig) -> None:
+    """Compare the version that saved a config with this one: warn where that is newer, refuse a newer major version.
+
+    Raises:
+        CheckpointError: if there is no version, or a newer major one.
+    """
+    stamp = (getattr(config, "position_encoding", None) or {}).get("hf_posenc_version")
+    try:
+        saved, own = Version(str(stamp)), Version(VERSION)
+    except InvalidVersion:
+        raise CheckpointError(
+            f"hf_posenc: position_encoding.hf_posenc_version is {stamp!r}, which is no version"
+        ) from None
+    if saved.major > own.major:
+        raise CheckpointError(
+            f"this checkpoint was saved by hf_posenc {stamp}, which {VERSION} cannot know: pip install -U hf_posenc"
+        )
+    if saved.release[:2] > own.release[:2]:
+        warnings.warn(f"this checkpoint was saved by hf_posenc {stamp}, newer than this one ({VERSION})", stacklevel=3)
+
+
+def position_keys(model: nn.Module) -> set[str]:
+    """Return the state-dict keys that belong to a patched model's scheme: its parameters and its marker."""
+    return {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key in {**module._parameters, **module._buffers}
+        if isinstance(module, PositionModule) or key.startswith(surgery.MARKER)
+    }
+
+
+def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> None:
+    """Check transformers' account of what was loaded.
+
+    Raises:
+        CheckpointError: if a position parameter was missing, left over or of another shape.
+    """
+    own = position_keys(model)
+    mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
+    problems = {
+        "missing": sorted(own & set(info["missing_keys"])),
+        "of another shape": sorted(own & mismatched),
+        "unexpected": sorted(key for key in info["unexpected_keys"] if "posenc" in key),
+    }
+    if any(problems.values()):
+        said = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
+        raise CheckpointError(f"hf_posenc: {source} does not fit {model.config.position_encoding}: {said}")
 
 
 def entry_of(scheme: Scheme) -> dict[str, Any]:
@@ -165,14 +383,53 @@ def model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return cls
 
 
+def heads_of(config: Any) -> dict[str, str]:
+    """Return Auto class -> stock class name of every head that a family has.
+
+    Args:
+        config: ours or stock.
+    """
+    base = str(config.model_type).removeprefix("posenc_")
+    return {auto: _one(names[base]) for auto, names in _HEADS.items() if base in names}
+
+
+def _one(names: Any) -> str:
+    return str(names) if isinstance(names, str) else str(names[0])
+
+
+def stub_text(config: PreTrainedConfig) -> str:
+    """Return the two lines of the file that `auto_map` points to."""
+    names = sorted({type(config).__name__, *(f"PosEnc{name}" for name in heads_of(config).values())})
+    return f"# pip install hf_posenc\nfrom hf_posenc.classes import {', '.join(names)}  # noqa: F401\n"
+
+
+def __getattr__(name: str) -> Any:
+    """Find the class `PosEnc<Stock>` of a supported family: checkpoints and pickles name it."""
+    stock = getattr(transformers, name.removeprefix("PosEnc"), None) if name.startswith("PosEnc") else None
+    if isinstance(stock, type) and issubclass(stock, PreTrainedConfig) and stock.model_type in supported_model_types():
+        return config_class(stock)
+    if isinstance(stock, type) and issubclass(stock, PreTrainedModel):
+        if getattr(stock.config_class, "model_type", None) in supported_model_types():
+            return model_class(stock)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def register_auto() -> None:
-    """Let AutoConfig, AutoModel and AutoModelForCausalLM find our class of every family that can be patched."""
+    """Make the Auto classes find our class of every head of every family, and PEFT its target modules."""
+    tables = [
+        table
+        for name, table in vars(peft.utils.constants).items()
+        if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict)
+    ]
     for model_type in supported_model_types():
-        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-        model = getattr(transformers, name)
-        if model.config_class.model_type != model_type:  # served by the text model's type, see its adapter
-            continue
-        base = getattr(transformers, MODEL_MAPPING_NAMES[model_type])
-        config = config_class(model.config_class)
-        AutoModel.register(config, model_class(base), exist_ok=True)
-        AutoModelForCausalLM.register(config, model_class(model), exist_ok=True)
+        stock = CONFIG_MAPPING[model_type]
+        if set(stock.sub_configs) & set(adapter_for(model_type).refuse):
+            continue  # multimodal; has an adapter only so that a user is told why it is refused
+        config = config_class(stock)
+        for auto, name in heads_of(config).items():
+            model = getattr(transformers, name)
+            if model.config_class is stock:  # Gemma 3's own heads are of its multimodal config
+                getattr(transformers, auto).register(config, model_class(model), exist_ok=True)
+        for table in tables:
+            if model_type in table:
+                table.setdefault(f"posenc_{model_type}", table[model_type])

@@ -19,3 +19,7 @@ class AlreadyPatchedError(HfPosencError, RuntimeError):
 
 class NotPatchedError(HfPosencError, RuntimeError):
     """The model carries no scheme of this package."""
+
+
+class CheckpointError(HfPosencError, ValueError):
+    """A checkpoint's entry or weights are not what its scheme needs, or it cannot be what was asked for."""

@@ -43,6 +43,12 @@ UNLIMITED = 2**17
 """`max_position_embeddings` of a patched model whose scheme has no limit; `generate` caps its default length by it."""
 
 
+MARKER = "hf_posenc_"
+"""Start of the name of a buffer on the first layer; the scheme's name follows. Nothing reads its value: what counts is
+the key in the state dict, which a model with other positions does not know. Without it the weights of a model patched
+by a scheme without parameters would load into the stock model."""
+
+
 class Undo:
     """Inverse steps, newest first. Each is recorded before its step is taken, and undoes nothing if it was not.
 
@@ -107,6 +113,18 @@ def _restore_module(
     if owner.training != training:
         module.train(owner.training)
     owner._modules[name] = module
+
+
+def add_marker(undo: Undo, layer: nn.Module, scheme: Scheme) -> None:
+    """Register the buffer that names the scheme."""
+    name = MARKER + scheme.name
+    undo.add(_remove_buffer, layer, name)
+    device = next(layer.parameters()).device
+    layer.register_buffer(name, torch.zeros(1, dtype=torch.uint8, device=device))
+
+
+def _remove_buffer(layer: nn.Module, name: str) -> None:
+    layer._buffers.pop(name, None)
 
 
 def set_attribute(undo: Undo, owner: Any, name: str, value: Any) -> None:
@@ -324,6 +342,7 @@ def operate(undo: Undo, plan: Plan, config: Any) -> list[PositionModule]:
         _place_rotary(undo, plan, plan.scheme, config)
     else:
         owners = []
+    add_marker(undo, plan.found.layers[0], plan.scheme)
     _set_lengths(undo, plan, config)
     return owners
 

@@ -12,16 +12,16 @@ PACKAGE = "hf_posenc"
 
 LAYERS = (
     ("errors",),
-    ("positions",),
+    ("positions", "atomic"),
     ("registry",),
     ("engines", "schemes", "adapters"),
-    ("attention",),
+    ("attention", "hub"),
     ("surgery",),
     ("classes",),
     ("patching",),
     ("verification", "checkpoint"),
     ("__init__",),  # collects the public names; what follows may use them
-    ("hub", "evaluation", "analysis"),
+    ("evaluation", "analysis"),
     ("cli",),
 )
 """Left to right. A part imports from what is before its entry, and from itself, but not from its neighbours there."""

@@ -1,0 +1,166 @@
+"""What a checkpoint's folder says of itself on the Hugging Face Hub, and how it gets there: in one commit."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    ModelCardData,
+    hf_hub_download,
+)
+from huggingface_hub.errors import EntryNotFoundError
+
+from .registry import scheme_class
+
+LIBRARY = "hf_posenc"
+"""`library_name` and tag of our checkpoints on the Hub."""
+
+_WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
+# The card is made anew, the rest is a trainer's state.
+_NOT_UPLOADED = (
+    "README.md",
+    ".*",
+    "optimizer.*",
+    "scheduler.*",
+    "scaler.*",
+    "rng_state*",
+    "*.pth",
+    "training_args.bin",
+)
+
+
+def card(config: dict[str, Any], base_model: str | None = None) -> str:
+    """Return a model card: metadata, what the model is, how to load it. It contains nothing that was not measured.
+
+    Args:
+        config: the checkpoint's config.json.
+        base_model: Hub id of the stock checkpoint, if it has one.
+
+    Returns:
+        Markdown with a YAML head.
+    """
+    entry = config["position_encoding"]
+    scheme, base = entry["scheme"], config["model_type"].removeprefix("posenc_")
+    head = _metadata(scheme)
+    head.base_model = base_model
+    rows = "\n".join(
+        f"| `{key}` | `{value!r}` |" for key, value in entry.items() if key not in ("scheme", "hf_posenc_version")
+    )
+    table = f"| hyper-parameter | value |\n|---|---|\n{rows}\n" if rows else "It has no hyper-parameters.\n"
+    about = (scheme_class(scheme).__doc__ or "").strip().split("\n")[0]
+    return f"""---
+{head.to_yaml()}
+---
+
+# {base} with {scheme} positions
+
+This is not a stock {base} model: its position encoding was replaced by `{scheme}`. {about}
+
+{table}
+## Load it
+
+```python
+# pip install hf_posenc
+import hf_posenc
+
+model = hf_posenc.from_pretrained("FOLDER_OR_HUB_ID")
+```
+
+`AutoModelForCausalLM` loads it too, after `import hf_posenc`. Stock classes refuse it: they would run it with other
+positions.
+Saved by hf_posenc {entry["hf_posenc_version"]}.
+"""
+
+
+def _metadata(scheme: str) -> ModelCardData:
+    return ModelCardData(
+        library_name=LIBRARY, pipeline_tag="text-generation", tags=[LIBRARY, scheme, "position-encoding"]
+    )
+
+
+def push(
+    folder: Path,
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    tags: list[str] | None = None,
+) -> Any:
+    """Upload a checkpoint's folder in one commit: what was there before is whole until the new one is.
+
+    Weight files of the repository that the folder does not have are deleted in the same commit. A card that is there
+    already is kept; only its metadata are completed.
+
+    Args:
+        folder: a checkpoint saved by a patched model; it is only read.
+        repo_id: `name` or `organization/name`; made if it does not exist.
+        commit_message: title of the commit.
+        commit_description: its text.
+        private: whether a new repository is private; None leaves it to the account's default.
+        token: access token; None takes the one that is stored.
+        revision: branch, made if it does not exist; None means the main one.
+        create_pr: open a pull request instead of committing.
+        tags: more tags for the card.
+
+    Returns:
+        huggingface_hub's CommitInfo.
+
+    Raises:
+        FileNotFoundError: if the folder has no config.json.
+        ValueError: if it is not a checkpoint of this package.
+        huggingface_hub.errors.HfHubHTTPError: what the Hub refuses.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "position_encoding" not in config:
+        raise ValueError(f"{folder} is a stock {config.get('model_type')} checkpoint: push it with its own tools")
+    api = HfApi(token=token)
+    repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not revision.startswith("refs/pr"):
+        api.create_branch(repo, branch=revision, exist_ok=True)
+    text = _remote_card(repo, revision, token)
+    if text is None:
+        own = folder / "README.md"
+        text = own.read_text(encoding="utf-8") if own.is_file() else card(config)
+    content = ModelCard(text, ignore_metadata_errors=True)
+    assert isinstance(content.data, ModelCardData)
+    ours = _metadata(config["position_encoding"]["scheme"])
+    content.data.library_name = LIBRARY
+    content.data.pipeline_tag = content.data.pipeline_tag or ours.pipeline_tag
+    content.data.tags = list(dict.fromkeys([*(content.data.tags or []), *(ours.tags or []), *(tags or [])]))
+    adds: list[CommitOperationAdd | CommitOperationDelete] = [
+        CommitOperationAdd(path.name, path)
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not any(fnmatch(path.name, pattern) for pattern in _NOT_UPLOADED)
+    ]
+    names = {operation.path_in_repo for operation in adds}
+    stale = [
+        CommitOperationDelete(name)
+        for name in api.list_repo_files(repo, revision=revision)
+        if name not in names and any(fnmatch(name, pattern) for pattern in _WEIGHTS)
+    ]
+    return api.create_commit(
+        repo,
+        [*adds, CommitOperationAdd("README.md", str(content).encode()), *stale],
+        commit_message=commit_message or f"Upload {config['architectures'][0]}",
+        commit_description=commit_description,
+        revision=revision,
+        create_pr=create_pr,
+    )
+
+
+def _remote_card(repo: str, revision: str | None, token: bool | str | None) -> str | None:
+    try:
+        return Path(hf_hub_download(repo, "README.md", revision=revision, token=token)).read_text(encoding="utf-8")
+    except EntryNotFoundError:
+        return None
