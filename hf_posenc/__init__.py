@@ -12,6 +12,7 @@ from .errors import (
     UnknownSchemeError,
     UnsupportedModelError,
 )
+from .lora import load_adapter, lora_config
 from .patching import describe, patch_model, patched, unpatch_model
 from .registry import available_schemes
 from .schemes.base import Scheme
@@ -31,6 +32,8 @@ __all__ = [
     "export_stock",
     "from_pretrained",
     "inspect",
+    "load_adapter",
+    "lora_config",
     "patch_model",
     "patched",
     "unpatch_model",
