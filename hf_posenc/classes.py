@@ -117,6 +117,8 @@ class PosEncMixin:
         scheme = scheme_of(config)
         check_version(config)
         backend = config._attn_implementation_internal
+        if isinstance(scheme, ScoreScheme) and any(kind in str(backend) for kind in ("flash", "paged")):
+            raise ValueError(would_drop(scheme, backend))
         if backend in (NAME, TRIPWIRE):  # the stock constructor refuses them, as it should
             config._attn_implementation_internal = None
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
@@ -158,15 +160,20 @@ class PosEncMixin:
         path = pretrained_model_name_or_path
         if isinstance(path, (str, os.PathLike)) and os.path.isdir(path) and recover(Path(path)):
             kwargs.pop("config", None)  # it may be of what the interrupted save replaced
+        accept = kwargs.pop("ignore_mismatched_sizes", False)
         try:
-            model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+            # Ignored here and checked below, where they are named; transformers would only log their names.
+            model, info = super().from_pretrained(  # type: ignore[misc]
+                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
         except SafetensorError as error:
             raise CheckpointError(f"hf_posenc: the weights of {path} cannot be read: {error}") from error
-        except RuntimeError as error:  # transformers logs a table of what does not fit, and says so
-            if "ignore_mismatched_sizes" not in str(error):
-                raise
-            entry = (kwargs.get("config") or cls.config_class.from_pretrained(path)).position_encoding
-            raise CheckpointError(f"hf_posenc: the weights of {path} do not fit {entry}: {error}") from error
+        if info["mismatched_keys"] and not accept:
+            said = ", ".join(str(each) for each in sorted(info["mismatched_keys"], key=str))
+            raise CheckpointError(
+                f"hf_posenc: weights of {path} have another shape than {model.config.position_encoding} and the rest "
+                f"of its config ask for (key, found, wanted): {said}"
+            )
         check_loaded(model, info, path)
         return (model, info) if output_loading_info else model
 
@@ -248,11 +255,7 @@ class PosEncMixin:
         """Refuse what would drop the scheme; called by the stock constructor and by `set_attn_implementation`."""
         scheme = scheme_of(self.config)
         if isinstance(scheme, ScoreScheme) and not is_init_check and attn_implementation != NAME:
-            raise ValueError(
-                f"attn_implementation={attn_implementation!r} would drop {scheme.name}, which changes attention "
-                "scores: keep "
-                f"{NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
-            )
+            raise ValueError(would_drop(scheme, attn_implementation))
         if attn_implementation == NAME:
             return NAME
         return super()._check_and_adjust_attn_implementation(  # type: ignore[misc]
@@ -266,6 +269,14 @@ class PosEncMixin:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: transformers would copy our source into the next checkpoint."""
+
+
+def would_drop(scheme: Scheme, attn_implementation: str | None) -> str:
+    """Return why a scheme on attention scores refuses an attention implementation."""
+    return (
+        f"attn_implementation={attn_implementation!r} would drop {scheme.name}, which changes attention scores: keep "
+        f"{NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
+    )
 
 
 def lacks_loss_type(model: Any) -> bool:
