@@ -97,6 +97,8 @@ def from_pretrained(
 def _raw_config(name_or_path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:
     where = {key: kwargs[key] for key in _WHERE if key in kwargs}
     raw, _ = PreTrainedConfig.get_config_dict(name_or_path, **where)
+    if not raw:
+        raise OSError(f"hf_posenc: {name_or_path} has no config.json")
     return raw
 
 

@@ -1,0 +1,249 @@
+"""Push to the Hub and load from it: the real client against a small Hub on loopback."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from families import tokens
+from hub_server import Hub
+from situations import patched_model
+
+from hf_posenc import hub as hub_module
+
+ROOT = Path(__file__).parents[1]
+IDS = tokens(2, 20)
+PRELUDE = """
+    import os, sys, torch, transformers
+    transformers.logging.set_verbosity_error()
+    import hf_posenc
+    from families import tokens
+    from situations import patched_model
+    ids = tokens(2, 20)
+    def logits(model):
+        with torch.no_grad():
+            return model(ids, use_cache=False).logits
+"""
+
+
+@torch.no_grad()
+def logits(model):
+    return model(IDS, use_cache=False).logits
+
+
+@pytest.fixture
+def hub():
+    with Hub() as running:
+        yield running
+
+
+@pytest.fixture
+def client(hub, tmp_path):
+    """Run code in a process that talks to the small Hub; huggingface_hub reads its address when it is imported."""
+
+    def start(code, home="home"):
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(code)],
+            env={**os.environ, **hub.environment(str(tmp_path / home)), "PYTHONPATH": paths},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def run(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err[-2000:]
+    return out
+
+
+def test_push_and_load(hub, client, tmp_path):
+    out = run(
+        client(
+            """
+            model = patched_model("shaw", "llama")
+            commit = model.push_to_hub("tester/shaw", private=True, commit_message="first", tags=["mine"])
+            print(commit.commit_url)
+            loaded = hf_posenc.from_pretrained("tester/shaw")
+            assert logits(loaded).equal(logits(model))
+            auto = transformers.AutoModelForCausalLM.from_pretrained("tester/shaw")
+            assert logits(auto).equal(logits(model))
+            print(hf_posenc.inspect("tester/shaw"))
+            try:
+                transformers.LlamaForCausalLM.from_pretrained("tester/shaw", attn_implementation="eager")
+            except KeyError as error:
+                assert "hf_posenc" in str(error)
+            else:
+                raise SystemExit("the stock class loaded it")
+            """
+        )
+    )
+    assert "/tester/shaw/commit/" in out
+    assert "tester/shaw: shaw(max_distance=5" in out
+    repository = hub.repositories["tester/shaw"]
+    assert repository.private
+    assert repository.titles == ["initial commit", "first"]  # everything in one commit
+    files = hub.files("tester/shaw")
+    assert sorted(files) == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_hf_posenc.py",
+    ]
+    card = files["README.md"].decode()
+    for line in (
+        "library_name: hf_posenc",
+        "- shaw",
+        "- mine",
+        "| `max_distance` | `5` |",
+        "hf_posenc.from_pretrained",
+    ):
+        assert line in card
+    assert {who for _, path, who in hub.log if path.startswith("/api") and "validate" not in path} == {"Bearer hf_test"}
+
+
+def test_push_over_another_model(hub, client):
+    run(
+        client(
+            """
+            patched_model("shaw", "llama").push_to_hub("again")
+            model = patched_model("alibi", "llama")
+            model.push_to_hub("again", max_shard_size="20KB")
+            assert logits(hf_posenc.from_pretrained("tester/again")).equal(logits(model))
+            model = patched_model("nope", "llama")
+            model.push_to_hub("again")
+            assert logits(hf_posenc.from_pretrained("tester/again")).equal(logits(model))
+            """
+        )
+    )
+    # No shard of the second, no tag of the first remains beside the third.
+    assert [name for name in hub.files("tester/again") if "safetensors" in name] == ["model.safetensors"]
+
+
+def test_a_card_that_is_there_is_kept(hub, client):
+    run(client('patched_model("alibi", "llama").push_to_hub("kept")'))
+    repository = hub.repositories["tester/kept"]
+    text = b"---\nlicense: mit\ntags:\n- stories\n---\n\nWritten by hand.\n"
+    repository.put("main", {**hub.files("tester/kept"), "README.md": text}, "card")
+    run(client('patched_model("alibi", "llama").push_to_hub("kept")', home="other"))
+    card = hub.files("tester/kept")["README.md"].decode()
+    assert "Written by hand." in card
+    for line in ("license: mit", "- stories", "- hf_posenc", "- alibi", "library_name: hf_posenc"):
+        assert line in card
+
+
+def test_a_revision_and_a_token(hub, client):
+    run(
+        client(
+            """
+            model = patched_model("alibi", "llama")
+            model.push_to_hub("branched", revision="trial", token="hf_other")
+            assert logits(hf_posenc.from_pretrained("tester/branched", revision="trial")).equal(logits(model))
+            try:
+                hf_posenc.from_pretrained("tester/branched")
+            except OSError as error:
+                assert "no config.json" in str(error)
+            else:
+                raise SystemExit("the main branch has nothing to load")
+            """
+        )
+    )
+    assert "model.safetensors" in hub.files("tester/branched", "trial")
+    assert hub.files("tester/branched", "main") == {}
+    assert ("Bearer hf_other") in {who for _, path, who in hub.log if "/commit/" in path}
+
+
+def test_the_command_and_the_script(hub, client, tmp_path):
+    patched_model("alibi", "llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "model/optimizer.pt").write_bytes(b"not for the Hub")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    run(
+        client(
+            f"""
+            from hf_posenc.cli import main
+            assert main(["push", "model", "by-command", "--private", "--message", "hello"]) == 0
+            assert main(["push", "nowhere", "by-command"]) == 2
+            import runpy
+            sys.argv = ["push_to_hub.py", "model", "by-script"]
+            try:
+                runpy.run_path({str(ROOT / "scripts/push_to_hub.py")!r}, run_name="__main__")
+            except SystemExit as done:
+                assert not done.code
+            """
+        )
+    )
+    assert hub.repositories["tester/by-command"].titles[-1] == "hello"
+    assert hub.files("tester/by-command") == hub.files("tester/by-script")
+    assert "optimizer.pt" not in hub.files("tester/by-command")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+def test_save_pretrained_pushes_too(hub, client):
+    run(
+        client(
+            """
+            model = patched_model("alibi", "llama")
+            model.save_pretrained("folder", push_to_hub=True, repo_id="saved", commit_message="by save")
+            assert logits(hf_posenc.from_pretrained("tester/saved")).equal(logits(model))
+            """
+        )
+    )
+    assert hub.repositories["tester/saved"].titles[-1] == "by save"
+
+
+def test_a_stock_checkpoint_is_not_pushed(tmp_path):
+    from families import tiny
+
+    tiny("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a stock llama checkpoint"):
+        hub_module.push(tmp_path, "tester/stock")
+
+
+PUSH = 'patched_model("alibi", "llama").push_to_hub("tester/killed", max_shard_size="20KB")'
+
+
+def kill_at(hub, client, request):
+    """Kill a push when its n-th request arrives; return whether it had changed what can be read."""
+    before = dict(hub.files("tester/killed"))
+    hub.log.clear()
+    hub.kill_at = request
+    process = client(PUSH, home=f"home{request}")
+    hub.victim = process.pid
+    process.communicate(timeout=120)
+    hub.victim = None
+    assert process.returncode == -signal.SIGKILL
+    assert dict(hub.files("tester/killed")) == before
+    run(client('hf_posenc.from_pretrained("tester/killed").config.position_encoding["scheme"] == "shaw" or 1 / 0'))
+
+
+def requests_of_a_push(hub, client):
+    hub.log.clear()
+    run(client(PUSH.replace("killed", "whole"), home="whole"))
+    return [path for _, path, _ in hub.log]
+
+
+def test_a_killed_push_changes_nothing(hub, client):
+    run(client('patched_model("shaw", "llama").push_to_hub("tester/killed")'))
+    paths = requests_of_a_push(hub, client)
+    uploads = [n for n, path in enumerate(paths, 1) if path.startswith("/lfs/")]
+    commit = next(n for n, path in enumerate(paths, 1) if "/commit/" in path)
+    for request in (2, uploads[1], commit):
+        kill_at(hub, client, request)
+
+
+@pytest.mark.slow
+def test_a_push_killed_anywhere(hub, client):
+    run(client('patched_model("shaw", "llama").push_to_hub("tester/killed")'))
+    paths = requests_of_a_push(hub, client)
+    commit = next(n for n, path in enumerate(paths, 1) if "/commit/" in path)
+    for request in range(1, commit + 1):
+        kill_at(hub, client, request)
