@@ -13,7 +13,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .lora import load_adapter, lora_config
-from .patching import describe, patch_model, patched, unpatch_model
+from .patching import describe, patch_model, patched, unpatch_model, which_engine
 from .registry import available_schemes
 from .schemes.base import Scheme
 from .verification import verify
@@ -38,6 +38,7 @@ __all__ = [
     "patched",
     "unpatch_model",
     "verify",
+    "which_engine",
 ]
 
 _register_auto()

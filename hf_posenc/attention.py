@@ -26,18 +26,16 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils import output_capturing
 
 from . import positions
-from .engines import reference
+from .engines import choice
 from .registry import adapter_for
 from .schemes.base import Dims, Engine
 from .schemes.rope import Rope, apply_rotary
 
 NAME = "hf_posenc"
 """Name of our attention and mask function."""
-
-ENGINES: Mapping[str, Engine] = {"reference": reference.attend}
-"""Engines by name. `auto` chooses among them."""
 
 NO_MASK = (
     "the attention mask, which carries the positions, did not arrive at the attention layer. Context "
@@ -58,19 +56,37 @@ BIDIRECTIONAL = (
 )
 
 
-def select_engine(attention: str) -> Engine:
-    """Return the engine for a value of `patch_model(..., attention=...)`.
+def check_engine(attention: str) -> None:
+    """Raise ValueError unless this is a value of `patch_model(..., attention=...)`: `auto` or an engine's name."""
+    if attention != "auto" and attention not in choice.NAMES:
+        raise ValueError(f"unknown attention {attention!r}; choose from auto, {', '.join(choice.NAMES)}")
+
+
+def engine_for(attention: str, *, weights: bool = False) -> Engine:
+    """Return what computes a call by the engine that suits it.
 
     Args:
-        attention: `auto` or a name in `ENGINES`.
-
-    Raises:
-        ValueError: for any other name.
+        attention: `auto` or an engine's name.
+        weights: whether the attention weights are wanted.
     """
-    try:
-        return ENGINES["reference" if attention == "auto" else attention]
-    except KeyError:
-        raise ValueError(f"unknown attention {attention!r}; choose from auto, {', '.join(ENGINES)}") from None
+
+    def engine(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        where: Any,
+        *,
+        scaling: float,
+        vector_scaling: float,
+        softcap: float | None,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor | None]:
+        call = choice.Call(module, query, key, where, softcap, dropout, weights)
+        chosen = choice.choose(attention, call)
+        return choice.run(chosen, call, value, scaling=scaling, vector_scaling=vector_scaling)
+
+    return engine
 
 
 def scheme_attention(
@@ -131,7 +147,22 @@ def scheme_attention(
         vector_scaling=module.scaling,
         softcap=softcap,
         dropout=dropout,
-        engine=select_engine(module.posenc_engine),
+        engine=engine_for(
+            module.posenc_engine,
+            weights=_wants_weights(module, kwargs),
+        ),
+    )
+
+
+def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether the attention weights are to be recorded; some families do not hand the argument down."""
+    if torch.compiler.is_compiling():  # the engine that is traced returns them anyway
+        return False
+    recording = output_capturing._active_collector.get() or {}
+    return bool(
+        "attentions" in recording
+        or kwargs.get("output_attentions")
+        or getattr(module.config, "output_attentions", False)
     )
 
 

@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 
 from . import surgery
 from .classes import PosEncMixin, config_class, entry_of, lacks_loss_type, model_class
+from .engines.choice import Call, Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
+from .positions import Positions
 from .registry import available_schemes, scheme_class
-from .schemes.base import PositionEmbedding, PositionModule, Scheme
+from .schemes.base import PositionEmbedding, PositionModule, Scheme, ScoreScheme
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -53,7 +55,8 @@ def patch_model(
     Args:
         model: a stock transformers model of a supported family, with or without a head.
         scheme: a name (`available_schemes()`) or a `Scheme` instance.
-        attention: engine for schemes that change attention scores: `auto` or `reference`.
+        attention: engine for schemes that change attention scores: `auto`, or `banded`, `toeplitz`, `chunked`,
+            `reference`, see `hf_posenc.engines.choice`.
         seed: for new parameters that start at random; None draws from torch's generator.
         **hyperparameters: of the scheme, see its class.
 
@@ -221,6 +224,58 @@ def describe(model: PreTrainedModel) -> str:
             f"  parameters  {sum(p.numel() for _, p in parameters):,} in {len(parameters)} tensors",
         ]
     )
+
+
+def which_engine(
+    model: PreTrainedModel,
+    length: int,
+    *,
+    keys: int | None = None,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = None,
+    dropout: float = 0.0,
+    weights: bool = False,
+) -> Choice:
+    """Say what computes attention in a patched model, and why that: for calls without padding, on the model's device.
+
+    Args:
+        model: patched.
+        length: number of queries.
+        keys: number of keys, with what is cached; None means `length`.
+        batch_size: of the call.
+        dtype: of queries and keys; None means the model's.
+        dropout: probability that an attention weight is dropped.
+        weights: whether the attention weights are wanted.
+
+    Returns:
+        The engine's name and the reason. A scheme that keeps the model's own attention answers with that.
+
+    Raises:
+        NotPatchedError: if the model is not patched.
+        ValueError: if the engine that was asked for when patching cannot compute such a call.
+    """
+    patch = patch_of(model)
+    if patch is None:
+        raise NotPatchedError(f"this {type(model).__name__} is not patched")
+    own = str(model.config._attn_implementation)
+    if not isinstance(patch.scheme, ScoreScheme):
+        return Choice(own, f"{patch.scheme.name} keeps the model's own attention")
+    plan = surgery.make_plan(model, patch.scheme, patch.attention)
+    attention, dims = plan.found.attentions[0], plan.dims
+    place = next(model.parameters()).device
+    like = torch.empty(0, dtype=dtype or model.dtype, device=place)
+    query = like.new_empty(()).expand(batch_size, dims.num_heads, length, dims.head_dim)
+    key = like.new_empty(()).expand(batch_size, dims.num_key_value_heads, keys or length, dims.head_dim)
+    call = Call(
+        attention.posenc,
+        query,
+        key,
+        Positions.causal(length, keys or length, place),
+        getattr(model.config, "attn_logit_softcapping", None),
+        dropout,
+        weights,
+    )
+    return choose(patch.attention, call)
 
 
 def _owned(model: nn.Module, parameter: str) -> bool:

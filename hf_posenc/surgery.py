@@ -18,11 +18,11 @@ from .adapters.base import Adapter, Resolved, resolve
 from .attention import (
     NAME,
     IdentityRotary,
+    check_engine,
     make_rotary,
     rope_parameters,
     rope_parameters_by_layer,
     rotary_class,
-    select_engine,
 )
 from .errors import UnsupportedModelError
 from .registry import adapter_for
@@ -244,7 +244,7 @@ def make_plan(model: PreTrainedModel, scheme: Scheme, attention: str) -> Plan:
         hidden_size=config.hidden_size,
         num_layers=len(found.layers),
     )
-    select_engine(attention)
+    check_engine(attention)
     if isinstance(scheme, ScoreScheme):
         scheme.check(dims)
         backend = config._attn_implementation or "eager"

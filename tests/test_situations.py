@@ -469,7 +469,8 @@ def test_models_with_different_schemes_side_by_side(family):
 def test_a_stock_teacher_beside_a_patched_student(case, family):
     ids = tokens(2, LENGTH)
     teacher = tiny(family)
-    before = full(teacher, ids).detach()
+    with torch.no_grad():
+        before = full(teacher, ids)
     student = patched_model(case, family).train()
     with torch.no_grad():
         target = full(teacher, ids)
@@ -478,9 +479,10 @@ def test_a_stock_teacher_beside_a_patched_student(case, family):
     assert all(p.grad is None for p in teacher.parameters())
     assert all(p.grad is not None for p in student.parameters())
     assert patch_of(teacher) is None
-    assert full(teacher, ids).equal(before)
-    patch_model(teacher, "nope")  # a class-level change by the student would show here
-    assert full(unpatch_model(teacher), ids).equal(before)
+    with torch.no_grad():
+        assert full(teacher, ids).equal(before)
+        patch_model(teacher, "nope")  # a class-level change by the student would show here
+        assert full(unpatch_model(teacher), ids).equal(before)
 
 
 # -------------------------------------------------------------------------------------------------------------- dtypes

@@ -100,7 +100,7 @@ class LinearBias(ScoreModule):
         if self.slopes is not None:
             init.copy_(self.slopes, torch.tensor(self.start).to(self.slopes))
 
-    def slopes_like(self, like: Tensor) -> Tensor:
+    def penalty(self, like: Tensor) -> Tensor:
         """Return the slopes (H,) on the device of `like`, in float32 (float64 beside float64)."""
         dtype = compute_dtype(like)
         if self.slopes is not None:
@@ -117,4 +117,4 @@ class LinearBias(ScoreModule):
         cap: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Return the logits, see `ScoreModule.scores`."""
-        return cap(query @ key.transpose(-1, -2) * scaling) - self.slopes_like(query)[:, None, None] * distance
+        return cap(query @ key.transpose(-1, -2) * scaling) - self.penalty(query)[:, None, None] * distance

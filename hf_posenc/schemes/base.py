@@ -17,7 +17,7 @@ from transformers import initialization as init
 from ..positions import DensePositions, Positions
 
 Engine = Callable[..., tuple[Tensor, Tensor | None]]
-"""An attention engine, see `hf_posenc.engines.reference.attend`."""
+"""What computes a call: `hf_posenc.engines.reference.attend`, or anything that takes the same arguments."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class ScoreModule(PositionModule):
             value: (B, K, L, D).
             positions: of these queries and keys.
             scaling: factor of every term that contains the query, 1/sqrt(D) as a rule.
-            engine: how to compute it.
+            engine: how to compute it, see `Engine`.
             vector_scaling: factor of terms without the query; None means `scaling`. They differ where the base model
                 hands over queries that are already scaled.
             softcap: cap on the scores, `cap * tanh(score / cap)`; None means none.
@@ -182,6 +182,17 @@ class ScoreModule(PositionModule):
             (B, H, Q, L).
         """
         return cap(query @ key.transpose(-1, -2) * scaling)
+
+    def penalty(self, like: Tensor) -> Tensor | None:
+        """Return the slopes (H,), on the device of `like`, if all the scheme does is `- slope * distance`."""
+        return None
+
+    def bias(self, length: int, like: Tensor) -> Tensor | None:
+        """Return the biases (H, length) of distances 0, 1, ... if all the scheme does is to add them to the scores."""
+        slopes = self.penalty(like)
+        if slopes is None:
+            return None
+        return -slopes[:, None] * torch.arange(length, dtype=slopes.dtype, device=slopes.device)
 
     def mix(self, weights: Tensor, value: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of values, (B, H, Q, D), from weights (B, H, Q, L) and values (B, H, L, D)."""

@@ -1,0 +1,131 @@
+"""Exact ALiBi in less than the time of plain causal attention: keys that provably do not count are skipped.
+
+Let `s_ij` be the scaled score and `m` the slope. Row `i` sees itself at distance 0, so its softmax denominator is at
+least `exp(s_ii)`. By Cauchy-Schwarz `s_ij <= a_i = scaling |q_i| max_(j <= i) |k_j|`. What keys further away than `w`
+weigh is then at most
+
+    sum_(d > w) exp(a_i - m d) / exp(s_ii) <= exp(a_i - s_ii - m (w + 1)) / (1 - exp(-m)),
+
+which is below `epsilon` as soon as `w + 1 >= (a_i - s_ii + ln(1 / epsilon) - ln(1 - exp(-m))) / m`. With
+`epsilon = 2^-24` leaving them out moves a row's weights by less than the rounding of float32. The bound costs O(L D),
+holds for any input, and is taken from the inputs of the call: per head and chunk of queries, the largest over its rows
+and the batch. Heads with steep slopes need few keys, so the cost falls from O(L^2) towards O(L) with the length.
+
+Accuracy class: that of `toeplitz`, which computes what is left.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import toeplitz
+
+EPSILON = 2.0**-24
+"""Largest share of a row's weight that may be left out: half a unit in the last place of float32."""
+
+SHRINK = 0.8
+"""A head gets a kernel call of its own when it needs less than this share of the keys of the head before it."""
+
+KEY_STEP = 64
+"""Windows are rounded up to this many keys."""
+
+
+def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: int, epsilon: float = EPSILON) -> Tensor:
+    """Return how many keys, counted back from a query and itself included, may matter.
+
+    Args:
+        query: (B, H, Q, D).
+        key: (B, H, L, D), the last query sits on the last key.
+        slopes: (H,).
+        scaling: factor of the scores.
+        rows: queries per chunk.
+        epsilon: largest share of a row's weight that may be left out.
+
+    Returns:
+        (H, chunks) float64; infinite for slopes that are not positive.
+    """
+    shift = key.shape[2] - query.shape[2]
+    key_norms = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32).cummax(-1).values[..., shift:]
+    query_norms = torch.linalg.vector_norm(query, dim=-1, dtype=torch.float32)
+    own = torch.einsum("bhqd,bhqd->bhq", query.float(), key[:, :, shift:].float())
+    # Rounding of the two terms, each a sum of D products, may not make the bound too small.
+    slack = 1.0 + 2.0**-16
+    room = (scaling * (query_norms * key_norms * slack - own)).amax(0)
+    room = torch.nn.functional.pad(room, (0, -room.shape[-1] % rows), value=-math.inf)
+    room = room.view(room.shape[0], -1, rows).amax(-1).double()
+    slope = slopes.double()[:, None]
+    needed = (room + math.log(1 / epsilon) - torch.log(-torch.expm1(-slope))) / slope
+    return torch.where(slope > 0, needed, math.inf)  # a learned slope may also reward distance
+
+
+def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Piece]:
+    """Return the pieces that reach every key that may matter.
+
+    Args:
+        needed: (H, chunks) from `windows`, for heads in order of falling slope.
+        queries: Q.
+        keys: L.
+        rows: queries per chunk.
+    """
+    shift, pieces = keys - queries, []
+    # In that order windows grow, almost; made so, heads of one call are neighbours.
+    counts = needed.cummax(0).values.clamp(max=2.0**40).ceil().long().tolist()
+    heads = len(counts)
+    for chunk, i in enumerate(range(0, queries, rows)):
+        end = min(i + rows, queries)
+        reach = [min(shift + end, end - i + _up(counts[h][chunk])) for h in range(heads)]
+        last = heads
+        while last > 0:  # from the widest down
+            width, first = reach[last - 1], last - 1
+            while first > 0 and reach[first - 1] > SHRINK * width:
+                first -= 1
+            pieces.append((i, end, first, last, shift + end - width))
+            last = first
+    return pieces
+
+
+def _up(count: int) -> int:
+    return -(-count // KEY_STEP) * KEY_STEP
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    rows: int = toeplitz.ROWS,
+) -> Tensor:
+    """Attend causally with a linear penalty on distance, skipping keys that provably do not count.
+
+    Args:
+        query: (B, H, Q, D) on a CPU, float32 or bfloat16.
+        key: (B, H, L, D), L >= Q; the last query sits on the last key.
+        value: (B, H, L, D).
+        slopes: (H,) float32. Gradients flow to them.
+        scaling: factor of the scores.
+        window: a key is visible while it is less than this behind the query; None means no such limit.
+        rows: queries per chunk.
+
+    Returns:
+        (B, H, Q, D) in the query's dtype.
+    """
+    length = key.shape[2]
+    order = torch.argsort(slopes.detach(), descending=True)
+    distance = torch.arange(length, dtype=slopes.dtype, device=slopes.device)
+    with torch.no_grad():
+        needed = windows(query[:, order], key[:, order], slopes[order], scaling, rows)
+        if window is not None:
+            needed = needed.clamp(max=window)
+        pieces = plan(needed, query.shape[2], length, rows)
+        # Also within a piece, whose keys are those of its widest head: what does not count would be weights so small
+        # that they are denormal numbers, which the processor multiplies many times more slowly.
+        beyond = distance >= needed.amax(1, keepdim=True)
+    table = (-slopes[order, None] * distance).masked_fill(beyond, -math.inf)
+    output = toeplitz.attend(query[:, order], key[:, order], value[:, order], table, scaling=scaling, pieces=pieces)
+    return output[:, torch.argsort(order)]

@@ -1,0 +1,256 @@
+"""Which engine computes a call: the first, fastest first, that can carry it exactly; and why.
+
+- `banded`: a linear penalty per head (ALiBi), on a CPU, in float32 or bfloat16, without weights, soft cap or dropout;
+  sliding windows; padding and packed documents where queries and keys are the same tokens. O(L) memory.
+- `toeplitz`: the same for any additive bias of distance. O(L) memory.
+- `chunked`: every scheme, and every mask but a user's own 4-D one; no weights; not while compiling. O(L) memory.
+- `reference`: everything. O(Q L) memory.
+
+`auto` takes `reference` for short calls, where it is the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..positions import DensePositions, Positions
+from . import banded, chunked, reference, toeplitz
+
+NAMES = ("banded", "toeplitz", "chunked", "reference")
+"""Engines, fastest first."""
+
+SHORT = 2**18
+"""Scores per head (Q times L) up to which the reference engine is chosen: 512 x 512."""
+
+
+class Formula(reference.Formula, Protocol):
+    """What choosing needs of a scheme's module, see `hf_posenc.schemes.base.ScoreModule`."""
+
+    def penalty(self, like: Tensor) -> Tensor | None:
+        """Return the slopes (H,) if all the scheme does is `- slope * distance`."""
+
+    def bias(self, length: int, like: Tensor) -> Tensor | None:
+        """Return the biases (H, length) if all the scheme does is to add one per distance."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine and why it was chosen.
+
+    Attributes:
+        engine: its name.
+        reason: what kept the faster ones from it, in words.
+    """
+
+    engine: str
+    reason: str
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return f"{self.engine}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known of a call before it is computed.
+
+    Attributes:
+        module: the scheme's module.
+        query: (B, H, Q, D).
+        key: (B, K, L, D).
+        positions: of these queries and keys.
+        softcap: cap on the scores or None.
+        dropout: probability that a weight is dropped.
+        weights: whether the caller wants the attention weights.
+    """
+
+    module: Formula
+    query: Tensor
+    key: Tensor
+    positions: Positions | DensePositions
+    softcap: float | None = None
+    dropout: float = 0.0
+    weights: bool = False
+
+
+def why_not(engine: str, call: Call) -> str | None:
+    """Return why an engine cannot carry a call, or None if it can.
+
+    Args:
+        engine: one of `NAMES`.
+        call: the call.
+    """
+    if engine == "reference":
+        return None
+    if torch.compiler.is_compiling():
+        return "torch.compile traces the reference engine"
+    if call.weights:
+        return "attention weights were asked for, which only the reference engine has"
+    if isinstance(call.positions, DensePositions):
+        return "the mask is given pair by pair"
+    if engine == "chunked":
+        return None
+    if call.query.device.type not in ("cpu", "meta"):
+        return f"it is written for CPUs, the tensors are on {call.query.device.type}"
+    if call.query.dtype not in (torch.float32, torch.bfloat16):
+        return f"the kernel takes float32 and bfloat16, not {call.query.dtype}"
+    if call.softcap is not None:
+        return "the kernel has no soft cap on scores"
+    if call.dropout > 0:
+        return "attention dropout needs the weights"
+    like = call.query
+    if engine == "banded" and call.module.penalty(like) is None:
+        return "the scheme is no linear penalty per head"
+    if engine == "toeplitz" and call.module.bias(1, like) is None:
+        return "the scheme is no additive bias of distance"
+    if like.device.type != "meta" and spans(call.positions) is None:
+        return "padded keys in a cache, or position_ids with gaps"
+    return None
+
+
+def choose(wanted: str, call: Call) -> Choice:
+    """Return the engine for a call.
+
+    Args:
+        wanted: `auto` or one of `NAMES`.
+        call: the call.
+
+    Raises:
+        ValueError: if a wanted engine cannot carry the call; the message says why.
+    """
+    if wanted != "auto":
+        if reason := why_not(wanted, call):
+            raise ValueError(f"attention={wanted!r} cannot compute this call: {reason}; use attention='auto'")
+        return Choice(wanted, "asked for")
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    if queries * keys <= SHORT:
+        return Choice("reference", f"{queries} queries and {keys} keys are few")
+    reasons: list[str] = []
+    for engine in NAMES:
+        reason = why_not(engine, call)
+        if reason is None:
+            return Choice(engine, "; ".join(reasons) or "the fastest")
+        reasons.append(f"not {engine}: {reason}")
+    raise AssertionError("the reference engine carries everything")
+
+
+def run(
+    choice: Choice, call: Call, value: Tensor, *, scaling: float, vector_scaling: float
+) -> tuple[Tensor, Tensor | None]:
+    """Compute a call.
+
+    Args:
+        choice: from `choose`.
+        call: the call.
+        value: (B, K, L, D).
+        scaling: factor of terms that contain the query.
+        vector_scaling: factor of terms that do not.
+
+    Returns:
+        output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) or None.
+    """
+    if choice.engine in ("banded", "toeplitz"):
+        with torch.autocast(call.query.device.type, enabled=False):  # the bounds need float32
+            return _by_spans(choice.engine, call, value, scaling), None
+    attend: Callable[..., Any] = chunked.attend if choice.engine == "chunked" else reference.attend
+    output: tuple[Tensor, Tensor | None] = attend(
+        call.module,
+        call.query,
+        call.key,
+        value,
+        call.positions,
+        scaling=scaling,
+        vector_scaling=vector_scaling,
+        softcap=call.softcap,
+        dropout=call.dropout,
+    )
+    return output
+
+
+Span = tuple[slice, slice, slice]
+"""Batch rows, queries and keys that are plain causal attention among themselves: the last query on the last key."""
+
+
+def spans(positions: Positions) -> list[Span] | None:
+    """Split a call into pieces of plain causal attention: the documents of each row, without the padding.
+
+    Args:
+        positions: on a CPU.
+
+    Returns:
+        The pieces, covering every query that is no padding; None if positions do not count up by one, or queries and
+        keys are different tokens and not all keys are valid and of one document.
+    """
+    index, key_index = positions.query_index, positions.key_index
+    queries, keys = index.shape[-1], key_index.shape[-1]
+    if not (_counts_up(index) and _counts_up(key_index)) or bool((index[:, -1] != index[0, -1]).any()):
+        return None
+    if bool((key_index[:, 0] != key_index[0, 0]).any()):
+        return None
+    everything = slice(None)
+    end = int(index[0, -1] - key_index[0, 0]) + 1  # a static cache is longer than what is in it
+    one = bool(positions.key_valid[:, :end].all()) and bool(
+        (positions.key_segment[:, :end] == positions.query_segment[:, :1]).all()
+    )
+    if end > keys or end < queries:
+        return None
+    if one:
+        lag = positions.query_positions - index
+        same = (positions.key_positions - key_index)[:, :end] == lag[:, :1]
+        return [(everything, everything, slice(0, end))] if bool((lag == lag[:, :1]).all() and same.all()) else None
+    if end != queries or end != keys:
+        return None
+    found: list[Span] = []
+    shape = (max(t.shape[0] for t in (positions.key_valid, positions.key_segment, positions.key_positions)), keys)
+    valid, segment, place = (
+        each.expand(shape) for each in (positions.key_valid, positions.key_segment, positions.key_positions)
+    )
+    joined = (valid[:, 1:] == valid[:, :-1]) & (segment[:, 1:] == segment[:, :-1])
+    if not bool(((place[:, 1:] - place[:, :-1] == 1) | ~joined | ~valid[:, 1:]).all()):
+        return None
+    for row in range(shape[0]):
+        edges = [0, *((~joined[row]).nonzero()[:, 0] + 1).tolist(), keys]
+        part = slice(row, row + 1) if shape[0] > 1 else everything
+        for start, stop in pairwise(edges):
+            if bool(valid[row, start]):
+                found.append((part, slice(start, stop), slice(start, stop)))
+    return found
+
+
+def _counts_up(index: Tensor) -> bool:
+    return bool((index[:, 1:] - index[:, :-1] == 1).all())
+
+
+def _by_spans(engine: str, call: Call, value: Tensor, scaling: float) -> Tensor:
+    positions = call.positions
+    assert isinstance(positions, Positions)
+    pieces = spans(positions)
+    assert pieces is not None
+    groups = call.query.shape[1] // call.key.shape[1]
+    key = call.key.repeat_interleave(groups, 1) if groups > 1 else call.key
+    value = value.repeat_interleave(groups, 1) if groups > 1 else value
+    window = int(positions.window.min())
+
+    def part(rows: slice, queries: slice, keys: slice) -> Tensor:
+        q, k, v = call.query[rows, :, queries], key[rows, :, keys], value[rows, :, keys]
+        k, v = k.to(q.dtype), v.to(q.dtype)  # under autocast they may differ
+        if engine == "banded":
+            slopes = call.module.penalty(q)
+            assert slopes is not None
+            return banded.attend(q, k, v, slopes, scaling=scaling, window=window)
+        table = call.module.bias(k.shape[2], q)
+        assert table is not None
+        return toeplitz.attend(q, k, v, toeplitz.windowed(table, window), scaling=scaling)
+
+    if len(pieces) == 1 and pieces[0][1] == slice(None):
+        return part(*pieces[0]).transpose(1, 2)
+    output = torch.zeros_like(call.query)
+    for rows, queries, keys in pieces:
+        output[rows, :, queries] = part(rows, queries, keys)
+    return output.transpose(1, 2)

@@ -1,0 +1,91 @@
+"""The reference engine on a few queries at a time: exact for every scheme and mask, in linear memory.
+
+A chunk of queries needs scores of its own only: (rows, L) instead of (Q, L). Keys that the whole chunk cannot see
+(later ones, those before a sliding window) are cut off, which saves half of plain causal attention. In training a chunk
+is computed again in the backward pass instead of being kept.
+
+Accuracy class: that of the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..positions import Positions
+from . import reference
+
+SCORES = 2**21
+"""Scores of one chunk, over batch and heads: 8 MiB in float32, what the caches of a CPU hold."""
+
+
+def attend(
+    module: reference.Formula,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Positions,
+    *,
+    scaling: float,
+    vector_scaling: float,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, None]:
+    """Attend as `reference.attend` does, in O(L) memory; the arguments are the same.
+
+    Returns:
+        output (B, Q, H, D) in the query's dtype, and None: the weights are never all there.
+    """
+
+    def part(q: Tensor, k: Tensor, v: Tensor, where: Positions) -> Tensor:
+        return reference.attend(
+            module,
+            q,
+            k,
+            v,
+            where,
+            scaling=scaling,
+            vector_scaling=vector_scaling,
+            softcap=softcap,
+            dropout=dropout,
+        )[0]
+
+    training = torch.is_grad_enabled()
+    batch, heads, queries, _ = query.shape
+    rows = max(16, min(queries, SCORES // (batch * heads * key.shape[2])))
+    parts = []
+    for start in range(0, queries, rows):
+        here = slice(start, min(start + rows, queries))
+        seen = _seen(positions, here)
+        arguments = query[:, :, here], key[:, :, seen], value[:, :, seen], cut(positions, here, seen)
+        parts.append(checkpoint(part, *arguments, use_reentrant=False) if training else part(*arguments))
+    return torch.cat(parts, 1), None
+
+
+def cut(positions: Positions, queries: slice, keys: slice) -> Positions:
+    """Return the positions of some of the queries and keys."""
+    return replace(
+        positions,
+        query_positions=positions.query_positions[:, queries],
+        query_index=positions.query_index[:, queries],
+        query_valid=positions.query_valid[:, queries],
+        query_segment=positions.query_segment[:, queries],
+        key_positions=positions.key_positions[:, keys],
+        key_index=positions.key_index[:, keys],
+        key_valid=positions.key_valid[:, keys],
+        key_segment=positions.key_segment[:, keys],
+    )
+
+
+def _seen(positions: Positions, queries: slice) -> slice:
+    """Return the keys that some query of the chunk may see by order and window; keys are in causal order."""
+    index = positions.query_index[:, queries]
+    if index.is_cuda:  # reading values would stall the device; there all keys are scored
+        return slice(0, positions.key_index.shape[-1])
+    key_index = positions.key_index
+    end = int((key_index <= index.max()).sum(-1).max())
+    first = int((key_index <= index.min() - positions.window.max()).sum(-1).min())
+    return slice(min(first, end), end)

@@ -1,0 +1,171 @@
+"""Attention with an additive bias of distance, in linear memory: chunked flash attention on a strided view of a table.
+
+Let `b(d)` be the bias and take the rows `i0 <= i < i0 + n` of the queries in reverse order, `i = i0 + n - 1 - r`. The
+bias of row `r` and key `j` is then `b(i0 + n - 1 - (r + j))`: it depends on `r + j` only. So a vector
+`t[m] = b(L - 1 - m)` for `m < L`, and `-inf` above it, read with the strides (1, 1), *is* the bias and the causal mask
+of that chunk: a zero-copy view that the flash kernel of the CPU takes as its mask. Per head the table has O(L) numbers,
+whatever the number of queries; nothing of shape (Q, L) exists.
+
+Backward: the kernel's own, chunk by chunk, with the log-sum-exp of the forward. The gradient of a learned table is the
+sum of the score gradients along each diagonal: they are recomputed for one chunk at a time, written with a row stride
+one longer than a row, which turns diagonals into columns, and summed.
+
+Accuracy class: flash (float32 accumulation in the kernel; the bias stays in float32 beside bfloat16 inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ROWS = 256
+"""Queries per chunk. Fewer cost more kernel calls, more waste the upper half of a larger block on the diagonal."""
+
+Piece = tuple[int, int, int, int, int]
+"""First and last + 1 query row, first and last + 1 head, first key: what one kernel call computes."""
+
+
+def whole(queries: int, heads: int, rows: int = ROWS) -> list[Piece]:
+    """Return the pieces of plain causal attention: every chunk of queries, all heads, all keys from the first.
+
+    Args:
+        queries: Q.
+        heads: H.
+        rows: queries per chunk.
+    """
+    return [(i, min(i + rows, queries), 0, heads, 0) for i in range(0, queries, rows)]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, scaling: float, pieces: Sequence[Piece] | None = None
+) -> Tensor:
+    """Attend causally with a bias of distance; the last query sits on the last key.
+
+    Args:
+        query: (B, H, Q, D) on a CPU, float32 or bfloat16.
+        key: (B, H, L, D), L >= Q.
+        value: (B, H, L, D).
+        table: (H, L) float32, bias of distance 0 .. L-1, added to the scaled scores. Gradients flow to it.
+        scaling: factor of the scores.
+        pieces: what to compute: `whole(...)` by default. Keys that no piece of a row reaches are left out.
+
+    Returns:
+        (B, H, Q, D) in the query's dtype.
+
+    Raises:
+        RuntimeError: in a second derivative.
+    """
+    pieces = whole(query.shape[2], query.shape[1]) if pieces is None else pieces
+    output: Tensor = _Toeplitz.apply(query, key, value, table, scaling, tuple(pieces))
+    return output
+
+
+def windowed(table: Tensor, window: int) -> Tensor:
+    """Return the table with keys outside a sliding window masked: `-inf` for distances from `window` on."""
+    if window >= table.shape[1]:
+        return table
+    return torch.cat([table[:, :window], torch.full_like(table[:, window:], float("-inf"))], 1)
+
+
+def reversed_table(table: Tensor) -> Tensor:
+    """Return `t` (H, 2 L): the table backwards, then `-inf` for keys after the query."""
+    return torch.cat([table.flip(1), torch.full_like(table, float("-inf"))], 1)
+
+
+def view(reversed_: Tensor, last: int, rows: int, first_key: int, keys: int, heads: slice) -> Tensor:
+    """Return bias and mask of a chunk of reversed rows, (1, heads, rows, keys), as a view.
+
+    Args:
+        reversed_: (H, 2 L), see `reversed_table`.
+        last: key slot that the chunk's last query sits on.
+        rows: queries of the chunk.
+        first_key: first key.
+        keys: number of keys.
+        heads: which heads.
+    """
+    part = reversed_[heads]
+    length = part.shape[1] // 2
+    # as_strided counts from the start of the storage
+    start = part.storage_offset() + length - 1 - last + first_key
+    return part.as_strided((1, part.shape[0], rows, keys), (0, part.stride(0), 1, 1), start)
+
+
+class _Toeplitz(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor, scaling: float, pieces: tuple[Piece, ...]
+    ) -> Tensor:
+        shift = key.shape[2] - query.shape[2]
+        reversed_ = reversed_table(table.detach())
+        output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        for i, end, h, h_end, j in pieces:
+            heads = slice(h, h_end)
+            mask = view(reversed_, shift + end - 1, end - i, j, shift + end - j, heads)
+            part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query[:, heads, i:end].flip(2),
+                key[:, heads, j : shift + end],
+                value[:, heads, j : shift + end],
+                0.0,
+                False,
+                attn_mask=mask,
+                scale=scaling,
+            )
+            output[:, heads, i:end] = part.flip(2)
+            sums[:, heads, i:end] = total.reshape(part.shape[:3]).flip(2)
+        ctx.save_for_backward(query, key, value, table, output, sums)
+        ctx.scaling, ctx.pieces = scaling, pieces
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, table, output, sums = ctx.saved_tensors
+        shift, length = key.shape[2] - query.shape[2], key.shape[2]
+        reversed_ = reversed_table(table)
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        of_reversed = torch.zeros_like(reversed_) if ctx.needs_input_grad[3] else None
+        for i, end, h, h_end, j in ctx.pieces:
+            heads, keys = slice(h, h_end), slice(j, shift + end)
+            mask = view(reversed_, shift + end - 1, end - i, j, shift + end - j, heads)
+            g, q, o = (each[:, heads, i:end].flip(2) for each in (gradient, query, output))
+            k, v, total = key[:, heads, keys], value[:, heads, keys], sums[:, heads, i:end].flip(2).contiguous()
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                g, q, k, v, o, total, 0.0, False, attn_mask=mask, scale=ctx.scaling
+            )
+            of_query[:, heads, i:end] = dq.flip(2)
+            of_key[:, heads, keys] += dk
+            of_value[:, heads, keys] += dv
+            if of_reversed is not None:
+                at = length - 1 - (shift + end - 1) + j
+                _add_diagonals(of_reversed[heads], at, mask, ctx.scaling, total, g, q, k, v, o)
+        of_table = None if of_reversed is None else of_reversed[:, :length].flip(1)
+        return of_query, of_key, of_value, of_table, None, None
+
+
+def _add_diagonals(
+    sums: Tensor,
+    at: int,
+    mask: Tensor,
+    scaling: float,
+    total: Tensor,
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+) -> None:
+    """Add a chunk's score gradients to `sums` (H, 2 L), one entry per diagonal `r + j`, head by head."""
+    rows, keys = mask.shape[-2:]
+    for h in range(q.shape[1]):
+        for b in range(q.shape[0]):
+            qf, kf, vf, gf, of = (each[b, h].float() for each in (q, k, v, g, o))
+            weights = torch.addmm(mask[0, h], qf, kf.T, alpha=scaling).sub_(total[b, h, :, None]).exp_()
+            scores = gf @ vf.T
+            scores.sub_((gf * of).sum(-1, keepdim=True)).mul_(weights)
+            skewed = scores.new_zeros(rows * (keys + rows))
+            skewed.as_strided((rows, keys), (keys + rows + 1, 1)).copy_(scores)
+            sums[h, at : at + keys + rows - 1] += skewed.view(rows, keys + rows).sum(0)[:-1]

@@ -1,0 +1,279 @@
+"""Measure the attention engines against plain causal attention without any positional scheme.
+
+    python scripts/benchmark_attention.py                                     a table for this machine, some minutes
+    python scripts/benchmark_attention.py --lengths 8192 --dtypes bfloat16 --schemes alibi --output results.json
+
+Every ratio is to `scaled_dot_product_attention(is_causal=True)` of the same shape and dtype. Candidates take turns in one
+process, in alternating order; a ratio is the median over rounds of the ratio within a round, with the smallest and the
+largest beside it. `naive` is what a user writes: scores, bias and mask of size Q x L. `mask` is the same bias handed to
+scaled_dot_product_attention as a float mask. Peak memory is what a process of its own needs above its start.
+
+Run it on a quiet machine, and state the machine: threads that wait for each other make it wrong by factors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import hf_posenc
+from hf_posenc.engines.choice import Call, choose, run, why_not
+from hf_posenc.positions import Positions
+from hf_posenc.registry import scheme_class
+from hf_posenc.schemes.base import Dims
+
+SCHEMES = ("alibi", "shaw", "da_transformer", "transformer_xl")
+ENGINES = ("banded", "toeplitz", "chunked", "reference")
+PHASES = ("forward", "forward+backward", "decode")
+# Beyond this many scores per head a T x T candidate does not fit.
+DENSE = 2048 * 2048
+
+Run = Callable[[], Any]
+
+
+def inputs(phase: str, length: int, heads: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    queries = 1 if phase == "decode" else length
+    made = (torch.randn(1, heads, n, 64, generator=generator) for n in (queries, length, length))
+    q, k, v = (each.to(device=device, dtype=dtype) for each in made)
+    if phase == "forward+backward":
+        q, k, v = (each.requires_grad_() for each in (q, k, v))
+    return q, k, v
+
+
+def module_of(scheme: str, heads: int, device: str) -> Any:
+    module = scheme_class(scheme)().build(Dims(heads, heads, 64, 64 * heads, 1))
+    module.reset_parameters()
+    return module.to(device)
+
+
+def candidates(scheme: str, phase: str, length: int, heads: int, dtype: torch.dtype, device: str) -> dict[str, Run]:
+    """Return what takes turns: the baseline first."""
+    q, k, v = inputs(phase, length, heads, dtype, device)
+    module, scaling = module_of(scheme, heads, device), 64**-0.5
+    positions = Positions.causal(q.shape[2], length, device)
+    call = Call(module, q, k, positions)
+
+    def engine(name: str) -> Run:
+        chosen = choose(name, call)
+        return lambda: run(chosen, call, v, scaling=scaling, vector_scaling=scaling)[0]
+
+    def naive() -> Tensor:
+        distance, hidden = positions.distance(), ~positions.visible()
+        scores = module.scores(q.float(), k.float(), distance.clamp(min=0), scaling, scaling, lambda s: s)
+        return module.mix(scores.masked_fill(hidden, -torch.inf).softmax(-1), v.float(), distance.clamp(min=0))
+
+    found: dict[str, Run] = {"plain": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=phase != "decode")}
+    for name in ENGINES:
+        if why_not(name, call) is None and (name != "reference" or q.shape[2] * length <= DENSE):
+            found[name] = engine(name)
+    if q.shape[2] * length <= DENSE:
+        found["naive"] = naive
+        bias = module.bias(length, q.float())
+        if bias is not None:
+            mask = bias[:, positions.distance()[0, 0].clamp(min=0).long()].masked_fill(
+                ~positions.visible()[0], -torch.inf
+            )
+            mask = mask[None].detach().to(dtype)
+            found["mask"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    if phase != "forward+backward":
+        return {name: _without_gradients(each) for name, each in found.items()}
+    leaves = [q, k, v]
+    return {name: _with_backward(each, leaves) for name, each in found.items()}
+
+
+def _without_gradients(function: Run) -> Run:
+    def call() -> Any:
+        with torch.no_grad():
+            return function()
+
+    return call
+
+
+def _with_backward(function: Run, leaves: list[Tensor]) -> Run:
+    def call() -> Any:
+        output = function()
+        return torch.autograd.grad(output.float().sum(), leaves)
+
+    return call
+
+
+def timed(function: Run, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(found: dict[str, Run], rounds: int, device: str) -> dict[str, dict[str, float]]:
+    """Return per candidate the median ratio to the first, its range, and milliseconds."""
+    for function in found.values():
+        function()
+    names = list(found)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            seconds[name].append(timed(found[name], device))
+    base = seconds[names[0]]
+    rows = {}
+    for name in names:
+        ratios = [mine / plain for mine, plain in zip(seconds[name], base, strict=True)]
+        rows[name] = {
+            "ratio": statistics.median(ratios),
+            "smallest": min(ratios),
+            "largest": max(ratios),
+            "milliseconds": 1000 * statistics.median(seconds[name]),
+        }
+    return rows
+
+
+def _peak(arguments: tuple[Any, ...], name: str, pipe: Any) -> None:
+    function = candidates(*arguments)[name]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    function()
+    pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def peak_memory(arguments: tuple[Any, ...], name: str) -> float:
+    """Return MiB that one call needs above its inputs, in a fresh process (CPU) or by the allocator (CUDA)."""
+    if arguments[-1] == "cuda":
+        function = candidates(*arguments)[name]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_peak, args=(arguments, name, sender))
+    process.start()
+    value = receiver.recv() if receiver.poll(600) else float("nan")
+    process.join()
+    return float(value)
+
+
+def whole_models(lengths: list[int], rounds: int, device: str) -> list[dict[str, Any]]:
+    """Return tokens per second of patched GPT-2 and LLaMA, as ratios of time to the stock model."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    rows = []
+    for family in ("gpt2", "llama"):
+        for length in lengths:
+            common = {"vocab_size": 1024}
+            if family == "gpt2":
+                make: Any = lambda n=length: GPT2LMHeadModel(GPT2Config(n_layer=4, n_positions=n, **common))
+            else:
+                sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
+                make = lambda n=length, s=sizes: LlamaForCausalLM(
+                    LlamaConfig(num_hidden_layers=4, max_position_embeddings=n, **s, **common)
+                )
+            models = {"stock": make()}
+            models |= {scheme: hf_posenc.patch_model(make(), scheme, seed=0) for scheme in SCHEMES}
+            ids = torch.randint(1024, (1, length), device=device)
+
+            def forward(model: Any, ids: Tensor = ids) -> Run:
+                return _without_gradients(lambda: model(ids, use_cache=False))
+
+            def step(model: Any, ids: Tensor = ids) -> Run:
+                return lambda: model(ids, labels=ids, use_cache=False).loss.backward()
+
+            for phase, start in (("forward", forward), ("forward+backward", step)):
+                found = {name: start(model.to(device)) for name, model in models.items()}
+                for name, row in measure(found, rounds, device).items():
+                    speed = length / row["milliseconds"] * 1000
+                    rows.append(
+                        {
+                            "model": family,
+                            "phase": phase,
+                            "length": length,
+                            "scheme": name,
+                            **row,
+                            "tokens_per_s": speed,
+                        }
+                    )
+    return rows
+
+
+def main() -> None:
+    """Measure, print a table, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES)
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192])
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--memory", action="store_true", help="also peak memory, one process per candidate")
+    parser.add_argument("--whole-models", action="store_true", help="GPT-2 and LLaMA of four layers instead")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+
+    rows: list[dict[str, Any]] = []
+    if options.whole_models:
+        rows = whole_models(options.lengths, options.rounds, options.device)
+        for row in rows:
+            print(
+                f"{row['model']:6} {row['phase']:17} {row['length']:6} {row['scheme']:15} {row['ratio']:6.2f} "
+                f"{row['tokens_per_s']:9.0f} tokens/s"
+            )
+    else:
+        print(
+            f"{'scheme':15}{'phase':18}{'dtype':10}{'length':>7}  {'candidate':10}{'ratio':>7} {'range':>13} {'ms':>9}  MiB"
+        )
+        for dtype in options.dtypes:
+            for length in options.lengths:
+                for phase in options.phases:
+                    for scheme in options.schemes:
+                        shape = (scheme, phase, length, options.heads, getattr(torch, dtype), options.device)
+                        for name, row in measure(candidates(*shape), options.rounds, options.device).items():
+                            if options.memory:
+                                row["mebibytes"] = peak_memory(shape, name)
+                            key = {
+                                "scheme": scheme,
+                                "phase": phase,
+                                "dtype": dtype,
+                                "length": length,
+                                "candidate": name,
+                            }
+                            rows.append({**key, **row})
+                            spread = f"{row['smallest']:.2f}..{row['largest']:.2f}"
+                            print(
+                                f"{scheme:15}{phase:18}{dtype:10}{length:7}  {name:10}{row['ratio']:7.2f} {spread:>13} "
+                                f"{row['milliseconds']:9.1f}  {row.get('mebibytes', float('nan')):.0f}",
+                                flush=True,
+                            )
+    if options.output:
+        about = {
+            "arguments": sys.argv[1:],
+            "machine": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+            "torch": torch.__version__,
+            "hf_posenc": hf_posenc.__version__,
+            "heads": options.heads,
+            "rounds": options.rounds,
+        }
+        options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {options.output}")
+
+
+if __name__ == "__main__":
+    main()

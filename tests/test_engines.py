@@ -1,0 +1,370 @@
+"""Fast engines compute what the reference engine computes in float64, and the choice among them never changes a result."""
+
+import copy
+import math
+
+import pytest
+import torch
+from families import FAMILIES, tiny, tokens
+from situations import SCORE_CASES, SCORE_SCHEMES, assert_same, patched_model, randomize
+
+# The situations once more: here every call goes to the fastest engine that can carry it, however short it is.
+from test_situations import (  # noqa: F401
+    test_autocast,
+    test_bfloat16_is_close_to_float32,
+    test_every_family,
+    test_every_way_equals_the_full_forward,
+    test_gapped_position_ids_are_honoured,
+    test_generation_of_prompts_of_different_lengths,
+    test_gradient_checkpointing,
+    test_gradients_of_a_padded_batch,
+    test_output_attentions,
+    test_packed_by_a_mask_of_the_users,
+    test_packed_documents_equal_separate_ones,
+    test_two_forwards_before_one_backward,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_posenc import NotPatchedError, patch_model, which_engine
+from hf_posenc.engines import banded, choice, chunked, reference, toeplitz
+from hf_posenc.engines.choice import Call, choose, run, why_not
+from hf_posenc.positions import Positions, pack, unpack
+from hf_posenc.registry import scheme_class
+from hf_posenc.schemes.base import Dims
+
+HEAD_DIM = 16
+SCALING = HEAD_DIM**-0.5
+
+
+@pytest.fixture(autouse=True)
+def never_short(monkeypatch):
+    monkeypatch.setattr(choice, "SHORT", -1)
+    monkeypatch.setattr(toeplitz, "ROWS", 32)
+    monkeypatch.setattr(chunked, "SCORES", 2**12)
+
+
+# ------------------------------------------------------------------------------------------------ against the reference
+
+
+def build(scheme, heads, **hyperparameters):
+    dims = Dims(heads, heads, HEAD_DIM, 32, 2)
+    module = scheme_class(scheme).parse(hyperparameters).build(dims)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.rand(p.shape, generator=generator) + 0.1)
+    return module
+
+
+def left_padded(length, padding):
+    index = torch.arange(length)[None]
+    valid = torch.stack([torch.ones(length, dtype=torch.bool), index[0] >= padding])
+    counted = valid.cumsum(-1) - 1
+    return unpack(
+        pack(
+            index,
+            index,
+            query_positions=counted,
+            key_positions=counted,
+            query_valid=valid,
+            key_valid=valid,
+        ),
+        length,
+    ), valid
+
+
+def packed(lengths):
+    index = torch.arange(sum(lengths))[None]
+    segment = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+    place = torch.cat([torch.arange(n) for n in lengths])[None]
+    channel = pack(index, index, query_positions=place, key_positions=place, query_segment=segment, key_segment=segment)
+    return unpack(channel, sum(lengths)), None
+
+
+def windowed(length, window):
+    index = torch.arange(length)[None]
+    return unpack(pack(index, index, window=window), length), None
+
+
+def static_cache(queries, filled, size):
+    query_index = torch.arange(filled - queries, filled)[None]
+    return unpack(pack(query_index, torch.arange(size)[None]), queries), None
+
+
+SITUATIONS = {
+    "causal": lambda: (Positions.causal(100), None),
+    "one chunk": lambda: (Positions.causal(7), None),
+    "chunked prefill": lambda: (Positions.causal(40, 130), None),
+    "one query": lambda: (Positions.causal(1, 90), None),
+    "left-padded": lambda: left_padded(90, 13),
+    "packed": lambda: packed([40, 3, 50]),
+    "sliding window": lambda: windowed(100, 9),
+    "static cache": lambda: static_cache(20, 70, 128),
+}
+MODULES = {
+    "alibi": lambda h: build("alibi", h),
+    "alibi-trainable": lambda h: build("alibi", h, trainable=True),
+    "shaw": lambda h: build("shaw", h, max_distance=7),
+    "transformer_xl": lambda h: build("transformer_xl", h),
+    "da_transformer": lambda h: build("da_transformer", h),
+}
+ENGINES = {"banded": ("alibi", "alibi-trainable"), "toeplitz": ("alibi", "alibi-trainable"), "chunked": tuple(MODULES)}
+ROWS = [(engine, module) for engine, modules in ENGINES.items() for module in modules]
+
+
+def inputs(positions, heads, groups, dtype, batch=2):
+    queries, keys = positions.query_index.shape[-1], positions.key_index.shape[-1]
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((batch, heads, queries, HEAD_DIM), (batch, heads // groups, keys, HEAD_DIM))
+    q, k, v = (torch.randn(shape, generator=generator) for shape in (shapes[0], shapes[1], shapes[1]))
+    return [each.to(dtype).requires_grad_() for each in (q, k, v)]
+
+
+def results(engine, module, positions, tensors, shown, weight):
+    """Return output and the gradients of inputs and parameters."""
+    q, k, v = tensors
+    if engine == "reference":
+        output, _ = reference.attend(module, q, k, v, positions, scaling=SCALING, vector_scaling=SCALING)
+    else:
+        call = Call(module, q, k, positions)
+        output, weights = run(choose(engine, call), call, v, scaling=SCALING, vector_scaling=SCALING)
+        assert weights is None
+    if shown is not None:
+        output = output * shown[:, :, None, None]
+    leaves = [*tensors, *module.parameters()]
+    return [output, *torch.autograd.grad((output.double() * weight).sum(), leaves)]
+
+
+def compare(actual, expected, relative):
+    for number, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        scale = max(1.0, e.abs().max().item())
+        assert (a.double() - e.double()).abs().max().item() <= relative * scale, number
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 3), (5, 5)], ids=["4 heads", "6 heads of 2", "5 of 1"])
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(("engine", "case"), ROWS)
+def test_against_the_reference(engine, case, situation, heads, groups):
+    positions, shown = SITUATIONS[situation]()
+    module, tensors = MODULES[case](heads), inputs(positions, heads, groups, torch.float32)
+    weight = torch.randn(2, tensors[0].shape[2], heads, HEAD_DIM, dtype=torch.float64)
+    actual = results(engine, module, positions, tensors, shown, weight)
+    wide = [each.detach().double().requires_grad_() for each in tensors]
+    expected = results("reference", copy.deepcopy(module).double(), positions, wide, shown, weight)
+    # Transformer-XL's terms are of the order of 10; DA-Transformer's gradients are sums of terms times distances.
+    compare(actual, expected, 4e-5 if case in ("transformer_xl", "da_transformer") else 1e-5)
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(("engine", "case"), ROWS)
+def test_bfloat16(engine, case, situation):
+    positions, shown = SITUATIONS[situation]()
+    module, tensors = MODULES[case](4), inputs(positions, 4, 2, torch.bfloat16)
+    weight = torch.randn(2, tensors[0].shape[2], 4, HEAD_DIM, dtype=torch.float64)
+    actual = results(engine, module, positions, tensors, shown, weight)
+    assert actual[0].dtype == torch.bfloat16
+    wide = [each.detach().double().requires_grad_() for each in tensors]
+    expected = results("reference", copy.deepcopy(module).double(), positions, wide, shown, weight)
+    # The kernel rounds weights to 8 bits before it sums values; relative norm, since single entries are noise.
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.double() - e).norm() <= 0.02 * e.norm() + 1e-6
+
+
+# --------------------------------------------------------------------------------------------------------------- banding
+
+
+def dense_alibi(q, k, v, slopes):
+    length, start = k.shape[2], k.shape[2] - q.shape[2]
+    distance = (torch.arange(start, length)[:, None] - torch.arange(length)).double()
+    scores = q.double() @ k.double().mT * SCALING - slopes.double()[:, None, None] * distance
+    return scores.masked_fill(distance < 0, -math.inf).softmax(-1) @ v.double()
+
+
+HARD = {
+    "random": lambda k: k,
+    "large": lambda k: 6 * k,
+    # What a window chosen without looking at the data would miss: one far key that everyone looks at.
+    "one far key": lambda k: torch.cat([40 * k[:, :, :1], k[:, :, 1:]], 2),
+    "growing": lambda k: k * torch.linspace(12, 0.1, k.shape[2])[:, None],
+}
+
+
+@pytest.mark.parametrize("what", HARD)
+@pytest.mark.parametrize("queries", [600, 90])
+def test_skipped_keys_do_not_count(what, queries):
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 8, n, HEAD_DIM, generator=generator) for n in (queries, 600, 600))
+    q, k = q + 1, HARD[what](k + 1)
+    slopes = torch.tensor([2.0**-n for n in range(1, 9)])
+    output = banded.attend(q, k, v, slopes, scaling=SCALING, rows=32)
+    expected = dense_alibi(q, k, v, slopes)
+    plain = toeplitz.attend(q, k, v, -slopes[:, None] * torch.arange(600), scaling=SCALING)
+    own_error = (plain.double() - expected).abs().max()
+    assert (output.double() - expected).abs().max() <= 2 * own_error + 1e-6
+
+
+def test_keys_are_skipped():
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(1, 8, 2048, HEAD_DIM, generator=generator) for _ in range(2))
+    slopes = torch.tensor([2.0**-n for n in range(1, 9)])
+    needed = banded.windows(q, k, slopes, SCALING, 256)
+    pieces = banded.plan(needed, 2048, 2048, 256)
+    area = sum((end - i) * (h_end - h) * (end - j) for i, end, h, h_end, j in pieces)
+    whole = sum((end - i) * (h_end - h) * (end - j) for i, end, h, h_end, j in toeplitz.whole(2048, 8, 256))
+    assert area < 0.75 * whole
+    covered = {(i, h) for i, _, h0, h1, _ in pieces for h in range(h0, h1)}
+    assert len(covered) == 8 * 8  # every chunk of every head, once
+    assert sum(h1 - h0 for _, _, h0, h1, _ in pieces) == 8 * 8
+
+
+def test_slopes_that_reward_distance_keep_every_key():
+    slopes = torch.tensor([0.5, 0.0, -0.01])
+    q, k = torch.randn(1, 3, 64, HEAD_DIM), torch.randn(1, 3, 64, HEAD_DIM)
+    needed = banded.windows(q, k, slopes, SCALING, 32)
+    assert needed[1:].isinf().all()
+    assert needed[0].isfinite().all()
+    v = torch.randn(1, 3, 64, HEAD_DIM)
+    output = banded.attend(q, k, v, slopes, scaling=SCALING)
+    assert (output.double() - dense_alibi(q, k, v, slopes)).abs().max() < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------- memory
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation returns; views do not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(each, torch.Tensor):
+                self.numel = max(self.numel, each.untyped_storage().nbytes() // each.element_size())
+        return out
+
+
+@pytest.mark.parametrize(("engine", "case"), ROWS)
+def test_nothing_grows_with_the_square_of_the_length(engine, case):
+    def largest(length):
+        positions, module = Positions.causal(length), MODULES[case](4)
+        tensors = inputs(positions, 4, 1, torch.float32, batch=1)
+        with Largest() as probe:
+            results(engine, module, positions, tensors, None, torch.ones(()))
+        return probe.numel
+
+    assert largest(512) <= 2.2 * largest(256)
+    if engine == "chunked":
+        positions, tensors = Positions.causal(512), inputs(Positions.causal(512), 4, 1, torch.float32, batch=1)
+        with Largest() as probe:
+            results("reference", MODULES[case](4), positions, tensors, None, torch.ones(()))
+        assert probe.numel >= 4 * 512 * 512  # what the probe would see
+
+
+@pytest.mark.parametrize("engine", ["banded", "toeplitz"])
+def test_a_second_derivative_is_refused(engine):
+    module, tensors = MODULES["alibi"](4), inputs(Positions.causal(40), 4, 1, torch.float32)
+    call = Call(module, tensors[0], tensors[1], Positions.causal(40))
+    output, _ = run(choose(engine, call), call, tensors[2], scaling=SCALING, vector_scaling=SCALING)
+    (gradient,) = torch.autograd.grad(output.square().sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------------------ the choice
+
+
+def call(case="alibi", length=40, dtype=torch.float32, **options):
+    positions = Positions.causal(length)
+    q, k, _ = inputs(positions, 4, 1, dtype)
+    return Call(MODULES[case](4), q, k, positions, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "engine", "reason"),
+    [
+        (call(), "banded", "the fastest"),
+        (call("shaw"), "chunked", "no linear penalty"),
+        (call(dtype=torch.float64), "chunked", "float32 and bfloat16"),
+        (call(softcap=5.0), "chunked", "soft cap"),
+        (call(dropout=0.1), "chunked", "dropout"),
+        (call(weights=True), "reference", "weights were asked for"),
+    ],
+)
+def test_the_choice_and_its_reason(given, engine, reason):
+    chosen = choose("auto", given)
+    assert chosen.engine == engine
+    assert reason in str(chosen)
+
+
+def test_short_calls_go_to_the_reference(monkeypatch):
+    monkeypatch.setattr(choice, "SHORT", 2**18)
+    assert choose("auto", call()).engine == "reference"
+
+
+def test_an_engine_that_was_asked_for_is_taken_or_refused():
+    assert choose("toeplitz", call()).engine == "toeplitz"
+    for engine in ("banded", "toeplitz"):
+        with pytest.raises(ValueError, match=f"attention='{engine}' cannot compute this call: .*'auto'"):
+            choose(engine, call("shaw"))
+    assert why_not("reference", call("shaw", weights=True)) is None
+
+
+def test_padding_in_a_filled_cache_goes_to_the_chunked_engine():
+    positions, valid = left_padded(40, 5)
+    later = chunked.cut(positions, slice(30, 40), slice(0, 40))
+    q, k, _ = inputs(later, 4, 1, torch.float32)
+    assert choose("auto", Call(MODULES["alibi"](4), q, k, later)).engine == "chunked"
+    assert not valid.all()
+
+
+def test_which_engine(monkeypatch):
+    monkeypatch.setattr(choice, "SHORT", 2**18)
+    model = patch_model(tiny("llama"), "alibi")
+    assert which_engine(model, 4096).engine == "banded"
+    assert which_engine(model, 1, keys=4096).engine == "reference"
+    assert which_engine(model, 4096, weights=True).engine == "reference"
+    assert which_engine(patch_model(tiny("llama"), "shaw"), 4096).engine == "chunked"
+    assert which_engine(patch_model(tiny("gemma2"), "alibi"), 4096).engine == "chunked"  # it caps its scores
+    assert which_engine(patch_model(tiny("llama"), "rope"), 4096).engine == "sdpa"
+    with pytest.raises(NotPatchedError):
+        which_engine(tiny("llama"), 4096)
+    forced = patch_model(tiny("llama"), "shaw", attention="banded")
+    with pytest.raises(ValueError, match="cannot compute this call"):
+        which_engine(forced, 4096)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", SCORE_SCHEMES)
+def test_every_family_by_its_engine_equals_the_reference(case, family):
+    model = patched_model(case, family)
+    ids = tokens(2, 50)
+    fast = model(ids, use_cache=False).logits
+    for module in model.modules():
+        if "posenc_engine" in module.__dict__:
+            module.posenc_engine = "reference"
+    assert_same(fast, model(ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("case", SCORE_CASES)
+def test_dropout_is_not_ignored(case):
+    model = patched_model(case, "llama", attention_dropout=0.5).train()
+    ids = tokens(2, 50)
+    torch.manual_seed(0)
+    first = model(ids, use_cache=False).logits
+    second = model(ids, use_cache=False).logits
+    assert (first - second).abs().max() > 1e-2
+    torch.manual_seed(0)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    loss.backward()  # recomputed with the same dropped weights, or the gradients would be of another function
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_model_by_a_forced_engine():
+    ids = tokens(2, 50)
+    expected = randomize(patch_model(tiny("llama"), "alibi", attention="reference"))(ids).logits
+    for engine in ("banded", "toeplitz", "chunked"):
+        assert_same(randomize(patch_model(tiny("llama"), "alibi", attention=engine))(ids).logits, expected)
