@@ -173,19 +173,17 @@ def whole_models(lengths: list[int], rounds: int, device: str) -> list[dict[str,
     """Return tokens per second of patched GPT-2 and LLaMA, as ratios of time to the stock model."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+    def make(family: str, length: int) -> Any:
+        if family == "gpt2":
+            return GPT2LMHeadModel(GPT2Config(n_layer=4, n_positions=length, vocab_size=1024))
+        sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "vocab_size": 1024}
+        return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, max_position_embeddings=length, **sizes))
+
     rows = []
     for family in ("gpt2", "llama"):
         for length in lengths:
-            common = {"vocab_size": 1024}
-            if family == "gpt2":
-                make: Any = lambda n=length: GPT2LMHeadModel(GPT2Config(n_layer=4, n_positions=n, **common))
-            else:
-                sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
-                make = lambda n=length, s=sizes: LlamaForCausalLM(
-                    LlamaConfig(num_hidden_layers=4, max_position_embeddings=n, **s, **common)
-                )
-            models = {"stock": make()}
-            models |= {scheme: hf_posenc.patch_model(make(), scheme, seed=0) for scheme in SCHEMES}
+            models = {"stock": make(family, length)}
+            models |= {scheme: hf_posenc.patch_model(make(family, length), scheme, seed=0) for scheme in SCHEMES}
             ids = torch.randint(1024, (1, length), device=device)
 
             def forward(model: Any, ids: Tensor = ids) -> Run:

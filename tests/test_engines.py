@@ -32,13 +32,14 @@ from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import Dims
 
+FLOORS = choice.FLOORS
 HEAD_DIM = 16
 SCALING = HEAD_DIM**-0.5
 
 
 @pytest.fixture(autouse=True)
 def never_short(monkeypatch):
-    monkeypatch.setattr(choice, "SHORT", -1)
+    monkeypatch.setattr(choice, "FLOORS", {})
     monkeypatch.setattr(toeplitz, "ROWS", 32)
     monkeypatch.setattr(chunked, "SCORES", 2**12)
 
@@ -299,9 +300,21 @@ def test_the_choice_and_its_reason(given, engine, reason):
     assert reason in str(chosen)
 
 
-def test_short_calls_go_to_the_reference(monkeypatch):
-    monkeypatch.setattr(choice, "SHORT", 2**18)
-    assert choose("auto", call()).engine == "reference"
+@pytest.mark.parametrize(
+    ("case", "length", "dtype", "engine"),
+    [
+        ("alibi", 100, torch.float32, "reference"),
+        ("alibi", 300, torch.float32, "toeplitz"),
+        ("alibi", 1100, torch.float32, "banded"),
+        ("alibi", 1100, torch.bfloat16, "toeplitz"),
+        ("shaw", 300, torch.float32, "reference"),
+        ("shaw", 600, torch.float32, "chunked"),
+    ],
+)
+def test_short_calls_go_to_simpler_engines(case, length, dtype, engine, monkeypatch):
+    monkeypatch.setattr(choice, "FLOORS", FLOORS)
+    chosen = choose("auto", call(case, length, dtype))
+    assert chosen.engine == engine
 
 
 def test_an_engine_that_was_asked_for_is_taken_or_refused():
@@ -321,7 +334,7 @@ def test_padding_in_a_filled_cache_goes_to_the_chunked_engine():
 
 
 def test_which_engine(monkeypatch):
-    monkeypatch.setattr(choice, "SHORT", 2**18)
+    monkeypatch.setattr(choice, "FLOORS", FLOORS)
     model = patch_model(tiny("llama"), "alibi")
     assert which_engine(model, 4096).engine == "banded"
     assert which_engine(model, 1, keys=4096).engine == "reference"

@@ -6,7 +6,7 @@
 - `chunked`: every scheme, and every mask but a user's own 4-D one; no weights; not while compiling. O(L) memory.
 - `reference`: everything. O(Q L) memory.
 
-`auto` takes `reference` for short calls, where it is the fastest.
+`auto` passes over an engine for calls so short that the next one is faster.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from . import banded, chunked, reference, toeplitz
 NAMES = ("banded", "toeplitz", "chunked", "reference")
 """Engines, fastest first."""
 
-SHORT = 2**18
-"""Scores per head (Q times L) up to which the reference engine is chosen: 512 x 512."""
+FLOORS: dict[str, dict[torch.dtype | None, int]] = {
+    "banded": {torch.float32: 1024**2, torch.bfloat16: 4096**2},
+    "toeplitz": {None: 128**2},
+    "chunked": {None: 512**2},
+}
+"""Scores per head (Q times L) below which `auto` passes an engine over, by dtype (None: any): the next one is faster.
+
+Where they cross was measured by scripts/benchmark_attention.py on two cores of a Xeon with AMX.
+"""
 
 
 class Formula(reference.Formula, Protocol):
@@ -128,11 +135,15 @@ def choose(wanted: str, call: Call) -> Choice:
         if reason := why_not(wanted, call):
             raise ValueError(f"attention={wanted!r} cannot compute this call: {reason}; use attention='auto'")
         return Choice(wanted, "asked for")
+    if torch.compiler.is_compiling():  # before sizes are compared, which would fix them in the graph
+        return Choice("reference", "torch.compile traces it")
     queries, keys = call.query.shape[2], call.key.shape[2]
-    if queries * keys <= SHORT:
-        return Choice("reference", f"{queries} queries and {keys} keys are few")
     reasons: list[str] = []
     for engine in NAMES:
+        floors = FLOORS.get(engine, {})
+        if queries * keys < floors.get(call.query.dtype, floors.get(None, 0)):
+            reasons.append(f"not {engine}: {queries} queries and {keys} keys are too few to gain by it")
+            continue
         reason = why_not(engine, call)
         if reason is None:
             return Choice(engine, "; ".join(reasons) or "the fastest")
