@@ -17,7 +17,7 @@ from .engines.choice import Call, Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from .positions import Positions
 from .registry import available_schemes, scheme_class
-from .schemes.base import PositionEmbedding, PositionModule, Scheme, ScoreScheme
+from .schemes.base import PositionEmbedding, PositionModule, Scheme, ScoreScheme, Shared
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -55,8 +55,8 @@ def patch_model(
     Args:
         model: a stock transformers model of a supported family, with or without a head.
         scheme: a name (`available_schemes()`) or a `Scheme` instance.
-        attention: engine for schemes that change attention scores: `auto`, or `banded`, `toeplitz`, `chunked`,
-            `reference`, see `hf_posenc.engines.choice`.
+        attention: engine for schemes that change attention scores: `auto`, or `banded`, `toeplitz`, `clipped`,
+            `chunked`, `reference`, see `hf_posenc.engines.choice`.
         seed: for new parameters that start at random; None draws from torch's generator.
         **hyperparameters: of the scheme, see its class.
 
@@ -267,7 +267,7 @@ def which_engine(
     query = like.new_empty(()).expand(batch_size, dims.num_heads, length, dims.head_dim)
     key = like.new_empty(()).expand(batch_size, dims.num_key_value_heads, keys or length, dims.head_dim)
     call = Call(
-        attention.posenc,
+        attention.posenc.owner() if isinstance(attention.posenc, Shared) else attention.posenc,
         query,
         key,
         Positions.causal(length, keys or length, place),

@@ -38,7 +38,7 @@ from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import Dims
 
 SCHEMES = ("alibi", "shaw", "da_transformer", "transformer_xl")
-ENGINES = ("banded", "toeplitz", "chunked", "reference")
+ENGINES = ("banded", "toeplitz", "clipped", "chunked", "reference")
 PHASES = ("forward", "forward+backward", "decode")
 # Beyond this many scores per head a T x T candidate does not fit.
 DENSE = 2048 * 2048

@@ -3,6 +3,7 @@
 - `banded`: a linear penalty per head (ALiBi), on a CPU, in float32 or bfloat16, without weights, soft cap or dropout;
   sliding windows; padding and packed documents where queries and keys are the same tokens. O(L) memory.
 - `toeplitz`: the same for any additive bias of distance. O(L) memory.
+- `clipped`: the same, but for sliding windows, for vectors of clipped distances (Shaw). O(L) memory.
 - `chunked`: every scheme, and every mask but a user's own 4-D one; no weights; not while compiling. O(L) memory.
 - `reference`: everything. O(Q L) memory.
 
@@ -20,14 +21,15 @@ import torch
 from torch import Tensor
 
 from ..positions import DensePositions, Positions
-from . import banded, chunked, reference, toeplitz
+from . import banded, chunked, clipped, reference, toeplitz
 
-NAMES = ("banded", "toeplitz", "chunked", "reference")
+NAMES = ("banded", "toeplitz", "clipped", "chunked", "reference")
 """Engines, fastest first."""
 
 FLOORS: dict[str, dict[torch.dtype | None, int]] = {
     "banded": {torch.float32: 1024**2, torch.bfloat16: 4096**2},
     "toeplitz": {None: 128**2},
+    "clipped": {None: 256**2},
     "chunked": {None: 512**2},
 }
 """Scores per head (Q times L) below which `auto` passes an engine over, by dtype (None: any): the next one is faster.
@@ -44,6 +46,9 @@ class Formula(reference.Formula, Protocol):
 
     def bias(self, length: int, like: Tensor) -> Tensor | None:
         """Return the biases (H, length) if all the scheme does is to add one per distance."""
+
+    def clipped_vectors(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return the tables for keys and values if all the scheme does is to add vectors of clipped distances."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def why_not(engine: str, call: Call) -> str | None:
         return "the mask is given pair by pair"
     if engine == "chunked":
         return None
-    if call.query.device.type not in ("cpu", "meta"):
+    if call.query.device.type != "cpu":
         return f"it is written for CPUs, the tensors are on {call.query.device.type}"
     if call.query.dtype not in (torch.float32, torch.bfloat16):
         return f"the kernel takes float32 and bfloat16, not {call.query.dtype}"
@@ -116,7 +121,12 @@ def why_not(engine: str, call: Call) -> str | None:
         return "the scheme is no linear penalty per head"
     if engine == "toeplitz" and call.module.bias(1, like) is None:
         return "the scheme is no additive bias of distance"
-    if like.device.type != "meta" and spans(call.positions) is None:
+    if engine == "clipped":
+        if call.module.clipped_vectors() is None:
+            return "the scheme has no vectors of clipped distances"
+        if int(call.positions.window.min()) < call.key.shape[2]:
+            return "it has no sliding windows"
+    if spans(call.positions) is None:
         return "padded keys in a cache, or position_ids with gaps"
     return None
 
@@ -166,7 +176,7 @@ def run(
     Returns:
         output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) or None.
     """
-    if choice.engine in ("banded", "toeplitz"):
+    if choice.engine in ("banded", "toeplitz", "clipped"):
         with torch.autocast(call.query.device.type, enabled=False):  # the bounds need float32
             return _by_spans(choice.engine, call, value, scaling), None
     attend: Callable[..., Any] = chunked.attend if choice.engine == "chunked" else reference.attend
@@ -255,6 +265,10 @@ def _by_spans(engine: str, call: Call, value: Tensor, scaling: float) -> Tensor:
             slopes = call.module.penalty(q)
             assert slopes is not None
             return banded.attend(q, k, v, slopes, scaling=scaling, window=window)
+        if engine == "clipped":
+            tables = call.module.clipped_vectors()
+            assert tables is not None
+            return clipped.attend(q, k, v, *tables, scaling=scaling)
         table = call.module.bias(k.shape[2], q)
         assert table is not None
         return toeplitz.attend(q, k, v, toeplitz.windowed(table, window), scaling=scaling)

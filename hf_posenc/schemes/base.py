@@ -194,6 +194,10 @@ class ScoreModule(PositionModule):
             return None
         return -slopes[:, None] * torch.arange(length, dtype=slopes.dtype, device=slopes.device)
 
+    def clipped_vectors(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return the tables (m + 1, D) or (H, m + 1, D) for keys and values by distance clipped at m, if that is all."""
+        return None
+
     def mix(self, weights: Tensor, value: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of values, (B, H, Q, D), from weights (B, H, Q, L) and values (B, H, L, D)."""
         return weights @ value

@@ -70,6 +70,10 @@ class ClippedDistanceVectors(ScoreModule):
         if self.value_embeddings is not None:
             init.normal_(self.value_embeddings, std=0.02)
 
+    def clipped_vectors(self) -> tuple[Tensor, Tensor | None]:
+        """Return the tables for keys and values."""
+        return self.key_embeddings, self.value_embeddings
+
     def scores(
         self,
         query: Tensor,
