@@ -402,3 +402,30 @@ def test_a_model_by_a_forced_engine():
     expected = randomize(patch_model(tiny("llama"), "alibi", attention="reference"))(ids).logits
     for engine in ("banded", "toeplitz", "chunked"):
         assert_same(randomize(patch_model(tiny("llama"), "alibi", attention=engine))(ids).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_padding_inside_a_sequence_does_not_part_it(family):
+    ids = tokens(1, 40)
+    mask = torch.ones_like(ids)
+    mask[0, 15:20] = 0
+    model = patch_model(tiny(family), "alibi")
+    joined = patch_model(tiny(family), "alibi", attention="reference")
+    assert_same(
+        model(ids, attention_mask=mask).logits[mask.bool()], joined(ids, attention_mask=mask).logits[mask.bool()]
+    )
+    with pytest.raises(ValueError, match="padding inside a document"):
+        patch_model(tiny(family), "alibi", attention="banded")(ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_row(bad):
+    q, k, v = torch.randn(3, 1, 2, 90, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    slopes = torch.tensor([0.5, 0.1])
+    expected = banded.attend(q, k, v, slopes, scaling=SCALING)
+    q[0, 0, 50, 0] = bad
+    actual = banded.attend(q, k, v, slopes, scaling=SCALING)
+    assert actual[0, 0, 50].isnan().all()
+    actual[0, 0, 50] = expected[0, 0, 50]
+    assert (actual - expected).abs().max() <= 1e-5

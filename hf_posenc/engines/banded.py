@@ -45,7 +45,7 @@ def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: in
         epsilon: largest share of a row's weight that may be left out.
 
     Returns:
-        (H, chunks) float64; infinite for slopes that are not positive.
+        (H, chunks) float64; infinite for slopes that are not positive and for inputs that are not finite.
     """
     shift = key.shape[2] - query.shape[2]
     key_norms = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32).cummax(-1).values[..., shift:]
@@ -58,7 +58,8 @@ def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: in
     room = room.view(room.shape[0], -1, rows).amax(-1).double()
     slope = slopes.double()[:, None]
     needed = (room + math.log(1 / epsilon) - torch.log(-torch.expm1(-slope))) / slope
-    return torch.where(slope > 0, needed, math.inf)  # a learned slope may also reward distance
+    # A learned slope may also reward distance; of inputs that are not finite nothing is known.
+    return torch.where((slope > 0) & ~needed.isnan(), needed, math.inf)
 
 
 def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Piece]:

@@ -127,7 +127,7 @@ def why_not(engine: str, call: Call) -> str | None:
         if int(call.positions.window.min()) < call.key.shape[2]:
             return "it has no sliding windows"
     if spans(call.positions) is None:
-        return "padded keys in a cache, or position_ids with gaps"
+        return "padded keys in a cache, padding inside a document, or position_ids with gaps"
     return None
 
 
@@ -205,8 +205,9 @@ def spans(positions: Positions) -> list[Span] | None:
         positions: on a CPU.
 
     Returns:
-        The pieces, covering every query that is no padding; None if positions do not count up by one, or queries and
-        keys are different tokens and not all keys are valid and of one document.
+        The pieces, covering every query that is no padding; None if positions do not count up by one, if there is
+        padding inside a document, or if queries and keys are different tokens and not all keys are valid and of one
+        document.
     """
     index, key_index = positions.query_index, positions.key_index
     queries, keys = index.shape[-1], key_index.shape[-1]
@@ -238,8 +239,13 @@ def spans(positions: Positions) -> list[Span] | None:
     for row in range(shape[0]):
         edges = [0, *((~joined[row]).nonzero()[:, 0] + 1).tolist(), keys]
         part = slice(row, row + 1) if shape[0] > 1 else everything
+        documents: set[int] = set()
         for start, stop in pairwise(edges):
             if bool(valid[row, start]):
+                document = int(segment[row, start])
+                if document in documents:  # padding inside a document: what is after it sees what is before it
+                    return None
+                documents.add(document)
                 found.append((part, slice(start, stop), slice(start, stop)))
     return found
 

@@ -195,7 +195,7 @@ class ScoreModule(PositionModule):
         return -slopes[:, None] * torch.arange(length, dtype=slopes.dtype, device=slopes.device)
 
     def clipped_vectors(self) -> tuple[Tensor, Tensor | None] | None:
-        """Return the tables (m + 1, D) or (H, m + 1, D) for keys and values by distance clipped at m, if that is all."""
+        """Return the tables (m + 1, D) or (H, m + 1, D) for keys and values by distance clipped at m, or None."""
         return None
 
     def mix(self, weights: Tensor, value: Tensor, distance: Tensor) -> Tensor:
