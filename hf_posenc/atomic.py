@@ -43,7 +43,8 @@ def staged(directory: Path) -> Iterator[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     recover(directory)
     for left in directory.glob(STAGING + "*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if not _is_being_written(left):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
     staging = directory / f"{STAGING}-{os.getpid()}"
     staging.mkdir()
     try:
@@ -101,17 +102,18 @@ def recover(directory: Path) -> bool:
     return True
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a text file at once.
-
-    Args:
-        path: its name.
-        text: its new contents.
-    """
-    fresh = path.with_name(f"{STAGING}-{os.getpid()}-{path.name}")
-    fresh.write_text(text, encoding="utf-8")
-    _flush(fresh)
-    os.replace(fresh, path)
+def _is_being_written(left: Path) -> bool:
+    """Return whether the process that named the folder still runs: another one saves here at the same time."""
+    process = left.name.removeprefix(f"{STAGING}-")
+    if not process.isdecimal() or int(process) == os.getpid() or os.name == "nt":
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _flush(path: Path) -> None:

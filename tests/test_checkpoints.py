@@ -754,3 +754,19 @@ def test_the_marker_is_the_only_buffer_we_add():
         assert added == {f"model.layers.0.hf_posenc_{CASES[case][0]}"}
         assert all(not module._buffers for module in model.modules() if isinstance(module, PositionModule))
         assert isinstance(model, PreTrainedModel)
+
+
+def test_another_process_may_be_saving_here(tmp_path):
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        running, dead = tmp_path / f"{STAGING}-{other.pid}", tmp_path / f"{STAGING}-999999999"
+        running.mkdir()
+        dead.mkdir()
+        model = patched_model("alibi", "llama")
+        model.save_pretrained(tmp_path)
+        assert running.exists()
+        assert not dead.exists()
+        assert logits(from_pretrained(tmp_path)).equal(logits(model))
+    finally:
+        other.kill()
+        other.wait()
