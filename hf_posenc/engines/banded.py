@@ -120,7 +120,7 @@ def attend(
     order = torch.argsort(slopes.detach(), descending=True)
     distance = torch.arange(length, dtype=slopes.dtype, device=slopes.device)
     with torch.no_grad():
-        needed = windows(query[:, order], key[:, order], slopes[order], scaling, rows)
+        needed = windows(query, key, slopes, scaling, rows)[order]
         if window is not None:
             needed = needed.clamp(max=window)
         pieces = plan(needed, query.shape[2], length, rows)
@@ -128,5 +128,4 @@ def attend(
         # that they are denormal numbers, which the processor multiplies many times more slowly.
         beyond = distance >= needed.amax(1, keepdim=True)
     table = (-slopes[order, None] * distance).masked_fill(beyond, -math.inf)
-    output = toeplitz.attend(query[:, order], key[:, order], value[:, order], table, scaling=scaling, pieces=pieces)
-    return output[:, torch.argsort(order)]
+    return toeplitz.attend(query, key, value, table, scaling=scaling, pieces=pieces, order=order.tolist())
