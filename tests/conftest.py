@@ -1,9 +1,61 @@
-"""What every test relies on: no network, two threads."""
+"""What every test relies on: no network, two threads; and what the tests of the recipes share."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported, which reads it once
 
+import pytest
 import torch
 
 torch.set_num_threads(2)
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+@pytest.fixture
+def recipes(monkeypatch, tmp_path):
+    """Lets a test import the recipes as their own folder does, each with a fresh accelerate and an empty cache."""
+    import datasets
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets_cache"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield RECIPES
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def tiny_checkpoints(tmp_path, recipes):
+    """A folder with a tiny byte-level GPT-2 (32 positions in its table) and a tiny LLaMA, `gpt2` and `llama`."""
+    from embedded import byte_tokenizer
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = byte_tokenizer()
+    shape = {"vocab_size": len(tokenizer), "initializer_range": 0.2, "bos_token_id": 256, "eos_token_id": 256}
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, **shape))
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+            **shape,
+        )
+    )
+    for name, model in (("gpt2", gpt2), ("llama", llama)):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Twelve documents of this project's own sources, 300 bytes each, separated by form feeds."""
+    source = (RECIPES / "extend_context.py").read_text(encoding="utf-8")
+    path = tmp_path / "text.txt"
+    path.write_text("\f".join(source[start : start + 300] for start in range(0, 3600, 300)), encoding="utf-8")
+    return path

@@ -1,5 +1,20 @@
 """How far a causal language model's context really reaches: functions from (model, tokens) to numbers."""
 
+from .context import ContextMeasurement, PositionLoss, measure_context, short_context_regression
 from .perplexity import Perplexity, non_overlapping_perplexity, sliding_window_perplexity
+from .retrieval import Cell, associative_recall, induction_copy, needle, passkey
 
-__all__ = ["Perplexity", "non_overlapping_perplexity", "sliding_window_perplexity"]
+__all__ = [
+    "Cell",
+    "ContextMeasurement",
+    "Perplexity",
+    "PositionLoss",
+    "associative_recall",
+    "induction_copy",
+    "measure_context",
+    "needle",
+    "non_overlapping_perplexity",
+    "passkey",
+    "short_context_regression",
+    "sliding_window_perplexity",
+]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 # Windows are scored in batches of about this many tokens. A CPU gains nothing from more, and its caches lose.
@@ -149,12 +150,12 @@ def _score(
 ) -> Perplexity:
     device = next(model.parameters()).device
     if batch_size is None:
-        batch_size = max(1, (TOKENS_PER_CPU_BATCH if device.type == "cpu" else TOKENS_PER_BATCH) // length)
+        batch_size = default_batch_size(device, length)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     nll, count = 0.0, 0
     with (
-        _evaluating(model),
+        evaluating(model),
         torch.no_grad(),
         tqdm(
             total=sum(end - first for _, first, end in spans),
@@ -165,7 +166,7 @@ def _score(
             disable=not progress,
         ) as bar,
     ):
-        logits_of = _logits_function(model, tokens[:TRIAL_TOKENS].to(device)[None])
+        logits_of = logits_function(model, tokens)
         for batch in _batches(spans, batch_size):
             scored = batch[0][2] - batch[0][1]
             windows = torch.stack([tokens[start:end] for start, _, end in batch]).to(device)
@@ -195,20 +196,32 @@ def _batches(spans: list[tuple[int, int, int]], batch_size: int) -> Iterator[lis
     yield batch
 
 
-def _logits_function(model: nn.Module, trial: Tensor) -> Callable[[Tensor, slice], Iterator[Tensor]]:
+def default_batch_size(device: torch.device, length: int) -> int:
+    """Windows of a length per forward, where nobody says."""
+    return max(1, (TOKENS_PER_CPU_BATCH if device.type == "cpu" else TOKENS_PER_BATCH) // length)
+
+
+def logits_function(model: nn.Module, tokens: Tensor) -> Callable[[Tensor, slice], Iterator[Tensor]]:
     """A function from windows `(B, T)` and a slice of positions to their logits, as rows, in pieces.
 
     The rows are `(R, V)`, the windows' positions one after the other. A long window's logits are far larger than
     anything else in the forward. Where the head is a plain module behind the base model it is applied to `LOGIT_ROWS`
-    positions at a time. Some families scale or cap the logits after the head, so a short trial decides.
+    positions at a time. Some families scale or cap the logits after the head, so a short trial decides. Parts of a
+    model that FSDP has sharded cannot be called on their own: there the logits are whole.
+
+    Args:
+        model: in eval mode.
+        tokens: `(N,)`, of which the first few are the trial.
     """
 
     def whole(windows: Tensor, positions: slice) -> Iterator[Tensor]:
         yield model(input_ids=windows, use_cache=False).logits[:, positions].flatten(0, 1)
 
     base, head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", lambda: None)()
-    if base is None or base is model or head is None:
+    sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
+    if base is None or base is model or head is None or sharded:
         return whole
+    trial = tokens[:TRIAL_TOKENS].to(next(model.parameters()).device)[None]
 
     def hidden_states(windows: Tensor) -> Tensor | None:
         return getattr(base(input_ids=windows, use_cache=False), "last_hidden_state", None)
@@ -226,7 +239,7 @@ def _logits_function(model: nn.Module, trial: Tensor) -> Callable[[Tensor, slice
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; every module's own mode back afterwards (a fine-tune may keep parts frozen in eval mode)."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -1,0 +1,115 @@
+"""Compares schemes on one base: same data, seeds and budget for each, and the base itself and RoPE's scalings beside them.
+
+    accelerate launch recipes/compare_schemes.py --config recipes/configs/compare_stories.yaml --model DIR --data FILE
+
+Every run is one results.json under OUTPUT/runs; OUTPUT/summary.md, summary.json and the figures are made from them.
+Started again, it makes the runs that are missing and goes on with the one that was interrupted.
+"""
+
+import shutil
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import extend_context
+import sweep
+from extend_context import UNPATCHED
+from options import UsageError, load, parse
+from training import Diverged, Interrupted
+from transformers import AutoConfig
+
+import hf_posenc
+from hf_posenc.registry import scheme_class
+
+SCALINGS = ("linear", "dynamic", "yarn")
+OPTIONS = ("distill", "transfer")
+
+
+@dataclass
+class Arguments(extend_context.Arguments):
+    """What to compare; everything else is as for extend_context.py and the same for all."""
+
+    variants: list[str] = field(
+        default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
+        metadata={
+            "help": f"schemes; {UNPATCHED}; {', '.join('rope-' + kind for kind in SCALINGS)} (RoPE stretched to "
+            "--train-length); any of them with +distill (KL to the base, weight --distill or 1) or +transfer (attention "
+            "outputs matched for the first quarter of the recovery steps, then KL)"
+        },
+    )
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "of each variant's runs"})
+    keep_weights: bool = field(default=False, metadata={"help": "keep every run's checkpoint, not only its JSON"})
+    output: str = field(default="runs/compare_schemes", metadata={"help": "folder of the sweep"})
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Runs what is missing and returns the summary."""
+    arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
+    folder = Path(arguments.output)
+    before: list[dict[str, Any]] = []
+
+    def one(variant: str, seed: int, target: Path) -> dict[str, Any]:
+        results = extend_context.run(run_arguments(arguments, variant, seed, target), before=before or None)
+        before[:] = results["before"]
+        if not arguments.keep_weights:
+            shutil.rmtree(target / "model")
+        return results
+
+    try:
+        for variant in arguments.variants:  # all of them before the first
+            run_arguments(arguments, variant, 0, folder)
+        for runs in sweep.read(folder).values():
+            before[:] = runs[0]["before"]
+        sweep.complete(folder, arguments.variants, arguments.seeds, one)
+    except (UsageError, hf_posenc.HfPosencError) as error:
+        parser.error(str(error))
+    except Diverged as error:
+        raise SystemExit(f"{error}") from None
+    except Interrupted as stop:
+        print(f"\n{stop}. The same command goes on.", file=sys.stderr)
+        raise SystemExit(stop.status) from None
+    summary = sweep.summarize(folder, f"Schemes on {arguments.model or 'the embedded base'}")
+    print(sweep.markdown(summary))
+    return summary
+
+
+def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -> extend_context.Arguments:
+    """The arguments of one run.
+
+    Raises:
+        UsageError: if there is no such variant.
+    """
+    if arguments.model is None:
+        raise UsageError("--model DIR_OR_ID: the embedded base would be trained anew for every run")
+    name, *options = variant.split("+")
+    scheme, _, scaling = name.partition("-")
+    if strange := [word for word in options if word not in OPTIONS]:
+        raise UsageError(f"--variants {variant}: +{strange[0]} is none of +{', +'.join(OPTIONS)}")
+    if scaling and (scheme != "rope" or scaling not in SCALINGS):
+        raise UsageError(f"--variants {variant}: scalings are {', '.join('rope-' + kind for kind in SCALINGS)}")
+    if scheme != UNPATCHED:
+        scheme_class(scheme)  # names the schemes there are
+    same = {field.name: getattr(arguments, field.name) for field in fields(extend_context.Arguments)}
+    longest = max(arguments.train_length, *arguments.eval_lengths)
+    extra: list[str] = []
+    if scaling:
+        trained = load(AutoConfig, arguments.model).max_position_embeddings
+        if arguments.train_length <= trained:
+            raise UsageError(
+                f"--variants {variant} stretches RoPE to --train-length {arguments.train_length}, but the base was "
+                f"trained at {trained}"
+            )
+        extra = [f'scaling={{"rope_type": "{scaling}", "factor": {arguments.train_length / trained}}}']
+    elif scheme == "learned":
+        extra = [f"num_positions={longest}"]
+    changes: dict[str, Any] = {"scheme": scheme, "scheme_args": extra, "seed": seed, "output": str(target)}
+    changes["distill"] = (arguments.distill or 1.0) if options else 0.0
+    changes["transfer_steps"] = arguments.recovery_steps // 4 if "transfer" in options else 0
+    changes["resume"] = (target / "progress.json").is_file()
+    changes["overwrite"] = not changes["resume"]
+    return extend_context.Arguments(**(same | changes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""Text for the recipes: read, tokenised, split into training and held-out documents, packed into windows."""
+
+import hashlib
+import pickle
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from options import UsageError, at_least, one_of
+from torch import Tensor
+
+FORMATS = {
+    ".txt": "text",
+    ".md": "text",
+    ".py": "text",
+    "": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+}
+IGNORED = -100
+"""Target of a token that nothing should predict: the first of a document, and what follows a window's last token."""
+
+
+@dataclass
+class DataArguments:
+    """Which text, and how it becomes windows."""
+
+    data: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, or one dataset id of the Hub; "
+            "without --model: the standard library's sources"
+        },
+    )
+    data_name: str | None = field(default=None, metadata={"help": "configuration of a dataset of the Hub"})
+    data_split: str = field(default="train", metadata={"help": "its split"})
+    text_column: str = field(default="text", metadata={"help": "column that holds the text, if not a text file"})
+    separator: str = field(
+        default="",
+        metadata={"help": r"what separates documents within a text, e.g. '\n\n'; by default a text is one document"},
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "read only as many documents as the run needs, instead of downloading all"}
+    )
+    workers: int | None = field(
+        default=None, metadata={"help": "processes that tokenise; by default one, whose tokenizer uses threads"}
+    )
+    packing: str = field(
+        default="concatenate",
+        metadata={
+            "help": "concatenate: documents in a row, each may look at the ones before it in its window; "
+            "documents: positions start again with each and attention stays inside"
+        },
+    )
+    eval_tokens: int = field(
+        default=16384, metadata={"help": "held-out tokens to measure on, at least; whole documents are held out"}
+    )
+    split_seed: int = field(
+        default=0, metadata={"help": "which documents are held out; apart from --seed, so that runs compare"}
+    )
+
+
+@dataclass
+class Document:
+    """One text as tokens."""
+
+    tokens: Tensor  # (N,) int64
+    bytes: int  # of the text in UTF-8, what bits per byte are counted against
+
+
+def check(arguments: DataArguments, needs_data: bool) -> None:
+    """What can be known without reading the text."""
+    at_least(arguments, 1, "eval_tokens")
+    one_of(arguments, "packing", ("concatenate", "documents"))
+    if arguments.workers is not None:
+        at_least(arguments, 1, "workers")
+    if needs_data and not arguments.data:
+        raise UsageError("--model needs --data FILE..., text to fine-tune and measure on")
+    kinds = set()
+    for name in arguments.data:
+        if Path(name).is_dir():
+            raise UsageError(f"--data {name}: is a folder, name its files")
+        if Path(name).is_file():
+            kinds.add(FORMATS.get(Path(name).suffix, "text"))
+        elif looks_like_a_file(name) or len(arguments.data) > 1:
+            raise UsageError(f"--data {name}: no such file")
+    if len(kinds) > 1:
+        raise UsageError(f"--data: files of one kind at a time, not {' and '.join(sorted(kinds))}")
+
+
+def looks_like_a_file(name: str) -> bool:
+    """Whether it is meant as a path and not as a dataset id: it has a suffix that is read here, or more than one `/`."""
+    return Path(name).suffix in set(FORMATS) - {""} or name.count("/") > 1 or name.startswith((".", "/", "~"))
+
+
+def describe(arguments: DataArguments) -> str:
+    """What is read, in words."""
+    return ", ".join(arguments.data) if arguments.data else "the sources of the Python standard library"
+
+
+def documents(tokenizer: Any, arguments: DataArguments, files: list[Path] | None, enough: int) -> list[Document]:
+    """The documents in order, tokenised, each only once: a repeated one could end up on both sides of the split.
+
+    Args:
+        tokenizer: of the model.
+        arguments: where the text is.
+        files: text files to read instead of `--data`; those that are not UTF-8 are left out.
+        enough: when streaming, reading stops at this many tokens.
+
+    Raises:
+        UsageError: if a file cannot be read, a column is missing, or there is no text.
+    """
+    separator = arguments.separator.encode().decode("unicode_escape")
+    texts = unique(part for text in read(arguments, files) for part in (text.split(separator) if separator else [text]))
+    if arguments.streaming:
+        found: list[Document] = []
+        for text in texts:
+            found += encode(tokenizer, [text])
+            enough -= len(found[-1].tokens)
+            if enough <= 0:
+                break
+    else:
+        found = encode_and_keep(tokenizer, list(texts), arguments.workers)
+    if not found:
+        raise UsageError(f"there is no text in {describe(arguments)}")
+    return found
+
+
+def read(arguments: DataArguments, files: list[Path] | None) -> Iterator[str]:
+    """The texts as they are stored."""
+    paths = [Path(name) for name in arguments.data]
+    kind = FORMATS.get(paths[0].suffix, "text") if paths and paths[0].is_file() else None
+    if files is not None or kind == "text":
+        for path in paths if files is None else files:
+            try:
+                yield path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                if files is None:
+                    raise UsageError(f"--data {path}: not readable as UTF-8 text ({error})") from None
+        return
+    try:
+        rows = (
+            datasets.load_dataset(
+                kind, data_files=[str(path) for path in paths], split="train", streaming=arguments.streaming
+            )
+            if kind
+            else datasets.load_dataset(
+                arguments.data[0], arguments.data_name, split=arguments.data_split, streaming=arguments.streaming
+            )
+        )
+        for row in rows:
+            if not isinstance(row.get(arguments.text_column), str):
+                raise UsageError(
+                    f"--text-column {arguments.text_column}: {describe(arguments)} has {', '.join(row)}, of which the "
+                    "text must be a column of strings"
+                )
+            yield row[arguments.text_column]
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UsageError(f"--data {describe(arguments)}: {error.__cause__ or error}") from None
+
+
+def unique(texts: Iterable[str]) -> Iterator[str]:
+    """Those that are not blank, each at its first place."""
+    seen = set()
+    for text in texts:
+        text = text.strip("\n")
+        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        if text.strip() and key not in seen:
+            seen.add(key)
+            yield text
+
+
+def encode(tokenizer: Any, texts: list[str]) -> list[Document]:
+    """Each text between the marks the tokenizer adds; if it adds none, it ends with the tokenizer's end-of-text."""
+    end = [] if tokenizer("").input_ids or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    # The tokenizer would warn that a whole book is longer than the model's context, which is the point.
+    encoded = tokenizer(texts, return_attention_mask=False, verbose=False).input_ids
+    return [
+        Document(torch.tensor(ids + end, dtype=torch.long), len(text.encode()))
+        for text, ids in zip(texts, encoded, strict=True)
+    ]
+
+
+def encode_and_keep(tokenizer: Any, texts: list[str], workers: int | None) -> list[Document]:
+    """The same through the cache of datasets: what was tokenised before is read from there.
+
+    The name in the cache is made of every text and of the tokenizer, so it cannot be another's.
+    """
+    key = hashlib.sha256(
+        tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else pickle.dumps(tokenizer)
+    )
+    for text in texts:
+        key.update(len(text).to_bytes(8, "big") + text.encode())
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posenc"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def columns(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        found = encode(tokenizer, batch["text"])
+        return {"tokens": [document.tokens for document in found], "bytes": [document.bytes for document in found]}
+
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_dict({"text": texts}).map(
+        columns,
+        batched=True,
+        num_proc=workers,
+        remove_columns="text",
+        cache_file_name=str(folder / f"{key.hexdigest()}.arrow"),
+        new_fingerprint=key.hexdigest()[:16],
+    )
+    return [
+        Document(tokens, count)
+        for tokens, count in zip(rows.with_format("torch")[:]["tokens"], rows[:]["bytes"], strict=True)
+    ]
+
+
+def split(found: list[Document], tokenizer: Any, arguments: DataArguments) -> tuple[list[Document], list[Document]]:
+    """Training and held-out documents. Whole documents are held out, so no text is on both sides.
+
+    They are drawn at random until there are `--eval-tokens`. Of a single document the end is held out.
+    """
+    missing = arguments.eval_tokens
+    if len(found) == 1:
+        tokens = found[0].tokens
+        parts = tokens[:-missing], tokens[-missing:]
+        return tuple([Document(part, len(tokenizer.decode(part).encode()))] if len(part) else [] for part in parts)
+    order = list(range(len(found)))
+    random.Random(arguments.split_seed).shuffle(order)
+    held_out: list[int] = []
+    while order and missing > 0:
+        held_out.append(order.pop())
+        missing -= len(found[held_out[-1]].tokens)
+    return [found[index] for index in sorted(order)], [found[index] for index in sorted(held_out)]
+
+
+def first(found: list[Document], tokens: int) -> list[Document]:
+    """As many documents from the beginning as make so many tokens."""
+    total = 0
+    for index, document in enumerate(found):
+        total += len(document.tokens)
+        if total >= tokens:
+            return found[: index + 1]
+    return found
+
+
+def stream(found: list[Document]) -> Document:
+    """All documents in a row, as one."""
+    if not found:
+        return Document(torch.empty(0, dtype=torch.long), 0)
+    return Document(torch.cat([document.tokens for document in found]), sum(document.bytes for document in found))
+
+
+class Windows:
+    """A text cut into windows of one length; what is left at its end is dropped.
+
+    Args:
+        found: documents, taken in a row.
+        length: tokens in a window.
+        packing: `concatenate`, or `documents`: positions start again with each document, and nothing is predicted
+            across its start. transformers reads off such positions that attention must stay inside.
+    """
+
+    def __init__(self, found: list[Document], length: int, packing: str):
+        self.length = length
+        tokens = stream(found).tokens
+        self.total = len(tokens)
+        count = self.total // length
+        self.tokens = tokens[: count * length].view(count, length)
+        self.starts = None
+        if packing == "documents":
+            lengths = torch.tensor([len(document.tokens) for document in found])
+            starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)  # of each token's document
+            self.starts = starts[: count * length].view(count, length)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+        """Windows as the model takes them, with `targets` `(B, T)`: the token that follows, or IGNORED."""
+        tokens = self.tokens[indices]
+        targets = torch.full_like(tokens, IGNORED)
+        targets[:, :-1] = tokens[:, 1:]
+        if self.starts is None:
+            return {"input_ids": tokens, "targets": targets}
+        starts = self.starts[indices]
+        targets[:, :-1][starts[:, 1:] != starts[:, :-1]] = IGNORED
+        # Counted from the document's start, or from the window's where the document began before it.
+        positions = torch.arange(self.length) + torch.tensor(indices)[:, None] * self.length
+        begins = torch.maximum(starts, positions[:, :1])
+        return {"input_ids": tokens, "position_ids": positions - begins, "targets": targets}
+
+
+def order(seed: int, windows: int, first: int, last: int) -> list[int]:
+    """The windows numbered `first .. last - 1` of an endless, seeded shuffle: pass after pass, each its own order.
+
+    A window depends on the seed and its number alone, not on the number of processes or on where a run was resumed.
+    """
+    found = []
+    for turn in range(first // windows, (last - 1) // windows + 1):
+        shuffled = list(range(windows))
+        random.Random(f"{seed} {turn}").shuffle(shuffled)
+        found += shuffled[max(first - turn * windows, 0) : last - turn * windows]
+    return found

@@ -1,0 +1,124 @@
+"""Measures any checkpoint on any text: patched, stock, or a LoRA adapter on either.
+
+    accelerate launch recipes/evaluate.py --model me/gpt2-alibi --data book.txt --eval-lengths 512 1024 2048
+    python recipes/evaluate.py --model gpt2 --data book.txt        # the stock model, for comparison
+
+Both perplexities, bits per byte, loss by position and retrieval go to OUTPUT (JSON) and, as a table, to the screen. With
+`accelerate launch` the windows are spread over the processes; the numbers do not depend on how many there are.
+"""
+
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import corpus
+import torch
+from accelerate import Accelerator
+from corpus import DataArguments, stream
+from extend_context import check_vocabulary, count, measure_model, position_limit, provenance, retrieval, write_json
+from options import UsageError, at_least, load, parse
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import hf_posenc
+from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.patching import patch_of
+
+
+@dataclass
+class Arguments(DataArguments):
+    """What to measure, and on which text."""
+
+    model: str | None = field(
+        default=None, metadata={"help": "checkpoint folder or Hub id, patched or stock; required"}
+    )
+    adapter: str | None = field(default=None, metadata={"help": "LoRA adapter to load onto it"})
+    dtype: str = field(default="float32", metadata={"help": "of the weights: float32 | bfloat16 | float16"})
+    eval_lengths: list[int] = field(
+        default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "context lengths to measure at, in tokens"}
+    )
+    stride: int | None = field(
+        default=None, metadata={"help": "tokens between sliding windows; by default a quarter of each length"}
+    )
+    retrieval_trials: int = field(
+        default=8, metadata={"help": "trials per length and lag of the retrieval test (induction copy); 0 for none"}
+    )
+    output: str = field(default="runs/evaluation.json", metadata={"help": "file to write"})
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Measures and returns what it wrote."""
+    arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
+    try:
+        return run(arguments)
+    except (UsageError, hf_posenc.HfPosencError) as error:
+        parser.error(str(error))
+
+
+def run(arguments: Arguments) -> dict[str, Any]:
+    """The first documents are measured, until there are --eval-tokens: nothing is trained, nothing is held out."""
+    if arguments.model is None:
+        raise UsageError("--model DIR_OR_ID is missing")
+    corpus.check(arguments, needs_data=True)
+    at_least(arguments, 0, "retrieval_trials")
+    if min(arguments.eval_lengths, default=0) < 8:
+        raise UsageError("--eval-lengths must be at least 8 tokens")
+    arguments.eval_lengths = sorted(set(arguments.eval_lengths))
+    if Path(arguments.output).is_dir():
+        raise UsageError(f"--output {arguments.output} is a folder, name a file")
+    accelerator = Accelerator()
+    load(AutoConfig, arguments.model)
+    model = load(AutoModelForCausalLM, arguments.model, dtype=getattr(torch, arguments.dtype))
+    if arguments.adapter:
+        model = hf_posenc.load_adapter(model, arguments.adapter).merge_and_unload()
+    model.to(accelerator.device).eval()
+    tokenizer = load(AutoTokenizer, arguments.model)
+    with accelerator.main_process_first():
+        documents = corpus.documents(tokenizer, arguments, None, arguments.eval_tokens)
+    documents = corpus.first(documents, arguments.eval_tokens)
+    check_vocabulary(model, documents)
+    if len(stream(documents).tokens) < arguments.eval_lengths[-1]:
+        raise UsageError(
+            f"the text has {len(stream(documents).tokens):,} tokens, the longest of --eval-lengths needs "
+            f"{arguments.eval_lengths[-1]:,}"
+        )
+    patch = patch_of(model)
+    try:
+        limit = patch.scheme.limit if patch is not None else position_limit(model)
+    except UnsupportedModelError:  # a stock family that nobody can patch can still be measured
+        limit = None
+    results = {
+        "recipe": "evaluate",
+        "arguments": asdict(arguments),
+        "command": sys.argv,
+        **provenance(accelerator),
+        "model": {
+            "name": arguments.model,
+            "model_type": model.config.model_type,
+            "parameters": count(model),
+            "scheme": patch.scheme.name if patch is not None else None,
+        },
+        "measured": measure_model(model, held_out=documents, arguments=arguments, accelerator=accelerator, limit=limit),
+        "retrieval": retrieval(model, arguments, accelerator, limit),
+    }
+    if accelerator.is_main_process:
+        write_json(Path(arguments.output), results)
+    accelerator.print(table(results["measured"]) + f"\n\nresults     {arguments.output}")
+    return results
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Both perplexities by length; lower is better."""
+    lines = [f"{'context':>10}  {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}"]
+    for row in rows:
+        if "impossible" in row:
+            lines.append(f"{row['length']:>10}  - ({row['impossible']})")
+        else:
+            bits = f"{row['bits_per_byte']:.3f}" if row["bits_per_byte"] is not None else "-"
+            sliding, fresh = row["sliding"]["perplexity"], row["non_overlapping"]["perplexity"]
+            lines.append(f"{row['length']:>10}  {sliding:>16.3f} {fresh:>16.3f} {bits:>14}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Trains a small model from scratch with each scheme and tests it beyond its training length: train short, test long.
+
+    accelerate launch recipes/pretrain.py --config recipes/configs/pretrain_books.yaml --data BOOK.txt...
+
+The from-scratch counterpart of compare_schemes.py, as in Press et al. 2021 (arXiv:2108.12409): a decoder of GPT-2's shape
+that reads bytes, without any position encoding but the one named. Every run is one results.json under OUTPUT/runs; the
+summary and the figures are made from them. Started again, it makes the runs that are missing.
+"""
+
+import shutil
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import corpus
+import sweep
+import training
+from accelerate.utils import set_seed
+from corpus import DataArguments, stream
+from embedded import byte_tokenizer, standard_library
+from extend_context import (
+    CURVE_TOKENS,
+    check_vocabulary,
+    count,
+    hyper,
+    measure_model,
+    provenance,
+    retrieval,
+    save,
+    stopwatch,
+    write_json,
+)
+from options import UsageError, at_least, hyperparameters, load, parse
+from training import Diverged, Interrupted, TrainingArguments
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+import hf_posenc
+from hf_posenc.evaluation import non_overlapping_perplexity
+from hf_posenc.patching import parse_scheme, patch_of
+
+
+@dataclass
+class Arguments(DataArguments, TrainingArguments):
+    """What to train, with which schemes, and where to test it."""
+
+    schemes: list[str] = field(
+        default_factory=lambda: ["sinusoidal", "rope", "alibi", "nope"],
+        metadata={"help": "schemes to compare; learned gets a table of --train-length positions, as usual"},
+    )
+    scheme_args: list[str] = field(
+        default_factory=list, metadata={"help": "hyper-parameters as name=value, if there is one scheme only"}
+    )
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "of each scheme's runs"})
+    tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id; by default bytes"})
+    layers: int = field(default=4, metadata={"help": "decoder layers"})
+    width: int = field(default=128, metadata={"help": "hidden size"})
+    heads: int = field(default=4, metadata={"help": "attention heads"})
+    train_length: int = field(default=256, metadata={"help": "context length to train at, in tokens"})
+    steps: int = field(default=1000, metadata={"help": "optimizer steps"})
+    batch_size: int = field(default=8, metadata={"help": "sequences per forward and process"})
+    gradient_accumulation: int = field(default=1, metadata={"help": "forwards per optimizer step"})
+    learning_rate: float = field(default=3e-3, metadata={"help": "peak, after warm-up and before the decay"})
+    warmup_steps: int = field(default=50, metadata={"help": "steps of linear warm-up"})
+    eval_lengths: list[int] = field(
+        default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "context lengths to test at, in tokens"}
+    )
+    stride: int | None = field(
+        default=None, metadata={"help": "tokens between sliding windows; by default a quarter of each length"}
+    )
+    retrieval_trials: int = field(default=8, metadata={"help": "trials of the retrieval test; 0 for none"})
+    keep_weights: bool = field(default=False, metadata={"help": "keep every run's checkpoint, not only its JSON"})
+    output: str = field(default="runs/pretrain", metadata={"help": "folder of the sweep"})
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Runs what is missing and returns the summary."""
+    arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
+    folder = Path(arguments.output)
+    try:
+        check_arguments(arguments)
+        sweep.complete(
+            folder, arguments.schemes, arguments.seeds, lambda name, seed, target: run(arguments, name, seed, target)
+        )
+    except (UsageError, hf_posenc.HfPosencError) as error:
+        parser.error(str(error))
+    except Diverged as error:
+        raise SystemExit(f"{error}") from None
+    except Interrupted as stop:
+        print(f"\n{stop}. The same command goes on.", file=sys.stderr)
+        raise SystemExit(stop.status) from None
+    summary = sweep.summarize(folder, f"From scratch, trained at {arguments.train_length}")
+    print(sweep.markdown(summary))
+    return summary
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """Everything that can be known without reading the text."""
+    training.check(arguments)
+    corpus.check(arguments, needs_data=False)
+    at_least(arguments, 1, "layers", "width", "heads")
+    at_least(arguments, 0, "retrieval_trials")
+    if arguments.width % arguments.heads:
+        raise UsageError(f"--width {arguments.width} must be a multiple of --heads {arguments.heads}")
+    if min(arguments.eval_lengths, default=0) < 8:
+        raise UsageError("--eval-lengths must be at least 8 tokens")
+    arguments.eval_lengths = sorted(set(arguments.eval_lengths))
+    if arguments.distill or arguments.transfer_steps or arguments.recovery_steps:
+        raise UsageError("--distill, --transfer-steps and --recovery-steps need a trained base: see extend_context.py")
+    if arguments.scheme_args and len(arguments.schemes) > 1:
+        raise UsageError("--scheme-args is for one scheme, --schemes names several")
+    for name in arguments.schemes:
+        scheme_of(arguments, name)
+
+
+def scheme_of(arguments: Arguments, name: str) -> hf_posenc.Scheme:
+    """The scheme of a run."""
+    given = hyperparameters(arguments.scheme_args)
+    if name == "learned":
+        given.setdefault("num_positions", arguments.train_length)
+    try:
+        return parse_scheme(name, given)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--schemes {name}: {error}") from None
+
+
+def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, Any]:
+    """One model, top to bottom."""
+    arguments.seed = seed
+    accelerator = training.accelerator_for(arguments, output)
+    set_seed(seed)
+    tokenizer = load(AutoTokenizer, arguments.tokenizer) if arguments.tokenizer else byte_tokenizer()
+    with accelerator.main_process_first():
+        documents = corpus.documents(tokenizer, arguments, None if arguments.data else standard_library(), sys.maxsize)
+    train, held_out = corpus.split(documents, tokenizer, arguments)
+    plan = training.phases(arguments, train, arguments.packing, arguments.train_length)
+    if min(len(plan[0].windows), len(stream(held_out).tokens)) < max(arguments.batch_size, arguments.eval_lengths[-1]):
+        raise UsageError(
+            f"the text has {len(stream(train).tokens):,} tokens to train on and {len(stream(held_out).tokens):,} held "
+            "out, fewer than a batch or the longest of --eval-lengths need"
+        )
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=arguments.train_length,
+        n_embd=arguments.width,
+        n_layer=arguments.layers,
+        n_head=arguments.heads,
+        # GPT-2's own 0.02 is for width 768; the same variance of the sums needs more where there are fewer terms.
+        initializer_range=0.02 * (768 / arguments.width) ** 0.5,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = GPT2LMHeadModel(config).to(accelerator.device)
+    model.loss_type = "ForCausalLM"
+    check_vocabulary(model, train, held_out)
+    hf_posenc.patch_model(model, scheme_of(arguments, name), seed=seed)
+    if not (answers := hf_posenc.verify(model)):
+        raise RuntimeError(f"the patch does not do what it should:\n{answers}")
+    seconds: dict[str, float] = {}
+    results: dict[str, Any] = {
+        "recipe": "pretrain",
+        "arguments": asdict(arguments),
+        "command": sys.argv,
+        "seed": seed,
+        **provenance(accelerator),
+        "data": {
+            "description": corpus.describe(arguments),
+            "documents": len(documents),
+            "training_tokens": len(stream(train).tokens),
+            "held_out_tokens": len(stream(held_out).tokens),
+        },
+        "base": {
+            "name": "from scratch",
+            "model_type": "gpt2",
+            "parameters": count(model),
+            "trained_length": arguments.train_length,
+        },
+        "scheme": {"name": name, **hyper(model)},
+        "verify": str(answers),
+        "seconds": seconds,
+    }
+    curve_text = stream(held_out).tokens[: max(CURVE_TOKENS, arguments.train_length)]
+    wrapped, results["training"] = training.fine_tune(
+        accelerator,
+        model,
+        plan,
+        arguments,
+        folder=output,
+        resume=True,  # a state there is of this run: the sweep's folder names variant and seed
+        evaluate=lambda trained: non_overlapping_perplexity(trained, curve_text, length=arguments.train_length).loss,
+    )
+    model = accelerator.unwrap_model(wrapped)
+    limit = patch_of(model).scheme.limit
+    with stopwatch(seconds, "after"):
+        results["after"] = measure_model(
+            model, held_out=held_out, arguments=arguments, accelerator=accelerator, limit=limit
+        )
+        results["retrieval_after"] = retrieval(model, arguments, accelerator, limit)
+    if arguments.keep_weights:
+        save(accelerator, wrapped, tokenizer, output)
+    if accelerator.is_main_process:
+        write_json(output / "results.json", results)
+        for state in training.states(output):
+            shutil.rmtree(state)
+    accelerator.wait_for_everyone()
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Many runs side by side: what is done is kept, and tables and figures are made from the runs' JSON files alone.
+
+A sweep's folder holds `runs/VARIANT/seed-N/results.json`, `summary.json`, `summary.md` and the figures. Several processes
+may work on one sweep with different seeds at the same time; whoever ends writes the summary of all that is there.
+
+    python recipes/sweep.py runs/compare      # writes the summary again
+"""
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from extend_context import write_json
+from hf_posenc.analysis import plots
+from report import METHODS
+
+Runs = dict[str, list[dict[str, Any]]]
+
+
+def complete(
+    folder: Path, variants: Sequence[str], seeds: Sequence[int], one: Callable[[str, int, Path], dict[str, Any]]
+) -> None:
+    """Makes every run that has no results yet, seed by seed, so that a half-done sweep compares all variants.
+
+    Args:
+        folder: of the sweep.
+        variants: names.
+        seeds: of the runs.
+        one: makes a run from variant, seed and folder, and leaves results.json there.
+    """
+    for seed in seeds:
+        for variant in variants:
+            target = folder / "runs" / variant / f"seed-{seed}"
+            if not (target / "results.json").is_file():
+                print(f"\n=== {variant}, seed {seed} ===", flush=True)
+                one(variant, seed, target)
+
+
+def read(folder: Path) -> Runs:
+    """The results by variant, seeds in order."""
+    runs: Runs = {}
+    for path in sorted(folder.glob("runs/*/seed-*/results.json")):
+        runs.setdefault(path.parents[1].name, []).append(json.loads(path.read_text(encoding="utf-8")))
+    return runs
+
+
+def summarize(folder: Path, title: str) -> dict[str, Any]:
+    """Writes summary.json, summary.md and the figures; returns the summary."""
+    runs = read(folder)
+    first = next(iter(runs.values()))[0]
+    trained = first["base"]["trained_length"]
+    summary: dict[str, Any] = {"title": title, "base": first["base"], "variants": {}}
+    if first.get("before"):
+        summary["before"] = first["before"]
+    for variant, found in runs.items():
+        rows = [row for row in found[0]["after"] if "sliding" in row]
+        summary["variants"][variant] = {
+            "seeds": [results["seed"] for results in found],
+            "tokens": found[0]["training"]["tokens"],
+            "tokens_per_second": spread([results["training"]["tokens_per_second"] for results in found]),
+            **{
+                method: {
+                    str(row["length"]): spread([at(results, row["length"])[method]["perplexity"] for results in found])
+                    for row in rows
+                }
+                for method, _ in METHODS
+            },
+            "curve": [
+                {"tokens": points[0]["tokens"], **spread([point["loss"] for point in points])}
+                for points in zip(*(results["training"]["curve"] for results in found), strict=True)
+            ],
+            "retrieval": retrieval(found),
+        }
+    reach_plain(summary["variants"])
+    write_json(folder / "summary.json", summary)
+    (folder / "summary.md").write_text(markdown(summary), encoding="utf-8")
+
+    shown = summary["variants"]
+    for method, name in METHODS:
+        curves = {
+            label: [(int(length), value["mean"]) for length, value in entry[method].items()]
+            for label, entry in shown.items()
+        }
+        plots.save(
+            plots.perplexity_by_length(curves, trained_length=trained, title=f"{title}: {name}"),
+            folder / f"{method}.png",
+        )
+    positions = {
+        label: [(part["first"], part["last"], part["loss"]) for part in measured[-1]["by_position"]]
+        for label, found in runs.items()
+        if (measured := [row for row in found[0]["after"] if "by_position" in row])
+    }
+    plots.save(
+        plots.loss_by_position(positions, trained_length=trained, title=f"{title}: longest windows, first seed"),
+        folder / "loss_by_position.png",
+    )
+    recovery = {
+        label: [(point["tokens"], point["mean"]) for point in entry["curve"]]
+        for label, entry in shown.items()
+        if entry["curve"]
+    }
+    if recovery:
+        plots.save(plots.loss_curve(recovery, title=f"{title}: held-out loss"), folder / "recovery.png")
+    return summary
+
+
+def at(results: dict[str, Any], length: int) -> dict[str, Any]:
+    """A run's measurement at a length."""
+    return next(row for row in results["after"] if row["length"] == length)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Mean and sample standard deviation; of a single value the deviation is not known."""
+    deviation = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+    return {"mean": statistics.fmean(values), **({} if math.isnan(deviation) else {"std": deviation})}
+
+
+def retrieval(found: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Accuracy of the retrieval test by length, over seeds and lags."""
+    by_length: dict[int, list[float]] = {}
+    for results in found:
+        for cell in results.get("retrieval_after", []):
+            by_length.setdefault(cell["length"], []).append(cell["accuracy"])
+    return {str(length): {"mean": statistics.fmean(values)} for length, values in sorted(by_length.items())}
+
+
+def reach_plain(variants: dict[str, Any]) -> None:
+    """Notes, of `X+OPTION`, after how many tokens it is where plain X ends, as a share of plain X's tokens."""
+    for name, entry in variants.items():
+        plain = variants.get(name.partition("+")[0])
+        if "+" not in name or plain is None or not plain["curve"] or not entry["curve"]:
+            continue
+        goal, last = plain["curve"][-1]["mean"], None
+        for point in entry["curve"]:
+            if point["mean"] <= goal:
+                if last is None:
+                    reached = float(point["tokens"])
+                else:  # between two points, along the straight line
+                    share = (last["mean"] - goal) / (last["mean"] - point["mean"])
+                    reached = last["tokens"] + share * (point["tokens"] - last["tokens"])
+                entry["reaches_plain_at"] = {"tokens": reached, "share": reached / plain["curve"][-1]["tokens"]}
+                break
+            last = point
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """The tables, as they are."""
+    variants = summary["variants"]
+    lengths = sorted({length for entry in variants.values() for length in entry["sliding"]}, key=int)
+    lines = [f"# {summary['title']}", ""]
+    base = summary["base"]
+    lines += [f"Base: {base['name']}, {base['parameters']:,} weights, trained at {base['trained_length']} tokens.", ""]
+    for method, name in METHODS:
+        lines += [
+            f"## Perplexity, {name}",
+            "",
+            "Mean and standard deviation over seeds on held-out text; lower is better.",
+            "",
+            "| | seeds | " + " | ".join(lengths) + " |",
+            "|---|---|" + "---|" * len(lengths),
+        ]
+        if "before" in summary:
+            known = {str(row["length"]): row[method]["perplexity"] for row in summary["before"] if method in row}
+            values = [f"{known[length]:.3f}" if length in known else "-" for length in lengths]
+            lines.append("| base, before | | " + " | ".join(values) + " |")
+        for label, entry in variants.items():
+            values = [shown(entry[method][length]) if length in entry[method] else "-" for length in lengths]
+            lines.append(f"| {label} | {len(entry['seeds'])} | " + " | ".join(values) + " |")
+        lines.append("")
+    lines += ["## Cost, recovery and retrieval", ""]
+    lines += [
+        "| | tokens | tokens/s | held-out loss at the end | reaches plain's end at | induction copy, by length |",
+        "|---|---|---|---|---|---|",
+    ]
+    for label, entry in variants.items():
+        end = shown(entry["curve"][-1]) if entry["curve"] else "-"
+        share = f"{entry['reaches_plain_at']['share']:.0%} of its tokens" if "reaches_plain_at" in entry else "-"
+        copied = ", ".join(f"{length}: {value['mean']:.2f}" for length, value in entry["retrieval"].items()) or "-"
+        speed = f"{entry['tokens_per_second']['mean']:,.0f}"
+        lines.append(f"| {label} | {entry['tokens']:,} | {speed} | {end} | {share} | {copied} |")
+    return "\n".join([*lines, ""])
+
+
+def shown(value: dict[str, float]) -> str:
+    """Mean, and deviation where there is one."""
+    return f"{value['mean']:.3f}" + (f" ± {value['std']:.3f}" if "std" in value else "")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        known = json.loads((Path(name) / "summary.json").read_text(encoding="utf-8"))
+        print(markdown(summarize(Path(name), known["title"])))

@@ -1,0 +1,88 @@
+"""The same idea with transformers' Trainer, for those who prefer it: patch first, then train as always.
+
+    python recipes/trainer_example.py --model gpt2 --data book.txt --scheme alibi --output runs/trainer
+
+Trainer knows nothing of the patch and need not: checkpoints reload as what they are, resuming is exact. What the full
+recipe has beside it: measurement before and after, recovery from the base, a report.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import corpus
+from corpus import DataArguments, Windows
+from options import UsageError, hyperparameters, load, parse
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+import hf_posenc
+
+
+@dataclass
+class Arguments(DataArguments):
+    """What to train on what; the rest is transformers' TrainingArguments, set below."""
+
+    model: str | None = field(default=None, metadata={"help": "stock checkpoint, folder or Hub id; required"})
+    scheme: str = field(default="alibi", metadata={"help": "position encoding to patch in"})
+    scheme_args: list[str] = field(default_factory=list, metadata={"help": "its hyper-parameters as name=value"})
+    train_length: int = field(default=1024, metadata={"help": "context length, in tokens"})
+    steps: int = field(default=100, metadata={"help": "optimizer steps"})
+    learning_rate: float = field(default=2e-4, metadata={"help": "peak"})
+    output: str = field(default="runs/trainer", metadata={"help": "folder to write"})
+    resume: bool = field(default=False, metadata={"help": "go on from the newest checkpoint in it"})
+
+
+class TrainerWindows(Dataset):
+    """Windows as Trainer wants them: the model itself shifts `labels`."""
+
+    def __init__(self, windows: Windows):
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = self.windows.batch([index])["input_ids"][0]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def main(argv: list[str] | None = None) -> Trainer:
+    """Patches, trains, saves; returns the trainer."""
+    arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
+    try:
+        if arguments.model is None:
+            raise UsageError("--model DIR_OR_ID is missing")
+        if arguments.packing != "concatenate":
+            raise UsageError("--packing documents is for extend_context.py: this example has labels of whole windows")
+        corpus.check(arguments, needs_data=True)
+        tokenizer = load(AutoTokenizer, arguments.model)
+        model = load(AutoModelForCausalLM, arguments.model)
+        hf_posenc.patch_model(model, arguments.scheme, **hyperparameters(arguments.scheme_args))
+        documents = corpus.documents(tokenizer, arguments, None, arguments.steps * arguments.train_length)
+        windows = Windows(documents, arguments.train_length, arguments.packing)
+        if not len(windows):
+            raise UsageError(f"the text has fewer than --train-length {arguments.train_length} tokens")
+    except (UsageError, hf_posenc.HfPosencError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            arguments.output,
+            max_steps=arguments.steps,
+            learning_rate=arguments.learning_rate,
+            per_device_train_batch_size=1,
+            lr_scheduler_type="cosine",
+            logging_steps=10,
+            save_steps=50,
+            report_to="none",
+        ),
+        train_dataset=TrainerWindows(windows),
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=arguments.resume or None)
+    trainer.save_model()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

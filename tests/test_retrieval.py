@@ -1,0 +1,135 @@
+"""Retrieval tests, on a model that finds everything, on one that guesses, and on one that only looks nearby."""
+
+import math
+
+import pytest
+import torch
+from processes import run_processes
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from hf_posenc.evaluation import associative_recall, induction_copy, needle, passkey
+
+VOCABULARY = 300
+
+
+class Oracle(nn.Module):
+    """Predicts what followed the last occurrence of the last two tokens (or of one), at most `reach` tokens back."""
+
+    def __init__(self, reach=10**9, sure=20.0):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 2)
+        self.reach, self.sure = reach, sure
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, use_cache=None):
+        logits = torch.zeros(*input_ids.shape, VOCABULARY)
+        for row, tokens in enumerate(input_ids.tolist()):
+            for place in range(len(tokens)):
+                for size in (3, 2, 1):
+                    tail = tokens[place - size + 1 : place + 1]
+                    before = [
+                        end
+                        for end in range(size - 1, place)
+                        if tokens[end - size + 1 : end + 1] == tail and place - end <= self.reach
+                    ]
+                    if len(tail) == size and before:
+                        logits[row, place, tokens[before[-1] + 1]] = self.sure
+                        break
+        return CausalLMOutput(logits=logits)
+
+
+class Guessing(Oracle):
+    def forward(self, input_ids, use_cache=None):
+        return CausalLMOutput(logits=torch.zeros(*input_ids.shape, VOCABULARY))
+
+
+class Digits:
+    """A tokenizer of characters."""
+
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        ids = [min(ord(character), VOCABULARY - 1) for character in text]
+        return type("Encoding", (), {"input_ids": ids})
+
+
+TESTS = {
+    "induction": lambda model, **options: induction_copy(model, passage=6, **options),
+    "recall": associative_recall,
+    "passkey": lambda model, **options: passkey(model, Digits(), **options),
+    "needle": lambda model, **options: needle(model, Digits(), text="Call me Ishmael. ", **options),
+}
+LENGTHS = {"induction": [16, 40], "recall": [7, 40], "passkey": [140, 180], "needle": [110, 150]}
+
+
+@pytest.mark.parametrize("name", ["induction", "recall"])
+def test_an_oracle_finds_everything(name):
+    cells = TESTS[name](Oracle(), lengths=LENGTHS[name], depths=(0.0, 0.5, 1.0), trials=4)
+    assert [(cell.length, cell.depth) for cell in cells] == [(n, d) for n in LENGTHS[name] for d in (0.0, 0.5, 1.0)]
+    assert all(cell.accuracy == cell.exact == 1 for cell in cells)
+    assert all(cell.logprob > -1e-4 for cell in cells)
+    assert all(cell.tokens == cell.trials * (4 if name == "induction" else 1) for cell in cells)
+
+
+@pytest.mark.parametrize("name", ["passkey", "needle"])
+def test_a_number_in_a_text_is_found_from_the_words_before_it(name):
+    """`... is 12345`: the oracle copies what followed `is ` before; all but the first digit are sure."""
+    cells = TESTS[name](Oracle(), lengths=LENGTHS[name], depths=(0.0, 1.0), trials=3)
+    assert all(cell.accuracy >= 5 / 6 for cell in cells)
+    blind = TESTS[name](Oracle(reach=12), lengths=LENGTHS[name], depths=(0.0,), trials=3)
+    assert all(cell.accuracy < 0.7 for cell in blind)
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_a_model_that_guesses_gets_nothing(name):
+    """Equal scores are no first choice: argmax would call the lowest id one."""
+    for cell in TESTS[name](Guessing(), lengths=LENGTHS[name], depths=(0.0,), trials=4):
+        assert cell.accuracy == cell.exact == 0
+        assert cell.logprob == pytest.approx(-math.log(VOCABULARY), rel=1e-5)
+        assert 0 < cell.chance <= 0.1
+
+
+def test_reach_shows():
+    cells = induction_copy(Oracle(reach=20), lengths=[40], depths=(0.0, 1.0), passage=6, trials=8)
+    assert cells[0].accuracy < 0.2  # 34 tokens back
+    assert cells[1].accuracy == 1  # 6 tokens back
+
+
+def test_contexts_depend_on_the_seed_alone():
+    options = {"lengths": [16, 40], "trials": 4, "depths": (0.0, 0.5)}
+    model = Oracle(reach=12, sure=1.0)
+    first = induction_copy(model, passage=6, seed=3, **options)
+    torch.manual_seed(99)
+    assert induction_copy(model, passage=6, seed=3, **options) == first
+    assert induction_copy(model, passage=6, seed=3, **options | {"lengths": [40]}) == first[2:]
+    assert induction_copy(model, passage=6, seed=4, **options) != first
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: induction_copy(model, lengths=[31]), "lengths must be at least 32, not 31"),
+        (lambda model: induction_copy(model, lengths=[40], passage=2), "passage must be at least 3"),
+        (lambda model: induction_copy(model, lengths=[40], vocabulary=[1, 2, 300, 4]), "token ids of 0 .. 299"),
+        (lambda model: associative_recall(model, lengths=[40], depths=(1.5,)), "between 0 and 1"),
+        (lambda model: associative_recall(model, lengths=[40], trials=0), "trials must be at least 1"),
+        (lambda model: passkey(model, Digits(), lengths=[200, 60]), "length 60 is too short"),
+        (lambda model: needle(model, Digits(), text="", lengths=[200]), "filler text is empty"),
+    ],
+)
+def test_wrong_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(Oracle())
+
+
+def cells():
+    return [
+        cell.to_dict()
+        for cell in induction_copy(Oracle(reach=30, sure=1.0), lengths=[16, 50], trials=3, passage=6, distributed=True)
+    ]
+
+
+def test_results_do_not_depend_on_the_number_of_processes():
+    one, two = (run_processes(cells, number) for number in (1, 2))
+    assert one[0] == two[0] == two[1]

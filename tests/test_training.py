@@ -1,0 +1,320 @@
+"""The fine-tuning loop: equal on any number of processes, exact to resume, safe to interrupt."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hf_posenc
+
+# peft 0.21 asks for it by the name that transformers 5.23 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+@pytest.fixture
+def recipe(recipes):
+    return importlib.import_module("extend_context")
+
+
+def options(folder, text, output, **changes):
+    """Command line of a run of a second."""
+    values = {
+        "model": folder / "llama",
+        "data": text,
+        "separator": r"\f",
+        "output": output,
+        "eval_lengths": "16 32 48",
+        "eval_tokens": 200,
+        "train_length": 48,
+        "batch_size": 1,
+        "gradient_accumulation": 2,
+        "steps": 6,
+        "recovery_steps": 2,
+        "retrieval_trials": 0,
+    } | changes
+    return [
+        w
+        for key, value in values.items()
+        if value is not None
+        for w in (f"--{key.replace('_', '-')}", *str(value).split(" "))
+    ]
+
+
+def in_process(recipes, words, processes=None, **extra):
+    """The recipe as its users start it."""
+    launch = [*LAUNCH, str(processes)] if processes else [sys.executable]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(recipes.parent),
+        "ACCELERATE_USE_CPU": "true",
+        "HF_DATASETS_CACHE": importlib.import_module("datasets").config.HF_DATASETS_CACHE,
+    }
+    return subprocess.Popen(
+        [*launch, str(recipes / "extend_context.py"), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **extra,
+    )
+
+
+def weights(output):
+    return load_file(output / "model" / "model.safetensors")
+
+
+def metrics(results):
+    """What must not depend on how a run went."""
+    return {key: results[key] for key in ("before", "after")} | {
+        key: results["training"][key] for key in ("loss", "curve", "tokens")
+    }
+
+
+def assert_same_weights(a, b, tolerance=0.0):
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert (first[name] - second[name]).abs().max() <= tolerance, name
+
+
+class Stop(Exception):
+    pass
+
+
+def main_with(monkeypatch, recipe, target, name, value, words):
+    """The recipe with something in it replaced."""
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, value)
+        recipe.main(words)
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"distill": 1, "transfer_steps": 1}, {"lora_rank": 2}], ids=["plain", "distill", "lora"]
+)
+def test_resuming_is_exact(recipe, tiny_checkpoints, text, monkeypatch, extra):
+    """Stopped at any step and started again: the same losses, curve, metrics and weights to the last bit."""
+    folder = tiny_checkpoints
+    common = extra | {"save_every": 2, "eval_every": 2}
+    whole = recipe.main(options(folder, text, folder / "whole", **common))
+    one_step = recipe.training.one_step
+
+    def stopping(accelerator, wrapped, optimizer, phase, step, *rest):
+        if step == 5:
+            raise Stop
+        return one_step(accelerator, wrapped, optimizer, phase, step, *rest)
+
+    with pytest.raises(Stop):
+        main_with(
+            monkeypatch, recipe, recipe.training, "one_step", stopping, options(folder, text, folder / "cut", **common)
+        )
+    assert not (folder / "cut" / "results.json").exists()
+    assert [state.name for state in recipe.training.states(folder / "cut")] == ["state-000004"]
+    torch.manual_seed(99)  # the state brings its own
+    resumed = recipe.main([*options(folder, text, folder / "cut", **common), "--resume"])
+    assert metrics(resumed) == metrics(whole)
+    assert_same_weights(folder / "whole", folder / "cut")
+    assert not recipe.training.states(folder / "cut")
+    assert not (folder / "cut" / "progress.json").exists()
+
+
+def test_resuming_needs_the_same_arguments(recipe, tiny_checkpoints, text, monkeypatch, capsys):
+    folder = tiny_checkpoints
+    with pytest.raises(Stop):
+        main_with(
+            monkeypatch,
+            recipe,
+            recipe.training,
+            "one_step",
+            lambda *_: (_ for _ in ()).throw(Stop),
+            options(folder, text, folder / "out"),
+        )
+    with pytest.raises(SystemExit):
+        recipe.main(options(folder, text, folder / "out"))
+    assert "is not empty: choose another folder, or --resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        recipe.main([*options(folder, text, folder / "out", learning_rate=1), "--resume"])
+    assert "--learning-rate was 0.001, is 1.0" in capsys.readouterr().err
+    recipe.main([*options(folder, text, folder / "out"), "--resume"])
+    with pytest.raises(SystemExit):
+        recipe.main([*options(folder, text, folder / "out"), "--resume"])
+    assert "has ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_signal_saves_first(recipe, tiny_checkpoints, text, monkeypatch, capsys, signum):
+    folder = tiny_checkpoints
+    whole = recipe.main(options(folder, text, folder / "whole"))
+    one_step = recipe.training.one_step
+
+    def interrupted(accelerator, wrapped, optimizer, phase, step, *rest):
+        if step == 3:
+            os.kill(os.getpid(), signum)
+        return one_step(accelerator, wrapped, optimizer, phase, step, *rest)
+
+    with pytest.raises(SystemExit) as stop:
+        main_with(monkeypatch, recipe, recipe.training, "one_step", interrupted, options(folder, text, folder / "cut"))
+    assert stop.value.code == 128 + signum
+    assert "state-000004: the same command with --resume goes on" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    resumed = recipe.main([*options(folder, text, folder / "cut"), "--resume"])
+    assert metrics(resumed) == metrics(whole)
+    assert_same_weights(folder / "whole", folder / "cut")
+
+
+def test_a_loss_that_is_no_number_keeps_the_last_good_state(recipe, tiny_checkpoints, text, monkeypatch):
+    folder = tiny_checkpoints
+    one_step = recipe.training.one_step
+    monkeypatch.setattr(
+        recipe.training,
+        "one_step",
+        lambda *words: float("nan") if words[4] == 4 else one_step(*words),
+    )
+    with pytest.raises(SystemExit, match=r"the loss became nan at step 5: .*state-000003 is from before"):
+        recipe.main(options(folder, text, folder / "out", save_every=3))
+    assert (folder / "out" / "state-000003").is_dir()
+
+
+def test_a_full_disk_keeps_the_state_before(recipe, tiny_checkpoints, text, monkeypatch, capsys):
+    folder = tiny_checkpoints
+    whole = recipe.main(options(folder, text, folder / "whole", save_every=2))
+    from accelerate import Accelerator
+
+    save = Accelerator.save_state
+
+    def full(self, target, *rest, **keywords):
+        if recipe.training.states(folder / "out"):
+            (folder / "out" / "state.partial").mkdir(exist_ok=True)
+            (folder / "out" / "state.partial" / "half").touch()
+            raise OSError(28, "No space left on device")
+        return save(self, target, *rest, **keywords)
+
+    with pytest.raises(SystemExit) as stop:
+        main_with(
+            monkeypatch, recipe, Accelerator, "save_state", full, options(folder, text, folder / "out", save_every=2)
+        )
+    assert stop.value.code == 1
+    assert "No space left on device" in capsys.readouterr().err
+    resumed = recipe.main([*options(folder, text, folder / "out", save_every=2), "--resume"])
+    assert metrics(resumed) == metrics(whole)
+
+
+def test_kill_and_resume(recipe, recipes, tiny_checkpoints, text):
+    """SIGKILL in the middle of the training; the same command with --resume ends as if nothing had happened."""
+    folder = tiny_checkpoints
+    common = {"save_every": 1, "steps": 40, "recovery_steps": 10}
+    whole = recipe.main(options(folder, text, folder / "whole", **common))
+    run = in_process(recipes, options(folder, text, folder / "cut", **common))
+    deadline = time.monotonic() + 120
+    while len(recipe.training.states(folder / "cut")) == 0 and time.monotonic() < deadline and run.poll() is None:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    run.kill()
+    _, errors = run.communicate()
+    assert run.returncode == -signal.SIGKILL, errors
+    resumed = recipe.main([*options(folder, text, folder / "cut", **common), "--resume"])
+    assert 0 < len(resumed["training"]["loss"]) == 40
+    # Another process may have another number of threads, and sums of another order.
+    assert resumed["training"]["loss"] == pytest.approx(whole["training"]["loss"], abs=1e-5)
+    for now, then in zip(resumed["after"], whole["after"], strict=True):
+        assert now["sliding"]["nll"] == pytest.approx(then["sliding"]["nll"], rel=1e-5)
+
+
+def test_two_processes_equal_one(recipe, recipes, tiny_checkpoints, text):
+    """The same windows in the same steps, whoever takes them: equal losses, weights and measurements."""
+    folder = tiny_checkpoints
+    one = recipe.main(options(folder, text, folder / "one", packing="documents"))
+    run = in_process(
+        recipes, options(folder, text, folder / "two", gradient_accumulation=1, packing="documents"), processes=2
+    )
+    _, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors
+    two = json.loads((folder / "two" / "results.json").read_text())
+    assert two["hardware"]["processes"] == 2
+    assert two["training"]["loss"] == pytest.approx(one["training"]["loss"], abs=1e-5)
+    assert_same_weights(folder / "one", folder / "two", 1e-5)
+    for now, then in zip(two["after"], one["after"], strict=True):
+        assert now["sliding"]["tokens"] == then["sliding"]["tokens"]
+        assert now["sliding"]["nll"] == pytest.approx(then["sliding"]["nll"], rel=1e-5)
+
+
+def test_the_teacher_is_the_base(recipe, recipes, tiny_checkpoints):
+    """Stock, frozen, of its own weights; with LoRA of the model's, which then cost nothing."""
+    from transformers import LlamaForCausalLM
+
+    recovery = importlib.import_module("recovery")
+    tokens = torch.arange(20)[None]
+    for shared in (False, True):
+        model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+        expected = model(tokens).logits
+        teacher = recovery.teacher_of(model, share_weights=shared)
+        same = {id(weight) for weight in model.parameters()} & {id(weight) for weight in teacher.parameters()}
+        assert bool(same) is shared
+        hf_posenc.patch_model(model, "alibi")
+        assert torch.equal(teacher(tokens).logits, expected)
+        assert not torch.allclose(model(tokens).logits, expected, atol=1e-3)
+
+
+def test_distillation_is_the_divergence_from_the_base(recipe, tiny_checkpoints):
+    """Against the sum over the vocabulary written out in float64; only inside the window, only where there is a target."""
+    from types import SimpleNamespace
+
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    teacher = recipe.teacher_of(model, share_weights=False)
+    hf_posenc.patch_model(model, "alibi")
+    torch.manual_seed(0)
+    tokens = torch.randint(250, (2, 12))
+    targets = torch.where(torch.rand(2, 12) < 0.3, -100, torch.randint(250, (2, 12)))
+    recovery = recipe.training.Recovery(model, teacher, SimpleNamespace(distill=0.7, transfer_steps=0), 8)
+    loss, own = recovery.loss(model, {"input_ids": tokens}, targets, 0)
+    got = model(tokens).logits.double().softmax(-1)
+    wanted = teacher(tokens[:, :8]).logits.double().softmax(-1)
+    expected_own = expected = 0.0
+    for row in range(2):
+        for place in range(12):
+            if targets[row, place] == -100:
+                continue
+            expected_own -= got[row, place, targets[row, place]].log().item()
+            if place < 8:
+                expected += (wanted[row, place] * (wanted[row, place].log() - got[row, place].log())).sum().item()
+    assert own.item() == pytest.approx(expected_own, rel=1e-5)
+    assert loss.item() == pytest.approx(expected_own + 0.7 * expected, rel=1e-5)
+
+
+def test_transfer_is_zero_for_the_base_itself_and_falls(recipe, tiny_checkpoints):
+    from types import SimpleNamespace
+
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    teacher = recipe.teacher_of(model, share_weights=False)
+    tokens = {"input_ids": torch.arange(24).view(2, 12) * 7 % 250}
+    targets = torch.ones(2, 12, dtype=torch.long)
+    arguments = SimpleNamespace(distill=0.0, transfer_steps=1)
+    itself = recipe.training.Recovery(hf_posenc.patch_model(model, "rope"), teacher, arguments, 32)
+    assert itself.loss(model, tokens, targets, 0)[0].item() == pytest.approx(0, abs=1e-8)
+    hf_posenc.unpatch_model(model)
+    other = recipe.training.Recovery(hf_posenc.patch_model(model, "alibi"), teacher, arguments, 32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(20):
+        loss, _ = other.loss(model, tokens, targets, 0)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.2 * losses[0]
+    gradients = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    assert not gradients  # zeroed; the graph itself reached every weight:
+    other.loss(model, tokens, targets, 0)[0].backward()
+    assert all(weight.grad is not None for weight in model.parameters())
