@@ -23,7 +23,7 @@ import hf_posenc
 from hf_posenc.registry import scheme_class
 
 SCALINGS = ("linear", "dynamic", "yarn")
-OPTIONS = ("distill", "transfer")
+OPTIONS = ("trainable", "distill", "transfer")
 
 
 @dataclass
@@ -34,8 +34,8 @@ class Arguments(extend_context.Arguments):
         default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
         metadata={
             "help": f"schemes; {UNPATCHED}; {', '.join('rope-' + kind for kind in SCALINGS)} (RoPE stretched to "
-            "--train-length); any of them with +distill (KL to the base, weight --distill or 1) or +transfer (attention "
-            "outputs matched for the first quarter of the recovery steps, then KL)"
+            "--train-length); any of them with +trainable (trainable=true), +distill (KL to the base, weight --distill or "
+            "1) or +transfer (attention outputs matched for the first quarter of the recovery steps, then KL)"
         },
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "of each variant's runs"})
@@ -103,8 +103,10 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
         extra = [f'scaling={{"rope_type": "{scaling}", "factor": {arguments.train_length / trained}}}']
     elif scheme == "learned":
         extra = [f"num_positions={longest}"]
+    if "trainable" in options:
+        extra.append("trainable=true")
     changes: dict[str, Any] = {"scheme": scheme, "scheme_args": extra, "seed": seed, "output": str(target)}
-    changes["distill"] = (arguments.distill or 1.0) if options else 0.0
+    changes["distill"] = (arguments.distill or 1.0) if {"distill", "transfer"} & set(options) else 0.0
     changes["transfer_steps"] = arguments.recovery_steps // 4 if "transfer" in options else 0
     changes["resume"] = (target / "progress.json").is_file()
     changes["overwrite"] = not changes["resume"]
