@@ -243,7 +243,8 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
             trained_length=trained_length,
             evaluate=lambda trained: non_overlapping_perplexity(trained, curve_text, length=trained_length).loss,
         )
-    accelerator.end_training()
+    for tracker in accelerator.trackers:  # not end_training, which ends the process group as well
+        tracker.finish()
     model = accelerator.unwrap_model(wrapped)
 
     say("Measuring the model after fine-tuning")

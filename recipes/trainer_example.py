@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import corpus
+import torch
 from corpus import DataArguments, Windows
 from options import UsageError, hyperparameters, load, parse
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 
 import hf_posenc
 
@@ -75,9 +76,11 @@ def main(argv: list[str] | None = None) -> Trainer:
             logging_steps=10,
             save_steps=50,
             report_to="none",
+            dataloader_pin_memory=torch.cuda.is_available(),
         ),
         train_dataset=TrainerWindows(windows),
         processing_class=tokenizer,
+        data_collator=default_data_collator,  # the windows are of one length; the one for a tokenizer would want to pad
     )
     trainer.train(resume_from_checkpoint=arguments.resume or None)
     trainer.save_model()

@@ -1,58 +1,22 @@
-"""The recipe as its users start it: from arguments to a table, a checkpoint, a JSON; every way to start it wrongly."""
+"""The recipes as their users start them: from arguments to tables, reports, tiny_checkpoints; every way to start them wrongly."""
 
 import importlib
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+import yaml
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import hf_posenc
-from hf_posenc.evaluation import non_overlapping_perplexity, sliding_window_perplexity
-
-ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "recipes" / "extend_context.py"
+from hf_posenc.evaluation import measure_context
 
 
 @pytest.fixture
-def recipe(monkeypatch):
-    """The recipe as a module; accelerate keeps its state in the process, so each test gets a fresh one."""
-    from accelerate.state import AcceleratorState
-
-    monkeypatch.syspath_prepend(str(RECIPE.parent))
-    module = importlib.import_module("extend_context")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield module
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def checkpoints(tmp_path, recipe):
-    """A tiny byte-level GPT-2 (32 positions in its table) and a tiny LLaMA."""
-    tokenizer = recipe.byte_tokenizer()
-    shape = {"vocab_size": len(tokenizer), "initializer_range": 0.2, "bos_token_id": 256, "eos_token_id": 256}
-    torch.manual_seed(0)
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=32, **shape))
-    llama = LlamaForCausalLM(
-        LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, **shape)
-    )
-    for name, model in (("gpt2", gpt2), ("llama", llama)):
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    return tmp_path
-
-
-@pytest.fixture
-def text(tmp_path):
-    """Twelve documents of this project's own sources, 300 bytes each."""
-    source = RECIPE.read_text(encoding="utf-8")
-    path = tmp_path / "text.txt"
-    path.write_text("\f".join(source[start : start + 300] for start in range(0, 3600, 300)), encoding="utf-8")
-    return path
+def recipe(recipes):
+    return importlib.import_module("extend_context")
 
 
 def small(checkpoint, text, output, **changes):
@@ -68,6 +32,7 @@ def small(checkpoint, text, output, **changes):
         "--batch-size": 2,
         "--gradient-accumulation": 1,
         "--steps": 3,
+        "--retrieval-trials": 0,
     }
     options |= {"--" + name.replace("_", "-"): value for name, value in changes.items()}
     return [
@@ -75,49 +40,92 @@ def small(checkpoint, text, output, **changes):
     ]
 
 
-def test_end_to_end(recipe, checkpoints, text, capsys):
-    output = checkpoints / "out"
-    results = recipe.main(small(checkpoints / "gpt2", text, output, gradient_accumulation=2))
+def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
+    output = tiny_checkpoints / "out"
+    results = recipe.main(
+        small(
+            tiny_checkpoints / "gpt2",
+            text,
+            output,
+            gradient_accumulation=2,
+            retrieval_trials=1,
+            eval_lengths="32 64",
+            eval_every=2,
+        )
+    )
 
     written = json.loads((output / "results.json").read_text())
     assert written == json.loads(json.dumps(results))
-    assert [path.name for path in output.iterdir() if path.suffix == ".partial"] == []
+    assert sorted(path.name for path in output.iterdir()) == ["model", "report.html", "results.json"]
     assert written["arguments"]["scheme"] == "alibi"
-    assert written["arguments"]["steps"] == 3
     assert written["versions"]["hf_posenc"] == hf_posenc.__version__
-    assert {"torch", "transformers", "accelerate", "python"} < set(written["versions"])
+    assert {"torch", "transformers", "accelerate", "datasets", "peft", "python"} < set(written["versions"])
     assert "commit" in written["git"]
     assert written["seed"] == 0
     assert written["training"]["tokens"] == 3 * 2 * 2 * 48
     assert len(written["training"]["loss"]) == 3
+    assert [point["tokens"] for point in written["training"]["curve"]] == [0, 2 * 2 * 2 * 48, 3 * 2 * 2 * 48]
+    assert written["base"]["trained_length"] == 32
 
-    assert [row["length"] for row in written["before"]] == [16, 32, 48]
-    assert "sliding" in written["before"][1]
-    assert written["before"][2] == {"length": 48, "impossible": "its table ends at 32 positions"}
-    assert all({"sliding", "non_overlapping"} < set(row) for row in written["after"])
+    assert [row["length"] for row in written["before"]] == [32, 64]
+    assert "sliding" in written["before"][0]
+    assert written["before"][1] == {"length": 64, "impossible": "its table ends at 32 positions"}
+    assert all({"sliding", "non_overlapping", "by_position", "bits_per_byte"} < set(row) for row in written["after"])
+    assert {cell["length"] for cell in written["retrieval_before"]} == {32}
+    assert {cell["length"] for cell in written["retrieval_after"]} == {32, 64}
 
-    # The checkpoint is the model that was measured.
+    # The checkpoint is the model that was measured, on text that was not trained on.
     model = hf_posenc.from_pretrained(output / "model")
     arguments = recipe.Arguments(**written["arguments"])
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    _, held_out = recipe.split(recipe.encode(tokenizer, recipe.read_documents(arguments)), arguments)
-    assert len(held_out) == written["data"]["held_out_tokens"] == 200
-    row = written["after"][2]
-    measured = sliding_window_perplexity(model, held_out, length=48, stride=12)
-    assert (measured.tokens, measured.windows, measured.stride) == (199, row["sliding"]["windows"], 12)
-    assert measured.nll == pytest.approx(row["sliding"]["nll"])
-    assert non_overlapping_perplexity(model, held_out, length=48).nll == pytest.approx(row["non_overlapping"]["nll"])
+    documents = recipe.corpus.documents(tokenizer, arguments, None, 0)
+    _, held_out = recipe.corpus.split(documents, tokenizer, arguments)
+    whole = recipe.stream(held_out)
+    assert len(whole.tokens) == written["data"]["held_out_tokens"] >= 200
+    (again,) = measure_context(model, [whole.tokens], lengths=[64], byte_counts=[whole.bytes])
+    assert again.to_dict() == written["after"][1]
 
     printed = capsys.readouterr().out
     assert "the model before cannot run there: its table ends at 32 positions" in printed
-    assert f"{row['sliding']['perplexity']:.3f}" in printed
+    assert f"{written['after'][1]['sliding']['perplexity']:.3f}" in printed
     assert str(output / "model") in printed
+    assert str(output / "report.html") in printed
 
 
-def test_fine_tuning_learns_and_repeats(recipe, checkpoints, text):
+def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints, text):
+    output = tiny_checkpoints / "out"
+    results = recipe.main(small(tiny_checkpoints / "llama", text, output, retrieval_trials=1, eval_lengths="32 64"))
+    page = (output / "report.html").read_text()
+    card = (output / "model" / "README.md").read_text()
+    for row in results["before"] + results["after"]:
+        for method in ("sliding", "non_overlapping"):
+            shown = f"{row[method]['perplexity']:.3f}"
+            assert shown in page
+            assert shown in card
+    assert results["verify"].splitlines()[0] in page
+    assert page.count("data:image/png;base64,") == 4
+    assert "http" not in page.replace("http-equiv", "")  # nothing to load from elsewhere
+    assert (output / "model" / "loss_by_position.png").read_bytes()[:4] == b"\x89PNG"
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["library_name"] == "hf_posenc"
+    assert "alibi" in head["tags"]
+    assert "license" not in head  # nobody said one
+    values = [metric["value"] for result in head["model-index"][0]["results"] for metric in result["metrics"]]
+    assert values == [
+        round(row[method]["perplexity"], 4) for row in results["after"] for method in ("sliding", "non_overlapping")
+    ]
+    # A number that was not measured cannot appear.
+    import card as cards
+
+    del results["after"][0]["sliding"]["perplexity"]
+    with pytest.raises(KeyError):
+        cards.card(results, "me/name")
+
+
+def test_fine_tuning_learns_and_repeats(recipe, tiny_checkpoints, text):
     options = {"steps": 30, "scheme": "shaw", "scheme_args": "max_distance=8 values=false", "learning_rate": 1e-2}
-    first = recipe.main(small(checkpoints / "llama", text, checkpoints / "a", **options))
-    again = recipe.main(small(checkpoints / "llama", text, checkpoints / "b", **options))
+    first = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "a", **options))
+    again = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "b", **options))
     assert first["training"]["loss"] == again["training"]["loss"]
     assert first["training"]["loss"][-1] < first["training"]["loss"][0] - 0.5
     assert all(
@@ -127,45 +135,10 @@ def test_fine_tuning_learns_and_repeats(recipe, checkpoints, text):
 
 
 @pytest.mark.parametrize("scheme", ["nope", "sinusoidal", "rope", "transformer_xl", "da_transformer"])
-def test_other_schemes(recipe, checkpoints, text, scheme):
-    results = recipe.main(small(checkpoints / "llama", text, checkpoints / "out", scheme=scheme))
-    assert hf_posenc.from_pretrained(checkpoints / "out" / "model").config.position_encoding["scheme"] == scheme
+def test_other_schemes(recipe, tiny_checkpoints, text, scheme):
+    results = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme=scheme))
+    assert hf_posenc.from_pretrained(tiny_checkpoints / "out" / "model").config.position_encoding["scheme"] == scheme
     assert all("sliding" in row for row in results["before"] + results["after"])
-
-
-def test_held_out_text_is_never_trained_on(recipe):
-    documents = [torch.full((10 + index,), index) for index in range(20)]
-    for seed in range(5):
-        training, held_out = recipe.split(documents, recipe.Arguments(eval_tokens=45, seed=seed))
-        assert not set(training.tolist()) & set(held_out.tolist())
-        assert len(held_out) == 45
-    training, held_out = recipe.split([torch.arange(100)], recipe.Arguments(eval_tokens=30))
-    assert training.tolist() == list(range(70))
-    assert held_out.tolist() == list(range(70, 100))
-
-
-def test_repeated_documents_count_once(recipe, tmp_path):
-    (tmp_path / "a.txt").write_text("one\n\ntwo\n\none\n\n\n\n")
-    (tmp_path / "b.txt").write_text("two\n\nthree")
-    arguments = recipe.Arguments(data=[str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], separator=r"\n\n")
-    assert recipe.read_documents(arguments) == ["one", "two", "three"]
-
-
-def test_interrupt_keeps_the_weights(recipe, checkpoints, text, monkeypatch, capsys):
-    def interrupted(loader):
-        batches = iter(loader)
-        yield next(batches)
-        yield next(batches)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(recipe, "endless", interrupted)
-    with pytest.raises(SystemExit) as stop:
-        recipe.main(small(checkpoints / "gpt2", text, checkpoints / "out"))
-    assert stop.value.code == 130
-    assert "out/interrupted" in capsys.readouterr().out.replace(os.sep, "/")
-    saved = hf_posenc.from_pretrained(checkpoints / "out" / "interrupted")
-    stock = GPT2LMHeadModel.from_pretrained(checkpoints / "gpt2")
-    assert not torch.equal(saved.transformer.h[0].mlp.c_fc.weight, stock.transformer.h[0].mlp.c_fc.weight)
 
 
 def test_a_failed_write_leaves_the_old_json(recipe, tmp_path):
@@ -181,11 +154,22 @@ WRONG = {
     "abbreviation": ({"grad": 3}, "--grad"),
     "no number": ({"steps": "many"}, "invalid int value"),
     "zero steps": ({"steps": 0}, "--steps must be at least 1, not 0"),
+    "schedule": ({"schedule": "cosin"}, "--schedule must be one of cosine"),
+    "tracker": ({"tracker": "mlflow"}, "--tracker must be one of none, tensorboard, wandb, trackio"),
+    "packing": ({"packing": "tight"}, "--packing must be one of concatenate, documents"),
+    "recovery": ({"recovery_steps": 9}, "--recovery-steps 9 are the first of all --steps 3"),
+    "transfer": ({"transfer_steps": 1}, "--transfer-steps 1 are the first of --recovery-steps 0"),
+    "transfer of what is not in attention": (
+        {"scheme": "sinusoidal", "recovery_steps": 2, "transfer_steps": 1},
+        "sinusoidal adds positions to the hidden states",
+    ),
+    "control with options": ({"scheme": "unpatched", "lora_rank": 4}, "takes neither --scheme-args nor --lora-rank"),
+    "control beyond the table": ({"scheme": "unpatched"}, "the base's table ends at 32 positions"),
     "negative rate": ({"learning_rate": -1}, "--learning-rate must be positive, not -1.0"),
-    "negative warm-up": ({"warmup_steps": -1}, "--warmup-steps must not be negative, not -1"),
-    "precision": ({"mixed_precision": "int4"}, "no, bf16 or fp16, not int4"),
-    "length of one": ({"eval_lengths": "1 16"}, "at least 2"),
-    "stride": ({"stride": 16}, "--stride 16 must be at least 1 and below the shortest of --eval-lengths, 16"),
+    "negative warm-up": ({"warmup_steps": -1}, "--warmup-steps must be at least 0, not -1"),
+    "precision": ({"mixed_precision": "int4"}, "no, bf16, fp16, not int4"),
+    "tiny length": ({"eval_lengths": "4 16"}, "--eval-lengths must be at least 8 tokens"),
+    "stride": ({"stride": 16}, "--stride 16 must divide every one of --eval-lengths and be below the shortest, 16"),
     "few eval tokens": ({"eval_tokens": 40}, "--eval-tokens 40 is less than the longest of --eval-lengths, 48"),
     "scheme": ({"scheme": "albi"}, "alibi, da_transformer, learned, nope, rope, shaw, sinusoidal, transformer_xl"),
     "hyper-parameter": ({"scheme": "shaw", "scheme_args": "distance=3"}, "distance"),
@@ -197,78 +181,78 @@ WRONG = {
     "no such model": ({"model": "./nowhere"}, "--model ./nowhere"),
     "text too short to measure": (
         {"eval_lengths": 4000, "eval_tokens": 4000, "train_length": 48},
-        "the held-out text has 3,611 tokens, the longest of --eval-lengths needs 4,000",
+        "the held-out text has 3,612 tokens, the longest of --eval-lengths needs 4,000",
     ),
     "text too short to train": (
         {"train_length": 2000, "batch_size": 3},
-        "one batch needs 6,000 (1 x --batch-size 3 x --train-length 2000)",
+        "one batch needs 6,000 (1 x 3 x 2000)",
     ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_stop_before_anything_runs(recipe, checkpoints, text, monkeypatch, capsys, case):
+def test_wrong_arguments_stop_before_anything_runs(recipe, tiny_checkpoints, text, monkeypatch, capsys, case):
     changes, message = WRONG[case]
-    monkeypatch.setattr(recipe, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(recipe, "measure_model", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(SystemExit) as stop:
-        recipe.main(small(checkpoints / "gpt2", text, checkpoints / "out", **changes))
+        recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out", **changes))
     assert stop.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
-    assert not (checkpoints / "out").exists()
+    assert not (tiny_checkpoints / "out").exists()
 
 
-def test_an_output_folder_in_use_is_refused(recipe, checkpoints, text, capsys):
-    (checkpoints / "out").mkdir()
-    (checkpoints / "out" / "thesis.tex").touch()
+def test_an_output_folder_in_use_is_refused(recipe, tiny_checkpoints, text, capsys):
+    (tiny_checkpoints / "out").mkdir()
+    (tiny_checkpoints / "out" / "thesis.tex").touch()
     with pytest.raises(SystemExit):
-        recipe.main(small(checkpoints / "gpt2", text, checkpoints / "out"))
+        recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out"))
     assert "is not empty: choose another folder, or --overwrite" in capsys.readouterr().err
-    recipe.main([*small(checkpoints / "gpt2", text, checkpoints / "out"), "--overwrite"])
-    assert (checkpoints / "out" / "thesis.tex").exists()
+    recipe.main([*small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out"), "--overwrite"])
+    assert (tiny_checkpoints / "out" / "thesis.tex").exists()
 
 
-def test_unsupported_and_patched_checkpoints_are_refused(recipe, checkpoints, text, capsys):
-    config = json.loads((checkpoints / "gpt2" / "config.json").read_text())
-    (checkpoints / "gpt2" / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+def test_unsupported_and_patched_tiny_checkpoints_are_refused(recipe, tiny_checkpoints, text, capsys):
+    config = json.loads((tiny_checkpoints / "gpt2" / "config.json").read_text())
+    (tiny_checkpoints / "gpt2" / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
     with pytest.raises(SystemExit):
-        recipe.main(small(checkpoints / "gpt2", text, checkpoints / "out"))
+        recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out"))
     assert "'bert' is not supported" in capsys.readouterr().err
 
-    hf_posenc.patch_model(LlamaForCausalLM.from_pretrained(checkpoints / "llama"), "nope").save_pretrained(
-        checkpoints / "llama"
+    hf_posenc.patch_model(LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama"), "nope").save_pretrained(
+        tiny_checkpoints / "llama"
     )
     with pytest.raises(SystemExit):
-        recipe.main(small(checkpoints / "llama", text, checkpoints / "out"))
+        recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out"))
     assert "is patched already" in capsys.readouterr().err
 
 
-def test_incomplete_checkpoints_are_named(recipe, checkpoints, text, capsys):
-    config = json.loads((checkpoints / "gpt2" / "config.json").read_text())
-    (checkpoints / "gpt2" / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+def test_incomplete_tiny_checkpoints_are_named(recipe, tiny_checkpoints, text, capsys):
+    config = json.loads((tiny_checkpoints / "gpt2" / "config.json").read_text())
+    (tiny_checkpoints / "gpt2" / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     small_model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_embd=16, n_layer=2, n_head=2, n_positions=32))
-    small_model.save_pretrained(checkpoints / "gpt2")
+    small_model.save_pretrained(tiny_checkpoints / "gpt2")
     with pytest.raises(SystemExit):
-        recipe.main(small(checkpoints / "gpt2", text, checkpoints / "out"))
+        recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out"))
     assert "the model embeds 100: they do not belong together" in capsys.readouterr().err
     for name in ("model.safetensors", "tokenizer.json"):
-        (checkpoints / "gpt2" / name).unlink()
+        (tiny_checkpoints / "gpt2" / name).unlink()
         with pytest.raises(SystemExit):
-            recipe.main(small(checkpoints / "gpt2", text, checkpoints / "out"))
-        assert f"--model {checkpoints / 'gpt2'}" in capsys.readouterr().err
+            recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out"))
+        assert f"--model {tiny_checkpoints / 'gpt2'}" in capsys.readouterr().err
 
 
-def test_unreadable_text_is_named(recipe, checkpoints, text, capsys):
+def test_unreadable_text_is_named(recipe, tiny_checkpoints, text, capsys):
     text.write_bytes(b"caf\xe9 " * 1000)
     with pytest.raises(SystemExit):
-        recipe.main(small(checkpoints / "gpt2", text, checkpoints / "out"))
+        recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out"))
     assert f"--data {text}: not readable as UTF-8" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow
-def test_embedded_default_under_accelerate_launch(tmp_path):
+def test_embedded_default_under_accelerate_launch(recipes, tmp_path):
     """The default, with fewer steps: base trained on the spot, its table's end reported, patched and reloaded."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu", str(RECIPE)]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu", str(recipes / "extend_context.py")]
     command += ["--base-steps", "20", "--steps", "4", "--batch-size", "1", "--train-length", "512"]
     command += ["--eval-lengths", "256", "512", "--eval-tokens", "1024", "--output", str(tmp_path / "out")]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
@@ -281,3 +265,221 @@ def test_embedded_default_under_accelerate_launch(tmp_path):
     model = hf_posenc.from_pretrained(tmp_path / "out" / "model")
     assert model.config.position_encoding["scheme"] == "alibi"
     model.generate(torch.arange(300)[None] % 256, max_new_tokens=3, do_sample=False)
+
+
+# ------------------------------------------------------------------------------------------------------- configurations
+
+
+def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
+    """The file says, the command line wins; what is wrong in the file is named."""
+    options = importlib.import_module("options")
+    path = tiny_checkpoints / "run.yaml"
+    path.write_text(
+        "scheme: shaw\nscheme_args: {max_distance: 8, values: false}\nlearning_rate: 2.0e-4\neval_lengths: [16, 32]\n"
+        "separator: '\\f'\noverwrite: true\nstride: null\n"
+    )
+    arguments, _ = options.parse(recipe.Arguments, ["--config", str(path), "--learning-rate", "1e-3"], "test")
+    assert arguments.scheme == "shaw"
+    assert options.hyperparameters(arguments.scheme_args) == {"max_distance": 8, "values": False}
+    assert arguments.learning_rate == 1e-3
+    assert arguments.eval_lengths == [16, 32]
+    assert arguments.separator == r"\f"
+    assert arguments.overwrite is True
+    assert arguments.stride is None
+    for content, message in (
+        ("schemes: alibi", "unknown schemes; known are"),
+        ("steps: many", "invalid int value: 'many'"),
+        ("- a\n- b", "must be a mapping of options, not list"),
+        ("a: [", "run.yaml:"),
+    ):
+        path.write_text(content)
+        with pytest.raises(SystemExit):
+            recipe.main(["--config", str(path)])
+        assert message in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        recipe.main(["--config", "nowhere.yaml"])
+    assert "nowhere.yaml" in capsys.readouterr().err
+
+
+CONFIGS = {
+    "gpt2_alibi": "extend_context",
+    "llama_yarn_lora": "extend_context",
+    "compare_stories": "compare_schemes",
+    "pretrain_books": "pretrain",
+    "pretrain_gpt2_small": "pretrain",
+}
+
+
+def test_every_config_is_known(recipes):
+    assert {path.stem for path in (recipes / "configs").glob("*.yaml")} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
+    """All keys are known, and everything that is checked without a checkpoint passes."""
+    monkeypatch.chdir(tmp_path)
+    options = importlib.import_module("options")
+    module = importlib.import_module(CONFIGS[name])
+    path = recipes / "configs" / f"{name}.yaml"
+    arguments, _ = options.parse(module.Arguments, ["--config", str(path)], "test")
+    text = path.read_text()
+    assert "Hardware:" in text
+    assert "Time" in text
+    assert f"recipes/{CONFIGS[name]}.py" in text
+    if CONFIGS[name] == "extend_context":
+        arguments.model = None  # no hub here
+        assert module.check_arguments(arguments) is not None
+    elif CONFIGS[name] == "pretrain":
+        module.check_arguments(arguments)
+    else:
+        importlib.import_module("training").check(arguments)
+
+
+# --------------------------------------------------------------------------------------------------- the other recipes
+
+
+def test_controls_and_lora(recipe, tiny_checkpoints, text):
+    control = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "control", scheme="unpatched"))
+    assert control["scheme"] == {"name": "unpatched"}
+    assert type(LlamaForCausalLM.from_pretrained(tiny_checkpoints / "control" / "model")) is LlamaForCausalLM
+    assert control["before"] != control["after"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
+def test_lora_saves_adapter_and_merged_model(recipe, tiny_checkpoints, text):
+    output = tiny_checkpoints / "out"
+    results = recipe.main(small(tiny_checkpoints / "llama", text, output, lora_rank=2, distill=1, learning_rate=1e-2))
+    merged = hf_posenc.from_pretrained(output / "model").eval()
+    base = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    adapted = hf_posenc.load_adapter(hf_posenc.patch_model(base, "alibi"), output / "adapter").eval()
+    tokens = torch.arange(40)[None]
+    assert torch.allclose(merged(tokens).logits, adapted(tokens).logits, atol=1e-5)
+    assert results["training"]["loss"][0] != results["training"]["loss"][-1]
+
+
+def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
+    compare = importlib.import_module("compare_schemes")
+    folder = tiny_checkpoints / "sweep"
+    words = small(tiny_checkpoints / "llama", text, folder, eval_every=1, recovery_steps=2, eval_lengths="16 32 64")
+    variants = ["unpatched", "alibi", "alibi+distill", "rope-yarn", "learned"]
+    summary = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
+    assert set(summary["variants"]) == set(variants)
+    for variant in variants:
+        runs = [
+            json.loads((folder / "runs" / variant / f"seed-{seed}" / "results.json").read_text()) for seed in (0, 1)
+        ]
+        assert [results["seed"] for results in runs] == [0, 1]
+        assert runs[0]["training"]["loss"] != runs[1]["training"]["loss"]
+        assert runs[0]["data"] == runs[1]["data"]
+        entry = summary["variants"][variant]["sliding"]["64"]
+        values = [run["after"][2]["sliding"]["perplexity"] for run in runs]
+        assert entry["mean"] == pytest.approx(sum(values) / 2)
+        assert entry["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+        assert not (folder / "runs" / variant / "seed-0" / "model").exists()
+    yarn = json.loads((folder / "runs" / "rope-yarn" / "seed-0" / "results.json").read_text())
+    assert yarn["scheme"]["scaling"] == {"rope_type": "yarn", "factor": 1.5}
+    for name in (
+        "summary.json",
+        "summary.md",
+        "sliding.png",
+        "non_overlapping.png",
+        "loss_by_position.png",
+        "recovery.png",
+    ):
+        assert (folder / name).is_file()
+    printed = capsys.readouterr().out
+    assert "| alibi+distill | 2 |" in printed
+    # Started again, it makes only what is missing, and says the same.
+    (folder / "runs" / "alibi" / "seed-1" / "results.json").unlink()
+    made = []
+    run = compare.extend_context.run
+    monkeypatch.setattr(
+        compare.extend_context, "run", lambda arguments, **rest: made.append(arguments.output) or run(arguments, **rest)
+    )
+    again = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
+    assert made == [str(folder / "runs" / "alibi" / "seed-1")]
+    for name in variants:
+        assert again["variants"][name]["sliding"] == summary["variants"][name]["sliding"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("albi", "alibi, da_transformer"),
+        ("alibi+magic", "+magic is none of +trainable, +distill, +transfer"),
+        ("rope-ntk", "scalings are rope-linear, rope-dynamic, rope-yarn"),
+        ("alibi-yarn", "scalings are"),
+    ],
+)
+def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints, text, capsys, variant, message):
+    compare = importlib.import_module("compare_schemes")
+    folder = tiny_checkpoints / "sweep"
+    with pytest.raises(SystemExit):
+        compare.main([*small(tiny_checkpoints / "llama", text, folder), "--variants", "alibi", variant])
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not folder.exists()
+
+
+def test_where_an_option_reaches_what_plain_reaches(recipes):
+    """On straight lines the crossing is known."""
+    sweep = importlib.import_module("sweep")
+    plain = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 3.0}]}
+    better = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 50, "mean": 3.5}, {"tokens": 100, "mean": 2.5}]}
+    variants = {"x": plain, "x+a": better, "x+b": {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 4.0}]}}
+    sweep.reach_plain(variants)
+    assert variants["x+a"]["reaches_plain_at"] == {"tokens": 75.0, "share": 0.75}
+    assert "reaches_plain_at" not in variants["x+b"]
+    assert "reaches_plain_at" not in variants["x"]
+
+
+def test_pretrain(recipes, tiny_checkpoints, text):
+    pretrain = importlib.import_module("pretrain")
+    folder = tiny_checkpoints / "scratch"
+    words = ["--data", str(text), "--separator", r"\f", "--eval-tokens", "200", "--output", str(folder)]
+    words += ["--layers", "1", "--width", "16", "--heads", "2", "--train-length", "16", "--steps", "4"]
+    words += ["--batch-size", "2", "--eval-lengths", "16", "32", "--retrieval-trials", "0", "--eval-every", "2"]
+    summary = pretrain.main([*words, "--schemes", "learned", "alibi", "--seeds", "0", "1"])
+    assert set(summary["variants"]["alibi"]["sliding"]) == {"16", "32"}
+    assert set(summary["variants"]["learned"]["sliding"]) == {"16"}  # its table ends there
+    results = json.loads((folder / "runs" / "learned" / "seed-1" / "results.json").read_text())
+    assert results["after"][1]["impossible"] == "its table ends at 16 positions"
+    assert results["scheme"]["name"] == "learned"
+    assert results["training"]["loss"][0] == pytest.approx(5.5, abs=0.5)  # ln 257: it knew nothing
+
+
+def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):
+    evaluate = importlib.import_module("evaluate")
+    results = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out"))
+    target = tiny_checkpoints / "measured.json"
+    words = ["--data", str(text), "--separator", r"\f", "--eval-lengths", "16", "48", "--output", str(target)]
+    words += ["--retrieval-trials", "0", "--eval-tokens", "100000"]
+    patched = evaluate.main(["--model", str(tiny_checkpoints / "out" / "model"), *words])
+    stock = evaluate.main(["--model", str(tiny_checkpoints / "llama"), *words])
+    assert json.loads(target.read_text()) == json.loads(json.dumps(stock))
+    assert patched["model"]["scheme"] == "alibi"
+    assert stock["model"]["scheme"] is None
+    everything = results["data"]["training_tokens"] + results["data"]["held_out_tokens"]
+    assert patched["measured"][0]["sliding"]["tokens"] == everything - 1
+    assert patched["measured"][0]["sliding"]["nll"] != stock["measured"][0]["sliding"]["nll"]
+    gpt2 = evaluate.main(["--model", str(tiny_checkpoints / "gpt2"), *words])
+    assert gpt2["measured"][1] == {"length": 48, "impossible": "its table ends at 32 positions"}
+    with pytest.raises(SystemExit):
+        evaluate.main(["--data", str(text)])
+    assert "--model DIR_OR_ID is missing" in capsys.readouterr().err
+
+
+def test_trainer_example(recipes, tiny_checkpoints, text):
+    """Trains, resumes exactly, and what it saves is the patched model."""
+    example = importlib.import_module("trainer_example")
+
+    words = ["--model", str(tiny_checkpoints / "llama"), "--data", str(text), "--separator", r"\f"]
+    words += ["--scheme", "shaw", "--scheme-args", "max_distance=8", "--train-length", "32", "--learning-rate", "1e-2"]
+    trainer = example.main([*words, "--steps", "60", "--output", str(tiny_checkpoints / "whole")])
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    saved = hf_posenc.from_pretrained(tiny_checkpoints / "whole")
+    assert saved.config.position_encoding["scheme"] == "shaw"
+    resumed = example.main([*words, "--steps", "60", "--output", str(tiny_checkpoints / "whole"), "--resume"])
+    for (name, one), (_, other) in zip(trainer.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
