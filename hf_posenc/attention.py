@@ -43,10 +43,10 @@ NO_MASK = (
     "shard of the sequence. Launch without cp_size and use hf_posenc.context_parallel(model, group) instead"
 )
 SPLIT_HEADS = (
-    "{found} of {whole} heads arrived at the attention layer: tensor parallelism (tp_size) or sequence parallelism by "
-    "heads (sp_size, Ulysses) split them, and what this scheme holds per head would meet the wrong ones. Use data "
-    "parallelism, FSDP, or hf_posenc.context_parallel for long sequences; or a scheme that keeps the stock attention "
-    "(nope, sinusoidal, learned, rope)"
+    "tensor parallelism (tp_size) and sequence parallelism by heads (sp_size, Ulysses) give each process some of the "
+    "heads, and what this scheme holds per head would meet the wrong ones. Use data parallelism, FSDP, or "
+    "hf_posenc.context_parallel for long sequences; or a scheme that keeps the stock attention: nope, sinusoidal, "
+    "learned, rope"
 )
 PAGED = (
     "paged attention and continuous batching hand over keys without their positions, so a scheme that changes "
@@ -141,7 +141,7 @@ def scheme_attention(
         raise ValueError(NO_MASK)
     heads = getattr(module.config, "num_attention_heads", query.shape[1])
     if query.shape[1] != heads:
-        raise ValueError(SPLIT_HEADS.format(found=query.shape[1], whole=heads))
+        raise ValueError(f"{query.shape[1]} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
     if exchange is None:
         where = positions.read(attention_mask, query.shape[2], key.shape[2])
     else:

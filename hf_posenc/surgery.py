@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from .adapters.base import Adapter, Resolved, resolve
 from .attention import (
     NAME,
+    SPLIT_HEADS,
     IdentityRotary,
     check_engine,
     make_rotary,
@@ -247,6 +248,8 @@ def make_plan(model: PreTrainedModel, scheme: Scheme, attention: str) -> Plan:
     check_engine(attention)
     if isinstance(scheme, ScoreScheme):
         scheme.check(dims)
+        if (model.tp_size or 1) > 1:
+            raise UnsupportedModelError(f"{scheme.name}: {SPLIT_HEADS}")
         backend = config._attn_implementation or "eager"
         if "flash" in backend or "paged" in backend:
             raise UnsupportedModelError(

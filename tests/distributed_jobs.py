@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from families import VOCAB_SIZE, tiny, tokens
+from situations import CASES
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
 
-from hf_posenc import context_parallel, patch_model, shard_sequence
+import hf_posenc
+from hf_posenc import context_group, context_parallel, patch_model, shard_sequence
 from hf_posenc.schemes.base import PositionModule
 
 IGNORED = -100
 
 
-def build(family: str, scheme: str | None, *, attention: str = "auto", dtype: torch.dtype = torch.float64, **more: Any):
-    """A tiny model in training mode, same on every rank, whose position parameters are far from where they start."""
-    config = more.pop("config", {})
-    model = tiny(family, **config).to(dtype)
-    if scheme is not None:
-        patch_model(model, scheme, attention=attention, seed=3, **more)
+def build(family: str, case: str | None, *, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    """A tiny model in training mode, same on every rank, whose position parameters are far from where they start.
+
+    Args:
+        family: of the base.
+        case: row of `situations.CASES`, None for the stock model.
+        dtype: of the model.
+        **more: `config`, overrides for the base's; `attention`; hyper-parameters beyond the row's.
+    """
+    model = tiny(family, **more.pop("config", {})).to(dtype)
+    if case is not None:
+        scheme, hyperparameters = CASES[case]
+        patch_model(model, scheme, seed=3, **(hyperparameters | more))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, PositionModule):
-                for parameter in module.parameters():
+                for parameter in module.parameters(recurse=False):
                     parameter += 0.2 * torch.randn(parameter.shape, generator=generator).to(parameter)
     return model.train()
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors on every rank, whatever the model is wrapped in."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
+
+
+# ------------------------------------------------------------------------------------------------- context parallelism
 
 
 def make_batch(kind: str, length: int) -> dict[str, Tensor]:
@@ -67,39 +91,41 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(((found[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-3)).item() for n in wanted)
 
 
+def own_slots(length: int, balanced: bool) -> Tensor:
+    """Slots of this rank's shard, padding included."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count = 2 * size if balanced else size
+    pieces = torch.arange(length + -length % count).view(count, -1)
+    return pieces[[rank, count - 1 - rank] if balanced else [rank]].flatten()
+
+
 def compare_context_parallel(
     family: str,
-    scheme: str | None,
+    case: str | None,
     kind: str = "plain",
     *,
     length: int = 22,
     balanced: bool = False,
     checkpointing: bool = False,
     by_hand: bool = False,
-    dtype: torch.dtype = torch.float64,
     **more: Any,
 ) -> dict[str, float]:
     """Differences between one process and a sequence shared by all: of logits, loss and gradients."""
-    model = build(family, scheme, dtype=dtype, **more)
+    model = build(family, case, **more)
     batch = make_batch(kind, length)
     logits, loss, gradients = one_process(model, batch)
     if checkpointing:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    count = 2 * size if balanced else size
-    pieces = torch.arange(length + -length % count).view(count, -1)
-    own = pieces[[rank, count - 1 - rank] if balanced else [rank]].flatten()
+    own = own_slots(length, balanced)
     with context_parallel(model):
         if by_hand:  # nothing but what the interface asks for
-            targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)[:, own]
-            mask = batch["attention_mask"][:, own] if "attention_mask" in batch else None
-            ids = batch["position_ids"] if "position_ids" in batch else torch.arange(length)[None].expand(2, -1)
-            out = model(input_ids=batch["input_ids"][:, own], attention_mask=mask, position_ids=ids[:, own])
-            count = (batch["labels"][:, 1:] != IGNORED).sum()
+            inputs = {k: v[:, own] for k, v in batch.items() if k != "labels"}
+            inputs.setdefault("position_ids", own[None].expand(2, -1))
+            targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+            out = model(**inputs)
             local = nn.functional.cross_entropy(
-                out.logits.flatten(0, 1).double(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            local = local / count
+                out.logits.flatten(0, 1).double(), targets[:, own].flatten(), ignore_index=IGNORED, reduction="sum"
+            ) / (targets != IGNORED).sum()
         else:
             out = model(**shard_sequence(batch, balanced=balanced))
             local = out.loss
@@ -113,3 +139,223 @@ def compare_context_parallel(
     seen = batch.get("attention_mask", torch.ones(2, length))[:, own[real]].bool()  # padding computes anything
     difference = (out.logits[:, real] - logits[:, own[real]])[seen].abs().max().item()
     return {"logits": difference, "loss": abs(total.item() - loss), "gradients": worst(found, gradients)}
+
+
+def attend_inside_the_shard(family: str, case: str) -> float:
+    """How far logits are from one process when each shard is run by itself: what must never happen silently."""
+    model, batch = build(family, case), make_batch("plain", 24)
+    with torch.no_grad():
+        whole = model(batch["input_ids"], use_cache=False).logits
+        own = own_slots(24, False)
+        alone = model(batch["input_ids"][:, own], position_ids=own[None], use_cache=False).logits
+    return (alone - whole[:, own]).abs().max().item()
+
+
+def refused(job: Callable[..., Any], *args: Any) -> str:
+    """Type and message of the error that a job raises."""
+    try:
+        job(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def misuse(what: str, case: str = "alibi") -> None:
+    """Use context parallelism in a way that cannot be exact."""
+    scaled = {"scaling": {"rope_type": what, "factor": 2.0}} if what == "dynamic" else {}
+    model = build("llama", case, **scaled)
+    ids, rank = tokens(2, 8), dist.get_rank()
+    place = torch.arange(8)[None].expand(2, -1) + 8 * rank
+    if what == "size":
+        context_group(3)
+    if what == "accelerate without":
+        attach_accelerates_hooks(model)
+        model(ids, position_ids=place, use_cache=False)
+    if what == "packed under a mask":
+        shard_sequence({"input_ids": ids, "attention_mask": ids > 0, "position_ids": place % 4})
+    if what == "unknown key":
+        shard_sequence({"input_ids": ids, "token_type_ids": ids})
+    if what == "another length":
+        shard_sequence({"input_ids": ids, "labels": ids[:, 1:]})
+    with context_parallel(model):
+        if what == "accelerate inside":
+            attach_accelerates_hooks(model)
+            model(ids, position_ids=place)
+        if what == "no positions":
+            model(ids)
+        if what == "cache":
+            model(ids, position_ids=place, use_cache=True)
+        if what == "generate":
+            model.generate(ids, max_new_tokens=2)
+        if what == "packed by hand":
+            model(ids, position_ids=place % 4)
+        if what == "whole mask":
+            model(ids, position_ids=place, attention_mask=torch.ones(2, 16))
+        if what == "twice":
+            with context_parallel(model):
+                pass
+
+
+def attach_accelerates_hooks(model: nn.Module) -> None:
+    """What accelerate does to a model when it prepares it with cp_size > 1."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    _attach_context_parallel_hooks(model)
+
+
+def leaves_no_trace(family: str, case: str | None) -> list[str]:
+    """What is different after context_parallel, also after an error."""
+    model = build(family, case)
+    decoder = model.get_decoder()
+    before = (model.config.to_dict(), model.config._attn_implementation, dict(decoder._forward_pre_hooks))
+    states = {n: sorted(m.__dict__) for n, m in model.named_modules()}
+    try:
+        with context_parallel(model):
+            raise KeyError("stop")
+    except KeyError:
+        pass
+    after = (model.config.to_dict(), model.config._attn_implementation, dict(decoder._forward_pre_hooks))
+    changed = [n for n, m in model.named_modules() if sorted(m.__dict__) != states[n]]
+    return changed + [str(pair) for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+STEPS = 3
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    # Not Adam: it divides by the size of a gradient, and some are zero up to rounding (a key bias under softmax).
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train_alone(model: nn.Module) -> list[float]:
+    """Losses of a few steps on one process."""
+    optimizer, losses = optimizer_of(model), []
+    for step in range(STEPS):
+        ids = tokens(4, 20, seed=step)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def wrap(model: Any, how: str) -> nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    decoder = model.get_decoder()
+    for layer in decoder.h if hasattr(decoder, "h") else decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def compare_training(
+    family: str, case: str, how: str, *, context: bool = False, folder: str | None = None, **more: Any
+) -> dict[str, float]:
+    """Differences from one process: of losses, of final weights, of logits after saving and loading.
+
+    Args:
+        family: of the base.
+        case: row of `situations.CASES`.
+        how: `ddp` or `fsdp2`.
+        context: share each sequence of the whole batch, instead of half of the batch each.
+        folder: where to save; None means not to.
+        **more: as for `build`.
+    """
+    alone = build(family, case, **more)
+    wanted = train_alone(alone)
+    whole = build(family, case, **more)
+    model = wrap(whole, how)
+    optimizer, losses = optimizer_of(model), []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(STEPS):
+        ids = tokens(4, 20, seed=step)
+        if context:
+            with context_parallel(model):
+                loss = model(**shard_sequence({"input_ids": ids, "labels": ids})).loss * size
+                loss.backward()
+        else:
+            own = ids.chunk(size)[rank]
+            loss = model(input_ids=own, labels=own, use_cache=False).loss
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / size)
+    state = full_state(whole)
+    reference = alone.state_dict()
+    assert state.keys() == reference.keys()
+    answer = {
+        "losses": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
+        "weights": max((state[n].double() - reference[n].double()).abs().max().item() for n in reference),
+        "moved": max((p - q).abs().max().item() for p, q in zip(alone.parameters(), build(family, case, **more).parameters(), strict=True)),
+    }
+    if folder is not None:
+        whole.save_pretrained(folder, state_dict=state, is_main_process=rank == 0)
+        dist.barrier()
+        loaded = hf_posenc.from_pretrained(folder, dtype=torch.float64)
+        with torch.no_grad():
+            ids = tokens(2, 20)
+            answer["saved"] = (loaded(ids).logits - alone.eval()(ids).logits).abs().max().item()
+        answer["class"] = type(loaded).__name__
+    return answer
+
+
+def inspect_wrapped(how: str, action: str) -> None:
+    """Ask something of a wrapped model that needs the model itself."""
+    model = wrap(build("llama", "alibi-trainable"), how)
+    {
+        "verify": hf_posenc.verify,
+        "which_engine": lambda model: hf_posenc.which_engine(model, 128),
+        "unpatch": hf_posenc.unpatch_model,
+        "patch": lambda model: patch_model(model, "nope"),
+        "describe": hf_posenc.describe,
+    }[action](model)
+
+
+# ------------------------------------------------------------------------------------------------------ tensor parallel
+
+
+def load_tensor_parallel(folder: str) -> Any:
+    from transformers import DistributedConfig
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    )
+
+
+def compare_tensor_parallel(case: str, folder: str) -> float:
+    """Difference of logits from one process."""
+    # Tied embeddings would be split twice over.
+    model = build("llama", case, dtype=torch.float32, config={"tie_word_embeddings": False}).eval()
+    ids = tokens(2, 16)
+    place = Path(folder) / case
+    if dist.get_rank() == 0:
+        model.save_pretrained(place)
+    dist.barrier()
+    with torch.no_grad():
+        wanted = model(ids).logits
+        found = load_tensor_parallel(str(place)).eval()(ids).logits
+    found = found.full_tensor() if hasattr(found, "full_tensor") else found
+    return (found - wanted).abs().max().item()
+
+
+def patch_tensor_parallel(folder: str) -> None:
+    """Patch a stock model that tensor parallelism has split already."""
+    if dist.get_rank() == 0:
+        tiny("llama", tie_word_embeddings=False).save_pretrained(folder)
+    dist.barrier()
+    patch_model(load_tensor_parallel(folder), "alibi")
+
+
+def fewer_heads() -> None:
+    """Hand the attention function half of the heads, as anything does that splits them."""
+    model = build("llama", "alibi")
+    attention = model.model.layers[0].self_attn
+    heads = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    channel = hf_posenc.attention.position_channel(2, 8, 8)
+    hf_posenc.attention.scheme_attention(attention, heads, heads, heads, channel)
