@@ -131,7 +131,8 @@ class PosEncMixin:
             owners = surgery.operate(surgery.Undo(), plan, config)
             if not next(base.parameters()).is_meta:  # from_config; from_pretrained initialises what it does not load
                 for owner in owners:
-                    owner.reset_parameters()
+                    with surgery.gathered(owner):
+                        owner.reset_parameters()
             for module in base.modules():
                 if isinstance(module, PreTrainedModel) and not isinstance(module, PosEncMixin):
                     module.__class__ = model_class(type(module))

@@ -53,7 +53,7 @@ def check_unwrapped(model: Any, action: str) -> None:
         action: what cannot be done with it otherwise, as in "patch the model".
 
     Raises:
-        UnsupportedModelError: for DistributedDataParallel, DataParallel, FSDP (1 and 2) and DeepSpeed.
+        UnsupportedModelError: for DistributedDataParallel, DataParallel, FSDP (1 and 2) and DeepSpeed's ZeRO-3.
     """
     name = type(model).__name__
     engines = ("FullyShardedDataParallel", "DeepSpeedEngine")
@@ -70,6 +70,11 @@ def check_unwrapped(model: Any, action: str) -> None:
                 f"the parameters of this {name} are spread over processes by FSDP: {action} before fully_shard or "
                 "accelerator.prepare, or load what was saved in one process"
             )
+    if isinstance(model, nn.Module) and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            f"the parameters of this {name} are spread over processes by DeepSpeed ZeRO-3: {action} before "
+            "deepspeed.initialize or accelerator.prepare, on a model that was loaded whole (zero3_init_flag: false)"
+        )
 
 
 def patch_model(

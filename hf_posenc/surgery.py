@@ -322,6 +322,23 @@ def seeded(seed: int | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Make a module's parameters whole where DeepSpeed's zero.Init has spread them over processes, and spread them again.
+
+    Args:
+        module: on every process; what the first one writes is what stays.
+    """
+    spread = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    if not spread:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(spread, modifier_rank=0):
+        yield
+
+
 def operate(undo: Undo, plan: Plan, config: Any) -> list[PositionModule]:
     """Change the modules of a model as planned.
 

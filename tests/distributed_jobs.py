@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from families import VOCAB_SIZE, tiny, tokens
-from situations import CASES
+from situations import CASES, position_gradients
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
@@ -62,7 +66,7 @@ def make_batch(kind: str, length: int) -> dict[str, Tensor]:
     batch = {"input_ids": ids, "labels": labels}
     if kind == "packed":
         cuts = ([0, 5, 6, 14, length], [0, length // 2 + 1, length])
-        rows = [torch.cat([torch.arange(b - a) for a, b in zip(c, c[1:], strict=False)]) for c in cuts]
+        rows = [torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(c)]) for c in cuts]
         batch["position_ids"] = torch.stack(rows)
     elif kind == "left":
         mask = torch.ones_like(ids)
@@ -123,9 +127,12 @@ def compare_context_parallel(
             inputs.setdefault("position_ids", own[None].expand(2, -1))
             targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
             out = model(**inputs)
-            local = nn.functional.cross_entropy(
-                out.logits.flatten(0, 1).double(), targets[:, own].flatten(), ignore_index=IGNORED, reduction="sum"
-            ) / (targets != IGNORED).sum()
+            local = (
+                nn.functional.cross_entropy(
+                    out.logits.flatten(0, 1).double(), targets[:, own].flatten(), ignore_index=IGNORED, reduction="sum"
+                )
+                / (targets != IGNORED).sum()
+            )
         else:
             out = model(**shard_sequence(batch, balanced=balanced))
             local = out.loss
@@ -149,6 +156,10 @@ def attend_inside_the_shard(family: str, case: str) -> float:
         own = own_slots(24, False)
         alone = model(batch["input_ids"][:, own], position_ids=own[None], use_cache=False).logits
     return (alone - whole[:, own]).abs().max().item()
+
+
+def shard(batch: dict[str, Tensor], balanced: bool) -> dict[str, Tensor]:
+    return shard_sequence(batch, balanced=balanced)
 
 
 def refused(job: Callable[..., Any], *args: Any) -> str:
@@ -175,6 +186,8 @@ def misuse(what: str, case: str = "alibi") -> None:
         shard_sequence({"input_ids": ids, "attention_mask": ids > 0, "position_ids": place % 4})
     if what == "unknown key":
         shard_sequence({"input_ids": ids, "token_type_ids": ids})
+    if what == "two labels":
+        shard_sequence({"input_ids": ids, "labels": ids, "shift_labels": ids})
     if what == "another length":
         shard_sequence({"input_ids": ids, "labels": ids[:, 1:]})
     with context_parallel(model):
@@ -252,15 +265,64 @@ def wrap(model: Any, how: str) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+@contextmanager
+def accelerated(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, nn.Module, Any]]:
+    """Accelerator, model and optimizer as accelerate's FSDP2 prepares them, on CPUs.
+
+    accelerate has FSDP on accelerators only; what it looks at is the distributed type, which is relabelled here.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of accelerate about its own plugin
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            state_dict_type="FULL_STATE_DICT",
+            cpu_ram_efficient_loading=False,
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        assert accelerator.is_fsdp2
+        try:
+            yield accelerator, *accelerator.prepare(model, optimizer)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor], None], context: bool) -> list[float]:
+    """Losses of the same steps on all processes: each half of the batch, or with `context` half of each sequence."""
+    rank, size, losses = dist.get_rank(), dist.get_world_size(), []
+    for step in range(STEPS):
+        ids = tokens(4, 20, seed=step)
+        if context:
+            with context_parallel(model):
+                loss = model(**shard_sequence({"input_ids": ids, "labels": ids})).loss * size
+                backward(loss)
+        else:
+            own = ids.chunk(size)[rank]
+            loss = model(input_ids=own, labels=own, use_cache=False).loss
+            backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / size)
+    return losses
+
+
 def compare_training(
     family: str, case: str, how: str, *, context: bool = False, folder: str | None = None, **more: Any
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Differences from one process: of losses, of final weights, of logits after saving and loading.
 
     Args:
         family: of the base.
         case: row of `situations.CASES`.
-        how: `ddp` or `fsdp2`.
+        how: `ddp`, `fsdp2`, or `accelerate`: its FSDP2.
         context: share each sequence of the whole batch, instead of half of the batch each.
         folder: where to save; None means not to.
         **more: as for `build`.
@@ -268,41 +330,102 @@ def compare_training(
     alone = build(family, case, **more)
     wanted = train_alone(alone)
     whole = build(family, case, **more)
-    model = wrap(whole, how)
-    optimizer, losses = optimizer_of(model), []
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for step in range(STEPS):
-        ids = tokens(4, 20, seed=step)
-        if context:
-            with context_parallel(model):
-                loss = model(**shard_sequence({"input_ids": ids, "labels": ids})).loss * size
-                loss.backward()
-        else:
-            own = ids.chunk(size)[rank]
-            loss = model(input_ids=own, labels=own, use_cache=False).loss
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / size)
-    state = full_state(whole)
+    if how == "accelerate":
+        with accelerated(whole, optimizer_of(whole)) as (accelerator, model, optimizer):
+            losses = train_together(model, optimizer, accelerator.backward, context)
+            state = accelerator.get_state_dict(model)
+            whole = accelerator.unwrap_model(model)
+            if folder is not None:
+                whole.save_pretrained(folder, state_dict=dict(state), is_main_process=accelerator.is_main_process)
+    else:
+        model = wrap(whole, how)
+        losses = train_together(model, optimizer_of(model), Tensor.backward, context)
+        state = full_state(whole)
+        if folder is not None:
+            whole.save_pretrained(folder, state_dict=dict(state), is_main_process=dist.get_rank() == 0)
+    answer: dict[str, Any] = {"losses": max(abs(a - b) for a, b in zip(losses, wanted, strict=True))}
     reference = alone.state_dict()
-    assert state.keys() == reference.keys()
-    answer = {
-        "losses": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
-        "weights": max((state[n].double() - reference[n].double()).abs().max().item() for n in reference),
-        "moved": max((p - q).abs().max().item() for p, q in zip(alone.parameters(), build(family, case, **more).parameters(), strict=True)),
-    }
+    if state:  # accelerate gathers it on the first process only
+        assert state.keys() == reference.keys()
+        answer["weights"] = max((state[n].double() - reference[n].double()).abs().max().item() for n in reference)
+    answer["sharded"] = sum(isinstance(p, DTensor) for p in whole.parameters())
+    start = build(family, case, **more).state_dict()
+    answer["moved"] = max((start[n].double() - reference[n].double()).abs().max().item() for n in reference)
     if folder is not None:
-        whole.save_pretrained(folder, state_dict=state, is_main_process=rank == 0)
         dist.barrier()
         loaded = hf_posenc.from_pretrained(folder, dtype=torch.float64)
+        answer["class"] = type(loaded).__name__
         with torch.no_grad():
             ids = tokens(2, 20)
             answer["saved"] = (loaded(ids).logits - alone.eval()(ids).logits).abs().max().item()
-        answer["class"] = type(loaded).__name__
     return answer
+
+
+def compare_deepspeed(case: str, stage: int, loaded: bool, folder: str) -> dict[str, Any]:
+    """Differences from one process under DeepSpeed's ZeRO, of losses and final weights.
+
+    Args:
+        case: row of `situations.CASES`.
+        stage: 2 or 3.
+        loaded: load the patched model under zero.Init, which partitions it at once, instead of patching a whole one.
+        folder: where to save what is loaded.
+    """
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    rank, size, f32 = dist.get_rank(), dist.get_world_size(), torch.float32
+    alone = build("llama", case, dtype=f32)
+    if loaded:
+        if rank == 0:
+            alone.save_pretrained(folder)
+        dist.barrier()
+    wanted = train_alone(alone)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "train_batch_size": 2 * size,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DeepSpeed about itself
+        deepspeed.init_distributed("gloo")
+        keep = HfDeepSpeedConfig(config) if stage == 3 and loaded else None  # from_pretrained looks for it
+        model = hf_posenc.from_pretrained(folder).train() if loaded else build("llama", case, dtype=f32)
+        del keep
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config, optimizer=optimizer_of(model)
+        )
+        losses = []
+        for step in range(STEPS):
+            own = tokens(4, 20, seed=step).chunk(size)[rank]
+            loss = engine(input_ids=own, labels=own, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / size)
+        reference, worst_weight = dict(alone.named_parameters()), 0.0
+        for name, parameter in model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+                worst_weight = max(worst_weight, (parameter - reference[name]).abs().max().item())
+        split = sum(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return {
+        "losses": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
+        "weights": worst_weight,
+        "partitioned": split,
+    }
+
+
+def patch_partitioned() -> None:
+    """Patch a stock model that ZeRO-3 has spread already."""
+    import deepspeed
+
+    model = tiny("llama")
+    deepspeed.zero.Init(module=model)
+    patch_model(model, "alibi")
 
 
 def inspect_wrapped(how: str, action: str) -> None:
@@ -321,33 +444,50 @@ def inspect_wrapped(how: str, action: str) -> None:
 
 
 def load_tensor_parallel(folder: str) -> Any:
-    from transformers import DistributedConfig
+    try:
+        from transformers import DistributedConfig
+    except ImportError:  # 5.17
+        from transformers.distributed import DistributedConfig
 
     return AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
     )
 
 
-def compare_tensor_parallel(case: str, folder: str) -> float:
-    """Difference of logits from one process."""
-    # Tied embeddings would be split twice over.
-    model = build("llama", case, dtype=torch.float32, config={"tie_word_embeddings": False}).eval()
+# Tied embeddings would be split twice over, and the vocabulary must be divisible.
+SPLIT = {"tie_word_embeddings": False, "vocab_size": 98}
+
+
+def compare_tensor_parallel(case: str, folder: str) -> dict[str, float]:
+    """Differences from one process, of logits and of the gradients of position parameters."""
+    model = build("llama", case, dtype=torch.float32, config=SPLIT)
     ids = tokens(2, 16)
     place = Path(folder) / case
     if dist.get_rank() == 0:
         model.save_pretrained(place)
     dist.barrier()
-    with torch.no_grad():
-        wanted = model(ids).logits
-        found = load_tensor_parallel(str(place)).eval()(ids).logits
-    found = found.full_tensor() if hasattr(found, "full_tensor") else found
-    return (found - wanted).abs().max().item()
+    split = load_tensor_parallel(str(place)).train()
+    wanted, found = model(ids, labels=ids), split(ids, labels=ids)
+    wanted.loss.backward()
+    found.loss.backward()
+    logits = found.logits.full_tensor() if hasattr(found.logits, "full_tensor") else found.logits
+    of_split, of_one = position_gradients(split), position_gradients(model)
+    return {
+        "logits": (logits - wanted.logits).abs().max().item(),
+        "gradients": worst(of_split, of_one) if of_one else 0.0,
+        "split": model.model.layers[0].self_attn.q_proj.weight.shape[0]
+        / getattr(
+            split.model.layers[0].self_attn.q_proj.weight,
+            "to_local",
+            lambda: split.model.layers[0].self_attn.q_proj.weight,
+        )().shape[0],
+    }
 
 
 def patch_tensor_parallel(folder: str) -> None:
     """Patch a stock model that tensor parallelism has split already."""
     if dist.get_rank() == 0:
-        tiny("llama", tie_word_embeddings=False).save_pretrained(folder)
+        tiny("llama", **SPLIT).save_pretrained(folder)
     dist.barrier()
     patch_model(load_tensor_parallel(folder), "alibi")
 

@@ -22,8 +22,9 @@ PATIENCE = 120.0
 class Processes:
     """A gloo group of this many processes. `run` raises what the first failing process raised, as text."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, **environment: str) -> None:
         self.size = size
+        self.environment = environment
         self.members: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
@@ -33,7 +34,7 @@ class Processes:
         context = mp.get_context("spawn")
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self.size, port), daemon=True)
+            process = context.Process(target=_serve, args=(there, rank, self.size, port, self.environment), daemon=True)
             process.start()
             self.members.append((process, here))
 
@@ -71,11 +72,11 @@ class Processes:
         return [answer[0] for answer in answers]
 
 
-def _serve(pipe: Any, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Any, rank: int, size: int, port: int, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1", **environment}
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
     while True:
         function, args, kwargs = pipe.recv()
