@@ -66,8 +66,9 @@ REPEATED = (
 )
 
 LENGTH_DEPENDENT = (
-    "rope_type={kind!r} chooses its frequencies by the largest position it is shown, which differs from shard to shard: "
-    "under context parallelism use a rope_type that does not depend on the length (default, linear, yarn, llama3)"
+    "rope_type={kind!r} chooses its frequencies by the largest position it is shown, which differs from shard to "
+    "shard: under context parallelism use a rope_type that does not depend on the length (default, linear, yarn, "
+    "llama3)"
 )
 
 _KEYS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")

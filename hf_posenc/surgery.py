@@ -324,7 +324,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Make a module's parameters whole where DeepSpeed's zero.Init has spread them over processes, and spread them again.
+    """Make parameters whole that DeepSpeed's zero.Init has spread over processes, and spread them again.
 
     Args:
         module: on every process; what the first one writes is what stays.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -266,31 +267,54 @@ def wrap(model: Any, how: str) -> nn.Module:
 
 
 @contextmanager
-def accelerated(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Any, nn.Module, Any]]:
-    """Accelerator, model and optimizer as accelerate's FSDP2 prepares them, on CPUs.
+def accelerated(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> Iterator[tuple[Any, nn.Module, Any]]:
+    """Accelerator, model and optimizer as accelerate prepares them for FSDP2, ZeRO-2 or ZeRO-3, on CPUs.
 
-    accelerate has FSDP on accelerators only; what it looks at is the distributed type, which is relabelled here.
+    accelerate has these on accelerators only; what it looks at is the distributed type, which is relabelled here.
     """
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of accelerate about its own plugin
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            state_dict_type="FULL_STATE_DICT",
-            cpu_ram_efficient_loading=False,
-        )
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        assert accelerator.is_fsdp2
+        warnings.simplefilter("ignore")  # of accelerate and DeepSpeed about their own plugins
+        if how.startswith("fsdp2"):
+            PartialState(cpu=True)
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                state_dict_type="FULL_STATE_DICT",
+                cpu_ram_efficient_loading=False,
+                activation_checkpointing=how == "fsdp2-checkpointing",
+            )
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+            assert accelerator.is_fsdp2
+        else:
+            import deepspeed
+
+            deepspeed.init_distributed("gloo")
+            PartialState(cpu=True)
+            PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            plugin = DeepSpeedPlugin(
+                zero_stage=int(how[-1]),
+                gradient_accumulation_steps=1,
+                zero3_init_flag=False,
+                zero3_save_16bit_model=True,
+            )
+            plugin.deepspeed_config |= {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_clipping": 0.0,  # the plugin takes 0 for no answer, and DeepSpeed then clips at 1
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+            }
+            accelerator = Accelerator(deepspeed_plugin=plugin)
         try:
             yield accelerator, *accelerator.prepare(model, optimizer)
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
+            os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
 def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor], None], context: bool) -> list[float]:
@@ -322,7 +346,8 @@ def compare_training(
     Args:
         family: of the base.
         case: row of `situations.CASES`.
-        how: `ddp`, `fsdp2`, or `accelerate`: its FSDP2.
+        how: `ddp`, `fsdp2`, or through accelerate: `accelerate-fsdp2`, `-zero2`, `-zero3`.
+            Also `accelerate-fsdp2-checkpointing`: as the launch files have it.
         context: share each sequence of the whole batch, instead of half of the batch each.
         folder: where to save; None means not to.
         **more: as for `build`.
@@ -330,25 +355,31 @@ def compare_training(
     alone = build(family, case, **more)
     wanted = train_alone(alone)
     whole = build(family, case, **more)
-    if how == "accelerate":
-        with accelerated(whole, optimizer_of(whole)) as (accelerator, model, optimizer):
+    if how.startswith("accelerate-"):
+        with accelerated(whole, optimizer_of(whole), how.removeprefix("accelerate-")) as (
+            accelerator,
+            model,
+            optimizer,
+        ):
             losses = train_together(model, optimizer, accelerator.backward, context)
             state = accelerator.get_state_dict(model)
             whole = accelerator.unwrap_model(model)
-            if folder is not None:
-                whole.save_pretrained(folder, state_dict=dict(state), is_main_process=accelerator.is_main_process)
     else:
         model = wrap(whole, how)
         losses = train_together(model, optimizer_of(model), Tensor.backward, context)
         state = full_state(whole)
-        if folder is not None:
-            whole.save_pretrained(folder, state_dict=dict(state), is_main_process=dist.get_rank() == 0)
+    if folder is not None and dist.get_rank() == 0:
+        whole.save_pretrained(folder, state_dict=dict(state))
     answer: dict[str, Any] = {"losses": max(abs(a - b) for a, b in zip(losses, wanted, strict=True))}
     reference = alone.state_dict()
     if state:  # accelerate gathers it on the first process only
-        assert state.keys() == reference.keys()
+        missing = reference.keys() - state.keys()
+        assert state.keys() <= reference.keys()
+        # DeepSpeed leaves out tied weights.
+        assert all(name == "lm_head.weight" and whole.config.tie_word_embeddings for name in missing), missing
+        reference = {n: reference[n] for n in state}
         answer["weights"] = max((state[n].double() - reference[n].double()).abs().max().item() for n in reference)
-    answer["sharded"] = sum(isinstance(p, DTensor) for p in whole.parameters())
+    answer["sharded"] = sum(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in whole.parameters())
     start = build(family, case, **more).state_dict()
     answer["moved"] = max((start[n].double() - reference[n].double()).abs().max().item() for n in reference)
     if folder is not None:
@@ -387,7 +418,7 @@ def compare_deepspeed(case: str, stage: int, loaded: bool, folder: str) -> dict[
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,
+        "gradient_clipping": 0.0,  # 1 otherwise
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of DeepSpeed about itself

@@ -108,9 +108,12 @@ def test_fast_engines_take_contiguous_shards(pair, case, attention):
 def test_every_family_shares_sequences(pair, family, kind):
     if (family, kind) == ("opt", "packed"):
         pytest.skip("transformers' OPT does not see packed documents in one process: there is nothing to compare with")
+    more, tolerance = {}, ROUNDED
+    if (family, kind) == ("gemma2", "left"):  # in float64 its own attention makes NaN of rows that see nothing
+        more, tolerance = {"dtype": torch.float32}, FLOAT32
     for case in CASES:
         for how in ({}, {"balanced": True, "checkpointing": True}):
-            assert_equal(pair.run(compare_context_parallel, family, case, kind, **how), ROUNDED)
+            assert_equal(pair.run(compare_context_parallel, family, case, kind, **how, **more), tolerance)
 
 
 @pytest.mark.slow
@@ -195,6 +198,8 @@ def test_without_processes_it_says_so():
 
 # ------------------------------------------------------------------------------------------------------------- training
 
+WRAPPED = ("ddp", "fsdp2", "accelerate-fsdp2-checkpointing")
+
 
 def assert_trained_alike(answers, tolerance=1e-10):
     for answer in answers:
@@ -205,7 +210,7 @@ def assert_trained_alike(answers, tolerance=1e-10):
     assert "weights" in answers[0]
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "accelerate"])
+@pytest.mark.parametrize("how", WRAPPED)
 @pytest.mark.parametrize("case", SCHEMES)
 def test_trains_as_one_process_does(pair, case, how, tmp_path):
     answers = pair.run(compare_training, "llama", case, how, folder=str(tmp_path / "model"))
@@ -214,20 +219,20 @@ def test_trains_as_one_process_does(pair, case, how, tmp_path):
     assert (answers[0]["sharded"] > 20) == (how != "ddp")
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "accelerate"])
+@pytest.mark.parametrize("how", WRAPPED)
 def test_modules_shared_by_layers_train_as_in_one_process(pair, how):
     for case in ("shaw-shared", "transformer_xl-shared", "learned-every_layer"):
         assert_trained_alike(pair.run(compare_training, "gpt2", case, how))
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "accelerate"])
+@pytest.mark.parametrize("how", WRAPPED)
 @pytest.mark.parametrize("case", ["rope", "alibi"])
 def test_trains_alike_on_shared_sequences(pair, case, how):
     assert_trained_alike(pair.run(compare_training, "llama", case, how, context=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "accelerate"])
+@pytest.mark.parametrize("how", [*WRAPPED, "accelerate-fsdp2"])
 @pytest.mark.parametrize("family", BASES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_option_trains_alike(pair, case, family, how, tmp_path):
@@ -255,6 +260,17 @@ def test_zero_trains_as_one_process_does(case, zero, tmp_path):
                 assert answer["losses"] <= LOSS
                 assert answer["weights"] <= 1e-5
                 assert (answer["partitioned"] > 20) == (stage == 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["accelerate-zero2", "accelerate-zero3"])
+@pytest.mark.parametrize("case", CASES)
+def test_accelerate_trains_alike_with_zero(zero, case, how, tmp_path):
+    more = {"dtype": torch.float32, "folder": str(tmp_path / "model")}
+    answers = zero.run(compare_training, "llama", case, how, **more)
+    assert_trained_alike(answers, 1e-5)
+    assert (answers[0]["sharded"] > 20) == (how == "accelerate-zero3")
+    assert_trained_alike(zero.run(compare_training, "gpt2", case, how, context=True, dtype=torch.float32), 1e-5)
 
 
 @pytest.mark.slow
