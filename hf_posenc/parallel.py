@@ -201,7 +201,8 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
     The backward pass belongs inside too: gradient checkpointing runs attention again.
 
     Schemes that keep the stock attention, and stock models, attend through `scaled_dot_product_attention` with a mask
-    meanwhile, whatever their attention implementation is; it is back in place afterwards.
+    meanwhile (with a soft cap on scores, Gemma 2, through an engine that has one), whatever their attention
+    implementation is; it is back in place afterwards.
 
     Args:
         model: patched with any scheme, or a stock model of a supported family; wrapped in DistributedDataParallel,

@@ -35,6 +35,8 @@ EXACT, ROUNDED = 1e-12, 2e-6
 # Norms and losses are computed in float32 by transformers: 6e-8 per rounding, on losses of about 10.
 LOSS = 5e-6
 GRADIENTS = 5e-6
+# transformers 5.17 gives Gemma 2 an sdpa that leaves out its soft cap; context_parallel has it.
+CAPPED = {"gemma2": {"config": {"attn_implementation": "eager"}}}
 # Of a model in float32, whose logits are of the order of 10.
 FLOAT32 = 2e-5
 
@@ -85,7 +87,8 @@ def test_position_ids_are_all_a_shard_needs(pair, case, kind):
 @pytest.mark.parametrize("family", ["gemma2", "mistral", "qwen2"])
 def test_sliding_windows_are_kept(pair, family):
     for case in ("alibi", "rope"):
-        assert_equal(pair.run(compare_context_parallel, family, case, balanced=True), ROUNDED)
+        more = CAPPED.get(family, {})
+        assert_equal(pair.run(compare_context_parallel, family, case, balanced=True, **more), ROUNDED)
 
 
 @pytest.mark.parametrize("family", BASES)
@@ -108,9 +111,9 @@ def test_fast_engines_take_contiguous_shards(pair, case, attention):
 def test_every_family_shares_sequences(pair, family, kind):
     if (family, kind) == ("opt", "packed"):
         pytest.skip("transformers' OPT does not see packed documents in one process: there is nothing to compare with")
-    more, tolerance = {}, ROUNDED
+    more, tolerance = dict(CAPPED.get(family, {})), ROUNDED
     if (family, kind) == ("gemma2", "left"):  # in float64 its own attention makes NaN of rows that see nothing
-        more, tolerance = {"dtype": torch.float32}, FLOAT32
+        more["dtype"], tolerance = torch.float32, FLOAT32
     for case in CASES:
         for how in ({}, {"balanced": True, "checkpointing": True}):
             assert_equal(pair.run(compare_context_parallel, family, case, kind, **how, **more), tolerance)
