@@ -13,6 +13,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .lora import load_adapter, lora_config
+from .parallel import context_group, context_parallel, shard_sequence
 from .patching import describe, patch_model, patched, unpatch_model, which_engine
 from .registry import available_schemes
 from .schemes.base import Scheme
@@ -28,6 +29,8 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "available_schemes",
+    "context_group",
+    "context_parallel",
     "describe",
     "export_stock",
     "from_pretrained",
@@ -36,6 +39,7 @@ __all__ = [
     "lora_config",
     "patch_model",
     "patched",
+    "shard_sequence",
     "unpatch_model",
     "verify",
     "which_engine",

@@ -31,18 +31,22 @@ from transformers.utils import output_capturing
 from . import positions
 from .engines import choice
 from .registry import adapter_for
-from .schemes.base import Dims, Engine
+from .schemes.base import Dims, Engine, ScoreModule
 from .schemes.rope import Rope, apply_rotary
 
 NAME = "hf_posenc"
 """Name of our attention and mask function."""
 
 NO_MASK = (
-    "the attention mask, which carries the positions, did not arrive at the attention layer. Context "
-    "parallelism and some "
-    "wrappers drop it; attention would then run without positions. Use the scheme without them, or a scheme "
-    "that keeps the "
-    "stock attention: nope, sinusoidal, learned, rope"
+    "the attention mask, which carries the positions, did not arrive at the attention layer. The context parallelism "
+    "of accelerate (cp_size) and some wrappers drop it; attention would then run without positions, or inside one "
+    "shard of the sequence. Launch without cp_size and use hf_posenc.context_parallel(model, group) instead"
+)
+SPLIT_HEADS = (
+    "tensor parallelism (tp_size) and sequence parallelism by heads (sp_size, Ulysses) give each process some of the "
+    "heads, and what this scheme holds per head would meet the wrong ones. Use data parallelism, FSDP, or "
+    "hf_posenc.context_parallel for long sequences; or a scheme that keeps the stock attention: nope, sinusoidal, "
+    "learned, rope"
 )
 PAGED = (
     "paged attention and continuous batching hand over keys without their positions, so a scheme that changes "
@@ -120,12 +124,14 @@ def scheme_attention(
         output (B, Q, H, D) and weights (B, H, Q, L) or None.
 
     Raises:
-        ValueError: if the module has no scheme, the mask did not arrive, or chosen position ids meet a filled cache.
+        ValueError: if the module has no scheme, the mask did not arrive, heads are missing (tensor parallelism), or
+            chosen position ids meet a filled cache.
         NotImplementedError: for paged attention.
     """
     if kwargs.get("cache") is not None:
         raise NotImplementedError(PAGED)
-    if "posenc" not in module._modules:
+    exchange = module.__dict__.get("posenc_exchange")  # inside context_parallel
+    if "posenc" not in module._modules and exchange is None:
         raise ValueError(
             f"{type(module).__name__} runs with the attention implementation {NAME!r} but carries no position "
             "encoding: "
@@ -133,11 +139,27 @@ def scheme_attention(
         )
     if attention_mask is None:
         raise ValueError(NO_MASK)
-    where = positions.read(attention_mask, query.shape[2], key.shape[2])
+    heads = getattr(module.config, "num_attention_heads", query.shape[1])
+    if query.shape[1] != heads:
+        raise ValueError(f"{query.shape[1]} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
+    if exchange is None:
+        where = positions.read(attention_mask, query.shape[2], key.shape[2])
+    else:
+        key, value, where = exchange(key, value, attention_mask, kwargs.get("sliding_window"))
     if (
         query.shape[2] == key.shape[2] or module.layer_idx == 0
     ):  # with a cache it only checks, once per forward is enough
         where = where.follow(position_ids)
+    if "posenc" not in module._modules:
+        return stock_attention(
+            query,
+            key,
+            value,
+            where,
+            scaling=module.scaling if scaling is None else scaling,
+            softcap=softcap,
+            dropout=dropout,
+        )
     return module.posenc(
         query,
         key,
@@ -152,6 +174,55 @@ def scheme_attention(
             weights=_wants_weights(module, kwargs),
         ),
     )
+
+
+def stock_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    where: positions.Positions,
+    *,
+    scaling: float,
+    softcap: float | None,
+    dropout: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend without a scheme, where queries and keys are not the same tokens: inside context parallelism.
+
+    Args:
+        query: (B, H, Q, D).
+        key: (B, K, L, D).
+        value: (B, K, L, D).
+        where: of these queries and keys; only what is visible counts.
+        scaling: factor of the scores.
+        softcap: cap on the scores.
+        dropout: probability that an attention weight is dropped.
+
+    Returns:
+        output (B, Q, H, D), and None.
+    """
+    if softcap is not None:  # which no stock kernel has
+        engine = engine_for("auto")
+        return engine(
+            ScoreModule(),
+            query,
+            key,
+            value,
+            where,
+            scaling=scaling,
+            vector_scaling=scaling,
+            softcap=softcap,
+            dropout=dropout,
+        )
+    output = nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        where.visible(),
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -27,8 +27,8 @@ from transformers.models.auto import modeling_auto
 
 from . import hub, surgery
 from .atomic import recover, staged
-from .attention import NAME, revive, stock_class
-from .errors import CheckpointError, UnknownSchemeError
+from .attention import NAME, SPLIT_HEADS, revive, stock_class
+from .errors import CheckpointError, UnknownSchemeError, UnsupportedModelError
 from .registry import adapter_for, scheme_class, supported_model_types
 from .schemes.base import PositionModule, Scheme, ScoreScheme
 
@@ -131,7 +131,8 @@ class PosEncMixin:
             owners = surgery.operate(surgery.Undo(), plan, config)
             if not next(base.parameters()).is_meta:  # from_config; from_pretrained initialises what it does not load
                 for owner in owners:
-                    owner.reset_parameters()
+                    with surgery.gathered(owner):
+                        owner.reset_parameters()
             for module in base.modules():
                 if isinstance(module, PreTrainedModel) and not isinstance(module, PosEncMixin):
                     module.__class__ = model_class(type(module))
@@ -156,6 +157,7 @@ class PosEncMixin:
         Raises:
             CheckpointError: if the config's entry or a position parameter is missing, unexpected or of another shape,
                 or the weights cannot be read.
+            UnsupportedModelError: for tensor parallelism, if the scheme changes attention scores.
         """
         path = pretrained_model_name_or_path
         if isinstance(path, (str, os.PathLike)) and os.path.isdir(path) and recover(Path(path)):
@@ -175,6 +177,8 @@ class PosEncMixin:
                 f"of its config ask for (key, found, wanted): {said}"
             )
         check_loaded(model, info, path)
+        if isinstance(scheme_of(model.config), ScoreScheme) and (model.tp_size or 1) > 1:
+            raise UnsupportedModelError(f"{scheme_of(model.config).name}: {SPLIT_HEADS}")
         return (model, info) if output_loading_info else model
 
     def save_pretrained(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import is_available as distributed_is_available
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -42,6 +43,38 @@ def parse_scheme(scheme: str | Scheme, hyperparameters: dict[str, Any]) -> Schem
 def patch_of(model: nn.Module) -> surgery.Patch | None:
     """Return what is known of a patched model, or None for a stock one."""
     return getattr(model, "base_model", model).__dict__.get("_posenc_patch")
+
+
+def check_unwrapped(model: Any, action: str) -> None:
+    """Raise unless a model is whole and itself: no wrapper around it, no parameters spread over processes.
+
+    Args:
+        model: any module.
+        action: what cannot be done with it otherwise, as in "patch the model".
+
+    Raises:
+        UnsupportedModelError: for DistributedDataParallel, DataParallel, FSDP (1 and 2) and DeepSpeed's ZeRO-3.
+    """
+    name = type(model).__name__
+    engines = ("FullyShardedDataParallel", "DeepSpeedEngine")
+    if isinstance(model, (DistributedDataParallel, DataParallel)) or name in engines:
+        raise UnsupportedModelError(
+            f"{name} has already registered the model's parameters: {action} first, wrap it afterwards (the model "
+            "itself is its .module)"
+        )
+    if distributed_is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise UnsupportedModelError(
+                f"the parameters of this {name} are spread over processes by FSDP: {action} before fully_shard or "
+                "accelerator.prepare, or load what was saved in one process"
+            )
+    if isinstance(model, nn.Module) and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            f"the parameters of this {name} are spread over processes by DeepSpeed ZeRO-3: {action} before "
+            "deepspeed.initialize or accelerator.prepare, on a model that was loaded whole (zero3_init_flag: false)"
+        )
 
 
 def patch_model(
@@ -90,10 +123,7 @@ def patch_model(
 
 
 def _check_model(model: Any) -> None:
-    if isinstance(model, (DistributedDataParallel, DataParallel)) or type(model).__name__.startswith("FSDP"):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has already registered its parameters: patch the model first, wrap it afterwards"
-        )
+    check_unwrapped(model, "patch the model")
     if type(model).__name__.startswith("Peft"):
         raise UnsupportedModelError(
             f"{type(model).__name__} wraps the model: patch the base model first, then add the adapter with "
@@ -159,7 +189,9 @@ def unpatch_model(model: Model) -> Model:
     Raises:
         NotPatchedError: if it is not patched, or was loaded from a patched checkpoint, which does not hold the stock
             positions.
+        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP).
     """
+    check_unwrapped(model, "unpatch the model")
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched")
@@ -198,8 +230,10 @@ def describe(model: PreTrainedModel) -> str:
         model: patched or stock.
 
     Raises:
-        UnsupportedModelError: for a stock model of a family without adapter.
+        UnsupportedModelError: for a stock model of a family without adapter, and for one that is wrapped
+            (DistributedDataParallel) or sharded (FSDP).
     """
+    check_unwrapped(model, "describe the model")
     patch = patch_of(model)
     family = surgery.base_model_type(model.config)
     if patch is None:
@@ -252,8 +286,10 @@ def which_engine(
 
     Raises:
         NotPatchedError: if the model is not patched.
+        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP).
         ValueError: if the engine that was asked for when patching cannot compute such a call.
     """
+    check_unwrapped(model, "ask for the engine")
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched")

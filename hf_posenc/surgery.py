@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from .adapters.base import Adapter, Resolved, resolve
 from .attention import (
     NAME,
+    SPLIT_HEADS,
     IdentityRotary,
     check_engine,
     make_rotary,
@@ -247,6 +248,8 @@ def make_plan(model: PreTrainedModel, scheme: Scheme, attention: str) -> Plan:
     check_engine(attention)
     if isinstance(scheme, ScoreScheme):
         scheme.check(dims)
+        if (model.tp_size or 1) > 1:
+            raise UnsupportedModelError(f"{scheme.name}: {SPLIT_HEADS}")
         backend = config._attn_implementation or "eager"
         if "flash" in backend or "paged" in backend:
             raise UnsupportedModelError(
@@ -316,6 +319,23 @@ def seeded(seed: int | None) -> Iterator[None]:
         return
     with torch.random.fork_rng():
         torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Make parameters whole that DeepSpeed's zero.Init has spread over processes, and spread them again.
+
+    Args:
+        module: on every process; what the first one writes is what stays.
+    """
+    spread = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    if not spread:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(spread, modifier_rank=0):
         yield
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from processes import run_processes
+from processes import Processes
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_posenc import patch_model
@@ -151,12 +151,15 @@ def test_wrong_arguments(options, message):
 
 
 def measured():
-    torch.set_num_threads(1)
     documents = make_documents([90, 7, 41])
     return [row.to_dict() for row in measure_context(make_model(), documents, lengths=[8, 32], distributed=True)]
 
 
 def test_results_do_not_depend_on_the_number_of_processes():
     """Bit for bit: the same batches, added up in the same order."""
-    one, two, three = (run_processes(measured, number) for number in (1, 2, 3))
-    assert one[0] == two[0] == two[1] == three[0] == three[1] == three[2]
+    results = []
+    for number in (1, 2, 3):
+        processes = Processes(number)
+        results += processes.run(measured)
+        processes.stop()
+    assert all(result == results[0] for result in results)

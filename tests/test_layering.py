@@ -19,7 +19,7 @@ LAYERS = (
     ("surgery",),
     ("classes",),
     ("patching",),
-    ("verification", "checkpoint", "lora"),
+    ("verification", "checkpoint", "lora", "parallel"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
     ("cli",),

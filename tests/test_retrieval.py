@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from processes import run_processes
+from processes import Processes
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -131,5 +131,9 @@ def cells():
 
 
 def test_results_do_not_depend_on_the_number_of_processes():
-    one, two = (run_processes(cells, number) for number in (1, 2))
-    assert one[0] == two[0] == two[1]
+    results = []
+    for number in (1, 2):
+        processes = Processes(number)
+        results += processes.run(cells)
+        processes.stop()
+    assert results[0] == results[1] == results[2]

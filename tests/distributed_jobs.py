@@ -1,0 +1,532 @@
+"""What the processes of test_distributed.py run: each function is called on every rank at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from families import VOCAB_SIZE, tiny, tokens
+from situations import CASES, position_gradients
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+import hf_posenc
+from hf_posenc import context_group, context_parallel, patch_model, shard_sequence
+from hf_posenc.schemes.base import PositionModule
+
+IGNORED = -100
+
+
+def build(family: str, case: str | None, *, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    """A tiny model in training mode, same on every rank, whose position parameters are far from where they start.
+
+    Args:
+        family: of the base.
+        case: row of `situations.CASES`, None for the stock model.
+        dtype: of the model.
+        **more: `config`, overrides for the base's; `attention`; hyper-parameters beyond the row's.
+    """
+    model = tiny(family, **more.pop("config", {})).to(dtype)
+    if case is not None:
+        scheme, hyperparameters = CASES[case]
+        patch_model(model, scheme, seed=3, **(hyperparameters | more))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, PositionModule):
+                for parameter in module.parameters(recurse=False):
+                    parameter += 0.2 * torch.randn(parameter.shape, generator=generator).to(parameter)
+    return model.train()
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors on every rank, whatever the model is wrapped in."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
+
+
+# ------------------------------------------------------------------------------------------------- context parallelism
+
+
+def make_batch(kind: str, length: int) -> dict[str, Tensor]:
+    """Two sequences: plain, packed (documents of uneven length) or with padding on the left."""
+    ids = tokens(2, length)
+    labels = ids.clone()
+    labels[0, 3:5] = IGNORED
+    batch = {"input_ids": ids, "labels": labels}
+    if kind == "packed":
+        cuts = ([0, 5, 6, 14, length], [0, length // 2 + 1, length])
+        rows = [torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(c)]) for c in cuts]
+        batch["position_ids"] = torch.stack(rows)
+    elif kind == "left":
+        mask = torch.ones_like(ids)
+        mask[0, :7] = 0
+        mask[1, :1] = 0
+        batch |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        labels[mask == 0] = IGNORED
+        labels[:, 1:][mask[:, :-1] == 0] = IGNORED  # what padding predicts is nobody's business
+    return batch
+
+
+def one_process(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """Logits, mean loss over all labels, and gradients."""
+    logits = model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
+    targets = batch["labels"][:, 1:].flatten()
+    loss = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB_SIZE).double(), targets, ignore_index=IGNORED)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return logits.detach(), loss.item(), gradients
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Largest difference relative to the largest entry of each tensor."""
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    return max(((found[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-3)).item() for n in wanted)
+
+
+def own_slots(length: int, balanced: bool) -> Tensor:
+    """Slots of this rank's shard, padding included."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count = 2 * size if balanced else size
+    pieces = torch.arange(length + -length % count).view(count, -1)
+    return pieces[[rank, count - 1 - rank] if balanced else [rank]].flatten()
+
+
+def compare_context_parallel(
+    family: str,
+    case: str | None,
+    kind: str = "plain",
+    *,
+    length: int = 22,
+    balanced: bool = False,
+    checkpointing: bool = False,
+    by_hand: bool = False,
+    **more: Any,
+) -> dict[str, float]:
+    """Differences between one process and a sequence shared by all: of logits, loss and gradients."""
+    model = build(family, case, **more)
+    batch = make_batch(kind, length)
+    logits, loss, gradients = one_process(model, batch)
+    if checkpointing:
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    own = own_slots(length, balanced)
+    with context_parallel(model):
+        if by_hand:  # nothing but what the interface asks for
+            inputs = {k: v[:, own] for k, v in batch.items() if k != "labels"}
+            inputs.setdefault("position_ids", own[None].expand(2, -1))
+            targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+            out = model(**inputs)
+            local = (
+                nn.functional.cross_entropy(
+                    out.logits.flatten(0, 1).double(), targets[:, own].flatten(), ignore_index=IGNORED, reduction="sum"
+                )
+                / (targets != IGNORED).sum()
+            )
+        else:
+            out = model(**shard_sequence(batch, balanced=balanced))
+            local = out.loss
+        local.backward()
+    total = local.detach().clone()
+    dist.all_reduce(total)
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for gradient in found.values():
+        dist.all_reduce(gradient)
+    real = own < length
+    seen = batch.get("attention_mask", torch.ones(2, length))[:, own[real]].bool()  # padding computes anything
+    difference = (out.logits[:, real] - logits[:, own[real]])[seen].abs().max().item()
+    return {"logits": difference, "loss": abs(total.item() - loss), "gradients": worst(found, gradients)}
+
+
+def attend_inside_the_shard(family: str, case: str) -> float:
+    """How far logits are from one process when each shard is run by itself: what must never happen silently."""
+    model, batch = build(family, case), make_batch("plain", 24)
+    with torch.no_grad():
+        whole = model(batch["input_ids"], use_cache=False).logits
+        own = own_slots(24, False)
+        alone = model(batch["input_ids"][:, own], position_ids=own[None], use_cache=False).logits
+    return (alone - whole[:, own]).abs().max().item()
+
+
+def shard(batch: dict[str, Tensor], balanced: bool) -> dict[str, Tensor]:
+    return shard_sequence(batch, balanced=balanced)
+
+
+def refused(job: Callable[..., Any], *args: Any) -> str:
+    """Type and message of the error that a job raises."""
+    try:
+        job(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def misuse(what: str, case: str = "alibi") -> None:
+    """Use context parallelism in a way that cannot be exact."""
+    scaled = {"scaling": {"rope_type": what, "factor": 2.0}} if what == "dynamic" else {}
+    model = build("llama", case, **scaled)
+    ids, rank = tokens(2, 8), dist.get_rank()
+    place = torch.arange(8)[None].expand(2, -1) + 8 * rank
+    if what == "size":
+        context_group(3)
+    if what == "accelerate without":
+        attach_accelerates_hooks(model)
+        model(ids, position_ids=place, use_cache=False)
+    if what == "packed under a mask":
+        shard_sequence({"input_ids": ids, "attention_mask": ids > 0, "position_ids": place % 4})
+    if what == "unknown key":
+        shard_sequence({"input_ids": ids, "token_type_ids": ids})
+    if what == "two labels":
+        shard_sequence({"input_ids": ids, "labels": ids, "shift_labels": ids})
+    if what == "another length":
+        shard_sequence({"input_ids": ids, "labels": ids[:, 1:]})
+    with context_parallel(model):
+        if what == "accelerate inside":
+            attach_accelerates_hooks(model)
+            model(ids, position_ids=place)
+        if what == "no positions":
+            model(ids)
+        if what == "cache":
+            model(ids, position_ids=place, use_cache=True)
+        if what == "generate":
+            model.generate(ids, max_new_tokens=2)
+        if what == "packed by hand":
+            model(ids, position_ids=place % 4)
+        if what == "whole mask":
+            model(ids, position_ids=place, attention_mask=torch.ones(2, 16))
+        if what == "twice":
+            with context_parallel(model):
+                pass
+
+
+def attach_accelerates_hooks(model: nn.Module) -> None:
+    """What accelerate does to a model when it prepares it with cp_size > 1."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    _attach_context_parallel_hooks(model)
+
+
+def leaves_no_trace(family: str, case: str | None) -> list[str]:
+    """What is different after context_parallel, also after an error."""
+    model = build(family, case)
+    decoder = model.get_decoder()
+    before = (model.config.to_dict(), model.config._attn_implementation, dict(decoder._forward_pre_hooks))
+    states = {n: sorted(m.__dict__) for n, m in model.named_modules()}
+    try:
+        with context_parallel(model):
+            raise KeyError("stop")
+    except KeyError:
+        pass
+    after = (model.config.to_dict(), model.config._attn_implementation, dict(decoder._forward_pre_hooks))
+    changed = [n for n, m in model.named_modules() if sorted(m.__dict__) != states[n]]
+    return changed + [str(pair) for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+STEPS = 3
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    # Not Adam: it divides by the size of a gradient, and some are zero up to rounding (a key bias under softmax).
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train_alone(model: nn.Module) -> list[float]:
+    """Losses of a few steps on one process."""
+    optimizer, losses = optimizer_of(model), []
+    for step in range(STEPS):
+        ids = tokens(4, 20, seed=step)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def wrap(model: Any, how: str) -> nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    decoder = model.get_decoder()
+    for layer in decoder.h if hasattr(decoder, "h") else decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@contextmanager
+def accelerated(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> Iterator[tuple[Any, nn.Module, Any]]:
+    """Accelerator, model and optimizer as accelerate prepares them for FSDP2, ZeRO-2 or ZeRO-3, on CPUs.
+
+    accelerate has these on accelerators only; what it looks at is the distributed type, which is relabelled here.
+    """
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of accelerate and DeepSpeed about their own plugins
+        if how.startswith("fsdp2"):
+            PartialState(cpu=True)
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                state_dict_type="FULL_STATE_DICT",
+                cpu_ram_efficient_loading=False,
+                activation_checkpointing=how == "fsdp2-checkpointing",
+            )
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+            assert accelerator.is_fsdp2
+        else:
+            import deepspeed
+
+            deepspeed.init_distributed("gloo")
+            PartialState(cpu=True)
+            PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            plugin = DeepSpeedPlugin(
+                zero_stage=int(how[-1]),
+                gradient_accumulation_steps=1,
+                zero3_init_flag=False,
+                zero3_save_16bit_model=True,
+            )
+            plugin.deepspeed_config |= {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_clipping": 0.0,  # the plugin takes 0 for no answer, and DeepSpeed then clips at 1
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+            }
+            accelerator = Accelerator(deepspeed_plugin=plugin)
+        try:
+            yield accelerator, *accelerator.prepare(model, optimizer)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+
+
+def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor], None], context: bool) -> list[float]:
+    """Losses of the same steps on all processes: each half of the batch, or with `context` half of each sequence."""
+    rank, size, losses = dist.get_rank(), dist.get_world_size(), []
+    for step in range(STEPS):
+        ids = tokens(4, 20, seed=step)
+        if context:
+            with context_parallel(model):
+                loss = model(**shard_sequence({"input_ids": ids, "labels": ids})).loss * size
+                backward(loss)
+        else:
+            own = ids.chunk(size)[rank]
+            loss = model(input_ids=own, labels=own, use_cache=False).loss
+            backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / size)
+    return losses
+
+
+def compare_training(
+    family: str, case: str, how: str, *, context: bool = False, folder: str | None = None, **more: Any
+) -> dict[str, Any]:
+    """Differences from one process: of losses, of final weights, of logits after saving and loading.
+
+    Args:
+        family: of the base.
+        case: row of `situations.CASES`.
+        how: `ddp`, `fsdp2`, or through accelerate: `accelerate-fsdp2`, `-zero2`, `-zero3`.
+            Also `accelerate-fsdp2-checkpointing`: as the launch files have it.
+        context: share each sequence of the whole batch, instead of half of the batch each.
+        folder: where to save; None means not to.
+        **more: as for `build`.
+    """
+    alone = build(family, case, **more)
+    wanted = train_alone(alone)
+    whole = build(family, case, **more)
+    if how.startswith("accelerate-"):
+        with accelerated(whole, optimizer_of(whole), how.removeprefix("accelerate-")) as (
+            accelerator,
+            model,
+            optimizer,
+        ):
+            losses = train_together(model, optimizer, accelerator.backward, context)
+            state = accelerator.get_state_dict(model)
+            whole = accelerator.unwrap_model(model)
+    else:
+        model = wrap(whole, how)
+        losses = train_together(model, optimizer_of(model), Tensor.backward, context)
+        state = full_state(whole)
+    if folder is not None and dist.get_rank() == 0:
+        whole.save_pretrained(folder, state_dict=dict(state))
+    answer: dict[str, Any] = {"losses": max(abs(a - b) for a, b in zip(losses, wanted, strict=True))}
+    reference = alone.state_dict()
+    if state:  # accelerate gathers it on the first process only
+        missing = reference.keys() - state.keys()
+        assert state.keys() <= reference.keys()
+        # DeepSpeed leaves out tied weights.
+        assert all(name == "lm_head.weight" and whole.config.tie_word_embeddings for name in missing), missing
+        reference = {n: reference[n] for n in state}
+        answer["weights"] = max((state[n].double() - reference[n].double()).abs().max().item() for n in reference)
+    answer["sharded"] = sum(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in whole.parameters())
+    start = build(family, case, **more).state_dict()
+    answer["moved"] = max((start[n].double() - reference[n].double()).abs().max().item() for n in reference)
+    if folder is not None:
+        dist.barrier()
+        loaded = hf_posenc.from_pretrained(folder, dtype=torch.float64)
+        answer["class"] = type(loaded).__name__
+        with torch.no_grad():
+            ids = tokens(2, 20)
+            answer["saved"] = (loaded(ids).logits - alone.eval()(ids).logits).abs().max().item()
+    return answer
+
+
+def compare_deepspeed(case: str, stage: int, loaded: bool, folder: str) -> dict[str, Any]:
+    """Differences from one process under DeepSpeed's ZeRO, of losses and final weights.
+
+    Args:
+        case: row of `situations.CASES`.
+        stage: 2 or 3.
+        loaded: load the patched model under zero.Init, which partitions it at once, instead of patching a whole one.
+        folder: where to save what is loaded.
+    """
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    rank, size, f32 = dist.get_rank(), dist.get_world_size(), torch.float32
+    alone = build("llama", case, dtype=f32)
+    if loaded:
+        if rank == 0:
+            alone.save_pretrained(folder)
+        dist.barrier()
+    wanted = train_alone(alone)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "train_batch_size": 2 * size,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # 1 otherwise
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of DeepSpeed about itself
+        deepspeed.init_distributed("gloo")
+        keep = HfDeepSpeedConfig(config) if stage == 3 and loaded else None  # from_pretrained looks for it
+        model = hf_posenc.from_pretrained(folder).train() if loaded else build("llama", case, dtype=f32)
+        del keep
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config, optimizer=optimizer_of(model)
+        )
+        losses = []
+        for step in range(STEPS):
+            own = tokens(4, 20, seed=step).chunk(size)[rank]
+            loss = engine(input_ids=own, labels=own, use_cache=False).loss
+            engine.backward(loss)
+            engine.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / size)
+        reference, worst_weight = dict(alone.named_parameters()), 0.0
+        for name, parameter in model.named_parameters():
+            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+                worst_weight = max(worst_weight, (parameter - reference[name]).abs().max().item())
+        split = sum(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return {
+        "losses": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
+        "weights": worst_weight,
+        "partitioned": split,
+    }
+
+
+def patch_partitioned() -> None:
+    """Patch a stock model that ZeRO-3 has spread already."""
+    import deepspeed
+
+    model = tiny("llama")
+    deepspeed.zero.Init(module=model)
+    patch_model(model, "alibi")
+
+
+def inspect_wrapped(how: str, action: str) -> None:
+    """Ask something of a wrapped model that needs the model itself."""
+    model = wrap(build("llama", "alibi-trainable"), how)
+    {
+        "verify": hf_posenc.verify,
+        "which_engine": lambda model: hf_posenc.which_engine(model, 128),
+        "unpatch": hf_posenc.unpatch_model,
+        "patch": lambda model: patch_model(model, "nope"),
+        "describe": hf_posenc.describe,
+    }[action](model)
+
+
+# ------------------------------------------------------------------------------------------------------ tensor parallel
+
+
+def load_tensor_parallel(folder: str) -> Any:
+    try:
+        from transformers import DistributedConfig
+    except ImportError:  # 5.17
+        from transformers.distributed import DistributedConfig
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    )
+
+
+# Tied embeddings would be split twice over, and the vocabulary must be divisible.
+SPLIT = {"tie_word_embeddings": False, "vocab_size": 98}
+
+
+def compare_tensor_parallel(case: str, folder: str) -> dict[str, float]:
+    """Differences from one process, of logits and of the gradients of position parameters."""
+    model = build("llama", case, dtype=torch.float32, config=SPLIT)
+    ids = tokens(2, 16)
+    place = Path(folder) / case
+    if dist.get_rank() == 0:
+        model.save_pretrained(place)
+    dist.barrier()
+    split = load_tensor_parallel(str(place)).train()
+    wanted, found = model(ids, labels=ids), split(ids, labels=ids)
+    wanted.loss.backward()
+    found.loss.backward()
+    logits = found.logits.full_tensor() if hasattr(found.logits, "full_tensor") else found.logits
+    of_split, of_one = position_gradients(split), position_gradients(model)
+    return {
+        "logits": (logits - wanted.logits).abs().max().item(),
+        "gradients": worst(of_split, of_one) if of_one else 0.0,
+        "split": model.model.layers[0].self_attn.q_proj.weight.shape[0]
+        / getattr(
+            split.model.layers[0].self_attn.q_proj.weight,
+            "to_local",
+            lambda: split.model.layers[0].self_attn.q_proj.weight,
+        )().shape[0],
+    }
+
+
+def patch_tensor_parallel(folder: str) -> None:
+    """Patch a stock model that tensor parallelism has split already."""
+    if dist.get_rank() == 0:
+        tiny("llama", **SPLIT).save_pretrained(folder)
+    dist.barrier()
+    patch_model(load_tensor_parallel(folder), "alibi")
+
+
+def fewer_heads() -> None:
+    """Hand the attention function half of the heads, as anything does that splits them."""
+    model = build("llama", "alibi")
+    attention = model.model.layers[0].self_attn
+    heads = torch.randn(2, 2, 8, 8, dtype=torch.float64)
+    channel = hf_posenc.attention.position_channel(2, 8, 8)
+    hf_posenc.attention.scheme_attention(attention, heads, heads, heads, channel)
