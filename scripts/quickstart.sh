@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a bare clone to a model with a longer context: environment, installation, measure, patch, fine-tune, measure, save.
+# From a bare clone to a model with a longer context: environment, installation, measure, patch, fine-tune, measure, report.
 #
 #   bash scripts/quickstart.sh                                    the embedded default: minutes on two cores, no download
 #                                                                 but the installation
@@ -47,8 +47,12 @@ fi
 
 cat <<NEXT
 
-Done. The checkpoint is in $output/model, every number in $output/results.json. Next, for instance:
+Done. To look at:
+  $output/report.html    tables, loss curve, loss by position, retrieval, configuration: one file
+  $output/model          the checkpoint, with its model card
+  $output/results.json   every number
 
+Next, for instance:
   $ENV_PYTHON -c "
 import hf_posenc, transformers
 model = hf_posenc.from_pretrained('$output/model')
@@ -58,4 +62,6 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=400, do_sample=Tr
 
   bash scripts/quickstart.sh --scheme shaw --scheme-args max_distance=64
   bash scripts/quickstart.sh --model DIR_OR_HUB_ID --data TEXT_FILE... --train-length 2048 --eval-lengths 1024 2048 4096
+  $ENV_PYTHON recipes/evaluate.py --model $output/model --data TEXT_FILE...
+  $ENV_PYTHON recipes/compare_schemes.py --model DIR_OR_HUB_ID --data TEXT_FILE... --variants unpatched alibi nope
 NEXT
