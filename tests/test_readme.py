@@ -1,4 +1,4 @@
-"""What README.md shows is true: its Python runs as pasted, its table is the registry's."""
+"""What README.md and docs/ show is true: their Python runs as pasted, links lead somewhere, the table is the registry's."""
 
 import importlib.util
 import re
@@ -12,17 +12,22 @@ from hf_posenc.registry import supported_model_types
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_there_is_python_to_run():
-    assert BLOCKS
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"block {i}" for i in range(len(BLOCKS))])
-def test_python_runs_as_pasted(block, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
+    """In order, on one page after the other: a later block may use what an earlier one made."""
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+    found = blocks(page)
+    assert found
+    names = {"__name__": "__main__"}
+    for number, block in enumerate(found):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
 @pytest.fixture
@@ -69,8 +74,11 @@ def test_every_scheme_and_family_is_named():
         assert f"`{name}`" in README, name
 
 
-def test_commands_and_links_lead_to_files():
-    paths = {*re.findall(r"\]\((?!http)([^)#]+)\)", README), *re.findall(r"bash (\S+\.sh)", README)}
-    assert paths
-    missing = sorted(path for path in paths if not (ROOT / path).exists())
-    assert missing == []
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "recipes" / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
+)
+def test_commands_and_links_lead_to_files(page):
+    text = page.read_text(encoding="utf-8")
+    links = {page.parent / path for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", text)}
+    files = {ROOT / path for path in re.findall(r"\b(?:scripts|recipes|docs)/[\w/]+\.(?:sh|py|yaml|md)\b", text)}
+    assert [str(path) for path in sorted(links | files) if not path.exists()] == []
