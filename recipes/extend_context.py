@@ -124,6 +124,10 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
     output = Path(arguments.output)
     earlier = earlier_progress(arguments)
     accelerator = training.accelerator_for(arguments, output)
+    if accelerator.num_processes % arguments.context_parallel:
+        raise UsageError(
+            f"--context-parallel {arguments.context_parallel} does not divide the {accelerator.num_processes} processes"
+        )
     say = accelerator.print
     set_seed(arguments.seed)
     progress = accelerator.is_main_process

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from recovery import Recovery
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import get_scheduler
+
+import hf_posenc
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup", "warmup_stable_decay")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -59,6 +62,9 @@ class TrainingArguments:
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "compute activations again in the backward pass instead of keeping them"}
     )
+    context_parallel: int = field(
+        default=1, metadata={"help": "processes that share each sequence, for contexts that do not fit on one"}
+    )
     distill: float = field(
         default=0.0,
         metadata={
@@ -82,7 +88,7 @@ class TrainingArguments:
 
 def check(arguments: TrainingArguments) -> None:
     """What can be known without text and model."""
-    at_least(arguments, 1, "steps", "batch_size", "gradient_accumulation")
+    at_least(arguments, 1, "steps", "batch_size", "gradient_accumulation", "context_parallel")
     at_least(arguments, 2, "train_length")
     at_least(arguments, 0, "warmup_steps", "weight_decay", "distill", "eval_every", "save_every", "transfer_steps")
     at_least(arguments, 0, "recovery_steps")
@@ -92,6 +98,10 @@ def check(arguments: TrainingArguments) -> None:
     one_of(arguments, "mixed_precision", (None, "no", "bf16", "fp16"))
     one_of(arguments, "schedule", SCHEDULES)
     one_of(arguments, "tracker", TRACKERS)
+    if arguments.context_parallel > 1 and (arguments.distill or arguments.transfer_steps):
+        raise UsageError(
+            "--context-parallel is not for --distill and --transfer-steps: the base is asked for whole windows"
+        )
     if arguments.recovery_steps > arguments.steps:
         raise UsageError(
             f"--recovery-steps {arguments.recovery_steps} are the first of all --steps {arguments.steps}, not more"
@@ -230,6 +240,7 @@ def fine_tune(
     if accelerator.distributed_type == "DEEPSPEED":  # there is no DataLoader it could read this from
         accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan[-1].rows
     wrapped, optimizer = accelerator.prepare(model, optimizer)
+    sharing = Sharing.of(accelerator, arguments)
     progress = Progress()
     accelerator.register_for_checkpointing(progress, schedule)
     if resume and (state := newest_state(folder)):
@@ -252,7 +263,7 @@ def fine_tune(
                 if evaluate and arguments.eval_every and step % arguments.eval_every == 0:
                     progress.curve.append({"tokens": progress.tokens, "loss": evaluate(wrapped)})
                     wrapped.train()
-                loss = one_step(accelerator, wrapped, optimizer, phase, step, arguments, recovery)
+                loss = one_step(accelerator, wrapped, optimizer, phase, step, arguments, recovery, sharing)
                 schedule.step()
                 if not math.isfinite(loss):
                     raise Diverged(
@@ -291,6 +302,36 @@ def fine_tune(
     }
 
 
+@dataclass
+class Sharing:
+    """Which windows a process takes, and with whom it shares each of them."""
+
+    group: Any  # of the processes that share a sequence; None where each has its own
+    rank: int  # number of the group
+    size: int  # number of groups
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, arguments: TrainingArguments) -> "Sharing":
+        """Groups of `--context-parallel` processes."""
+        if arguments.context_parallel == 1:
+            return cls(None, accelerator.process_index, accelerator.num_processes)
+        return cls(*hf_posenc.context_group(arguments.context_parallel))
+
+    def part(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This process's part of a batch."""
+        if self.group is None:
+            return batch
+        batch = {**batch, "shift_labels": batch["targets"]}
+        del batch["targets"]
+        shard = hf_posenc.shard_sequence(batch, self.group)
+        shard["targets"] = shard.pop("shift_labels")
+        return {name: tensor for name, tensor in shard.items() if name not in ("labels", "num_items_in_batch")}
+
+    def inside(self, wrapped: nn.Module) -> AbstractContextManager:
+        """Around forward and backward."""
+        return nullcontext() if self.group is None else hf_posenc.context_parallel(wrapped, self.group)
+
+
 def one_step(
     accelerator: Accelerator,
     wrapped: nn.Module,
@@ -299,26 +340,25 @@ def one_step(
     step: int,
     arguments: TrainingArguments,
     recovery: Recovery | None,
+    sharing: Sharing,
 ) -> float:
     """One optimizer step; returns the mean loss of the text's tokens, over all processes."""
     forwards, processes = arguments.gradient_accumulation, accelerator.num_processes
-    per_forward = phase.rows * processes
+    per_forward = phase.rows * sharing.size
     first = (step - phase.first_step) * forwards * per_forward
     chosen = order(arguments.seed, len(phase.windows), first, first + forwards * per_forward)
     batches = [
-        phase.windows.batch(chosen[start : start + phase.rows])
-        for start in range(accelerator.process_index * phase.rows, len(chosen), per_forward)
+        sharing.part(phase.windows.batch(chosen[start : start + phase.rows]))
+        for start in range(sharing.rank * phase.rows, len(chosen), per_forward)
     ]
     # A packed window has fewer targets than another: the mean is over the step's tokens, however they are dealt out.
-    counts = torch.tensor(
-        float(sum((batch["targets"] != IGNORED).sum() for batch in batches)), device=accelerator.device
-    )
+    counts = sum((batch["targets"] != IGNORED).sum() for batch in batches).float().to(accelerator.device)
     total = accelerator.reduce(counts, "sum").item()
     summed = torch.zeros((), device=accelerator.device)
     for batch in batches:
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         targets = batch.pop("targets")
-        with accelerator.accumulate(wrapped):
+        with accelerator.accumulate(wrapped), sharing.inside(wrapped):
             if recovery is not None:
                 loss, own = recovery.loss(wrapped, batch, targets, step)
             else:
@@ -340,7 +380,8 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def tokens_per_step(phase: Phase, arguments: TrainingArguments, accelerator: Accelerator) -> int:
     """Tokens of all processes in one optimizer step."""
-    return phase.rows * phase.length * arguments.gradient_accumulation * accelerator.num_processes
+    groups = accelerator.num_processes // arguments.context_parallel
+    return phase.rows * phase.length * arguments.gradient_accumulation * groups
 
 
 def peak_memory(accelerator: Accelerator) -> int:

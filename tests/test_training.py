@@ -228,19 +228,30 @@ def test_kill_and_resume(recipe, recipes, tiny_checkpoints, text):
         assert now["sliding"]["nll"] == pytest.approx(then["sliding"]["nll"], rel=1e-5)
 
 
-def test_two_processes_equal_one(recipe, recipes, tiny_checkpoints, text):
-    """The same windows in the same steps, whoever takes them: equal losses, weights and measurements."""
+@pytest.mark.parametrize(
+    ("scheme", "how"),
+    [
+        ("alibi", {"gradient_accumulation": 1}),
+        ("transformer_xl", {"context_parallel": 2}),
+        pytest.param("shaw", {"gradient_accumulation": 1}, marks=pytest.mark.slow),
+        pytest.param("rope", {"context_parallel": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
+def test_two_processes_equal_one(recipe, recipes, tiny_checkpoints, text, scheme, how):
+    """The same windows in the same steps, whoever takes them or shares them: equal losses, weights, measurements."""
     folder = tiny_checkpoints
-    one = recipe.main(options(folder, text, folder / "one", packing="documents"))
-    run = in_process(
-        recipes, options(folder, text, folder / "two", gradient_accumulation=1, packing="documents"), processes=2
-    )
+    common = {"packing": "documents", "scheme": scheme}
+    one = recipe.main(options(folder, text, folder / "one", **common))
+    run = in_process(recipes, options(folder, text, folder / "two", **common, **how), processes=2)
     _, errors = run.communicate(timeout=300)
     assert run.returncode == 0, errors
     two = json.loads((folder / "two" / "results.json").read_text())
     assert two["hardware"]["processes"] == 2
+    assert two["training"]["tokens"] == one["training"]["tokens"]
     assert two["training"]["loss"] == pytest.approx(one["training"]["loss"], abs=1e-5)
-    assert_same_weights(folder / "one", folder / "two", 1e-5)
+    # Adam divides by the gradient's own size: where it is all rounding, a step of the learning rate's order comes of it.
+    assert_same_weights(folder / "one", folder / "two", 1e-4 if scheme == "transformer_xl" else 1e-5)
     for now, then in zip(two["after"], one["after"], strict=True):
         assert now["sliding"]["tokens"] == then["sliding"]["tokens"]
         assert now["sliding"]["nll"] == pytest.approx(then["sliding"]["nll"], rel=1e-5)
