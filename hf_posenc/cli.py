@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from . import (
@@ -22,6 +25,7 @@ from . import (
     inspect,
     verify,
 )
+from .evaluation import measure_context
 from .registry import scheme_class
 
 
@@ -73,6 +77,15 @@ def _parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a hyper-parameter, e.g. max_distance=64"
     )
     command.set_defaults(run=_patch)
+
+    command = commands.add_parser("evaluate", help="measure both perplexities of a checkpoint on a text")
+    command.add_argument("checkpoint", help="directory or Hub id, with its tokenizer")
+    command.add_argument("text", type=Path, nargs="+", help="UTF-8 text files, a document each")
+    command.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024], help="context lengths, in tokens")
+    command.add_argument("--stride", type=int, help="between sliding windows; by default a quarter of each length")
+    command.add_argument("--device", default="cpu", help="for instance cuda")
+    command.add_argument("--json", type=Path, help="file for every number, loss by position included")
+    command.set_defaults(run=_evaluate)
 
     command = commands.add_parser("push", help="upload a patched checkpoint to the Hub, in one commit")
     command.add_argument("directory", type=Path)
@@ -131,6 +144,29 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (SyntaxError, ValueError):
         return name, value  # a word, e.g. layout=split
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    texts = [path.read_text(encoding="utf-8") for path in options.text]
+    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(options.checkpoint).to(options.device)
+    rows = measure_context(
+        model,
+        [torch.tensor(tokenizer(text, verbose=False).input_ids, dtype=torch.long) for text in texts],
+        lengths=options.lengths,
+        stride=options.stride,
+        byte_counts=[len(text.encode()) for text in texts],
+        progress=sys.stderr.isatty(),
+    )
+    if options.json:
+        staged = options.json.with_name(options.json.name + ".partial")
+        staged.write_text(json.dumps([row.to_dict() for row in rows], indent=2) + "\n", encoding="utf-8")
+        os.replace(staged, options.json)
+    print(f"{'context':>10} {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}")
+    for row in rows:
+        sliding, fresh = row.sliding.perplexity, row.non_overlapping.perplexity
+        print(f"{row.length:>10} {sliding:>16.3f} {fresh:>16.3f} {row.bits_per_byte:>14.3f}")
+    return 0
 
 
 def _push(options: argparse.Namespace) -> int:

@@ -1,11 +1,16 @@
 """The command: what it prints, what it returns, and that it says what is wrong without a traceback."""
 
+import json
+
 import pytest
+import torch
 from families import tiny, tokens
 from situations import patched_model
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import hf_posenc
 from hf_posenc.cli import main
+from hf_posenc.evaluation import sliding_window_perplexity
 
 
 @pytest.fixture
@@ -50,6 +55,30 @@ def test_patch_then_verify(stock, tmp_path, capsys):
     assert "2/2 layers answer to positions" in capsys.readouterr().out
     assert main(arguments) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_evaluate(tmp_path, capsys, tiny_checkpoints):
+    """A stock and a patched checkpoint on the same text: the numbers of measure_context."""
+    text = tmp_path / "a.txt"
+    text.write_text("Call me Ishmael. Some years ago, never mind how long precisely, I thought I would sail.")
+    stock = tiny_checkpoints / "llama"
+    assert main(["patch", str(stock), "alibi", str(tmp_path / "patched")]) == 0
+    printed = []
+    for folder in (stock, tmp_path / "patched"):
+        words = ["evaluate", str(folder), str(text), "--lengths", "16", "32", "--json", str(tmp_path / "out.json")]
+        capsys.readouterr()
+        assert main(words) == 0
+        rows = json.loads((tmp_path / "out.json").read_text())
+        assert [row["length"] for row in rows] == [16, 32]
+        tokens = torch.tensor(list(AutoTokenizer.from_pretrained(folder)(text.read_text()).input_ids))
+        model = hf_posenc.from_pretrained(folder) if folder != stock else LlamaForCausalLM.from_pretrained(folder)
+        expected = sliding_window_perplexity(model, tokens, length=32, stride=8)
+        assert rows[1]["sliding"]["nll"] == pytest.approx(expected.nll, rel=1e-5)
+        printed.append(capsys.readouterr().out)
+        assert f"{expected.perplexity:.3f}" in printed[-1]
+    assert printed[0] != printed[1]
+    assert main(["evaluate", str(stock), str(tmp_path / "nowhere.txt")]) == 2
+    assert "nowhere.txt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
