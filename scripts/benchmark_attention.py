@@ -32,13 +32,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hf_posenc
-from hf_posenc.engines.choice import Call, choose, run, why_not
+from hf_posenc.engines.choice import NAMES, Call, choose, run, why_not
 from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import Dims
 
 SCHEMES = ("alibi", "shaw", "da_transformer", "transformer_xl")
-ENGINES = ("banded", "toeplitz", "clipped", "chunked", "reference")
+ENGINES = NAMES
 PHASES = ("forward", "forward+backward", "decode")
 # Beyond this many scores per head a T x T candidate does not fit.
 DENSE = 2048 * 2048

@@ -26,7 +26,7 @@ from test_situations import (  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import NotPatchedError, patch_model, which_engine
-from hf_posenc.engines import banded, choice, chunked, clipped, reference, toeplitz
+from hf_posenc.engines import banded, choice, chunked, clipped, reference, rescaled, skewed, toeplitz
 from hf_posenc.engines.choice import Call, choose, run, why_not
 from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class
@@ -41,7 +41,8 @@ SCALING = HEAD_DIM**-0.5
 def never_short(monkeypatch):
     monkeypatch.setattr(choice, "FLOORS", {})
     monkeypatch.setattr(toeplitz, "ROWS", 32)
-    monkeypatch.setattr(clipped, "ROWS", 32)
+    for engine in (clipped, rescaled, skewed):
+        monkeypatch.setattr(engine, "ROWS", 32)
     monkeypatch.setattr(chunked, "SCORES", 2**12)
 
 
@@ -111,12 +112,15 @@ MODULES = {
     "shaw-keys-only": lambda h: build("shaw", h, max_distance=1, values=False),
     "transformer_xl": lambda h: build("transformer_xl", h),
     "da_transformer": lambda h: build("da_transformer", h),
+    "da_transformer-signed": lambda h: build("da_transformer", h, relu=False),
 }
 SHAW = ("shaw", "shaw-per-head", "shaw-keys-only")
 ENGINES = {
     "banded": ("alibi", "alibi-trainable"),
     "toeplitz": ("alibi", "alibi-trainable"),
     "clipped": SHAW,
+    "rescaled": ("da_transformer", "da_transformer-signed"),
+    "skewed": ("transformer_xl",),
     "chunked": tuple(MODULES),
 }
 ROWS = [(engine, module) for engine, modules in ENGINES.items() for module in modules]
@@ -173,7 +177,11 @@ def test_against_the_reference(engine, case, situation, heads, groups):
     expected = results("reference", copy.deepcopy(module).double(), positions, wide, shown, weight)
     # Transformer-XL's terms are of the order of 10; DA-Transformer's gradients are sums of terms times distances that
     # cancel, in the reference engine's float32 as well.
-    compare(actual, expected, {"transformer_xl": 4e-5, "da_transformer": 2e-4}.get(case, 1e-5))
+    compare(
+        actual,
+        expected,
+        {"transformer_xl": 4e-5, "da_transformer": 2e-4, "da_transformer-signed": 2e-4}.get(case, 1e-5),
+    )
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
@@ -312,7 +320,8 @@ def call(case="alibi", length=40, dtype=torch.float32, **options):
     [
         (call(), "banded", "the fastest"),
         (call("shaw"), "clipped", "no linear penalty"),
-        (call("da_transformer"), "chunked", "no vectors of clipped distances"),
+        (call("da_transformer"), "rescaled", "no vectors of clipped distances"),
+        (call("transformer_xl"), "skewed", "does not rescale scores"),
         (call(dtype=torch.float64), "chunked", "float32 and bfloat16"),
         (call(softcap=5.0), "chunked", "soft cap"),
         (call(dropout=0.1), "chunked", "dropout"),
@@ -368,7 +377,8 @@ def test_which_engine(monkeypatch):
     assert which_engine(model, 4096, weights=True).engine == "reference"
     assert which_engine(patch_model(tiny("llama"), "shaw"), 4096).engine == "clipped"
     assert which_engine(patch_model(tiny("llama"), "shaw", share_layers=True), 4096).engine == "clipped"
-    assert which_engine(patch_model(tiny("llama"), "transformer_xl"), 4096).engine == "chunked"
+    assert which_engine(patch_model(tiny("llama"), "transformer_xl"), 4096).engine == "skewed"
+    assert which_engine(patch_model(tiny("llama"), "da_transformer"), 4096).engine == "rescaled"
     assert which_engine(patch_model(tiny("gemma2"), "alibi"), 4096).engine == "chunked"  # it caps its scores
     assert which_engine(patch_model(tiny("llama"), "rope"), 4096).engine == "sdpa"
     with pytest.raises(NotPatchedError):

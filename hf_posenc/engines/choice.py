@@ -4,6 +4,8 @@
   sliding windows; padding and packed documents where queries and keys are the same tokens. O(L) memory.
 - `toeplitz`: the same for any additive bias of distance. O(L) memory.
 - `clipped`: the same, but for sliding windows, for vectors of clipped distances (Shaw). O(L) memory.
+- `rescaled`: the same for factors of distance on the scores (DA-Transformer). O(L) memory.
+- `skewed`: the same for products of queries with vectors of distance (Transformer-XL). O(L) memory.
 - `chunked`: every scheme, and every mask but a user's own 4-D one; no weights; not while compiling. O(L) memory.
 - `reference`: everything. O(Q L) memory.
 
@@ -21,15 +23,20 @@ import torch
 from torch import Tensor
 
 from ..positions import DensePositions, Positions
-from . import banded, chunked, clipped, reference, toeplitz
+from . import banded, chunked, clipped, reference, rescaled, skewed, toeplitz
 
-NAMES = ("banded", "toeplitz", "clipped", "chunked", "reference")
+BY_SPANS = ("banded", "toeplitz", "clipped", "rescaled", "skewed")
+"""Engines that compute plain causal attention of one document."""
+
+NAMES = (*BY_SPANS, "chunked", "reference")
 """Engines, fastest first."""
 
 FLOORS: dict[str, dict[torch.dtype | None, int]] = {
     "banded": {torch.float32: 1024**2, torch.bfloat16: 4096**2},
     "toeplitz": {None: 128**2},
     "clipped": {None: 256**2},
+    "rescaled": {None: 256**2},
+    "skewed": {None: 256**2},
     "chunked": {None: 512**2},
 }
 """Scores per head (Q times L) below which `auto` passes an engine over, by dtype (None: any): the next one is faster.
@@ -49,6 +56,12 @@ class Formula(reference.Formula, Protocol):
 
     def clipped_vectors(self) -> tuple[Tensor, Tensor | None] | None:
         """Return the tables for keys and values if all the scheme does is to add vectors of clipped distances."""
+
+    def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool] | None:
+        """Return factors (H, length) if all the scheme does is to rescale scores, and whether it clips them at 0."""
+
+    def relative_keys(self, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return `r` (H, length, D), `u`, `v` (H, D) if the scores are `(q + u) . k + (q + v) . r_d`."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +134,10 @@ def why_not(engine: str, call: Call) -> str | None:
         return "the scheme is no linear penalty per head"
     if engine == "toeplitz" and call.module.bias(1, like) is None:
         return "the scheme is no additive bias of distance"
+    if engine == "rescaled" and call.module.factors(1, like) is None:
+        return "the scheme does not rescale scores by distance"
+    if engine == "skewed" and call.module.relative_keys(1, like) is None:
+        return "the scheme has no products of queries with vectors of distance"
     if engine == "clipped":
         if call.module.clipped_vectors() is None:
             return "the scheme has no vectors of clipped distances"
@@ -176,9 +193,9 @@ def run(
     Returns:
         output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) or None.
     """
-    if choice.engine in ("banded", "toeplitz", "clipped"):
+    if choice.engine in BY_SPANS:
         with torch.autocast(call.query.device.type, enabled=False):  # the bounds need float32
-            return _by_spans(choice.engine, call, value, scaling), None
+            return _by_spans(choice.engine, call, value, scaling, vector_scaling), None
     attend: Callable[..., Any] = chunked.attend if choice.engine == "chunked" else reference.attend
     output: tuple[Tensor, Tensor | None] = attend(
         call.module,
@@ -254,7 +271,7 @@ def _counts_up(index: Tensor) -> bool:
     return bool((index[:, 1:] - index[:, :-1] == 1).all())
 
 
-def _by_spans(engine: str, call: Call, value: Tensor, scaling: float) -> Tensor:
+def _by_spans(engine: str, call: Call, value: Tensor, scaling: float, vector_scaling: float) -> Tensor:
     positions = call.positions
     assert isinstance(positions, Positions)
     pieces = spans(positions)
@@ -275,6 +292,17 @@ def _by_spans(engine: str, call: Call, value: Tensor, scaling: float) -> Tensor:
             tables = call.module.clipped_vectors()
             assert tables is not None
             return clipped.attend(q, k, v, *tables, scaling=scaling)
+        if engine == "rescaled":
+            rescaling = call.module.factors(k.shape[2], q)
+            assert rescaling is not None
+            return rescaled.attend(q, k, v, rescaling[0], scaling=scaling, relu=rescaling[1], window=window)
+        if engine == "skewed":
+            relative = call.module.relative_keys(k.shape[2], q)
+            assert relative is not None
+            r, u, v_ = relative
+            # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
+            a, b = (q * scaling + bias[:, None] * vector_scaling for bias in (u, v_))
+            return skewed.attend(a, b, k, v, r, window=window)
         table = call.module.bias(k.shape[2], q)
         assert table is not None
         return toeplitz.attend(q, k, v, toeplitz.windowed(table, window), scaling=scaling)

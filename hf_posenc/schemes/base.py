@@ -198,6 +198,17 @@ class ScoreModule(PositionModule):
         """Return the tables (m + 1, D) or (H, m + 1, D) for keys and values by distance clipped at m, or None."""
         return None
 
+    def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool] | None:
+        """Return factors (H, length) of distances 0, 1, ... if all the scheme does is to multiply the scores by them.
+
+        The second value says whether negative scores are clipped at 0 before.
+        """
+        return None
+
+    def relative_keys(self, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return `r` (H, length, D), `u` and `v` (H, D) if the scores are `(q + u) . k + (q + v) . r_d`, scaled."""
+        return None
+
     def mix(self, weights: Tensor, value: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of values, (B, H, Q, D), from weights (B, H, Q, L) and values (B, H, L, D)."""
         return weights @ value

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..registry import register_scheme
-from .base import Dims, ScoreModule, ScoreScheme, init, parameter
+from .base import Dims, ScoreModule, ScoreScheme, compute_dtype, init, parameter
 
 
 @register_scheme
@@ -63,6 +64,11 @@ class DistanceRescaling(ScoreModule):
         """Return `f_h(d)`, (B|1, H, Q, L), in the dtype of `like`; written with a sigmoid, which cannot overflow."""
         weight, saturation = (p.to(like.dtype)[:, None, None] for p in (self.distance_weight, self.saturation))
         return (1 + saturation.exp()) * (weight * distance - saturation).sigmoid()
+
+    def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool]:
+        """Return `f_h(d)` of distances 0, 1, ..., (H, length), and whether negative scores are clipped."""
+        distance = torch.arange(length, dtype=compute_dtype(like), device=like.device)
+        return self.factor(distance, distance)[:, 0], self.relu
 
     def scores(
         self,

@@ -14,6 +14,7 @@ from .base import (
     Reference,
     ScoreModule,
     ScoreScheme,
+    compute_dtype,
     geometric_frequencies,
     init,
     parameter,
@@ -119,29 +120,40 @@ class RelativeSinusoids(ScoreModule):
         cap: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Return the logits, see `ScoreModule.scores`."""
-        if self.content_bias is None or self.position_bias is None:
-            u, v = self.shared_biases()(query)
-        else:
-            u, v = self.content_bias.to(query), self.position_bias.to(query)
+        u, v = self.biases(query)
         # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
         ratio = vector_scaling / scaling
         content = (query + ratio * u[:, None]) @ key.transpose(-1, -2)
-        projected = self.projected_sinusoids(distance, key)
+        projected = self.projected_sinusoids(self.distances(distance, key), key)
         by_distance = (query + ratio * v[:, None]) @ projected.transpose(-1, -2)  # (B, H, Q, distances)
         return cap((content + by_distance.gather(-1, distance.to(torch.int64).expand(content.shape))) * scaling)
 
-    def projected_sinusoids(self, distance: Tensor, key: Tensor) -> Tensor:
-        """Return `W R_d` for every distance that occurs, (H, distances, D)."""
-        if torch.compiler.is_compiling():
-            # Without reading values: no distance exceeds the number of keys, except between position ids of the
-            # caller's own.
-            count = key.shape[-2]
-            torch._assert_async((distance < count).all(), "gapped position_ids cannot be compiled with transformer_xl")
-        else:
-            count = int(distance.amax()) + 1
+    def relative_keys(self, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `W R_d` of distances 0, 1, ..., (H, length, D), and `u`, `v` (H, D), in float32 or float64."""
+        wide = like.new_empty(0, dtype=compute_dtype(like))
+        return self.projected_sinusoids(length, wide), *self.biases(wide)
+
+    def biases(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `u` and `v`, (H, D) each, in the dtype of `like`."""
+        if self.content_bias is None or self.position_bias is None:
+            return self.shared_biases()(like)
+        return self.content_bias.to(like), self.position_bias.to(like)
+
+    def distances(self, distance: Tensor, key: Tensor) -> int:
+        """Return a number of distances, from 0, that holds all that occur."""
+        if not torch.compiler.is_compiling():
+            return int(distance.amax()) + 1
+        # Without reading values: no distance exceeds the number of keys, except between position ids of the caller's
+        # own.
+        count = key.shape[-2]
+        torch._assert_async((distance < count).all(), "gapped position_ids cannot be compiled with transformer_xl")
+        return count
+
+    def projected_sinusoids(self, count: int, like: Tensor) -> Tensor:
+        """Return `W R_d` for distances 0 .. count-1, (H, count, D), in the dtype of `like`."""
         size = self.dims.hidden_size
-        frequencies = geometric_frequencies(size, 10000.0, key.device)
-        sines, cosines = sinusoids(torch.arange(count, device=key.device), frequencies)
-        table = torch.cat([sines, cosines], -1)[:, :size].to(key.dtype)
+        frequencies = geometric_frequencies(size, 10000.0, like.device)
+        sines, cosines = sinusoids(torch.arange(count, device=like.device), frequencies)
+        table = torch.cat([sines, cosines], -1)[:, :size].to(like.dtype)
         projected = table @ self.position_projection.to(table.dtype).T
         return projected.view(count, self.dims.num_heads, self.dims.head_dim).transpose(0, 1)
