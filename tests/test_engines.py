@@ -343,8 +343,9 @@ def test_the_choice_and_its_reason(given, engine, reason):
         ("alibi", 1100, torch.bfloat16, "toeplitz"),
         ("shaw", 100, torch.float32, "reference"),
         ("shaw", 300, torch.float32, "clipped"),
-        ("da_transformer", 300, torch.float32, "reference"),
-        ("da_transformer", 600, torch.float32, "chunked"),
+        ("da_transformer", 100, torch.float32, "reference"),
+        ("da_transformer", 300, torch.float32, "rescaled"),
+        ("transformer_xl", 300, torch.float32, "skewed"),
     ],
 )
 def test_short_calls_go_to_simpler_engines(case, length, dtype, engine, monkeypatch):
