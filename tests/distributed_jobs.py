@@ -317,17 +317,24 @@ def accelerated(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) ->
             os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
-def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor], None], context: bool) -> list[float]:
-    """Losses of the same steps on all processes: each half of the batch, or with `context` half of each sequence."""
-    rank, size, losses = dist.get_rank(), dist.get_world_size(), []
+def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor], None], context: int) -> list[float]:
+    """Losses of the same steps on all processes.
+
+    Args:
+        model: wrapped.
+        optimizer: of its parameters.
+        backward: what runs the backward pass.
+        context: processes that share a sequence; 1 for none, then each has its own part of the batch.
+    """
+    size, losses = dist.get_world_size(), []
+    group, data_rank, data_size = context_group(context)
     for step in range(STEPS):
-        ids = tokens(4, 20, seed=step)
-        if context:
-            with context_parallel(model):
-                loss = model(**shard_sequence({"input_ids": ids, "labels": ids})).loss * size
+        own = tokens(4, 20, seed=step).chunk(data_size)[data_rank]
+        if context > 1:
+            with context_parallel(model, group):
+                loss = model(**shard_sequence({"input_ids": own, "labels": own}, group)).loss * context
                 backward(loss)
         else:
-            own = ids.chunk(size)[rank]
             loss = model(input_ids=own, labels=own, use_cache=False).loss
             backward(loss)
         optimizer.step()
@@ -339,7 +346,7 @@ def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor]
 
 
 def compare_training(
-    family: str, case: str, how: str, *, context: bool = False, folder: str | None = None, **more: Any
+    family: str, case: str, how: str, *, context: int = 1, folder: str | None = None, **more: Any
 ) -> dict[str, Any]:
     """Differences from one process: of losses, of final weights, of logits after saving and loading.
 
@@ -348,7 +355,7 @@ def compare_training(
         case: row of `situations.CASES`.
         how: `ddp`, `fsdp2`, or through accelerate: `accelerate-fsdp2`, `-zero2`, `-zero3`.
             Also `accelerate-fsdp2-checkpointing`: as the launch files have it.
-        context: share each sequence of the whole batch, instead of half of the batch each.
+        context: processes that share a sequence.
         folder: where to save; None means not to.
         **more: as for `build`.
     """

@@ -48,6 +48,13 @@ def pair():
     processes.stop()
 
 
+@pytest.fixture(scope="module")
+def four():
+    processes = Processes(4)
+    yield processes
+    processes.stop()
+
+
 def assert_equal(answers, logits=EXACT):
     for answer in answers:
         assert answer["logits"] <= logits, answer
@@ -120,15 +127,13 @@ def test_every_family_shares_sequences(pair, family, kind):
 
 
 @pytest.mark.slow
-def test_four_processes_share_a_sequence():
-    four = Processes(4)
-    try:
-        for case in SCHEMES:
-            for kind in ("plain", "packed", "left"):
-                for balanced in (False, True):
-                    assert_equal(four.run(compare_context_parallel, "llama", case, kind, balanced=balanced))
-    finally:
-        four.stop()
+@pytest.mark.parametrize("case", SCHEMES)
+def test_four_processes_share_sequences(four, case):
+    for kind in ("plain", "packed", "left"):
+        for balanced in (False, True):
+            assert_equal(four.run(compare_context_parallel, "llama", case, kind, balanced=balanced))
+    for how in ("ddp", "fsdp2"):  # two groups of two, which read different data
+        assert_trained_alike(four.run(compare_training, "llama", case, how, context=2))
 
 
 @pytest.mark.parametrize("case", SCHEMES)
@@ -231,7 +236,7 @@ def test_modules_shared_by_layers_train_as_in_one_process(pair, how):
 @pytest.mark.parametrize("how", WRAPPED)
 @pytest.mark.parametrize("case", ["rope", "alibi"])
 def test_trains_alike_on_shared_sequences(pair, case, how):
-    assert_trained_alike(pair.run(compare_training, "llama", case, how, context=True))
+    assert_trained_alike(pair.run(compare_training, "llama", case, how, context=2))
 
 
 @pytest.mark.slow
@@ -239,7 +244,7 @@ def test_trains_alike_on_shared_sequences(pair, case, how):
 @pytest.mark.parametrize("family", BASES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_option_trains_alike(pair, case, family, how, tmp_path):
-    for context in (False, True):
+    for context in (1, 2):
         folder = str(tmp_path / str(context))
         assert_trained_alike(pair.run(compare_training, family, case, how, context=context, folder=folder))
 
@@ -273,7 +278,7 @@ def test_accelerate_trains_alike_with_zero(zero, case, how, tmp_path):
     answers = zero.run(compare_training, "llama", case, how, **more)
     assert_trained_alike(answers, 1e-5)
     assert (answers[0]["sharded"] > 20) == (how == "accelerate-zero3")
-    assert_trained_alike(zero.run(compare_training, "gpt2", case, how, context=True, dtype=torch.float32), 1e-5)
+    assert_trained_alike(zero.run(compare_training, "gpt2", case, how, context=2, dtype=torch.float32), 1e-5)
 
 
 @pytest.mark.slow
