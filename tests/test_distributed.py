@@ -5,7 +5,12 @@ formed in float32 by transformers, whatever the model's dtype.
 """
 
 import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +33,10 @@ from families import FAMILIES, tiny
 from processes import Processes
 from situations import BASES, CASES, SCHEMES, SCORE_SCHEMES
 
+import hf_posenc
 from hf_posenc import context_group, context_parallel, shard_sequence
+
+TESTS = Path(__file__).parent
 
 # In float64 sums in another order differ in the last digits, layer by layer; Gemma rounds its soft cap to float32.
 EXACT, ROUNDED = 1e-12, 2e-6
@@ -321,3 +329,51 @@ def test_split_heads_are_refused(pair, tmp_path):
         assert answer.startswith("UnsupportedModelError: alibi: tensor parallelism")
     for answer in pair.run(refused, fewer_heads):
         assert answer.startswith("ValueError: 2 of 4 heads arrived at the attention layer")
+
+
+# -------------------------------------------------------------------------------------------------------- launch files
+
+
+def run_script(output, family, scheme, context, launcher=()):
+    output.mkdir()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(TESTS / "training_script.py"), str(output), family, scheme, str(context)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((output / "losses.json").read_text()), hf_posenc.from_pretrained(output / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind", "contexts"),
+    [
+        ("ddp", "MULTI_CPU 2", (1, 2)),
+        ("fsdp2", "FSDP 2", (1,)),
+        ("context_parallel", "FSDP 2", (2,)),
+        ("deepspeed_zero2", "DEEPSPEED 2", (1, 2)),
+        ("deepspeed_zero3", "DEEPSPEED 2", (1, 2)),
+    ],
+)
+def test_a_script_is_launched_with_each_file(name, kind, contexts, tmp_path):
+    if "deepspeed" in name and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed: pip install deepspeed")
+    processes = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = [
+        *processes,
+        str(TESTS / "launch_on_cpu.py"),
+        str(TESTS.parent / "recipes" / "accelerate" / f"{name}.yaml"),
+    ]
+    for family, scheme in (("llama", "transformer_xl"), ("gpt2", "rope")):
+        wanted, alone = run_script(tmp_path / f"{family}-alone", family, scheme, 1)
+        assert wanted["kind"] == "NO 1"
+        for context in contexts:
+            found, together = run_script(tmp_path / f"{family}-{context}", family, scheme, context, launcher)
+            assert found["kind"] == kind
+            assert found["losses"] == pytest.approx(wanted["losses"], abs=LOSS)
+            state, reference = together.state_dict(), alone.state_dict()
+            assert state.keys() == reference.keys()
+            assert max((state[n].float() - reference[n].float()).abs().max().item() for n in reference) <= 1e-5
