@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from families import VOCAB_SIZE, tiny, tokens
+from peft import get_peft_model
 from situations import CASES, position_gradients
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -113,11 +114,20 @@ def compare_context_parallel(
     balanced: bool = False,
     checkpointing: bool = False,
     by_hand: bool = False,
+    lora: bool = False,
+    embedded: bool = False,
     **more: Any,
 ) -> dict[str, float]:
     """Differences between one process and a sequence shared by all: of logits, loss and gradients."""
     model = build(family, case, **more)
     batch = make_batch(kind, length)
+    if lora:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in an old way
+            torch.manual_seed(0)
+            model = get_peft_model(model, hf_posenc.lora_config(model, init_lora_weights=False))
+    if embedded:
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
     logits, loss, gradients = one_process(model, batch)
     if checkpointing:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
@@ -475,6 +485,7 @@ def inspect_wrapped(how: str, action: str) -> None:
         "unpatch": hf_posenc.unpatch_model,
         "patch": lambda model: patch_model(model, "nope"),
         "describe": hf_posenc.describe,
+        "save": lambda model: model.save_pretrained("nowhere"),
     }[action](model)
 
 

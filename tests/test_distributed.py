@@ -111,6 +111,20 @@ def test_stock_models_can_share_a_sequence_too(pair, family):
     assert_equal(pair.run(compare_context_parallel, family, None))
 
 
+@pytest.mark.parametrize("case", SCHEMES)
+def test_shared_sequences_in_bfloat16(pair, case):
+    for answer in pair.run(compare_context_parallel, "gpt2", case, "left", balanced=True, dtype=torch.bfloat16):
+        # The forward pass adds up in the same order; gradients of shards are rounded to 8 bits before they are added.
+        assert answer["logits"] <= 0.1
+        assert answer["gradients"] <= 0.04
+
+
+@pytest.mark.parametrize("case", ["rope", "shaw"])
+def test_adapters_and_embedded_inputs_are_shared(pair, case):
+    assert_equal(pair.run(compare_context_parallel, "llama", case, lora=True))
+    assert_equal(pair.run(compare_context_parallel, "llama", case, embedded=True))
+
+
 @pytest.mark.parametrize(
     ("case", "attention"),
     [("alibi", "banded"), ("alibi", "toeplitz"), ("shaw", "clipped"), ("da_transformer", "chunked")],
@@ -264,6 +278,12 @@ def test_wrapped_models_are_refused_by_name(pair, action):
         assert ".module" in answer
     for answer in pair.run(refused, inspect_wrapped, "fsdp2", action):
         assert answer.startswith("UnsupportedModelError: the parameters of this FSDPPosEncLlamaForCausalLM are spread")
+
+
+def test_a_sharded_model_says_how_to_save_it(pair):
+    for answer in pair.run(refused, inspect_wrapped, "fsdp2", "save"):
+        assert answer.startswith("UnsupportedModelError: the parameters of this model are spread over processes")
+        assert "accelerator.get_state_dict(model)" in answer
 
 
 @pytest.mark.slow
