@@ -200,6 +200,9 @@ class PosEncMixin:
             tokenizer: saved with the model, its `model_max_length` set to what the scheme allows.
             push_to_hub: upload what was saved, as `push_to_hub` does.
             **kw: of `save_pretrained` in transformers, and of `push_to_hub`.
+
+        Raises:
+            UnsupportedModelError: if FSDP or ZeRO-3 has spread the parameters and no `state_dict` is given.
         """
         directory = Path(save_directory)
         options = {key: kw.pop(key) for key in _PUSH_OPTIONS if key in kw}
@@ -211,6 +214,12 @@ class PosEncMixin:
         if not is_main_process:
             super().save_pretrained(save_directory, *args, **kw)  # type: ignore[misc]
             return
+        if (args[1] if len(args) > 1 else kw.get("state_dict")) is None and surgery.is_spread(self):
+            raise UnsupportedModelError(
+                "the parameters of this model are spread over processes: on every process call state = "
+                "accelerator.get_state_dict(model), then on the main process accelerator.unwrap_model(model)"
+                ".save_pretrained(directory, state_dict=state)"
+            )
         with staged(directory) as folder:
             super().save_pretrained(folder, *args, **kw)  # type: ignore[misc]
             if (folder / "config.json").is_file():  # not where only an adapter is saved, or another process writes

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -320,6 +321,20 @@ def seeded(seed: int | None) -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
+
+
+def is_spread(model: PreTrainedModel) -> bool:
+    """Return whether FSDP or DeepSpeed's ZeRO-3 has spread a model's parameters over processes.
+
+    What transformers itself has spread (`distributed_config`) it can gather itself, and does not count.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return True
+    if not dist.is_available() or (getattr(model, "fsdp_size", None) or 1) > 1:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 @contextmanager

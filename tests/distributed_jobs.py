@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from families import VOCAB_SIZE, tiny, tokens
+from peft import get_peft_model
 from situations import CASES, position_gradients
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -113,11 +114,20 @@ def compare_context_parallel(
     balanced: bool = False,
     checkpointing: bool = False,
     by_hand: bool = False,
+    lora: bool = False,
+    embedded: bool = False,
     **more: Any,
 ) -> dict[str, float]:
     """Differences between one process and a sequence shared by all: of logits, loss and gradients."""
     model = build(family, case, **more)
     batch = make_batch(kind, length)
+    if lora:
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in an old way
+            torch.manual_seed(0)
+            model = get_peft_model(model, hf_posenc.lora_config(model, init_lora_weights=False))
+    if embedded:
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
     logits, loss, gradients = one_process(model, batch)
     if checkpointing:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
@@ -317,17 +327,24 @@ def accelerated(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) ->
             os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
-def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor], None], context: bool) -> list[float]:
-    """Losses of the same steps on all processes: each half of the batch, or with `context` half of each sequence."""
-    rank, size, losses = dist.get_rank(), dist.get_world_size(), []
+def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor], None], context: int) -> list[float]:
+    """Losses of the same steps on all processes.
+
+    Args:
+        model: wrapped.
+        optimizer: of its parameters.
+        backward: what runs the backward pass.
+        context: processes that share a sequence; 1 for none, then each has its own part of the batch.
+    """
+    size, losses = dist.get_world_size(), []
+    group, data_rank, data_size = context_group(context)
     for step in range(STEPS):
-        ids = tokens(4, 20, seed=step)
-        if context:
-            with context_parallel(model):
-                loss = model(**shard_sequence({"input_ids": ids, "labels": ids})).loss * size
+        own = tokens(4, 20, seed=step).chunk(data_size)[data_rank]
+        if context > 1:
+            with context_parallel(model, group):
+                loss = model(**shard_sequence({"input_ids": own, "labels": own}, group)).loss * context
                 backward(loss)
         else:
-            own = ids.chunk(size)[rank]
             loss = model(input_ids=own, labels=own, use_cache=False).loss
             backward(loss)
         optimizer.step()
@@ -339,7 +356,7 @@ def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor]
 
 
 def compare_training(
-    family: str, case: str, how: str, *, context: bool = False, folder: str | None = None, **more: Any
+    family: str, case: str, how: str, *, context: int = 1, folder: str | None = None, **more: Any
 ) -> dict[str, Any]:
     """Differences from one process: of losses, of final weights, of logits after saving and loading.
 
@@ -348,7 +365,7 @@ def compare_training(
         case: row of `situations.CASES`.
         how: `ddp`, `fsdp2`, or through accelerate: `accelerate-fsdp2`, `-zero2`, `-zero3`.
             Also `accelerate-fsdp2-checkpointing`: as the launch files have it.
-        context: share each sequence of the whole batch, instead of half of the batch each.
+        context: processes that share a sequence.
         folder: where to save; None means not to.
         **more: as for `build`.
     """
@@ -468,6 +485,7 @@ def inspect_wrapped(how: str, action: str) -> None:
         "unpatch": hf_posenc.unpatch_model,
         "patch": lambda model: patch_model(model, "nope"),
         "describe": hf_posenc.describe,
+        "save": lambda model: model.save_pretrained("nowhere"),
     }[action](model)
 
 

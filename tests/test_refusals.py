@@ -293,7 +293,7 @@ def test_a_model_sharded_by_fsdp(one_process):
 
     model = fully_shard(tiny("llama"), mesh=init_device_mesh("cpu", (1,)))
     kept = [(name, type(module)) for name, module in model.named_modules()]
-    with pytest.raises(UnsupportedModelError, match="patch the model first, wrap it afterwards"):
+    with pytest.raises(UnsupportedModelError, match="patch the model before fully_shard"):
         patch_model(model, "alibi")
     assert kept == [(name, type(module)) for name, module in model.named_modules()]
 
