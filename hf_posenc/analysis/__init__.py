@@ -1,0 +1,1 @@
+"""What positions do, as numbers and as pictures."""
