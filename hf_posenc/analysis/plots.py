@@ -18,6 +18,12 @@ from ..atomic import staged
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from .decay import AttentionByDistance, Decay
+    from .frequencies import Frequencies
+    from .order import OrderSensitivity
+    from .precision import DistinctBiases
 
 MISSING = "plots need matplotlib, which is not installed: pip install 'hf_posenc[plots]'. The numbers need no plots"
 
@@ -229,6 +235,260 @@ def retrieval_heat_map(cells: Sequence[Mapping[str, Any]], *, title: str = "") -
     return figure
 
 
+# -------------------------------------------------------------------------------------------------- schemes and models
+
+
+def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
+    """Draw position vectors as a heat map.
+
+    Args:
+        vectors: (T, E).
+        title: above the axes; empty means none.
+    """
+    with _style():
+        figure, axes = _axes(title, width=6.4, height=4.0)
+        _heat_map(figure, axes, vectors.T, "value", symmetric=True)
+        axes.set_xlabel("position (tokens)")
+        axes.set_ylabel("coordinate")
+    return figure
+
+
+def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
+    """Draw the cosine of every two position vectors.
+
+    Args:
+        vectors: (T, E).
+        title: above the axes; empty means none.
+    """
+    unit = vectors.double() / vectors.double().norm(dim=-1, keepdim=True).clamp(min=1e-300)
+    with _style():
+        figure, axes = _axes(title, width=5.2, height=4.4)
+        _heat_map(figure, axes, unit @ unit.T, "cosine similarity", symmetric=True, aspect="equal")
+        axes.set_xlabel("position (tokens)")
+        axes.set_ylabel("position (tokens)")
+    return figure
+
+
+def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str = "") -> Figure:
+    """Draw the score by distance of several schemes on one axis.
+
+    Args:
+        curves: label -> what `hf_posenc.analysis.decay` returned.
+        heads: draw every layer and head of a curve thinly as well as their mean.
+        title: above the axes; empty means none.
+
+    Raises:
+        ValueError: if there are no curves.
+    """
+    _require(list(curves), "decay")
+    with _style():
+        figure, axes = _axes(title, width=_width(curves))
+        for (label, curve), style in zip(curves.items(), _styles(curves), strict=True):
+            order = curve.distances.argsort()
+            x = curve.distances[order].tolist()
+            if heads:
+                for row in curve.scores.flatten(0, 1)[:, order].tolist():
+                    axes.plot(x, row, color=style["color"], linewidth=0.7, alpha=0.45)
+            marks = {**style, "markevery": max(1, len(x) // 8)}
+            axes.plot(x, curve.mean[order].tolist(), label=label, **marks)
+        _thousands(axes.xaxis)
+        axes.set_xlabel("distance (tokens)")
+        axes.set_ylabel("score of a key of content score 1")
+        _legend(axes, curves)
+    return figure
+
+
+def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
+    """Draw what each head adds to the scores, query by key, up to the largest distance.
+
+    Args:
+        curve: what `hf_posenc.analysis.decay` returned, of distances 0 .. n - 1.
+        layer: whose heads.
+        title: above the axes; empty means none.
+
+    Raises:
+        ValueError: if distances are missing.
+    """
+    import torch
+
+    count = len(curve.distances)
+    if not torch.equal(curve.distances.cpu(), torch.arange(count)):
+        raise ValueError("a map of biases needs every distance from 0")
+    scores = curve.scores[layer] - 1
+    lag = torch.arange(count)[:, None] - torch.arange(count)
+    maps = torch.where(lag >= 0, scores[:, lag.clamp(min=0)], math.nan)
+    columns = min(4, len(maps))
+    rows = math.ceil(len(maps) / columns)
+    limit = _limit(scores)
+    with _style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(1.2 + 1.75 * columns, 0.8 + 1.75 * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+        image = None
+        for head, axes in enumerate(grid.flat):
+            if head >= len(maps):
+                axes.set_visible(False)
+                continue
+            axes.grid(False)
+            image = axes.imshow(maps[head].tolist(), cmap="RdBu", vmin=-limit, vmax=limit, interpolation="nearest")
+            axes.set_title(f"head {head}", fontsize=9)
+        figure.supxlabel("key (position)", fontsize=10)
+        figure.supylabel("query (position)", fontsize=10)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        _colour_bar(figure, image, list(grid.flat), "added to the score")
+    return figure
+
+
+def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> Figure:
+    """Draw the attention that each layer and head pays to each distance, in bins that double.
+
+    Args:
+        measured: what `hf_posenc.analysis.attention_by_distance` returned.
+        title: above the axes; empty means none.
+    """
+    import torch
+
+    layers, heads, length = measured.mass.shape
+    edges = [0, 1]
+    while edges[-1] < length:
+        edges.append(min(2 * edges[-1], length))
+    binned = torch.stack([measured.mass[..., a:b].sum(-1) for a, b in pairwise(edges)], -1).flatten(0, 1)
+    names = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
+    with _style():
+        figure, axes = _axes(title, width=6.4, height=min(9.0, 1.6 + 0.11 * layers * heads + 0.05 * layers))
+        axes.grid(False)
+        image = axes.imshow(
+            (100 * binned).tolist(), aspect="auto", cmap="viridis", vmin=0, vmax=100, interpolation="nearest"
+        )
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+        step = math.ceil(layers / 24)
+        axes.set_yticks(
+            [heads * layer + (heads - 1) / 2 for layer in range(0, layers, step)],
+            [f"{n}" for n in range(0, layers, step)],
+        )
+        for layer in range(1, layers):
+            axes.axhline(heads * layer - 0.5, color="white", linewidth=1.2)
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("distance (tokens)")
+        axes.set_ylabel(f"layer ({heads} heads each)")
+        _colour_bar(figure, image, axes, "share of attention (%)")
+    return figure
+
+
+def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
+    """Draw wavelengths against the trained length: what lies above it never completes a turn in training.
+
+    Args:
+        found: what `hf_posenc.analysis.frequencies` returned, of one trained length. Waves that stand still are left
+            out, and counted in the legend.
+        title: above the axes; empty means none.
+
+    Raises:
+        ValueError: if there are none, or trained lengths differ.
+    """
+    _require(found, "wavelengths")
+    trained = {each.trained_length for each in found}
+    if len(trained) > 1:
+        raise ValueError(f"one trained length at a time, not {sorted(trained)}")
+    labels = [f"{each.label} ({each.completed} of {len(each.frequencies)} turn)" for each in found]
+    with _style():
+        figure, axes = _axes(title, width=_width(dict.fromkeys(labels)))
+        for each, label, style in zip(found, labels, _styles(labels), strict=True):
+            places = [(i, y) for i, y in enumerate(each.wavelengths.tolist()) if math.isfinite(y)]
+            axes.plot(*_columns(places), label=label, **{**style, "linestyle": "none", "markersize": 3.6})
+        axes.set_yscale("log")
+        axes.axhline(min(trained), color=GREY, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
+        axes.annotate(
+            f"trained length {min(trained):,}",
+            (1, min(trained)),
+            xycoords=("axes fraction", "data"),
+            xytext=(-2, -4),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=GREY,
+            fontsize=8.5,
+        )
+        axes.set_xlabel("pair of coordinates")
+        axes.set_ylabel("wavelength (tokens per turn)")
+        _legend(axes, dict.fromkeys(labels))
+    return figure
+
+
+def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figure:
+    """Draw how many distances each way of computing biases tells apart, head by head, in percent of the length.
+
+    Args:
+        found: what `hf_posenc.analysis.precision_audit` returned.
+        title: above the axes; empty means none.
+
+    Raises:
+        ValueError: if there is nothing.
+    """
+    _require(found, "distinct biases")
+    with _style():
+        figure, axes = _axes(title, width=6.4, height=1.2 + 0.34 * len(found))
+        methods = list(dict.fromkeys(each.method for each in found))
+        for row, each in enumerate(found):
+            shares = [100 * count / each.length for count in each.heads]
+            place = methods.index(each.method)
+            look: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+            axes.plot(shares, [row] * len(shares), linestyle="none", alpha=0.6, **look)
+            low, high = min(each.heads), max(each.heads)
+            axes.annotate(
+                f"{low:,}" if low == high else f"{low:,} to {high:,}",
+                (max(shares), row),
+                xytext=(7, 0) if max(shares) < 80 else (-7, 0),
+                textcoords="offset points",
+                va="center",
+                ha="left" if max(shares) < 80 else "right",
+                fontsize=8.5,
+            )
+        axes.set_yticks(range(len(found)), [f"{each.method}, {each.dtype}" for each in found])
+        axes.invert_yaxis()
+        axes.set_xlim(-3, 103)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(f"distances told apart (% of {found[0].length:,}, one mark per head)")
+    return figure
+
+
+def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "") -> Figure:
+    """Draw how much each layer notices of the order of its context, by itself and with those below it.
+
+    Args:
+        measured: label -> what `hf_posenc.analysis.order_sensitivity` returned.
+        title: above the axes; empty means none.
+
+    Raises:
+        ValueError: if there is nothing.
+    """
+    _require(list(measured), "order sensitivity")
+    floor = 1e-17
+    with _style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8.6, 4.0), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, name, words in zip(
+            panels, ("own", "accumulated"), ("the layer alone", "with all layers below"), strict=True
+        ):
+            for (label, each), style in zip(measured.items(), _styles(measured), strict=True):
+                x = [layer.index for layer in each.layers]
+                y = [max(getattr(layer, name), floor) for layer in each.layers]
+                axes.plot(x, y, label=label, **style)
+            axes.set_yscale("log")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.set_title(words, fontsize=10)
+            axes.set_xlabel("layer")
+        panels[0].set_ylabel("relative change of the last token")
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        panels[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+    return figure
+
+
 # -------------------------------------------------------------------------------------------------------------- the pen
 
 
@@ -360,3 +620,19 @@ def _colour_bar(figure: Figure, image: Any, axes: Any, label: str, *, percent: b
     bar.outline.set_visible(False)
     if percent:
         bar.set_ticks([0, 0.25, 0.5, 0.75, 1.0], labels=["0", "25", "50", "75", "100"])
+
+
+def _limit(values: Tensor) -> float:
+    """Return the largest magnitude of values, 1 if all are 0."""
+    return float(values.abs().max()) or 1.0
+
+
+def _heat_map(
+    figure: Figure, axes: Axes, values: Tensor, label: str, *, symmetric: bool = False, aspect: Any = "auto"
+) -> None:
+    """Draw a matrix; where the sign means something, white is 0."""
+    axes.grid(False)
+    limit = _limit(values)
+    colours: dict[str, Any] = {"cmap": "RdBu", "vmin": -limit, "vmax": limit} if symmetric else {}
+    image = axes.imshow(values.tolist(), aspect=aspect, interpolation="nearest", origin="lower", **colours)
+    _colour_bar(figure, image, axes, label)
