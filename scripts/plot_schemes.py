@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from hf_posenc.analysis import decay, frequencies, plots, precision_audit, probe
+from hf_posenc.analysis import Decay, decay, frequencies, plots, precision_audit, scheme_vectors, sinusoidal_integral
 
 
 def vectors(length: int = 128, **hyperparameters: Any) -> torch.Tensor:
-    module = probe.build("sinusoidal", **hyperparameters)[1]
-    return module.embed(torch.arange(length)[None])[0].detach()
+    found = scheme_vectors("sinusoidal", length, **hyperparameters)
+    assert found is not None
+    return found
 
 
 def decay_of_schemes() -> Any:
@@ -28,7 +29,6 @@ def decay_of_schemes() -> Any:
             "sinusoidal": decay("sinusoidal"),
             "rope": decay("rope"),
             "rope, YaRN 4x": decay("rope", scaling={"rope_type": "yarn", "factor": 4.0}),
-            "alibi, head 5 of 8": _one_head(decay("alibi"), 4),
             "alibi, head 8 of 8": _one_head(decay("alibi"), 7),
         },
         title="What a scheme gives to a distance",
@@ -42,6 +42,8 @@ def _one_head(curve: Any, head: int) -> Any:
 def decay_of_bases() -> Any:
     curves: dict[str, Any] = {f"base {base:g}": decay("sinusoidal", base=base) for base in (100.0, 1000.0, 10000.0)}
     curves |= {f"t^{alpha:g}": decay("sinusoidal", frequencies="power", alpha=alpha) for alpha in (1.0, 2.0)}
+    d = torch.arange(512)
+    curves["integral, base 10000"] = Decay("integral", d, sinusoidal_integral(d)[None, None])
     return plots.decay_curves(curves, title="Sinusoids: <p_m, p_n> by distance and frequencies")
 
 
@@ -58,7 +60,9 @@ def waves() -> Any:
 
 
 GALLERY: dict[str, Callable[[], Any]] = {
-    "vectors": lambda: plots.position_vectors(vectors(), title="Sinusoidal position vectors"),
+    "vectors": lambda: plots.position_vectors(
+        vectors(layout="split"), title="Sinusoidal position vectors: sines, then cosines"
+    ),
     "similarity": lambda: plots.similarity_matrix(vectors(), title="Sinusoidal: similarity of positions"),
     "decay": decay_of_schemes,
     "decay-sinusoidal": decay_of_bases,

@@ -14,7 +14,7 @@ from .decay import (
 from .frequencies import Frequencies, frequencies
 from .order import LayerOrder, OrderSensitivity, order_sensitivity
 from .precision import DistinctBiases, precision_audit
-from .probe import position_vectors
+from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
 from .statistics import (
     EmbeddingStatistics,
@@ -53,6 +53,7 @@ __all__ = [
     "power_integral",
     "precision_audit",
     "properties",
+    "scheme_vectors",
     "sinusoidal_integral",
     "vector_statistics",
 ]

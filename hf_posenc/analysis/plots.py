@@ -321,8 +321,11 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
     rows = math.ceil(len(maps) / columns)
     limit = _limit(scores)
     with _style():
+        from matplotlib.colors import SymLogNorm
         from matplotlib.figure import Figure
 
+        # Heads differ by orders of magnitude, and one scale for all of them keeps them comparable.
+        colours = SymLogNorm(linthresh=limit / 100, vmin=-limit, vmax=limit)
         figure = Figure(figsize=(1.2 + 1.75 * columns, 0.8 + 1.75 * rows), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
         image = None
@@ -331,13 +334,16 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
                 axes.set_visible(False)
                 continue
             axes.grid(False)
-            image = axes.imshow(maps[head].tolist(), cmap="RdBu", vmin=-limit, vmax=limit, interpolation="nearest")
+            image = axes.imshow(maps[head].tolist(), cmap="RdBu", norm=colours, interpolation="nearest")
             axes.set_title(f"head {head}", fontsize=9)
         figure.supxlabel("key (position)", fontsize=10)
         figure.supylabel("query (position)", fontsize=10)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         _colour_bar(figure, image, list(grid.flat), "added to the score")
+        ticks = [sign * limit / step for sign, step in ((-1, 1), (-1, 10), (-1, 100), (1, 100), (1, 10), (1, 1))]
+        figure.axes[-1].yaxis.set_ticks(ticks, [f"{tick:.2g}" for tick in ticks])
+        figure.axes[-1].yaxis.set_ticks([], minor=True)
     return figure
 
 

@@ -73,6 +73,29 @@ def build(
     return wanted, None
 
 
+def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tensor | None:
+    """Return the vectors that a scheme adds to the hidden states, as it starts.
+
+    Args:
+        scheme: a name or an instance.
+        length: number of positions.
+        **arguments: as for `build`.
+
+    Returns:
+        (length, E) float64, or None if the scheme adds none.
+
+    Raises:
+        ValueError: if the scheme has fewer positions.
+    """
+    resolved, module = build(scheme, **arguments)
+    if not isinstance(module, PositionEmbedding):
+        return None
+    if resolved.limit is not None and length > resolved.limit:
+        raise ValueError(f"{resolved.name} has {resolved.limit} positions, {length} were asked for")
+    with torch.no_grad():
+        return module.embed(torch.arange(length)[None])[0].double()
+
+
 def parts(model: PreTrainedModel) -> Resolved:
     """Return the modules of a patched or stock model; UnsupportedModelError for another family."""
     return resolve(adapter_for(surgery.base_model_type(model.config)), model)
