@@ -163,13 +163,16 @@ def _plot(options: argparse.Namespace) -> int:
     if len(set(options.sources)) < len(options.sources):
         raise ValueError("a scheme or model was named twice")
     settings = dict(_setting(text) for text in options.set)
-    found = {source: _computed(options, source, settings) for source in options.sources}
+    # A checkpoint is called by the name of its directory; two of one name keep their whole paths.
+    short = {source: Path(source).name if Path(source).is_dir() else source for source in options.sources}
+    names = short if len(set(short.values())) == len(short) else {source: source for source in options.sources}
+    found = {names[source]: _computed(options, source, settings) for source in options.sources}
     if options.numbers:
         numbers = {source: _numbers(each) for source, each in found.items()}
         options.numbers.write_text(json.dumps({"kind": options.kind, "sources": numbers}, indent=1))
         print(f"numbers in {options.numbers}")
-    title = " and ".join(options.sources) if options.title is None else options.title
-    first = found[options.sources[0]]
+    title = " and ".join(found) if options.title is None else options.title
+    first = next(iter(found.values()))
     figure = {
         "vectors": lambda: plots.position_vectors(first, title=title),
         "similarity": lambda: plots.similarity_matrix(first, title=title),

@@ -340,7 +340,7 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
         figure.supylabel("query (position)", fontsize=10)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        _colour_bar(figure, image, list(grid.flat), "added to the score")
+        _colour_bar(figure, image, list(grid.flat), "added to the score (nats)")
         ticks = [sign * limit / step for sign, step in ((-1, 1), (-1, 10), (-1, 100), (1, 100), (1, 10), (1, 1))]
         figure.axes[-1].yaxis.set_ticks(ticks, [f"{tick:.2g}" for tick in ticks])
         figure.axes[-1].yaxis.set_ticks([], minor=True)
