@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from . import (
     HfPosencError,
     __version__,
+    analysis,
     available_schemes,
     describe,
     from_pretrained,
@@ -25,6 +26,7 @@ from . import (
     inspect,
     verify,
 )
+from .analysis import plots, probe
 from .evaluation import measure_context
 from .registry import scheme_class
 
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.set_verbosity_error()
     try:
         return int(options.run(options))
-    except (HfPosencError, OSError, TypeError, ValueError) as error:
+    except (HfPosencError, ImportError, OSError, TypeError, ValueError) as error:
         print(f"hf-posenc {options.command}: {error}", file=sys.stderr)
         return 2
 
@@ -86,6 +88,20 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", default="cpu", help="for instance cuda")
     command.add_argument("--json", type=Path, help="file for every number, loss by position included")
     command.set_defaults(run=_evaluate)
+
+    command = commands.add_parser("plot", help="draw what schemes or models do with positions (needs matplotlib)")
+    command.add_argument("kind", choices=PLOTS, metavar="KIND", help=f"one of {', '.join(PLOTS)}")
+    command.add_argument("output", type=Path, help=f"picture to write: {', '.join(plots.FORMATS)} by its suffix")
+    command.add_argument("sources", nargs="+", metavar="SOURCE", help="scheme, checkpoint directory or Hub id")
+    command.add_argument("--length", type=int, default=128, help="tokens: positions or distances to show (default 128)")
+    command.add_argument("--trained-length", type=int, help="of a scheme's base, 512 by default; of wavelengths")
+    command.add_argument("--text", type=Path, help="text for a model to read; by default tokens are drawn at random")
+    command.add_argument("--title", help="above the picture; by default the sources")
+    command.add_argument("--numbers", type=Path, metavar="JSON", help="also write the numbers, matplotlib or not")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a hyper-parameter of the schemes named"
+    )
+    command.set_defaults(run=_plot)
 
     command = commands.add_parser("push", help="upload a patched checkpoint to the Hub, in one commit")
     command.add_argument("directory", type=Path)
@@ -167,6 +183,97 @@ def _evaluate(options: argparse.Namespace) -> int:
         sliding, fresh = row.sliding.perplexity, row.non_overlapping.perplexity
         print(f"{row.length:>10} {sliding:>16.3f} {fresh:>16.3f} {row.bits_per_byte:>14.3f}")
     return 0
+
+
+PLOTS = ("vectors", "similarity", "decay", "biases", "wavelengths", "attention", "order", "precision")
+"""What `plot` draws."""
+
+
+def _plot(options: argparse.Namespace) -> int:
+    """Compute, write the numbers, then draw: without matplotlib the numbers are there."""
+    several = options.kind in ("decay", "wavelengths", "order")
+    if len(options.sources) > 1 and not several:
+        raise ValueError(f"{options.kind} is drawn of one scheme or model, not of {len(options.sources)}")
+    if len(set(options.sources)) < len(options.sources):
+        raise ValueError("a scheme or model was named twice")
+    settings = dict(_setting(text) for text in options.set)
+    # A checkpoint is called by the name of its directory; two of one name keep their whole paths.
+    short = {source: Path(source).name if Path(source).is_dir() else source for source in options.sources}
+    names = short if len(set(short.values())) == len(short) else {source: source for source in options.sources}
+    found = {names[source]: _computed(options, source, settings) for source in options.sources}
+    if options.numbers:
+        numbers = {source: _numbers(each) for source, each in found.items()}
+        options.numbers.write_text(json.dumps({"kind": options.kind, "sources": numbers}, indent=1))
+        print(f"numbers in {options.numbers}")
+    title = " and ".join(found) if options.title is None else options.title
+    first = next(iter(found.values()))
+    figure = {
+        "vectors": lambda: plots.position_vectors(first, title=title),
+        "similarity": lambda: plots.similarity_matrix(first, title=title),
+        "decay": lambda: plots.decay_curves(found, title=title),
+        "biases": lambda: plots.bias_maps(first, title=title),
+        "wavelengths": lambda: plots.wavelengths([each for group in found.values() for each in group], title=title),
+        "attention": lambda: plots.attention_by_distance(first, title=title),
+        "order": lambda: plots.order_by_layer(found, title=title),
+        "precision": lambda: plots.distinct_biases(first, title=title),
+    }[options.kind]()
+    print(plots.save(figure, options.output))
+    return 0
+
+
+def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]) -> Any:
+    """Return what one plot shows of one source."""
+    kind, length = options.kind, options.length
+    if source in available_schemes():
+        trained: dict[str, Any] = {"trained_length": options.trained_length or probe.TRAINED_LENGTH}
+        if kind in ("vectors", "similarity"):
+            return _vectors(source, analysis.scheme_vectors(source, length, **trained, **settings))
+        if kind in ("decay", "biases"):
+            return analysis.decay(source, length, **trained, **settings)
+        if kind == "wavelengths":
+            return analysis.frequencies(source, **trained, **settings)
+        if kind == "precision":
+            return analysis.precision_audit(length, scheme=source, **settings)
+        raise ValueError(f"{kind} is measured in a model: name a checkpoint, not the scheme {source}")
+    if settings:
+        raise ValueError(f"--set is for schemes, and {source} is a checkpoint")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    if kind in ("vectors", "similarity"):
+        return _vectors(source, analysis.position_vectors(model, length))
+    if kind == "wavelengths":
+        return analysis.frequencies(model, trained_length=options.trained_length)
+    if kind == "precision":
+        raise ValueError(f"precision is counted for a scheme: name one, e.g. alibi, not {source}")
+    tokens = _tokens(options, source, model)
+    if kind in ("decay", "biases"):
+        return analysis.model_decay(model, tokens, length)
+    if kind == "attention":
+        return analysis.attention_by_distance(model, tokens, progress=True)
+    return analysis.order_sensitivity(model, tokens, progress=True)
+
+
+def _vectors(source: str, vectors: torch.Tensor | None) -> torch.Tensor:
+    if vectors is None:
+        raise ValueError(f"{source} adds no position vectors")
+    return vectors
+
+
+def _tokens(options: argparse.Namespace, source: str, model: PreTrainedModel) -> torch.Tensor:
+    """Return tokens (length,) of the text, or at random."""
+    if options.text is None:
+        print(f"{source} reads {options.length} random tokens; --text names something to read")
+        size = model.get_input_embeddings().weight.shape[0]
+        return torch.randint(size, (options.length,), generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(source)(options.text.read_text())["input_ids"])
+    if len(tokens) < options.length:
+        raise ValueError(f"{options.text} has {len(tokens)} tokens, {options.length} were asked for")
+    return tokens[: options.length]
+
+
+def _numbers(found: Any) -> Any:
+    if isinstance(found, torch.Tensor):
+        return found.tolist()
+    return [each.to_dict() for each in found] if isinstance(found, list) else found.to_dict()
 
 
 def _push(options: argparse.Namespace) -> int:

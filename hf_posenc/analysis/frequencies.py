@@ -1,0 +1,120 @@
+"""Wavelengths of sinusoids and of RoPE, against the length a model was trained at.
+
+A wave that never completes a turn in training shows angles at longer contexts that the model has never seen. These are
+what NTK-aware scaling and YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2) interpolate, and those that complete
+many turns are what they leave alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..schemes.base import Dims, Scheme
+from ..schemes.sinusoidal import Waves
+from . import probe
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """Waves of one scheme.
+
+    Attributes:
+        label: what was looked at.
+        frequencies: (F,) float64, radians per token, in the scheme's order; 0 does not turn.
+        trained_length: tokens.
+    """
+
+    label: str
+    frequencies: Tensor
+    trained_length: int
+
+    @property
+    def wavelengths(self) -> Tensor:
+        """Tokens per turn (F,); infinite where nothing turns."""
+        return 2 * math.pi / self.frequencies.abs()
+
+    @property
+    def turns(self) -> Tensor:
+        """Turns within the trained length, (F,)."""
+        return self.trained_length / self.wavelengths
+
+    @property
+    def completed(self) -> int:
+        """Number of waves that complete a turn within the trained length."""
+        return int((self.turns >= 1).sum())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON; a wave that does not turn has a wavelength of None."""
+        return {
+            "label": self.label,
+            "trained_length": self.trained_length,
+            "completed": self.completed,
+            "frequencies": self.frequencies.tolist(),
+            "wavelengths": [length if math.isfinite(length) else None for length in self.wavelengths.tolist()],
+            "turns": self.turns.tolist(),
+        }
+
+    def __str__(self) -> str:
+        """Return one line."""
+        count = len(self.frequencies)
+        return f"{self.label}: {self.completed} of {count} waves complete a turn in {self.trained_length} tokens"
+
+
+def frequencies(
+    scheme: str | Scheme | PreTrainedModel,
+    *,
+    trained_length: int | None = None,
+    length: int | None = None,
+    dims: Dims = probe.DIMS,
+    **hyperparameters: Any,
+) -> list[Frequencies]:
+    """Read the waves of a scheme or of a model.
+
+    Args:
+        scheme: `sinusoidal` or `rope`, by name or as an instance, or a model that has either.
+        trained_length: tokens; None means the model's `max_position_embeddings`, 512 without a model.
+        length: of the context that is run, for scalings that depend on it (dynamic, longrope); None means the trained.
+        dims: sizes of the attention, without a model.
+        **hyperparameters: beside a name.
+
+    Returns:
+        One entry; one per kind of layer where these differ (Gemma 3).
+
+    Raises:
+        ValueError: if there are no waves.
+    """
+    if isinstance(scheme, PreTrainedModel):
+        trained = trained_length or scheme.config.max_position_embeddings
+        label = type(scheme).__name__
+        waves = [module for module in scheme.modules() if isinstance(module, Waves)]
+        rotary = probe.rotary_of(scheme)
+        if waves:
+            return [Frequencies(label, _of_waves(waves[0]), trained)]
+    else:
+        trained = trained_length or probe.TRAINED_LENGTH
+        resolved, module = probe.build(scheme, dims=dims, trained_length=trained, **hyperparameters)
+        label = resolved.name
+        if isinstance(module, Waves):
+            return [Frequencies(label, _of_waves(module), trained)]
+        rotary = module if resolved.kind == "rotary" else None
+    if rotary is None:
+        raise ValueError(f"{label} has no waves: only sinusoidal and rope have")
+    found = []
+    for kind in getattr(rotary, "layer_types", None) or [None]:
+        last = max(2, length or trained) - 1
+        cos, sin = probe.rotations(rotary, torch.tensor([1, last]), kind)
+        name = label if kind is None else f"{label}, {kind}"
+        found.append(Frequencies(name, torch.atan2(sin[0], cos[0]), trained))  # no pair turns by more than pi at once
+    return found
+
+
+def _of_waves(module: Waves) -> Tensor:
+    own = module.frequencies
+    place = torch.device("cpu") if own is None else own.device
+    return (module.fixed_frequencies(place) if own is None else own.detach()).double().cpu()

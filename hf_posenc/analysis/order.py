@@ -1,0 +1,225 @@
+"""How much the order of the context matters: swap or shuffle it and see what the last token notices.
+
+Attention without positions is a sum over an unordered set, `softmax(q K^T) V`, so one such layer gives the last token
+exactly the same output whatever the order of what it reads. A causal stack without positions is not blind: earlier
+tokens see sets that depend on the order, and the mask alone leaks it to the layers above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from . import probe
+
+
+@dataclass(frozen=True)
+class LayerOrder:
+    """What one layer does with another order of its context.
+
+    Attributes:
+        index: of the layer.
+        own: relative change of the last token's output when only this layer's other inputs change places.
+        accumulated: relative change of the last token's hidden state after this layer when the tokens of the text
+            change places.
+        next_token: total variation (0 .. 1) of the model's next-token distribution when this layer alone reads the
+            other order, and everything after it sees the tokens in their places again.
+    """
+
+    index: int
+    own: float
+    accumulated: float
+    next_token: float
+
+
+@dataclass(frozen=True)
+class OrderSensitivity:
+    """What a model notices of order. Averages over texts and changes.
+
+    Attributes:
+        label: the model's class.
+        change: `swap` or `shuffle`.
+        layers: one entry per layer.
+        total_variation: of the next-token distribution when the tokens of the text change places, 0 .. 1.
+        kl: Kullback-Leibler divergence of the changed from the original next-token distribution, nats.
+        tokens: in a text.
+        changes: number of swaps or shuffles averaged over.
+    """
+
+    label: str
+    change: str
+    layers: tuple[LayerOrder, ...]
+    total_variation: float
+    kl: float
+    tokens: int
+    changes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {**self.__dict__, "layers": [dict(layer.__dict__) for layer in self.layers]}
+
+    def __str__(self) -> str:
+        """Return a table."""
+        lines = [
+            f"{self.label}, {self.change}: next-token distribution moves by {self.total_variation:.3g} "
+            f"(total variation), {self.kl:.3g} nats",
+            f"  {'layer':<6} {'own':>10} {'accumulated':>12} {'next token':>11}",
+        ]
+        for layer in self.layers:
+            lines.append(f"  {layer.index:<6} {layer.own:>10.2e} {layer.accumulated:>12.2e} {layer.next_token:>11.2e}")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def order_sensitivity(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    *,
+    change: str = "swap",
+    changes: int = 4,
+    seed: int = 0,
+    progress: bool = False,
+) -> OrderSensitivity:
+    """Change the order of the context and measure what reaches the last token, layer by layer.
+
+    The last token stays in its place. Costs `changes * (layers + 2)` short forward passes. A sliding window that is
+    shorter than the text shows some tokens to the last one and hides others, which a changed order changes as well.
+
+    Args:
+        model: a causal language model, patched or stock, best in float32 or float64.
+        tokens: (T,) or (B, T) text without padding, T >= 3.
+        change: `swap` two neighbouring tokens of the context that differ, or `shuffle` all of it.
+        changes: how many, drawn at random.
+        seed: of the draw.
+        progress: show a progress bar.
+
+    Returns:
+        OrderSensitivity.
+
+    Raises:
+        ValueError: for another `change`, under 3 tokens, or a context whose tokens are all the same.
+    """
+    tokens = probe.check_tokens(tokens, 3)
+    if change not in ("swap", "shuffle"):
+        raise ValueError(f"change must be swap or shuffle, not {change!r}")
+    layers = probe.parts(model).layers
+    sums = torch.zeros(3, len(layers), dtype=torch.float64)
+    variation = divergence = 0.0
+    with (
+        probe.evaluating(model),
+        tqdm(total=changes * (len(layers) + 1), disable=not progress, desc="order", unit="forward") as bar,
+    ):
+        calls, states, logits = _trace(model, layers, tokens)
+        for order in _orders(tokens, change, changes, seed):
+            _, moved_states, moved = _trace(model, layers, tokens[:, order])
+            bar.update()
+            variation += _variation(moved, logits)
+            divergence += _divergence(moved, logits)
+            for index, layer in enumerate(layers):
+                hidden, args, kwargs = calls[index]
+                own = _first(layer(hidden[:, order], *args, **kwargs))[:, -1]
+                same = _first(layer(hidden, *args, **kwargs))[:, -1]
+                with _reordered(layer, order):
+                    alone = model(tokens, use_cache=False).logits[:, -1]
+                sums[0, index] += _change(own, same)
+                sums[1, index] += _change(moved_states[index], states[index])
+                sums[2, index] += _variation(alone, logits)
+                bar.update()
+    means = (sums / changes).T.tolist()
+    return OrderSensitivity(
+        label=type(model).__name__,
+        change=change,
+        layers=tuple(LayerOrder(index, *row) for index, row in enumerate(means)),
+        total_variation=variation / changes,
+        kl=divergence / changes,
+        tokens=tokens.shape[1],
+        changes=changes,
+    )
+
+
+def _orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
+    """Return orders (T,) that move at least one token of every kind of change, the last token in its place."""
+    generator = torch.Generator().manual_seed(seed)
+    length = tokens.shape[1]
+    context = tokens[:, :-1].cpu()
+    differing = (context[:, 1:] != context[:, :-1]).any(0).nonzero().flatten()
+    if not len(differing):
+        raise ValueError("all tokens of the context are the same: their order cannot be changed")
+    orders = []
+    for _ in range(count):
+        order = torch.arange(length)
+        if change == "swap":
+            place = int(differing[torch.randint(len(differing), (), generator=generator)])
+            order[[place, place + 1]] = order[[place + 1, place]]
+        else:
+            while context.equal(context[:, order[:-1]]):
+                order[:-1] = torch.randperm(length - 1, generator=generator)
+        orders.append(order)
+    return orders
+
+
+def _trace(model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor) -> tuple[list[Any], list[Tensor], Tensor]:
+    """Run the model; return what each layer was called with, its last token's output, and the last logits."""
+    calls: list[Any] = []
+    states: list[Tensor] = []
+
+    def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        calls.append((args[0], args[1:], rest) if args else (kwargs["hidden_states"], (), rest))
+
+    def after(layer: nn.Module, args: Any, output: Any) -> None:
+        states.append(_first(output)[:, -1])
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            # First in line: hooks of a scheme add positions to what this one has seen.
+            hooks.callback(layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(after).remove)
+        logits = model(tokens, use_cache=False).logits[:, -1]
+    return calls, states, logits
+
+
+@contextmanager
+def _reordered(layer: nn.Module, order: Tensor) -> Iterator[None]:
+    """Let one layer read its inputs in another order, and put its outputs back in place."""
+    back = order.argsort()
+
+    def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (args[0][:, order], *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"][:, order]}
+
+    def after(layer: nn.Module, args: Any, output: Any) -> Any:
+        return (output[0][:, back], *output[1:]) if isinstance(output, tuple) else output[:, back]
+
+    with ExitStack() as hooks:
+        hooks.callback(layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+        hooks.callback(layer.register_forward_hook(after).remove)
+        yield
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _change(changed: Tensor, original: Tensor) -> float:
+    """Return the mean over texts of |changed - original| / |original|."""
+    changed, original = changed.double(), original.double()
+    return ((changed - original).norm(dim=-1) / original.norm(dim=-1).clamp(min=1e-30)).mean().item()
+
+
+def _variation(changed: Tensor, original: Tensor) -> float:
+    difference = changed.double().softmax(-1) - original.double().softmax(-1)
+    return (difference.abs().sum(-1) / 2).mean().item()
+
+
+def _divergence(changed: Tensor, original: Tensor) -> float:
+    logs = original.double().log_softmax(-1)
+    return (logs.exp() * (logs - changed.double().log_softmax(-1))).sum(-1).mean().item()

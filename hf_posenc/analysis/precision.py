@@ -1,0 +1,101 @@
+"""How many distances a dtype can tell apart: for our biases, and for those that BLOOM and Falcon compute.
+
+bfloat16 keeps 8 bits of a number: of the biases of 8192 keys some 900 different values are left, so most neighbouring
+distances get the same bias. Biases here are float32 whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
+
+from ..schemes.base import Dims, Scheme, ScoreModule
+from . import probe
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class DistinctBiases:
+    """Different biases of one way of computing them.
+
+    Attributes:
+        method: `hf_posenc`, `bloom` or `falcon`.
+        dtype: of the model, e.g. `bfloat16`.
+        length: number of distances, 0 .. length - 1, in tokens.
+        heads: different values per head, (H,); `length` is all of them.
+        finite: whether every bias is a finite number.
+    """
+
+    method: str
+    dtype: str
+    length: int
+    heads: tuple[int, ...]
+    finite: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {**self.__dict__, "heads": list(self.heads)}
+
+    def __str__(self) -> str:
+        """Return one line."""
+        low, high = min(self.heads), max(self.heads)
+        return (
+            f"{self.method:<10} {self.dtype:<9} {low if low == high else f'{low} to {high}'} of {self.length} "
+            f"distances told apart{'' if self.finite else ', some infinite'}"
+        )
+
+
+def precision_audit(
+    length: int,
+    *,
+    num_heads: int = 16,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    scheme: str | Scheme = "alibi",
+    **hyperparameters: Any,
+) -> list[DistinctBiases]:
+    """Count the different biases that distances 0 .. length - 1 get.
+
+    Args:
+        length: in tokens.
+        num_heads: H.
+        dtypes: of the model.
+        scheme: one whose effect is a bias by distance (`alibi`).
+        **hyperparameters: beside a name.
+
+    Returns:
+        One entry per dtype for each of `hf_posenc`, `bloom` and `falcon`.
+
+    Raises:
+        ValueError: if the scheme has no bias by distance, or `length` is under 1.
+    """
+    if length < 1:
+        raise ValueError(f"length must be at least 1, not {length}")
+    dims = Dims(
+        num_heads=num_heads, num_key_value_heads=num_heads, head_dim=64, hidden_size=64 * num_heads, num_layers=1
+    )
+    resolved, module = probe.build(scheme, dims=dims, **hyperparameters)
+    keys = torch.ones(1, length, dtype=torch.int64)
+    found = []
+    for dtype in dtypes:
+        bias = module.to(dtype).bias(length, torch.empty(0, dtype=dtype)) if isinstance(module, ScoreModule) else None
+        if bias is None:
+            raise ValueError(f"{resolved.name} has no bias by distance; alibi has")
+        # Theirs grow with the key's index, ours fall with the distance: softmax cannot tell, and the count is the same.
+        theirs = {"bloom": bloom_alibi(keys, num_heads, dtype), "falcon": falcon_alibi(keys, num_heads, dtype)}
+        for method, values in {"hf_posenc": bias.detach(), **theirs}.items():
+            found.append(distinct(method, values.reshape(num_heads, length), dtype))
+    return found
+
+
+def distinct(method: str, biases: Tensor, dtype: torch.dtype) -> DistinctBiases:
+    """Count the different values of biases (H, length)."""
+    counts = tuple(row.unique().numel() for row in biases)
+    name = str(dtype).removeprefix("torch.")
+    return DistinctBiases(method, name, biases.shape[-1], counts, bool(biases.isfinite().all()))

@@ -1,0 +1,89 @@
+"""Draws the gallery: what each scheme does to positions and distances, from the schemes alone.
+
+    python scripts/plot_schemes.py docs/images            # writes every picture as PNG
+    python scripts/plot_schemes.py docs/images --format svg --only decay similarity
+
+No model, data or network is needed, and the same versions give the same bytes.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_posenc.analysis import Decay, decay, frequencies, plots, precision_audit, scheme_vectors, sinusoidal_integral
+
+
+def vectors(length: int = 128, **hyperparameters: Any) -> torch.Tensor:
+    found = scheme_vectors("sinusoidal", length, **hyperparameters)
+    assert found is not None
+    return found
+
+
+def decay_of_schemes() -> Any:
+    return plots.decay_curves(
+        {
+            "nope": decay("nope"),
+            "sinusoidal": decay("sinusoidal"),
+            "rope": decay("rope"),
+            "rope, YaRN 4x": decay("rope", scaling={"rope_type": "yarn", "factor": 4.0}),
+            "alibi, head 8 of 8": _one_head(decay("alibi"), 7),
+        },
+        title="What a scheme gives to a distance",
+    )
+
+
+def _one_head(curve: Any, head: int) -> Any:
+    return type(curve)(curve.label, curve.distances, curve.scores[:, head : head + 1])
+
+
+def decay_of_bases() -> Any:
+    curves: dict[str, Any] = {f"base {base:g}": decay("sinusoidal", base=base) for base in (100.0, 1000.0, 10000.0)}
+    curves |= {f"t^{alpha:g}": decay("sinusoidal", frequencies="power", alpha=alpha) for alpha in (1.0, 2.0)}
+    d = torch.arange(512)
+    curves["integral, base 10000"] = Decay("integral", d, sinusoidal_integral(d)[None, None])
+    return plots.decay_curves(curves, title="Sinusoids: <p_m, p_n> by distance and frequencies")
+
+
+def waves() -> Any:
+    found = []
+    for label, scaling in (
+        ("rope", None),
+        ("linear 4x", {"rope_type": "linear", "factor": 4.0}),
+        ("YaRN 4x", {"rope_type": "yarn", "factor": 4.0}),
+    ):
+        (each,) = frequencies("rope", trained_length=512, scaling=scaling)
+        found.append(type(each)(label, each.frequencies, each.trained_length))
+    return plots.wavelengths(found, title="Which pairs of RoPE ever complete a turn")
+
+
+GALLERY: dict[str, Callable[[], Any]] = {
+    "vectors": lambda: plots.position_vectors(
+        vectors(layout="split"), title="Sinusoidal position vectors: sines, then cosines"
+    ),
+    "similarity": lambda: plots.similarity_matrix(vectors(), title="Sinusoidal: similarity of positions"),
+    "decay": decay_of_schemes,
+    "decay-sinusoidal": decay_of_bases,
+    "biases-alibi": lambda: plots.bias_maps(decay("alibi", 64), title="ALiBi: bias of each head"),
+    "wavelengths": waves,
+    "precision": lambda: plots.distinct_biases(
+        precision_audit(8192, dtypes=(torch.float32, torch.bfloat16)), title="Distances that survive a dtype"
+    ),
+}
+"""Name of a picture -> what draws it."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Draw the gallery of position encodings.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--format", choices=plots.FORMATS, default="png")
+    parser.add_argument("--only", nargs="+", choices=GALLERY, default=list(GALLERY), metavar="NAME")
+    options = parser.parse_args(arguments)
+    for name in options.only:
+        print(plots.save(GALLERY[name](), options.directory / f"{name}.{options.format}", dpi=110))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Decay and frequencies: against formulas written out, quadrature of another kind, and attention weights themselves."""
+
+import math
+
+import pytest
+import torch
+from families import LENGTH, tiny, tokens
+from situations import randomize
+from torch.testing import assert_close
+
+from hf_posenc import available_schemes, patch_model
+from hf_posenc.analysis import (
+    attention_by_distance,
+    cosine_integral,
+    decay,
+    frequencies,
+    model_decay,
+    power_asymptote,
+    power_integral,
+    sinusoidal_integral,
+)
+from hf_posenc.schemes.base import Dims
+
+DIMS = Dims(num_heads=4, num_key_value_heads=4, head_dim=16, hidden_size=64, num_layers=1)
+EXACT = {"rtol": 0, "atol": 1e-12}
+TABLE = {"rtol": 0, "atol": 2e-6}  # transformers computes cosines in float32
+
+
+def simpson(function, low, high, panels):
+    x = torch.linspace(low, high, 2 * panels + 1, dtype=torch.float64)
+    y = function(x)
+    return ((y[0] + y[-1] + 4 * y[1::2].sum() + 2 * y[2:-1:2].sum()) * (high - low) / (6 * panels)).item()
+
+
+@pytest.mark.parametrize("scheme", available_schemes())
+def test_every_scheme_has_a_curve_that_starts_near_1(scheme):
+    found = decay(scheme, 40, dims=DIMS)
+    assert found.scores.shape[-1] == 40
+    assert found.mean[0] == pytest.approx(1, abs=0.5)
+    assert found.to_dict()["distances"] == list(range(40))
+
+
+@pytest.mark.parametrize("base", [100.0, 1000.0, 10000.0])
+def test_sinusoids(base):
+    found = decay("sinusoidal", 60, dims=DIMS, base=base).scores[0, 0]
+    expected = [sum(math.cos(d * base ** (-2 * u / 64)) for u in range(32)) / 32 for d in range(60)]
+    assert_close(found, torch.tensor(expected, dtype=torch.float64), **EXACT)
+
+
+def test_power_law_frequencies():
+    found = decay("sinusoidal", 60, dims=DIMS, frequencies="power", alpha=2.0, trainable=True).scores[0, 0]
+    expected = [sum(math.cos(d * (2 * u / 64) ** 2) for u in range(32)) / 32 for d in range(60)]
+    assert_close(found, torch.tensor(expected, dtype=torch.float64), **EXACT)
+
+
+def test_rope_and_its_scalings():
+    w = torch.tensor([10000.0 ** (-2 * u / 16) for u in range(8)], dtype=torch.float64)
+    d = torch.arange(60)
+    assert_close(decay("rope", 60, dims=DIMS).scores[0, 0], (d[:, None] * w).cos().mean(-1), **TABLE)
+    linear = decay("rope", 60, dims=DIMS, scaling={"rope_type": "linear", "factor": 4.0}).scores[0, 0]
+    assert_close(linear, (d[:, None] * w / 4).cos().mean(-1), **TABLE)
+    yarn = decay("rope", 60, dims=DIMS, scaling={"rope_type": "yarn", "factor": 4.0}).scores[0, 0]
+    assert yarn[0].item() == pytest.approx((0.1 * math.log(4) + 1) ** 2, rel=1e-6)  # YaRN's temperature, squared
+    half = decay("rope", 60, dims=DIMS, partial_rotary_factor=0.5).scores[0, 0]
+    narrow = torch.tensor([10000.0 ** (-2 * u / 8) for u in range(4)] + [0.0] * 4, dtype=torch.float64)
+    assert_close(half, (d[:, None] * narrow).cos().mean(-1), **TABLE)
+
+
+def test_biases():
+    d = torch.arange(60, dtype=torch.float64)
+    slopes = torch.tensor([[1 / 4], [1 / 16], [1 / 64], [1 / 256]], dtype=torch.float64)
+    assert_close(decay("alibi", 60, dims=DIMS).scores[0], 1 - slopes * d, **EXACT)
+    assert_close(decay("da_transformer", 60, dims=DIMS).scores, torch.ones(1, 4, 60, dtype=torch.float64), **EXACT)
+    assert_close(decay("nope", 60).scores, torch.ones(1, 1, 60, dtype=torch.float64), **EXACT)
+    clipped = decay("shaw", 60, dims=DIMS, max_distance=8).scores[0]
+    assert (clipped[:, 8:] == clipped[:, 8:9]).all()
+    assert (clipped[:, :8].diff() != 0).all()
+
+
+def test_learned_positions_are_averaged_over_pairs():
+    found = decay("learned", [0, 3, 29], dims=DIMS, num_positions=30, initialization="normal", seed=3).scores[0, 0]
+    from hf_posenc.analysis import probe
+
+    table = probe.build("learned", dims=DIMS, num_positions=30, initialization="normal", seed=3)[1].table.detach()
+    by_hand = [sum(table[m] @ table[m + d] for m in range(30 - d)) / (30 - d) for d in (0, 3, 29)]
+    assert_close(found, torch.stack(by_hand) / by_hand[0], **EXACT)
+    with pytest.raises(ValueError, match="30 positions: no distance of 30"):
+        decay("learned", 31, dims=DIMS, num_positions=30)
+
+
+@pytest.mark.parametrize("x", [0.01, 1.0, 3.999, 4.0, 10.0, 100.0])
+def test_cosine_integral_is_its_definition(x):
+    inner = simpson(lambda t: torch.where(t > 0, (t.cos() - 1) / t.clamp(min=1e-300), 0.0), 0.0, x, 20000)
+    assert cosine_integral(torch.tensor([x])).item() == pytest.approx(
+        0.5772156649015329 + math.log(torch.tensor(x).item()) + inner, abs=1e-7 if x in (0.01, 3.999) else 1e-12
+    )
+
+
+def test_sum_of_many_sinusoids_is_the_integral():
+    d = torch.tensor([0, 1, 5, 50, 500])
+    closed = sinusoidal_integral(d, base=1000.0)
+    by_quadrature = [simpson(lambda s, d=d: torch.cos(d * 1000.0**-s), 0.0, 1.0, 40000) for d in d.tolist()]
+    assert_close(closed, torch.tensor(by_quadrature, dtype=torch.float64), rtol=0, atol=1e-10)
+    many = Dims(num_heads=1, num_key_value_heads=1, head_dim=8, hidden_size=20000, num_layers=1)
+    finite = decay("sinusoidal", [0, 5, 50], dims=many, base=1000.0).scores[0, 0]
+    assert_close(finite, closed[[0, 2, 3]], rtol=0, atol=1e-3)  # the sum is a left Riemann sum of 10,000 steps
+    logarithmic = 1 - (0.5772156649015329 + math.log(500)) / math.log(1e8)
+    assert sinusoidal_integral(torch.tensor([500]), base=1e8).item() == pytest.approx(logarithmic, abs=2e-4)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 2.0, 3.0])
+def test_power_integral(alpha):
+    d = torch.tensor([0, 1, 7, 60])
+    # Simpson in s = r^4: alpha = 0.5 is smooth there.
+    expected = [simpson(lambda r, d=d: torch.cos(d * r ** (4 * alpha)) * 4 * r**3, 0.0, 1.0, 50000) for d in d.tolist()]
+    assert_close(power_integral(d, alpha=alpha), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-10)
+    if alpha > 1:
+        far = torch.tensor([4000])
+        assert abs(power_integral(far, alpha=alpha) - power_asymptote(far, alpha=alpha)) < 2 / (4000 * alpha)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "family"), [("shaw", "llama"), ("transformer_xl", "gpt2"), ("alibi", "opt"), ("da_transformer", "llama")]
+)
+def test_a_model_as_it_stands(scheme, family):
+    model = randomize(patch_model(tiny(family).double(), scheme))
+    found = model_decay(model, tokens(1, 24), 20)
+    assert found.scores.shape == (2, 4, 20)
+    assert found.scores.diff().abs().max() > 1e-3
+    if scheme == "da_transformer":
+        module = model.model.layers[1].self_attn.posenc
+        w, v = module.distance_weight.detach(), module.saturation.detach()
+        d = torch.arange(20, dtype=torch.float64)
+        expected = (1 + v.exp())[:, None] / (1 + (v[:, None] - w[:, None] * d).exp())
+        assert_close(found.scores[1], expected, rtol=1e-9, atol=1e-9)
+    if scheme == "alibi":
+        assert_close(
+            found.scores.diff(),
+            torch.tensor([-(0.25**h) for h in (1, 2, 3, 4)]).double()[None, :, None].expand(2, 4, 19),
+            rtol=0,
+            atol=1e-9,
+        )
+    if scheme == "shaw":
+        assert_close(found.scores[..., 5:], decay_of_shaw(model, tokens(1, 24))[..., 5:20], rtol=0, atol=1e-9)
+
+
+def decay_of_shaw(model, ids):
+    """1 + mean query . a_d / sqrt(D), from queries computed anew layer by layer."""
+    queries = []
+    hooks = [
+        layer.self_attn.posenc.register_forward_pre_hook(lambda m, args: queries.append(args[0]))
+        for layer in model.model.layers
+    ]
+    model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    tables = [layer.self_attn.posenc.key_embeddings for layer in model.model.layers]
+    rows = [
+        torch.stack([1 + q.mean((0, 2)) @ t[min(d, t.shape[0] - 1)] / q.shape[-1] ** 0.5 for d in range(20)], -1)
+        for q, t in zip(queries, tables, strict=True)
+    ]
+    return torch.stack(rows).detach()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi", "gpt2", "opt"])
+def test_a_stock_model_as_it_stands(family):
+    model = tiny(family)
+    found = model_decay(model, tokens(1, 24), 20)
+    assert found.scores[..., 0] == pytest.approx(1, abs=1e-6)
+    if family == "gpt2":
+        table = model.transformer.wpe.weight.detach().double()
+        by_hand = [sum(table[m] @ table[m + d] for m in range(LENGTH - d)) / (LENGTH - d) for d in range(20)]
+        assert_close(found.scores[0, 0], torch.stack(by_hand) / by_hand[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "family"),
+    [(None, "llama"), (None, "gpt2"), (None, "gemma3"), ("shaw", "llama"), ("alibi", "gpt2"), ("rope", "gpt2")],
+)
+def test_attention_mass_is_the_attention_weights(scheme, family):
+    model = tiny(family)
+    if scheme:
+        randomize(patch_model(model, scheme))
+    ids = tokens(2, 24)
+    backend = model.config._attn_implementation
+    found = attention_by_distance(model, ids)
+    assert model.config._attn_implementation == backend
+    assert_close(found.mass.sum(-1), torch.ones(2, 4, dtype=torch.float64), rtol=0, atol=1e-6)
+    if not scheme or scheme == "rope":
+        model.set_attn_implementation("eager")
+    weights = torch.stack(model(ids, output_attentions=True, use_cache=False).attentions).double()  # (N, B, H, T, T)
+    expected = torch.zeros(2, 4, 24, dtype=torch.float64)
+    for i in range(12, 24):
+        for j in range(i + 1):
+            expected[..., i - j] += weights[:, :, :, i, j].mean(1).detach() / 12
+    assert_close(found.mass, expected, rtol=0, atol=1e-6)
+    assert_close(found.mean_distance, (expected * torch.arange(24)).sum(-1), rtol=0, atol=1e-4)
+
+
+def test_a_model_without_positions_looks_as_far_as_it_can():
+    model = patch_model(tiny("llama", initializer_range=1e-4), "nope")
+    found = attention_by_distance(model, tokens(2, 24), first_query=23)
+    assert_close(found.mass, torch.full((2, 4, 24), 1 / 24, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def test_frequencies_of_sinusoids_and_rope():
+    (waves,) = frequencies("sinusoidal", dims=DIMS, trained_length=512)
+    expected = torch.tensor([10000 ** (-2 * u / 64) for u in range(32)], dtype=torch.float64)
+    assert_close(waves.frequencies, expected, **EXACT)
+    assert waves.completed == sum(2 * math.pi * 10000 ** (2 * u / 64) <= 512 for u in range(32)) == 16
+    (turned,) = frequencies("rope", dims=DIMS, trained_length=512)
+    assert_close(turned.frequencies, expected[::4], rtol=1e-6, atol=0)
+    (linear,) = frequencies("rope", dims=DIMS, trained_length=512, scaling={"rope_type": "linear", "factor": 4.0})
+    assert_close(linear.frequencies * 4, turned.frequencies, rtol=1e-6, atol=0)
+    # NTK-aware (dynamic) scaling: a larger base once the length exceeds the trained one.
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    (short,) = frequencies("rope", dims=DIMS, trained_length=512, scaling=dynamic)
+    (long,) = frequencies("rope", dims=DIMS, trained_length=512, length=2048, scaling=dynamic)
+    assert_close(short.frequencies, turned.frequencies, rtol=1e-6, atol=0)
+    base = 10000 * (2 * 2048 / 512 - 1) ** (16 / 14)
+    ntk = torch.tensor([base ** (-2 * u / 16) for u in range(8)], dtype=torch.float64)
+    assert_close(long.frequencies, ntk, rtol=1e-5, atol=0)
+
+
+def test_yarn_leaves_fast_waves_alone_and_divides_slow_ones():
+    dims = Dims(num_heads=1, num_key_value_heads=1, head_dim=128, hidden_size=128, num_layers=1)
+    (plain,) = frequencies("rope", dims=dims, trained_length=4096)
+    (yarn,) = frequencies("rope", dims=dims, trained_length=4096, scaling={"rope_type": "yarn", "factor": 8.0})
+    ratio = plain.frequencies / yarn.frequencies
+    assert_close(
+        ratio[plain.turns > 40], torch.ones(int((plain.turns > 40).sum()), dtype=torch.float64), rtol=1e-5, atol=0
+    )
+    slow = plain.turns < 0.8
+    assert slow.sum() > 10
+    assert_close(ratio[slow], torch.full((int(slow.sum()),), 8.0, dtype=torch.float64), rtol=1e-5, atol=0)
+
+
+def test_frequencies_of_models():
+    assert len(frequencies(tiny("gemma3"))) == 2  # local and global layers
+    (found,) = frequencies(patch_model(tiny("gpt2"), "rope"))
+    assert_close(found.frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]).double(), rtol=1e-6, atol=0)
+    assert found.trained_length == LENGTH
+    partial = patch_model(tiny("llama"), "rope", partial_rotary_factor=0.5)
+    assert frequencies(partial)[0].to_dict()["wavelengths"][2:] == [None, None]  # they stand still
+    for model in (tiny("gpt2"), patch_model(tiny("llama"), "alibi")):
+        with pytest.raises(ValueError, match="has no waves"):
+            frequencies(model)

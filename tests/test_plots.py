@@ -1,0 +1,233 @@
+"""Figures: what they show, that they are the same bytes twice, and what is said without matplotlib."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import tiny, tokens
+
+from hf_posenc import analysis
+from hf_posenc.analysis import plots
+from hf_posenc.cli import main
+
+pytest.importorskip("matplotlib", reason="matplotlib is an extra: pip install 'hf_posenc[plots]'")
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
+ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+CURVES = {
+    "base, sliding": [(128, 4.5), (256, 4.2), (512, math.inf)],
+    "base, non-overlapping": [(128, 5.5), (256, 5.0), (512, 50.0)],
+    "alibi, sliding": [(512, 4.0), (128, 4.4), (256, 4.1)],
+}
+BINS = {"base": [(0, 1, 6.0), (1, 4, 4.0), (4, 16, 3.0)], "alibi": [(0, 1, 6.1), (4, 16, 2.9)]}
+CELLS = [{"length": n, "depth": d, "accuracy": d} for n in (128, 256) for d in (0, 0.5, 1) if (n, d) != (256, 0.5)]
+
+
+def figures():
+    yield "perplexity", lambda: plots.perplexity_by_length(CURVES, trained_length=256, title="Perplexity")
+    yield "position", lambda: plots.loss_by_position(BINS, trained_length=8)
+    yield "loss", lambda: plots.loss_curve({"base": [(0, 5.0), (1000, 4.0)]}, title="Loss")
+    yield "retrieval", lambda: plots.retrieval_heat_map(CELLS, title="Passkey")
+    yield "vectors", lambda: plots.position_vectors(analysis.scheme_vectors("sinusoidal", 20), title="Vectors")
+    yield "similarity", lambda: plots.similarity_matrix(analysis.scheme_vectors("sinusoidal", 20))
+    yield "decay", lambda: plots.decay_curves({s: analysis.decay(s, 30) for s in ("rope", "shaw")}, heads=True)
+    yield "biases", lambda: plots.bias_maps(analysis.decay("alibi", 10), title="Biases")
+    yield "wavelengths", lambda: plots.wavelengths(analysis.frequencies("rope"))
+    yield "precision", lambda: plots.distinct_biases(analysis.precision_audit(300))
+    yield "attention", lambda: plots.attention_by_distance(analysis.attention_by_distance(tiny("gpt2"), tokens(1, 20)))
+    yield "order", lambda: plots.order_by_layer({"a": analysis.order_sensitivity(tiny("gpt2"), tokens(1, 8))})
+
+
+FIGURES = dict(figures())
+
+
+# PNG of every picture, the other formats of one: they come from the same figure.
+@pytest.mark.parametrize(("name", "kind"), [(name, "png") for name in FIGURES] + [("decay", "svg"), ("decay", "pdf")])
+def test_a_figure_is_the_same_bytes_twice(name, kind, tmp_path):
+    first, second = (plots.save(FIGURES[name](), tmp_path / f"{i}.{kind}").read_bytes() for i in range(2))
+    assert first == second
+    assert first.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[kind])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"0.{kind}", f"1.{kind}"]  # nothing of the writing is left
+
+
+def test_perplexity_lines_are_the_numbers_and_methods_share_a_colour():
+    axes = plots.perplexity_by_length(CURVES, trained_length=256).axes[0]
+    lines = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+    assert list(lines) == list(CURVES)
+    assert list(lines["alibi, sliding"].get_xdata()) == [128, 256, 512]
+    assert list(lines["alibi, sliding"].get_ydata()) == [4.4, 4.1, 4.0]
+    sliding, fresh = lines["base, sliding"], lines["base, non-overlapping"]
+    assert sliding.get_color() == fresh.get_color() != lines["alibi, sliding"].get_color()
+    assert sliding.get_linestyle() != fresh.get_linestyle()
+    assert math.isnan(sliding.get_ydata()[2])  # infinite: an arrow instead, at its length
+    assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "$\\uparrow$"] == [[512]]
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("context length (tokens)", "perplexity per token")
+    assert "trained length 256" in [text.get_text() for text in axes.texts]
+
+
+def test_sixteen_curves_can_be_told_apart():
+    curves = {f"scheme {i}": [(128, 4.0 + i), (256, 4.0)] for i in range(16)}
+    lines = plots.perplexity_by_length(curves).axes[0].lines
+    looks = {(line.get_color(), line.get_marker(), line.get_linestyle(), line._unscaled_dash_pattern) for line in lines}
+    assert len(looks) == 16
+
+
+def test_steps_of_loss_by_position():
+    line = plots.loss_by_position(BINS).axes[0].lines[0]
+    assert list(line.get_xdata()) == [0.5, 1, 1, 4, 4, 16]
+    assert list(line.get_ydata()) == [6, 6, 4, 4, 3, 3]
+    gapped = list(plots.loss_by_position(BINS).axes[0].lines[1].get_ydata())
+    assert [y for y in gapped if not math.isnan(y)] == [6.1, 6.1, 2.9, 2.9]
+    assert math.isnan(gapped[2])  # no line over bins that were not measured
+
+
+def test_cells_of_retrieval():
+    image = plots.retrieval_heat_map(CELLS).axes[0].images[0].get_array()
+    assert image[:, 0].tolist() == [0, 0.5, 1]
+    assert image.mask[:, 1].tolist() == [False, True, False]
+
+
+def test_scheme_pictures_are_the_numbers():
+    vectors = analysis.scheme_vectors("sinusoidal", 20)
+    shown = FIGURES["vectors"]().axes[0].images[0]
+    assert torch.tensor(shown.get_array()).T.equal(vectors)
+    assert shown.norm.vmin == -shown.norm.vmax  # white is 0
+    cosines = torch.tensor(FIGURES["similarity"]().axes[0].images[0].get_array())
+    # Sinusoids all have one length, and the cosine depends on the distance only.
+    expected = analysis.decay("sinusoidal", 20).scores[0, 0]
+    torch.testing.assert_close(cosines[0], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(cosines[19].flip(0), expected, rtol=0, atol=1e-12)
+
+    curve = analysis.decay("alibi", 10)
+    panels = plots.bias_maps(curve).axes[:8]
+    for head, axes in enumerate(panels):
+        shown = axes.images[0].get_array()
+        assert shown[9, 2] == pytest.approx(-7 * 2.0 ** -(head + 1))
+        assert shown.mask[2, 9]  # the future is blank
+
+    line = plots.decay_curves({"alibi": curve}).axes[0].lines[0]
+    assert list(line.get_ydata()) == pytest.approx(curve.scores.mean((0, 1)).tolist())
+    assert len(plots.decay_curves({"alibi": curve}, heads=True).axes[0].lines) == 9
+
+
+def test_bins_of_attention_hold_all_of_it():
+    measured = analysis.attention_by_distance(tiny("gpt2"), tokens(1, 20))
+    axes = plots.attention_by_distance(measured).axes[0]
+    image = torch.tensor(axes.images[0].get_array().data)
+    torch.testing.assert_close(image.sum(-1), torch.full((8,), 100.0, dtype=torch.float64), rtol=1e-5, atol=0)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "2-3", "4-7", "8-15", "16-19"]
+    torch.testing.assert_close(image[5, 3], 100 * measured.mass[1, 1, 4:8].sum(), rtol=1e-9, atol=0)
+
+
+def test_wavelengths_and_trained_length():
+    axes = FIGURES["wavelengths"]().axes[0]
+    assert axes.lines[0].get_ydata()[0] == pytest.approx(2 * math.pi, rel=1e-6)
+    assert axes.get_legend().get_texts()[0].get_text() == "rope (16 of 32 turn)"
+    with pytest.raises(ValueError, match="one trained length"):
+        plots.wavelengths(analysis.frequencies("rope") + analysis.frequencies("rope", trained_length=64))
+
+
+def test_the_gallery_is_drawn_from_schemes_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import plot_schemes
+
+    plot_schemes.main([str(tmp_path / "a"), "--format", "svg"])
+    plot_schemes.main([str(tmp_path / "b"), "--format", "svg", "--only", "decay", "wavelengths"])
+    assert {path.stem for path in (tmp_path / "a").iterdir()} == set(plot_schemes.GALLERY)
+    for name in ("decay.svg", "wavelengths.svg"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+COMMANDS = [
+    (["similarity", "sinusoidal", "--set", "base=100", "--length", "20"], "sinusoidal"),
+    (["decay", "MODEL", "rope", "--length", "20"], "model"),
+    (["attention", "MODEL", "--length", "20"], "model"),
+    (["order", "MODEL", "--length", "8"], "model"),
+    (["vectors", "MODEL", "--length", "20"], "model"),
+    (["wavelengths", "rope", "--trained-length", "64"], "rope"),
+    (["precision", "alibi", "--length", "300"], "alibi"),
+    (["biases", "alibi", "--length", "10"], "alibi"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "source"), COMMANDS, ids=[arguments[0] for arguments, _ in COMMANDS])
+def test_command(arguments, source, tmp_path, capsys):
+    tiny("gpt2").save_pretrained(tmp_path / "model")
+    kind, *rest = [str(tmp_path / "model") if argument == "MODEL" else argument for argument in arguments]
+    picture, numbers = tmp_path / "picture.png", tmp_path / "numbers.json"
+    assert main(["plot", kind, str(picture), *rest, "--numbers", str(numbers)]) == 0, capsys.readouterr().err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    written = json.loads(numbers.read_text())
+    assert written["kind"] == kind
+    assert written["sources"][source]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attention", "o.png", "alibi"], "name a checkpoint"),
+        (["similarity", "o.png", "rope"], "adds no position vectors"),
+        (["similarity", "o.png", "rope", "alibi"], "of one scheme or model"),
+        (["decay", "o.bmp", "rope"], "png, svg, pdf"),
+        (["decay", "o.png", "rope", "--set", "base=3"], "no hyper-parameter base"),
+    ],
+)
+def test_wrong_commands(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_without_matplotlib_leaves_the_numbers(tmp_path):
+    program = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from hf_posenc.cli import main\n"
+        "sys.exit(main(['plot', 'decay', 'o.png', 'alibi', '--numbers', 'n.json']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=ENV)
+    assert done.returncode == 2
+    assert "pip install 'hf_posenc[plots]'" in done.stderr
+    assert json.loads((tmp_path / "n.json").read_text())["sources"]["alibi"]["distances"][:2] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plots.perplexity_by_length({"base": []}), "nothing to draw"),
+        (lambda: plots.loss_by_position({"base": [(4, 4, 1.0)]}), "last position"),
+        (lambda: plots.retrieval_heat_map([*CELLS, CELLS[0]]), "two cells"),
+        (lambda: plots.save(FIGURES["loss"](), "figure.bmp"), "png, svg, pdf"),
+    ],
+)
+def test_wrong_calls(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_without_matplotlib_the_message_names_the_extra_and_the_numbers_remain():
+    program = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import hf_posenc.analysis\n"
+        "from hf_posenc.analysis import plots\n"
+        "try:\n    plots.loss_curve({'a': [(0, 1.0)]})\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=ENV)
+    assert "pip install 'hf_posenc[plots]'" in done.stdout
+
+
+def test_importing_the_analysis_does_not_import_matplotlib():
+    program = "import sys, hf_posenc.analysis, hf_posenc.analysis.plots; print('matplotlib' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ENV).stdout.strip()
+        == "False"
+    )
