@@ -125,10 +125,9 @@ def order_sensitivity(
             for index, layer in enumerate(layers):
                 hidden, args, kwargs = calls[index]
                 own = _first(layer(hidden[:, order], *args, **kwargs))[:, -1]
-                same = _first(layer(hidden, *args, **kwargs))[:, -1]
                 with _reordered(layer, order):
-                    alone = model(tokens, use_cache=False).logits[:, -1]
-                sums[0, index] += _change(own, same)
+                    alone = model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
+                sums[0, index] += _change(own, states[index])
                 sums[1, index] += _change(moved_states[index], states[index])
                 sums[2, index] += _variation(alone, logits)
                 bar.update()
@@ -182,7 +181,7 @@ def _trace(model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor) -> t
             # First in line: hooks of a scheme add positions to what this one has seen.
             hooks.callback(layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
             hooks.callback(layer.register_forward_hook(after).remove)
-        logits = model(tokens, use_cache=False).logits[:, -1]
+        logits = model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
     return calls, states, logits
 
 

@@ -22,7 +22,7 @@ Verdict = Literal["yes", "no", "not applicable"]
 
 UNIQUE = 1e-9
 """Smallest distance of two positions' representations, relative to their size, that counts as different."""
-LINEAR = 1e-5
+LINEAR = 1e-4
 """Largest relative residual of a linear map: transformers makes the cosines of `rope` in float32."""
 SEEN = 0.01
 """How far beyond what was seen in training a representation may go, relative to what it spans there."""
