@@ -66,7 +66,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     arguments.eval_lengths = sorted(set(arguments.eval_lengths))
     if Path(arguments.output).is_dir():
         raise UsageError(f"--output {arguments.output} is a folder, name a file")
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     load(AutoConfig, arguments.model)
     model = load(AutoModelForCausalLM, arguments.model, dtype=getattr(torch, arguments.dtype))
     if arguments.adapter:

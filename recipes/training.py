@@ -114,8 +114,14 @@ def check(arguments: TrainingArguments) -> None:
 
 
 def accelerator_for(arguments: TrainingArguments, folder: Path) -> Accelerator:
-    """One that accumulates as asked and tracks where asked."""
-    return Accelerator(
+    """One that accumulates as asked and tracks where asked.
+
+    Raises:
+        UsageError: if processes were started that accelerate does not join: each would train on its own.
+    """
+    accelerator = Accelerator(
+        # Without this, several processes on a machine without a GPU would not know of each other. DeepSpeed has its own way.
+        cpu=not torch.accelerator.is_available() and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true",
         mixed_precision=arguments.mixed_precision,
         # Windows come without end, so the end of a pass over the text must not cut an accumulation short.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -124,6 +130,10 @@ def accelerator_for(arguments: TrainingArguments, folder: Path) -> Accelerator:
         log_with=None if arguments.tracker == "none" else arguments.tracker,
         project_dir=folder,
     )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != accelerator.num_processes:
+        raise UsageError(f"{started} processes were started, but accelerate runs {accelerator.num_processes} of them")
+    return accelerator
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The fine-tuning loop: equal on any number of processes, exact to resume, safe to interrupt."""
 
-import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -17,6 +17,13 @@ import hf_posenc
 # peft 0.21 asks for it by the name that transformers 5.23 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
+ZERO = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="pip install deepspeed, which is no dependency, runs these",
+    ),
+]
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
@@ -49,13 +56,15 @@ def options(folder, text, output, **changes):
     ]
 
 
-def in_process(recipes, words, processes=None, **extra):
+def in_process(recipes, words, processes=None, launch_file=None, **extra):
     """The recipe as its users start it."""
     launch = [*LAUNCH, str(processes)] if processes else [sys.executable]
+    if launch_file:  # what `accelerate launch --config_file` does on GPUs
+        file = recipes / "accelerate" / f"{launch_file}.yaml"
+        launch += [str(recipes.parent / "tests" / "launch_on_cpu.py"), str(file)]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(recipes.parent),
-        "ACCELERATE_USE_CPU": "true",
         "HF_DATASETS_CACHE": importlib.import_module("datasets").config.HF_DATASETS_CACHE,
     }
     return subprocess.Popen(
@@ -235,15 +244,24 @@ def test_kill_and_resume(recipe, recipes, tiny_checkpoints, text):
         ("transformer_xl", {"context_parallel": 2}),
         pytest.param("shaw", {"gradient_accumulation": 1}, marks=pytest.mark.slow),
         pytest.param("rope", {"context_parallel": 2}, marks=pytest.mark.slow),
+        ("learned", {"gradient_accumulation": 1, "launch_file": "fsdp2"}),
+        pytest.param("alibi", {"context_parallel": 2, "launch_file": "context_parallel"}, marks=pytest.mark.slow),
+        pytest.param("shaw", {"gradient_accumulation": 1, "launch_file": "fsdp2"}, marks=pytest.mark.slow),
+        pytest.param("alibi", {"gradient_accumulation": 1, "launch_file": "deepspeed_zero2"}, marks=ZERO),
+        pytest.param("shaw", {"gradient_accumulation": 1, "launch_file": "deepspeed_zero3"}, marks=ZERO),
     ],
-    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+    ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value.values())),
 )
 def test_two_processes_equal_one(recipe, recipes, tiny_checkpoints, text, scheme, how):
     """The same windows in the same steps, whoever takes them or shares them: equal losses, weights, measurements."""
     folder = tiny_checkpoints
     common = {"packing": "documents", "scheme": scheme}
+    if scheme == "learned":
+        common["scheme_args"] = "num_positions=64"
+    how = dict(how)
+    file = how.pop("launch_file", None)
     one = recipe.main(options(folder, text, folder / "one", **common))
-    run = in_process(recipes, options(folder, text, folder / "two", **common, **how), processes=2)
+    run = in_process(recipes, options(folder, text, folder / "two", **common, **how), 2, file)
     _, errors = run.communicate(timeout=300)
     assert run.returncode == 0, errors
     two = json.loads((folder / "two" / "results.json").read_text())
