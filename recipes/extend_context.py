@@ -15,6 +15,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,7 @@ from recovery import check_transfer, teacher_of
 from torch import nn
 from training import Diverged, Interrupted, TrainingArguments
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 import hf_posenc
 from hf_posenc.evaluation import induction_copy, measure_context, non_overlapping_perplexity
@@ -142,9 +145,12 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
             tokens_needed(arguments, accelerator),
         )
     train, held_out = corpus.split(documents, tokenizer, arguments)
-    model = (
-        load(AutoModelForCausalLM, arguments.model, dtype=torch.float32) if arguments.model else byte_model(tokenizer)
-    )
+    with loaded_whole(accelerator):
+        model = (
+            load(AutoModelForCausalLM, arguments.model, dtype=torch.float32)
+            if arguments.model
+            else byte_model(tokenizer)
+        )
     # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
     model.loss_type = "ForCausalLM"
     trained_length = position_limit(model) or model.config.max_position_embeddings
@@ -515,6 +521,20 @@ def write_json(path: Path, results: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+@contextmanager
+def loaded_whole(accelerator: Accelerator) -> Iterator[None]:
+    """Inside, ZeRO-3 does not spread weights while they are loaded: the base is measured and patched first."""
+    config = getattr(accelerator.state.deepspeed_plugin, "dschf", None)
+    if config is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(config)
 
 
 def hyper(model: nn.Module) -> dict[str, Any]:
