@@ -1,6 +1,7 @@
 """How far a causal language model's context really reaches: functions from (model, tokens) to numbers."""
 
 from .context import ContextMeasurement, PositionLoss, measure_context, short_context_regression
+from .harness import harness_model
 from .perplexity import Perplexity, non_overlapping_perplexity, sliding_window_perplexity
 from .retrieval import Cell, associative_recall, induction_copy, needle, passkey
 
@@ -10,6 +11,7 @@ __all__ = [
     "Perplexity",
     "PositionLoss",
     "associative_recall",
+    "harness_model",
     "induction_copy",
     "measure_context",
     "needle",

@@ -1,0 +1,52 @@
+"""A patched model in the language model evaluation harness (EleutherAI's lm_eval), in process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..errors import HfPosencError
+from ..patching import patch_of
+from ..verification import verify
+
+
+def harness_model(model: nn.Module, tokenizer: Any, *, max_length: int | None = None, **options: Any) -> Any:
+    """Hand a model to lm_eval: as it is in memory, after asking every layer for its positions.
+
+    The harness would otherwise load a checkpoint by name, with classes that do not know of the patch.
+
+        from lm_eval import simple_evaluate
+        results = simple_evaluate(harness_model(model, tokenizer), tasks=["lambada_openai"])
+
+    Args:
+        model: patched, on its device; or stock, for comparison.
+        tokenizer: of the model.
+        max_length: tokens of a context; None means what the harness reads from the config. A scheme without a limit
+            sets that to at least 131072: say what the model was trained at, or a rolling perplexity is of one window.
+        **options: of `lm_eval.models.huggingface.HFLM`, for instance `batch_size`.
+
+    Returns:
+        An `lm_eval.api.model.LM`.
+
+    Raises:
+        ImportError: if lm_eval is not installed.
+        HfPosencError: if a layer of a patched model does not answer to its positions; the report is the message.
+        ValueError: if `max_length` is beyond the scheme's limit.
+    """
+    try:
+        from lm_eval.models.huggingface import HFLM
+    except ImportError:
+        raise ImportError("this needs lm_eval: pip install 'hf_posenc[harness]'") from None
+    patch = patch_of(model)
+    if patch is not None:
+        limit = patch.scheme.limit
+        if limit is not None and max_length is not None and max_length > limit:
+            raise ValueError(f"max_length {max_length} is beyond the {limit} positions of {patch.scheme.name}")
+        report = verify(model)
+        if not report.ok:
+            raise HfPosencError(
+                f"the model does not pass verify, so what it would be called is not what it is:\n{report}"
+            )
+    device = str(next(model.parameters()).device)
+    return HFLM(pretrained=model, tokenizer=tokenizer, max_length=max_length, device=device, **options)

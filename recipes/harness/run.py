@@ -1,0 +1,51 @@
+"""Runs the example task, or any others, on a checkpoint in the evaluation harness.
+
+    python recipes/harness/run.py runs/gpt2-alibi/model                                  # the offline example
+    python recipes/harness/run.py runs/gpt2-alibi/model --tasks lambada_openai --max-length 2048
+
+Needs `pip install 'hf_posenc[harness]'`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_posenc.evaluation import harness_model
+
+HERE = Path(__file__).parent
+
+
+def example() -> dict[str, Any]:
+    """The example task, its data named in full."""
+    task = yaml.safe_load((HERE / "last_word.yaml").read_text(encoding="utf-8"))
+    task["dataset_kwargs"]["data_files"] = str(HERE / task["dataset_kwargs"]["data_files"])
+    return task
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Evaluates and returns the harness's results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="directory or Hub id, patched or stock")
+    parser.add_argument("--tasks", nargs="+", help="of the harness; by default the example beside this file")
+    parser.add_argument("--max-length", type=int, help="tokens of a context")
+    parser.add_argument("--device", default="cpu", help="for instance cuda")
+    options = parser.parse_args(argv)
+    import lm_eval  # after the arguments: it takes long, and --help needs none of it
+
+    model = AutoModelForCausalLM.from_pretrained(options.checkpoint).to(options.device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+    results = lm_eval.simple_evaluate(
+        harness_model(model, tokenizer, max_length=options.max_length),
+        tasks=options.tasks or [example()],
+        bootstrap_iters=0,
+    )
+    print(json.dumps(results["results"], indent=2))
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The adaptor to lm_eval: it takes verified models, and where definitions coincide the numbers are ours."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from families import tiny
+
+import hf_posenc
+from hf_posenc.evaluation import harness_model, sliding_window_perplexity
+
+INSTALLED = importlib.util.find_spec("lm_eval") is not None
+needs_lm_eval = pytest.mark.skipif(not INSTALLED, reason="pip install lm_eval, which is an extra, runs this")
+# What lm_eval and its dependencies say of themselves.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def model(tiny_checkpoints):
+    from transformers import LlamaForCausalLM
+
+    return hf_posenc.patch_model(LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama"), "alibi").eval()
+
+
+@pytest.fixture
+def tokenizer(tiny_checkpoints):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch, model, tokenizer):
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    with pytest.raises(ImportError, match=r"hf_posenc\[harness\]"):
+        harness_model(model, tokenizer)
+
+
+@needs_lm_eval
+def test_a_model_that_does_not_answer_is_refused(monkeypatch, tokenizer):
+    model = hf_posenc.patch_model(tiny("llama"), "alibi")
+    for layer in model.model.layers:  # what a silent no-op looks like
+        monkeypatch.setattr(layer.self_attn.posenc, "penalty", lambda like: torch.zeros(4))
+        monkeypatch.setattr(
+            layer.self_attn.posenc, "scores", lambda q, k, d, s, v, cap: cap(q @ k.transpose(-1, -2) * s)
+        )
+    with pytest.raises(hf_posenc.HfPosencError, match="does not pass verify"):
+        harness_model(model, tokenizer)
+    learned = hf_posenc.patch_model(tiny("gpt2"), "learned", num_positions=40)
+    with pytest.raises(ValueError, match="beyond the 40 positions"):
+        harness_model(learned, tokenizer, max_length=41)
+
+
+@needs_lm_eval
+def test_rolling_likelihood_is_ours_where_the_text_is_one_window(model, tokenizer):
+    """The harness puts the end-of-text token in front and scores everything after it."""
+    from lm_eval.api.instance import Instance
+
+    text = "Call me Ishmael. Some years ago."
+    adapted = harness_model(model, tokenizer, max_length=64)
+    (theirs,) = adapted.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+    tokens = torch.tensor([tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids])
+    ours = sliding_window_perplexity(model, tokens, length=len(tokens), stride=1)
+    assert -theirs == pytest.approx(ours.nll, rel=1e-5)
+    stock = hf_posenc.unpatch_model(model)
+    assert -theirs != pytest.approx(
+        sliding_window_perplexity(stock, tokens, length=len(tokens), stride=1).nll, rel=1e-3
+    )
+
+
+@needs_lm_eval
+def test_the_example_task_runs_offline(recipes, tiny_checkpoints, monkeypatch, model, tokenizer):
+    model.save_pretrained(tiny_checkpoints / "patched", tokenizer=tokenizer)
+    monkeypatch.syspath_prepend(str(recipes / "harness"))
+    results = importlib.import_module("run").main([str(tiny_checkpoints / "patched"), "--max-length", "512"])
+    accuracy = results["results"]["hf_posenc_last_word"]["acc,none"]
+    assert accuracy * 8 == round(accuracy * 8)
