@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_posenc
 from hf_posenc import context_group, context_parallel, patch_model, shard_sequence
+from hf_posenc.evaluation import induction_copy, measure_context, perplexity
 from hf_posenc.schemes.base import PositionModule
 
 IGNORED = -100
@@ -407,6 +408,44 @@ def compare_training(
             ids = tokens(2, 20)
             answer["saved"] = (loaded(ids).logits - alone.eval()(ids).logits).abs().max().item()
     return answer
+
+
+def compare_measurements(how: str) -> dict[str, Any]:
+    """Largest relative difference of a sharded model's measurements from those of one process, and other counts.
+
+    Windows of several lengths, unlike numbers of batches per process, and logits in pieces: where parameters are
+    gathered module by module, a process that calls a module more often than the others waits for them for ever.
+
+    Args:
+        how: `fsdp2`, or through accelerate: `accelerate-zero3`.
+    """
+    rows = perplexity.LOGIT_ROWS
+    perplexity.LOGIT_ROWS = 10
+
+    def measure(model: nn.Module, distributed: bool) -> tuple[list[float], list[int]]:
+        texts = [tokens(1, count, seed=count)[0] for count in (90, 7, 41)]
+        measured = measure_context(model, texts, lengths=[8, 32], distributed=distributed)
+        cells = induction_copy(model, lengths=[16, 33], trials=3, passage=6, distributed=distributed)
+        losses = [part.loss for row in measured for part in (row.sliding, row.non_overlapping, *row.by_position)]
+        counts = [part.tokens for row in measured for part in (row.sliding, row.non_overlapping, *row.by_position)]
+        return losses + [cell.logprob for cell in cells], counts
+
+    try:
+        wanted, expected = measure(build("llama", "alibi", dtype=torch.float32), False)
+        whole = build("llama", "alibi", dtype=torch.float32)
+        if how.startswith("accelerate-"):
+            with accelerated(whole, optimizer_of(whole), how.removeprefix("accelerate-")) as (accelerator, wrapped, _):
+                losses, counts = measure(accelerator.unwrap_model(wrapped), True)
+        else:
+            losses, counts = measure(wrap(whole, how), True)
+    finally:
+        perplexity.LOGIT_ROWS = rows
+    return {
+        "losses": losses,
+        "difference": max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)),
+        "same counts": counts == expected,
+        "sharded": sum(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in whole.parameters()),
+    }
 
 
 def compare_deepspeed(case: str, stage: int, loaded: bool, folder: str) -> dict[str, Any]:

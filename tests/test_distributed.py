@@ -18,6 +18,7 @@ from distributed_jobs import (
     attend_inside_the_shard,
     compare_context_parallel,
     compare_deepspeed,
+    compare_measurements,
     compare_tensor_parallel,
     compare_training,
     fewer_heads,
@@ -307,6 +308,22 @@ def test_accelerate_trains_alike_with_zero(zero, case, how, tmp_path):
     assert_trained_alike(answers, 1e-5)
     assert (answers[0]["sharded"] > 20) == (how == "accelerate-zero3")
     assert_trained_alike(zero.run(compare_training, "gpt2", case, how, context=2, dtype=torch.float32), 1e-5)
+
+
+def assert_measured_alike(answers):
+    assert all(answer["sharded"] > 10 for answer in answers)
+    assert all(answer["same counts"] for answer in answers)
+    assert all(answer["difference"] < 1e-5 for answer in answers)  # float32
+    assert answers[0]["losses"] == answers[1]["losses"]
+
+
+def test_measurements_of_a_sharded_model(pair):
+    assert_measured_alike(pair.run(compare_measurements, "fsdp2"))
+
+
+@pytest.mark.slow
+def test_measurements_with_zero(zero):
+    assert_measured_alike(zero.run(compare_measurements, "accelerate-zero3"))
 
 
 @pytest.mark.slow

@@ -69,6 +69,25 @@ def test_rolling_likelihood_is_ours_where_the_text_is_one_window(model, tokenize
 
 
 @needs_lm_eval
+@pytest.mark.parametrize("max_length", [5, 8, 16])
+def test_rolling_likelihood_is_a_sliding_window_of_the_longest_stride(model, tokenizer, max_length):
+    """The harness feeds `max_length` tokens and has the token after them predicted as well: our windows have one more.
+
+    Its windows share one token, the last one reaches back a full length, and so do ours with a stride of all but one.
+    """
+    from lm_eval.api.instance import Instance
+
+    text = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse."
+    adapted = harness_model(model, tokenizer, max_length=max_length)
+    (theirs,) = adapted.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+    tokens = torch.tensor([tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids])
+    assert len(tokens) > 2 * max_length + 1
+    ours = sliding_window_perplexity(model, tokens, length=max_length + 1, stride=max_length)
+    assert ours.tokens == len(tokens) - 1
+    assert -theirs == pytest.approx(ours.nll, rel=1e-5)
+
+
+@needs_lm_eval
 def test_the_example_task_runs_offline(recipes, tiny_checkpoints, monkeypatch, model, tokenizer):
     model.save_pretrained(tiny_checkpoints / "patched", tokenizer=tokenizer)
     monkeypatch.syspath_prepend(str(recipes / "harness"))

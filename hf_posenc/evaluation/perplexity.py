@@ -206,8 +206,9 @@ def logits_function(model: nn.Module, tokens: Tensor) -> Callable[[Tensor, slice
 
     The rows are `(R, V)`, the windows' positions one after the other. A long window's logits are far larger than
     anything else in the forward. Where the head is a plain module behind the base model it is applied to `LOGIT_ROWS`
-    positions at a time. Some families scale or cap the logits after the head, so a short trial decides. Parts of a
-    model that FSDP has sharded cannot be called on their own: there the logits are whole.
+    positions at a time. Some families scale or cap the logits after the head, so a short trial decides. Where FSDP
+    or ZeRO-3 has sharded a model, its parts cannot be called on their own, or only as often as in every other process,
+    whose windows may be of another length: there the logits are whole, and only what is made of them is in pieces.
 
     Args:
         model: in eval mode.
@@ -215,10 +216,10 @@ def logits_function(model: nn.Module, tokens: Tensor) -> Callable[[Tensor, slice
     """
 
     def whole(windows: Tensor, positions: slice) -> Iterator[Tensor]:
-        yield model(input_ids=windows, use_cache=False).logits[:, positions].flatten(0, 1)
+        yield from model(input_ids=windows, use_cache=False).logits[:, positions].flatten(0, 1).split(LOGIT_ROWS)
 
     base, head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", lambda: None)()
-    sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
+    sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
     if base is None or base is model or head is None or sharded:
         return whole
     trial = tokens[:TRIAL_TOKENS].to(next(model.parameters()).device)[None]

@@ -273,7 +273,7 @@ def _hidden(
 
 
 def _vocabulary(model: nn.Module, given: Sequence[int] | None) -> Tensor:
-    size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]  # ZeRO-3 leaves its weight empty
     words = list(given) if given is not None else list(range(size // 100 + 1, size - size // 100 - 1))
     if len(set(words)) < 4 or min(words) < 0 or max(words) >= size:
         raise ValueError(f"vocabulary must be at least 4 token ids of 0 .. {size - 1}")
@@ -310,6 +310,8 @@ def _grid(
     device = next(model.parameters()).device
     rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     jobs = [(length, depth, trial) for length in lengths for depth in depths for trial in range(trials)]
+    if not jobs:
+        return []
     batches: list[list[int]] = []
     for index, (length, *_) in enumerate(jobs):
         if batches and jobs[batches[-1][0]][0] == length and len(batches[-1]) < default_batch_size(device, length):
@@ -322,7 +324,10 @@ def _grid(
         torch.no_grad(),
         tqdm(total=len(jobs), desc="retrieval", unit="trial", leave=False, disable=not progress) as bar,
     ):
-        logits_of = None
+        # On the same tokens in every process: all must come to the same way of computing.
+        length, depth, trial = jobs[0]
+        first, _ = make(length, depth, torch.Generator().manual_seed(_seed(seed, length, depth, trial)))
+        logits_of = logits_function(model, first)
         for number in range(math.ceil(len(batches) / world)):
             mine = number * world + rank
             batch = batches[mine] if mine < len(batches) else batches[0]  # FSDP: as many forwards as the others
@@ -330,7 +335,6 @@ def _grid(
                 make(length, depth, torch.Generator().manual_seed(_seed(seed, length, depth, trial)))
                 for length, depth, trial in (jobs[index] for index in batch)
             ]
-            logits_of = logits_of or logits_function(model, made[0][0])
             longest = max(answer for _, answer in made)  # digits need not be as many tokens in every number
             tokens = torch.stack([context for context, _ in made]).to(device)
             size = tokens.shape[1]
