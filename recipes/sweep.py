@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from extend_context import write_json
-from hf_posenc.analysis import plots
 from report import METHODS
+
+from hf_posenc.analysis import plots
 
 Runs = dict[str, list[dict[str, Any]]]
 

@@ -1,5 +1,6 @@
 """The fine-tuning loop of the recipes: raw accelerate, exact to resume, on one process or many."""
 
+import importlib.util
 import math
 import os
 import re
@@ -98,6 +99,9 @@ def check(arguments: TrainingArguments) -> None:
     one_of(arguments, "mixed_precision", (None, "no", "bf16", "fp16"))
     one_of(arguments, "schedule", SCHEDULES)
     one_of(arguments, "tracker", TRACKERS)
+    # Accelerate itself would go on without a tracker that is missing.
+    if arguments.tracker != "none" and importlib.util.find_spec(arguments.tracker) is None:
+        raise UsageError(f"--tracker {arguments.tracker}: pip install 'hf_posenc[{arguments.tracker}]'")
     if arguments.context_parallel > 1 and (arguments.distill or arguments.transfer_steps):
         raise UsageError(
             "--context-parallel is not for --distill and --transfer-steps: the base is asked for whole windows"

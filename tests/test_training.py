@@ -347,3 +347,23 @@ def test_transfer_is_zero_for_the_base_itself_and_falls(recipe, tiny_checkpoints
     assert not gradients  # zeroed; the graph itself reached every weight:
     other.loss(model, tokens, targets, 0)[0].backward()
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_trackers_report_or_are_refused(recipe, tiny_checkpoints, text, monkeypatch, capsys):
+    """accelerate itself goes on silently without one that is not installed."""
+    folder = tiny_checkpoints
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe.training.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(SystemExit):
+            recipe.main(options(folder, text, folder / "out", tracker="wandb"))
+    assert "pip install 'hf_posenc[wandb]'" in capsys.readouterr().err
+    recipe.main(options(folder, text, folder / "out", tracker="tensorboard"))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    losses = []
+    for path in (folder / "out").rglob("events.out.tfevents.*"):  # one for the configuration, one for the curve
+        events = EventAccumulator(str(path)).Reload()
+        if "loss" in events.Tags()["scalars"]:
+            losses = [event.value for event in events.Scalars("loss")]
+    results = json.loads((folder / "out" / "results.json").read_text())
+    assert losses == pytest.approx(results["training"]["loss"])
