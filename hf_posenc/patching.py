@@ -275,7 +275,7 @@ def which_engine(
     Args:
         model: patched.
         length: number of queries.
-        keys: number of keys, with what is cached; None means `length`.
+        keys: number of keys, with what is cached, and then without gradients; None means `length`.
         batch_size: of the call.
         dtype: of queries and keys; None means the model's.
         dropout: probability that an attention weight is dropped.
@@ -311,7 +311,9 @@ def which_engine(
         dropout,
         weights,
     )
-    return choose(patch.attention, call)
+    cached = keys is not None and keys > length  # as in generation, which takes no gradients
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
+        return choose(patch.attention, call)
 
 
 def _owned(model: nn.Module, parameter: str) -> bool:

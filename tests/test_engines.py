@@ -89,9 +89,14 @@ def windowed(length, window):
     return unpack(pack(index, index, window=window), length), None
 
 
-def static_cache(queries, filled, size):
+def static_cache(queries, filled, size, window=None):
     query_index = torch.arange(filled - queries, filled)[None]
-    return unpack(pack(query_index, torch.arange(size)[None]), queries), None
+    return unpack(pack(query_index, torch.arange(size)[None], window=window), queries), None
+
+
+def padded_cache(queries, length):
+    positions, _ = left_padded(length, 13)
+    return chunked.cut(positions, slice(length - queries, length), slice(0, length)), None
 
 
 SITUATIONS = {
@@ -103,6 +108,8 @@ SITUATIONS = {
     "packed": lambda: packed([40, 3, 50]),
     "sliding window": lambda: windowed(100, 9),
     "static cache": lambda: static_cache(20, 70, 128),
+    "padded cache": lambda: padded_cache(5, 60),
+    "one query, static cache with a window": lambda: static_cache(1, 70, 128, window=30),
 }
 MODULES = {
     "alibi": lambda h: build("alibi", h),
@@ -123,7 +130,17 @@ ENGINES = {
     "skewed": ("transformer_xl",),
     "chunked": tuple(MODULES),
 }
+EXPECTED_REFUSALS = {
+    # The far keys are computed without a mask: the engine would need one for them to carry windows.
+    ("clipped", "it has no sliding windows"),
+    *(
+        (engine, "padded keys in a cache, padding inside a document, or position_ids with gaps")
+        for engine in choice.BY_SPANS
+    ),
+}
 ROWS = [(engine, module) for engine, modules in ENGINES.items() for module in modules]
+
+CACHED = ("one query", "padded cache", "one query, static cache with a window")
 
 
 def inputs(positions, heads, groups, dtype, batch=2):
@@ -141,6 +158,9 @@ def results(engine, module, positions, tensors, shown, weight):
         output, _ = reference.attend(module, q, k, v, positions, scaling=SCALING, vector_scaling=SCALING)
     else:
         call = Call(module, q, k, positions)
+        if (reason := why_not(engine, call)) is not None:
+            assert (engine, reason) in EXPECTED_REFUSALS
+            pytest.skip(reason)
         output, weights = run(choose(engine, call), call, v, scaling=SCALING, vector_scaling=SCALING)
         assert weights is None
     if shown is not None:
@@ -159,17 +179,11 @@ def compare(actual, expected, relative):
         assert (a.double() - e.double()).abs().max().item() <= relative * scale, number
 
 
-def skip_windows(engine, situation):
-    if engine == "clipped" and situation == "sliding window":
-        pytest.skip("the far keys are computed without a mask: the engine would need one for them to carry windows")
-
-
 @pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 3), (5, 5)], ids=["4 heads", "6 heads of 2", "5 of 1"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize(("engine", "case"), ROWS)
 def test_against_the_reference(engine, case, situation, heads, groups):
     positions, shown = SITUATIONS[situation]()
-    skip_windows(engine, situation)
     module, tensors = MODULES[case](heads), inputs(positions, heads, groups, torch.float32)
     weight = seeded(2, tensors[0].shape[2], heads, HEAD_DIM)
     actual = results(engine, module, positions, tensors, shown, weight)
@@ -188,7 +202,6 @@ def test_against_the_reference(engine, case, situation, heads, groups):
 @pytest.mark.parametrize(("engine", "case"), ROWS)
 def test_bfloat16(engine, case, situation):
     positions, shown = SITUATIONS[situation]()
-    skip_windows(engine, situation)
     module, tensors = MODULES[case](4), inputs(positions, 4, 2, torch.bfloat16)
     weight = seeded(2, tensors[0].shape[2], 4, HEAD_DIM)
     actual = results(engine, module, positions, tensors, shown, weight)
@@ -201,6 +214,70 @@ def test_bfloat16(engine, case, situation):
     tolerance = 0.08 if engine == "clipped" else 0.02
     for a, e in zip(actual, expected, strict=True):
         assert (a.double() - e).norm() <= tolerance * e.norm() + 1e-6
+
+
+# -------------------------------------------------------------------------------------------------------------- decoding
+
+
+def step(engine, module, positions, tensors, **options):
+    q, k, v = tensors
+    call = Call(module, q, k, positions, **options)
+    return run(choose(engine, call), call, v, scaling=SCALING, vector_scaling=0.7 * SCALING)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"weights": True}], ids=["plain", "softcap", "weights"])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 3)])
+@pytest.mark.parametrize("situation", CACHED)
+@pytest.mark.parametrize("case", MODULES)
+def test_a_step_of_generation(case, situation, heads, groups, options):
+    positions, _ = SITUATIONS[situation]()
+    module, tensors = MODULES[case](heads), inputs(positions, heads, groups, torch.float32)
+    assert choose("auto", Call(module, *tensors[:2], positions, **options)).engine == "decode"
+    wide = [each.double() for each in tensors]
+    expected, weights = step("reference", copy.deepcopy(module).double(), positions, wide, **options)
+    for dtype, tolerance in (
+        (torch.float32, 5e-6),
+        (torch.float64, 1e-12),
+        (torch.bfloat16, 0.05),
+        (torch.float16, 0.01),
+    ):
+        fitting = copy.deepcopy(module).double() if dtype == torch.float64 else module
+        output, found = step("decode", fitting, positions, [each.to(dtype) for each in tensors], **options)
+        assert output.dtype == dtype
+        assert (output - expected).norm() <= tolerance * expected.norm()
+        assert (found is None) == ("weights" not in options)
+        if found is not None:
+            assert (found - weights).norm() <= tolerance * weights.norm()
+
+
+@torch.no_grad()
+def test_what_is_kept_between_steps_follows_the_weights(monkeypatch):
+    module, positions = MODULES["transformer_xl"](4), Positions.causal(1, 40)
+    tensors, made = inputs(positions, 4, 1, torch.float32), []
+    original = type(module).projected_sinusoids
+    monkeypatch.setattr(
+        type(module), "projected_sinusoids", lambda self, n, like: made.append(n) or original(self, n, like)
+    )
+
+    def stepped():
+        made.clear()
+        output = step("decode", module, positions, tensors)[0]
+        decoded = [n for n in made if n]
+        assert (output - step("chunked", copy.deepcopy(module), positions, tensors)[0]).abs().max() <= 1e-5
+        return decoded
+
+    assert stepped() == [1024]
+    assert stepped() == []
+    module.position_projection.mul_(1.5)  # as an optimizer does
+    assert stepped() == [1024]
+    module.position_projection = torch.nn.Parameter(module.position_projection * 0.5)
+    assert stepped() == [1024]
+    module.position_projection.data.mul_(1.5)  # leaves no trace: but a generation begins with its prompt
+    step("reference", module, Positions.causal(4), inputs(Positions.causal(4), 4, 1, torch.float32))
+    assert stepped() == [1024]
+    assert not set(vars(copy.deepcopy(module))) - set(vars(MODULES["transformer_xl"](4)))
+    assert len(module.state_dict()) == 3
 
 
 # --------------------------------------------------------------------------------------------------------------- banding
@@ -362,11 +439,13 @@ def test_an_engine_that_was_asked_for_is_taken_or_refused():
     assert why_not("reference", call("shaw", weights=True)) is None
 
 
-def test_padding_in_a_filled_cache_goes_to_the_chunked_engine():
+@torch.no_grad()
+@pytest.mark.parametrize(("queries", "engine"), [(10, "decode"), (20, "chunked")])
+def test_padding_in_a_filled_cache_is_for_engines_with_masks(queries, engine):
     positions, valid = left_padded(40, 5)
-    later = chunked.cut(positions, slice(30, 40), slice(0, 40))
+    later = chunked.cut(positions, slice(40 - queries, 40), slice(0, 40))
     q, k, _ = inputs(later, 4, 1, torch.float32)
-    assert choose("auto", Call(MODULES["alibi"](4), q, k, later)).engine == "chunked"
+    assert choose("auto", Call(MODULES["alibi"](4), q, k, later)).engine == engine
     assert not valid.all()
 
 
@@ -374,7 +453,8 @@ def test_which_engine(monkeypatch):
     monkeypatch.setattr(choice, "FLOORS", FLOORS)
     model = patch_model(tiny("llama"), "alibi")
     assert which_engine(model, 4096).engine == "banded"
-    assert which_engine(model, 1, keys=4096).engine == "reference"
+    assert which_engine(model, 1, keys=4096).engine == "decode"
+    assert which_engine(model, 1, keys=4096, weights=True).engine == "decode"
     assert which_engine(model, 4096, weights=True).engine == "reference"
     assert which_engine(patch_model(tiny("llama"), "shaw"), 4096).engine == "clipped"
     assert which_engine(patch_model(tiny("llama"), "shaw", share_layers=True), 4096).engine == "clipped"

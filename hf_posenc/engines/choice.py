@@ -1,5 +1,7 @@
 """Which engine computes a call: the first, fastest first, that can carry it exactly; and why.
 
+- `decode`: a few queries on the keys of a cache, without gradients, for every scheme here, device and dtype, with
+  padding, weights, soft cap and dropout; also while compiling, for one query.
 - `banded`: a linear penalty per head (ALiBi), on a CPU, in float32 or bfloat16, without weights, soft cap or dropout;
   sliding windows; padding and packed documents where queries and keys are the same tokens. O(L) memory.
 - `toeplitz`: the same for any additive bias of distance. O(L) memory.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -23,12 +26,12 @@ import torch
 from torch import Tensor
 
 from ..positions import DensePositions, Positions
-from . import banded, chunked, clipped, reference, rescaled, skewed, toeplitz
+from . import banded, chunked, clipped, decode, reference, rescaled, skewed, toeplitz
 
 BY_SPANS = ("banded", "toeplitz", "clipped", "rescaled", "skewed")
 """Engines that compute plain causal attention of one document."""
 
-NAMES = (*BY_SPANS, "chunked", "reference")
+NAMES = ("decode", *BY_SPANS, "chunked", "reference")
 """Engines, fastest first."""
 
 FLOORS: dict[str, dict[torch.dtype | None, int]] = {
@@ -60,7 +63,7 @@ class Formula(reference.Formula, Protocol):
     def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool] | None:
         """Return factors (H, length) if all the scheme does is to rescale scores, and whether it clips them at 0."""
 
-    def relative_keys(self, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def relative_keys(self, length: int, like: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return `r` (H, length, D), `u`, `v` (H, D) if the scores are `(q + u) . k + (q + v) . r_d`."""
 
 
@@ -113,6 +116,8 @@ def why_not(engine: str, call: Call) -> str | None:
     """
     if engine == "reference":
         return None
+    if engine == "decode":
+        return _why_not_decode(call)
     if torch.compiler.is_compiling():
         return "torch.compile traces the reference engine"
     if call.weights:
@@ -136,7 +141,7 @@ def why_not(engine: str, call: Call) -> str | None:
         return "the scheme is no additive bias of distance"
     if engine == "rescaled" and call.module.factors(1, like) is None:
         return "the scheme does not rescale scores by distance"
-    if engine == "skewed" and call.module.relative_keys(1, like) is None:
+    if engine == "skewed" and call.module.relative_keys(0, like) is None:
         return "the scheme has no products of queries with vectors of distance"
     if engine == "clipped":
         if call.module.clipped_vectors() is None:
@@ -145,6 +150,22 @@ def why_not(engine: str, call: Call) -> str | None:
             return "it has no sliding windows"
     if spans(call.positions) is None:
         return "padded keys in a cache, padding inside a document, or position_ids with gaps"
+    return None
+
+
+def _why_not_decode(call: Call) -> str | None:
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    # A size of 1 is never dynamic: while compiling no other comparison leaves the graph open to other lengths.
+    if queries > 1 and (torch.compiler.is_compiling() or queries > decode.QUERIES):
+        return f"it is for {1 if torch.compiler.is_compiling() else decode.QUERIES} queries at most"
+    if queries >= keys or torch.is_grad_enabled():
+        return "it is for queries on the keys of a cache, without gradients"
+    if isinstance(call.positions, DensePositions):
+        return "the mask is given pair by pair"
+    like = call.query
+    forms = (call.module.bias(1, like), call.module.factors(1, like), call.module.clipped_vectors())
+    if all(form is None for form in forms) and call.module.relative_keys(0, like) is None:
+        return "the scheme has none of the forms it knows"
     return None
 
 
@@ -163,10 +184,12 @@ def choose(wanted: str, call: Call) -> Choice:
             raise ValueError(f"attention={wanted!r} cannot compute this call: {reason}; use attention='auto'")
         return Choice(wanted, "asked for")
     if torch.compiler.is_compiling():  # before sizes are compared, which would fix them in the graph
-        return Choice("reference", "torch.compile traces it")
+        one = call.query.shape[2] == 1 and not call.weights and _why_not_decode(call) is None
+        return Choice("decode" if one else "reference", "torch.compile traces it")
     queries, keys = call.query.shape[2], call.key.shape[2]
     reasons: list[str] = []
-    for engine in NAMES:
+    step = queries <= decode.QUERIES and queries < keys and not torch.is_grad_enabled()
+    for engine in NAMES if step else NAMES[1:]:  # why a whole sequence is no step of generation needs no words
         floors = FLOORS.get(engine, {})
         if queries * keys < floors.get(call.query.dtype, floors.get(None, 0)):
             reasons.append(f"not {engine}: {queries} queries and {keys} keys are too few to gain by it")
@@ -197,6 +220,8 @@ def run(
         with torch.autocast(call.query.device.type, enabled=False):  # the bounds need float32
             return _by_spans(choice.engine, call, value, scaling, vector_scaling), None
     attend: Callable[..., Any] = chunked.attend if choice.engine == "chunked" else reference.attend
+    if choice.engine == "decode":
+        attend = partial(decode.attend, weights=call.weights)
     output: tuple[Tensor, Tensor | None] = attend(
         call.module,
         call.query,

@@ -205,8 +205,14 @@ class ScoreModule(PositionModule):
         """
         return None
 
-    def relative_keys(self, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return `r` (H, length, D), `u` and `v` (H, D) if the scores are `(q + u) . k + (q + v) . r_d`, scaled."""
+    def relative_keys(self, length: int, like: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return `r` (H, length, D), `u` and `v` (H, D) if the scores are `(q + u) . k + (q + v) . r_d`, scaled.
+
+        Args:
+            length: number of distances, from 0.
+            like: has the dtype and device.
+            keep: whether to keep `r` for the next call: a step of generation asks for nearly the same each time.
+        """
         return None
 
     def mix(self, weights: Tensor, value: Tensor, distance: Tensor) -> Tensor:

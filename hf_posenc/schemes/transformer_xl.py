@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,37 @@ from .base import (
     parameter,
     sinusoids,
 )
+
+STEP = 1024
+"""What is kept of `W R` has a multiple of this many distances, so that it is seldom made again as a cache grows."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """`W R` between two steps of generation, in which `W` is as old as the keys in the cache.
+
+    Attributes:
+        table: (H, distances, D).
+        pointer: where `W` was.
+        version: torch's count of changes of `W`.
+        same: a copy of `W` if it is to be compared by value.
+    """
+
+    table: Tensor
+    pointer: int
+    version: int
+    same: Tensor | None
+
+    def serves(self, weight: Tensor, length: int, like: Tensor) -> bool:
+        """Return whether the table is of this `W`, long enough, and of the dtype and device of `like`."""
+        fits = self.table.shape[1] >= length and (self.table.dtype, self.table.device) == (like.dtype, like.device)
+        if self.same is not None:
+            return fits and torch.equal(self.same, weight)
+        return fits and (self.pointer, self.version) == (weight.data_ptr(), weight._version)
+
+
+_KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
+"""By module, and beside the modules, so that nothing saves or copies it."""
 
 
 @register_scheme
@@ -120,6 +152,7 @@ class RelativeSinusoids(ScoreModule):
         cap: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Return the logits, see `ScoreModule.scores`."""
+        self.drop_kept()
         u, v = self.biases(query)
         # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
         ratio = vector_scaling / scaling
@@ -128,10 +161,29 @@ class RelativeSinusoids(ScoreModule):
         by_distance = (query + ratio * v[:, None]) @ projected.transpose(-1, -2)  # (B, H, Q, distances)
         return cap((content + by_distance.gather(-1, distance.to(torch.int64).expand(content.shape))) * scaling)
 
-    def relative_keys(self, length: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `W R_d` of distances 0, 1, ..., (H, length, D), and `u`, `v` (H, D), in float32 or float64."""
+    def relative_keys(self, length: int, like: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `W R_d` of distances 0, 1, ..., (H, length, D), and `u`, `v` (H, D).
+
+        In float32 or float64; `keep`, without gradients only, keeps and returns `W R_d` in the dtype of `like`.
+        """
         wide = like.new_empty(0, dtype=compute_dtype(like))
-        return self.projected_sinusoids(length, wide), *self.biases(wide)
+        if not keep:
+            if length:
+                self.drop_kept()
+            return self.projected_sinusoids(length, wide), *self.biases(wide)
+        kept, weight = _KEPT.get(self), self.position_projection
+        if kept is None or not kept.serves(weight, length, like):
+            table = self.projected_sinusoids(-(-length // STEP) * STEP, wide).to(like.dtype).contiguous()
+            # What is no parameter was computed from several (LoRA): compared by value, as what counts no changes.
+            by_value = weight.is_inference() or not isinstance(weight, nn.Parameter)
+            same, version = (weight.detach().clone(), 0) if by_value else (None, weight._version)
+            kept = _KEPT[self] = Kept(table, weight.data_ptr(), version, same)
+        return kept.table[:, :length], *self.biases(wide)
+
+    def drop_kept(self) -> None:
+        """Forget what was kept between steps of generation: another call comes, so it has ended."""
+        if not torch.compiler.is_compiling():
+            _KEPT.pop(self, None)
 
     def biases(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return `u` and `v`, (H, D) each, in the dtype of `like`."""
@@ -151,6 +203,8 @@ class RelativeSinusoids(ScoreModule):
 
     def projected_sinusoids(self, count: int, like: Tensor) -> Tensor:
         """Return `W R_d` for distances 0 .. count-1, (H, count, D), in the dtype of `like`."""
+        if count == 0:  # only the form is asked for
+            return like.new_empty(self.dims.num_heads, 0, self.dims.head_dim)
         size = self.dims.hidden_size
         frequencies = geometric_frequencies(size, 10000.0, like.device)
         sines, cosines = sinusoids(torch.arange(count, device=like.device), frequencies)

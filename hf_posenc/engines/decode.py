@@ -1,0 +1,211 @@
+"""Few queries on many keys, as in a step of generation: keys and values are read once, as they lie in the cache.
+
+Such a step costs what reading the cache costs. The reference engine repeats keys for every head of a group and copies
+them to float32; here the queries of the heads that share a key are rows of one product, and only what has the size of
+the scores, 1/D of the keys, is in float32. At that size a mask costs nothing, so padding, packing, sliding windows and
+static caches are those of the reference engine.
+
+What a scheme adds to the scores is a mask to the flash kernel of the CPU, if the scheme does nothing but add (all but
+DA-Transformer) and nothing else is asked for (weights, soft cap, dropout). Otherwise, and on other devices,
+the products are two matrix products with a softmax between them. Vectors that Shaw's scheme adds to values are weighted
+by the weights that near keys have, which follow from the kernel's log-sum-exp; far ones share the rest.
+
+Accuracy class: flash where the kernel is used, the reference's in float32 and float64; else "eager": in bfloat16 and
+float16 products are rounded to the dtype of the inputs, as in transformers' eager attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..positions import Positions
+
+QUERIES = 16
+"""Most queries of a call: the mask is dense, and with more of them other engines read the keys in blocks."""
+
+
+class Formula(Protocol):
+    """What the engine needs of a scheme's module: one of these, see `hf_posenc.schemes.base.ScoreModule`."""
+
+    def penalty(self, like: Tensor) -> Tensor | None:
+        """Return the slopes (H,)."""
+
+    def bias(self, length: int, like: Tensor) -> Tensor | None:
+        """Return the biases (H, length)."""
+
+    def clipped_vectors(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return the tables for keys and values."""
+
+    def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool] | None:
+        """Return factors (H, length), and whether scores are clipped at 0."""
+
+    def relative_keys(self, length: int, like: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return `r` (H, length, D), `u` and `v` (H, D)."""
+
+
+@dataclass
+class Terms:
+    """What a scheme does to scores: `factors * relu(cap(scaling * query . k + inside)) + outside`.
+
+    Attributes:
+        query: (B, H, Q, D), what meets the keys.
+        outside: (B|1, H|1, Q, L), with what hides invisible keys.
+        inside: (B, H, Q, L) or None.
+        factors: (B|1, H, Q, L) or None.
+        relu: whether negative scores are clipped.
+        value_table: (m + 1, D) or (H, m + 1, D), added to values by distance clipped at m, or None.
+    """
+
+    query: Tensor
+    outside: Tensor
+    inside: Tensor | None = None
+    factors: Tensor | None = None
+    relu: bool = False
+    value_table: Tensor | None = None
+
+
+def attend(
+    module: Formula,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Positions,
+    *,
+    scaling: float,
+    vector_scaling: float,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as `reference.attend` does; the arguments are the same, of a module with one of the forms above.
+
+    Without gradients. Distances of visible pairs must be below L, as they are where the keys are those of a cache.
+
+    Returns:
+        output (B, Q, H, D), and the weights (B, H, Q, L) after dropout if they are wanted; in the query's dtype.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast they may differ
+        # Negative, or too large, only where the key is invisible.
+        distance, visible = positions.distance().clamp(0, key.shape[2] - 1), positions.visible()
+        terms = _terms(module, query, distance, visible, scaling, vector_scaling)
+        additive = terms.factors is None and softcap is None and dropout == 0
+        if (
+            additive
+            and not (weights or torch.compiler.is_compiling())
+            and query.device.type == "cpu"
+            and query.dtype in (torch.float32, torch.bfloat16)
+        ):
+            output, found = _by_kernel(terms, key, value, distance, visible, scaling), None
+        else:
+            output, found = _by_products(terms, key, value, distance, scaling, softcap, dropout)
+    output = output.transpose(1, 2).to(query.dtype).contiguous()
+    return output, found.to(query.dtype) if weights and found is not None else None
+
+
+def _terms(
+    module: Formula, query: Tensor, distance: Tensor, visible: Tensor, scaling: float, vector_scaling: float
+) -> Terms:
+    length = distance.shape[-1]
+    like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
+    # The minimum, not -inf: a row that sees nothing, which is padding, then sees everything, as in the reference.
+    hidden = like.new_zeros(distance.shape).masked_fill_(~visible, torch.finfo(like.dtype).min)
+
+    def at_distance(table: Tensor) -> Tensor:  # (H, L) -> (B|1, H, Q, L)
+        return table.index_select(1, distance.flatten()).view(-1, *distance[:, 0].shape).transpose(0, 1)
+
+    if (slopes := module.penalty(like)) is not None:
+        return Terms(query, torch.addcmul(hidden, slopes[:, None, None], distance.to(like.dtype), value=-1))
+    if (table := module.bias(length, like)) is not None:
+        return Terms(query, at_distance(table) + hidden)
+    if (rescaling := module.factors(length, like)) is not None:
+        return Terms(query, hidden, factors=at_distance(rescaling[0]), relu=rescaling[1])
+    if (tables := module.clipped_vectors()) is not None:
+        by_label = (query.to(like.dtype) * scaling) @ tables[0].to(like.dtype).mT
+        inside = by_label.gather(-1, _labels(distance, by_label))
+        return Terms(query, hidden, inside, value_table=tables[1])
+    keep = not torch.compiler.is_compiling()
+    relative = module.relative_keys(length, query if keep else like, keep=keep)
+    if relative is None:
+        raise TypeError(f"{type(module).__name__} has none of the forms that this engine knows")
+    r, u, v = (each.to(query.dtype) for each in relative)
+    # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
+    ratio = vector_scaling / scaling
+    by_distance = ((query + ratio * v[:, None]) @ r.mT).to(like.dtype) * scaling
+    return Terms(query + ratio * u[:, None], hidden, by_distance.gather(-1, _labels(distance, by_distance)))
+
+
+def _labels(distance: Tensor, by_label: Tensor) -> Tensor:
+    """Return distances clipped to the last dimension of `by_label` (B, H, Q, m + 1): int64 (B, H, Q, L)."""
+    clipped = distance.clamp(max=by_label.shape[-1] - 1).to(torch.int64)
+    return clipped.expand(*by_label.shape[:-1], distance.shape[-1])
+
+
+def _by_kernel(terms: Terms, key: Tensor, value: Tensor, distance: Tensor, visible: Tensor, scaling: float) -> Tensor:
+    """Return the output (B, H, Q, D) by the flash kernel of the CPU."""
+    query = terms.query
+    mask = terms.outside if terms.inside is None else terms.inside.add_(terms.outside)
+    mask = mask.expand(*query.shape[:3], -1)
+    output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _stacked(query, key), key, value, 0.0, False, attn_mask=_stacked(mask, key), scale=scaling
+    )
+    output = output.reshape(query.shape)
+    if terms.value_table is None:
+        return output
+    total = total.reshape(query.shape[:3])
+    table = terms.value_table.to(total.dtype)
+    last = table.shape[-2] - 1
+    # Keys that do not share the last vector: a stretch of slots, beside which only some of other rows may lie.
+    slots = ((distance < last) & visible).any(2).any(0)[0].nonzero()[:, 0]
+    if not len(slots):
+        return output + table[..., last:, :]
+    near = slice(int(slots[0]), int(slots[-1]) + 1)
+    scores = _products(query.to(total.dtype), key[:, :, near].to(total.dtype)) * scaling + mask[..., near]
+    weights = (scores - total[..., None]).exp()
+    labels = _labels(distance[..., near], weights.new_empty(*weights.shape[:-1], last + 1))
+    by_label = weights.new_zeros((*labels.shape[:-1], last + 1)).scatter_add_(-1, labels, weights)
+    by_label[..., last] = 1 - by_label[..., :last].sum(-1)
+    return output + by_label @ table
+
+
+def _by_products(
+    terms: Terms,
+    key: Tensor,
+    value: Tensor,
+    distance: Tensor,
+    scaling: float,
+    softcap: float | None,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the output (B, H, Q, D) and the weights by matrix products."""
+    wide = torch.promote_types(key.dtype, torch.float32)
+    scores = _products(terms.query, key).to(wide).mul_(scaling)
+    if terms.inside is not None:
+        scores += terms.inside
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if terms.factors is not None:
+        scores = (scores.relu() if terms.relu else scores) * terms.factors
+    weights = (scores + terms.outside).softmax(-1)
+    weights = torch.nn.functional.dropout(weights, dropout, training=dropout > 0)
+    output = _stacked(weights.to(value.dtype), value) @ value
+    output = output.reshape(terms.query.shape)
+    if terms.value_table is not None:
+        table = terms.value_table.to(wide)
+        by_label = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
+        output = output + by_label.scatter_add(-1, _labels(distance, by_label), weights) @ table
+    return output, weights
+
+
+def _stacked(rows: Tensor, shared: Tensor) -> Tensor:
+    """Return rows (B, H, Q, N) with those of the heads that share a key below each other, (B, K, H / K * Q, N)."""
+    return rows.reshape(rows.shape[0], shared.shape[1], -1, rows.shape[-1])
+
+
+def _products(query: Tensor, key: Tensor) -> Tensor:
+    """Return the products of queries (B, H, Q, D) and keys (B, K, L, D), (B, H, Q, L)."""
+    return (_stacked(query, key) @ key.mT).view(*query.shape[:3], key.shape[2])
