@@ -60,6 +60,9 @@ class DataArguments:
     eval_tokens: int = field(
         default=16384, metadata={"help": "held-out tokens to measure on, at least; whole documents are held out"}
     )
+    max_eval_tokens: int | None = field(
+        default=None, metadata={"help": "measure on so many of the held-out tokens only, if the documents are books"}
+    )
     split_seed: int = field(
         default=0, metadata={"help": "which documents are held out; apart from --seed, so that runs compare"}
     )
@@ -76,6 +79,10 @@ class Document:
 def check(arguments: DataArguments, needs_data: bool) -> None:
     """What can be known without reading the text."""
     at_least(arguments, 1, "eval_tokens")
+    if arguments.max_eval_tokens is not None and arguments.max_eval_tokens < arguments.eval_tokens:
+        raise UsageError(
+            f"--max-eval-tokens {arguments.max_eval_tokens} is less than --eval-tokens {arguments.eval_tokens}"
+        )
     one_of(arguments, "packing", ("concatenate", "documents"))
     if arguments.workers is not None:
         at_least(arguments, 1, "workers")
@@ -234,7 +241,19 @@ def split(found: list[Document], tokenizer: Any, arguments: DataArguments) -> tu
     while order and missing > 0:
         held_out.append(order.pop())
         missing -= len(found[held_out[-1]].tokens)
-    return [found[index] for index in sorted(order)], [found[index] for index in sorted(held_out)]
+    measured = [found[index] for index in sorted(held_out)]
+    if arguments.max_eval_tokens is not None:
+        measured = cut(measured, tokenizer, arguments.max_eval_tokens)
+    return [found[index] for index in sorted(order)], measured
+
+
+def cut(found: list[Document], tokenizer: Any, tokens: int) -> list[Document]:
+    """So many tokens from the beginning."""
+    found = first(found, tokens)
+    if (beyond := sum(len(document.tokens) for document in found) - tokens) <= 0:
+        return found
+    rest = found[-1].tokens[:-beyond]
+    return [*found[:-1], Document(rest, len(tokenizer.decode(rest).encode()))]
 
 
 def first(found: list[Document], tokens: int) -> list[Document]:
