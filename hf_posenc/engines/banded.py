@@ -27,7 +27,7 @@ EPSILON = 2.0**-24
 """Largest share of a row's weight that may be left out: half a unit in the last place of float32."""
 
 SHRINK = 0.8
-"""A head gets a kernel call of its own when it needs less than this share of the keys of the head before it."""
+"""Heads share a kernel call where each needs more than this share of the keys of any other."""
 
 KEY_STEP = 64
 """Windows are rounded up to this many keys."""
@@ -66,25 +66,24 @@ def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Pi
     """Return the pieces that reach every key that may matter.
 
     Args:
-        needed: (H, chunks) from `windows`, for heads in order of falling slope.
+        needed: (H, chunks) from `windows`.
         queries: Q.
         keys: L.
         rows: queries per chunk.
     """
     shift, pieces = keys - queries, []
-    # In that order windows grow, almost; made so, heads of one call are neighbours.
-    counts = needed.cummax(0).values.clamp(max=2.0**40).ceil().long().tolist()
-    heads = len(counts)
+    counts = needed.clamp(max=2.0**40).ceil().long().tolist()
     for chunk, i in enumerate(range(0, queries, rows)):
         end = min(i + rows, queries)
-        reach = [min(shift + end, end - i + _up(counts[h][chunk])) for h in range(heads)]
-        last = heads
-        while last > 0:  # from the widest down
-            width, first = reach[last - 1], last - 1
-            while first > 0 and reach[first - 1] > SHRINK * width:
-                first -= 1
-            pieces.append((i, end, first, last, shift + end - width))
-            last = first
+        reach = [min(shift + end, end - i + _up(count[chunk])) for count in counts]
+        first = 0
+        while first < len(reach):  # neighbours of nearly the same width go together: no head is copied
+            last, narrow, wide = first + 1, reach[first], reach[first]
+            while last < len(reach) and min(narrow, reach[last]) > SHRINK * max(wide, reach[last]):
+                narrow, wide = min(narrow, reach[last]), max(wide, reach[last])
+                last += 1
+            pieces.append((i, end, first, last, shift + end - wide))
+            first = last
     return pieces
 
 
@@ -117,15 +116,14 @@ def attend(
         (B, H, Q, D) in the query's dtype.
     """
     length = key.shape[2]
-    order = torch.argsort(slopes.detach(), descending=True)
     distance = torch.arange(length, dtype=slopes.dtype, device=slopes.device)
     with torch.no_grad():
-        needed = windows(query, key, slopes, scaling, rows)[order]
+        needed = windows(query, key, slopes, scaling, rows)
         if window is not None:
             needed = needed.clamp(max=window)
         pieces = plan(needed, query.shape[2], length, rows)
         # Also within a piece, whose keys are those of its widest head: what does not count would be weights so small
         # that they are denormal numbers, which the processor multiplies many times more slowly.
         beyond = distance >= needed.amax(1, keepdim=True)
-    table = (-slopes[order, None] * distance).masked_fill(beyond, -math.inf)
-    return toeplitz.attend(query, key, value, table, scaling=scaling, pieces=pieces, order=order.tolist())
+    table = (-slopes[:, None] * distance).masked_fill(beyond, -math.inf)
+    return toeplitz.attend(query, key, value, table, scaling=scaling, pieces=pieces)

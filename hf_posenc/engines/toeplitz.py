@@ -26,7 +26,7 @@ ROWS = 256
 """Queries per chunk. Fewer cost more kernel calls, more waste the upper half of a larger block on the diagonal."""
 
 Piece = tuple[int, int, int, int, int]
-"""First and last + 1 query row, first and last + 1 head (in the order of the table), first key: one kernel call."""
+"""First and last + 1 query row, first and last + 1 head, first key: one kernel call."""
 
 
 def whole(queries: int, heads: int, rows: int = ROWS) -> list[Piece]:
@@ -48,7 +48,6 @@ def attend(
     *,
     scaling: float,
     pieces: Sequence[Piece] | None = None,
-    order: Sequence[int] | None = None,
 ) -> Tensor:
     """Attend causally with a bias of distance; the last query sits on the last key.
 
@@ -59,7 +58,6 @@ def attend(
         table: (H, L) float32, bias of distance 0 .. L-1, added to the scaled scores. Gradients flow to it.
         scaling: factor of the scores.
         pieces: what to compute: `whole(...)` by default. Keys that no piece of a row reaches are left out.
-        order: which head each row of the table, and each head of a piece, stands for; None means as they come.
 
     Returns:
         (B, H, Q, D) in the query's dtype.
@@ -68,7 +66,7 @@ def attend(
         RuntimeError: in a second derivative.
     """
     pieces = whole(query.shape[2], query.shape[1]) if pieces is None else pieces
-    output: Tensor = _Toeplitz.apply(query, key, value, table, scaling, tuple(pieces), order)
+    output: Tensor = _Toeplitz.apply(query, key, value, table, scaling, tuple(pieces))
     return output
 
 
@@ -102,30 +100,6 @@ def view(reversed_: Tensor, last: int, rows: int, first_key: int, keys: int, hea
     return part.as_strided((1, part.shape[0], rows, keys), (0, part.stride(0), 1, 1), start)
 
 
-def _heads(order: Sequence[int] | None, first: int, end: int) -> Any:
-    """Return an index of the heads: a slice, which copies nothing, wherever they are neighbours."""
-    if order is None:
-        return slice(first, end)
-    heads = list(order[first:end])
-    return slice(heads[0], heads[-1] + 1) if heads == list(range(heads[0], heads[-1] + 1)) else heads
-
-
-def _take(tensor: Tensor, heads: Any, rows: slice) -> Tensor:
-    """Return some heads and rows; by copies of whole runs where the heads are no neighbours, not element by element."""
-    if isinstance(heads, slice):
-        return tensor[:, heads, rows]
-    return torch.stack([tensor[:, head, rows] for head in heads], 1)
-
-
-def _add(tensor: Tensor, heads: Any, rows: slice, part: Tensor) -> None:
-    """Add to some heads and rows, in place."""
-    if isinstance(heads, slice):
-        tensor[:, heads, rows] += part
-        return
-    for number, head in enumerate(heads):
-        tensor[:, head, rows] += part[:, number]
-
-
 class _Toeplitz(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -136,18 +110,17 @@ class _Toeplitz(torch.autograd.Function):
         table: Tensor,
         scaling: float,
         pieces: tuple[Piece, ...],
-        order: Sequence[int] | None,
     ) -> Tensor:
         shift = key.shape[2] - query.shape[2]
         reversed_ = reversed_table(table.detach())
         output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         for i, end, h, h_end, j in pieces:
-            heads = _heads(order, h, h_end)
-            mask = view(reversed_, shift + end - 1, end - i, j, shift + end - j, slice(h, h_end))
+            heads, keys = slice(h, h_end), slice(j, shift + end)
+            mask = view(reversed_, shift + end - 1, end - i, j, shift + end - j, heads)
             part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _take(query, heads, slice(i, end)).flip(2),
-                _take(key, heads, slice(j, shift + end)),
-                _take(value, heads, slice(j, shift + end)),
+                query[:, heads, i:end].flip(2),
+                key[:, heads, keys],
+                value[:, heads, keys],
                 0.0,
                 False,
                 attn_mask=mask,
@@ -156,7 +129,7 @@ class _Toeplitz(torch.autograd.Function):
             output[:, heads, i:end] = part.flip(2)
             sums[:, heads, i:end] = total.reshape(part.shape[:3]).flip(2)
         ctx.save_for_backward(query, key, value, table, output, sums)
-        ctx.scaling, ctx.pieces, ctx.order = scaling, pieces, order
+        ctx.scaling, ctx.pieces = scaling, pieces
         return output
 
     @staticmethod
@@ -168,22 +141,22 @@ class _Toeplitz(torch.autograd.Function):
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         of_reversed = torch.zeros_like(reversed_) if ctx.needs_input_grad[3] else None
         for i, end, h, h_end, j in ctx.pieces:
-            heads, keys = _heads(ctx.order, h, h_end), slice(j, shift + end)
-            mask = view(reversed_, shift + end - 1, end - i, j, shift + end - j, slice(h, h_end))
-            g, q, o = (_take(each, heads, slice(i, end)).flip(2) for each in (gradient, query, output))
-            k, v = _take(key, heads, keys), _take(value, heads, keys)
+            heads, keys = slice(h, h_end), slice(j, shift + end)
+            mask = view(reversed_, shift + end - 1, end - i, j, shift + end - j, heads)
+            g, q, o = (each[:, heads, i:end].flip(2) for each in (gradient, query, output))
+            k, v = key[:, heads, keys], value[:, heads, keys]
             total = sums[:, heads, i:end].flip(2).contiguous()
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 g, q, k, v, o, total, 0.0, False, attn_mask=mask, scale=ctx.scaling
             )
             of_query[:, heads, i:end] = dq.flip(2)
-            _add(of_key, heads, keys, dk)
-            _add(of_value, heads, keys, dv)
+            of_key[:, heads, keys] += dk
+            of_value[:, heads, keys] += dv
             if of_reversed is not None:
                 at = length - 1 - (shift + end - 1) + j
-                _add_diagonals(of_reversed[h:h_end], at, mask, ctx.scaling, total, g, q, k, v, o)
+                _add_diagonals(of_reversed[heads], at, mask, ctx.scaling, total, g, q, k, v, o)
         of_table = None if of_reversed is None else of_reversed[:, :length].flip(1)
-        return of_query, of_key, of_value, of_table, None, None, None
+        return of_query, of_key, of_value, of_table, None, None
 
 
 def _add_diagonals(
