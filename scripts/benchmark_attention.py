@@ -2,6 +2,9 @@
 
     python scripts/benchmark_attention.py                                     a table for this machine, some minutes
     python scripts/benchmark_attention.py --lengths 8192 --dtypes bfloat16 --schemes alibi --output results.json
+    python scripts/benchmark_attention.py --phases decode --heads 32 --kv-heads 8
+    python scripts/benchmark_attention.py --whole-models                      GPT-2 and LLaMA, and BLOOM and MPT beside
+    python scripts/benchmark_attention.py --banding FOLDER --text book.txt    windows of exact ALiBi on a real model
 
 Every ratio is to `scaled_dot_product_attention(is_causal=True)` of the same shape and dtype. Candidates take turns in one
 process, in alternating order; a ratio is the median over rounds of the ratio within a round, with the smallest and the
@@ -32,13 +35,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hf_posenc
-from hf_posenc.engines.choice import NAMES, Call, choose, run, why_not
+from hf_posenc.engines import banded, toeplitz
+from hf_posenc.engines.choice import AUTO, NAMES, Call, choose, run, why_not
+from hf_posenc.patching import patch_of
 from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import Dims
 
 SCHEMES = ("alibi", "shaw", "da_transformer", "transformer_xl")
-ENGINES = NAMES
 PHASES = ("forward", "forward+backward", "decode")
 # Beyond this many scores per head a T x T candidate does not fit.
 DENSE = 2048 * 2048
@@ -46,10 +50,13 @@ DENSE = 2048 * 2048
 Run = Callable[[], Any]
 
 
-def inputs(phase: str, length: int, heads: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    phase: str, length: int, heads: int, groups: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     queries = 1 if phase == "decode" else length
-    made = (torch.randn(1, heads, n, 64, generator=generator) for n in (queries, length, length))
+    shapes = ((heads, queries), (groups, length), (groups, length))
+    made = (torch.randn(1, *shape, 64, generator=generator) for shape in shapes)
     q, k, v = (each.to(device=device, dtype=dtype) for each in made)
     if phase == "forward+backward":
         q, k, v = (each.requires_grad_() for each in (q, k, v))
@@ -62,10 +69,13 @@ def module_of(scheme: str, heads: int, device: str) -> Any:
     return module.to(device)
 
 
-def candidates(scheme: str, phase: str, length: int, heads: int, dtype: torch.dtype, device: str) -> dict[str, Run]:
+def candidates(
+    scheme: str, phase: str, length: int, heads: int, groups: int, dtype: torch.dtype, device: str
+) -> dict[str, Run]:
     """Return what takes turns: the baseline first."""
-    q, k, v = inputs(phase, length, heads, dtype, device)
+    q, k, v = inputs(phase, length, heads, groups, dtype, device)
     module, scaling = module_of(scheme, heads, device), 64**-0.5
+    repeats = heads // groups
     positions = Positions.causal(q.shape[2], length, device)
     call = Call(module, q, k, positions)
 
@@ -75,13 +85,17 @@ def candidates(scheme: str, phase: str, length: int, heads: int, dtype: torch.dt
 
     def naive() -> Tensor:
         distance, hidden = positions.distance(), ~positions.visible()
-        scores = module.scores(q.float(), k.float(), distance.clamp(min=0), scaling, scaling, lambda s: s)
-        return module.mix(scores.masked_fill(hidden, -torch.inf).softmax(-1), v.float(), distance.clamp(min=0))
+        every_k, every_v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        scores = module.scores(q.float(), every_k.float(), distance.clamp(min=0), scaling, scaling, lambda s: s)
+        return module.mix(scores.masked_fill(hidden, -torch.inf).softmax(-1), every_v.float(), distance.clamp(min=0))
 
-    found: dict[str, Run] = {"plain": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=phase != "decode")}
-    for name in ENGINES:
-        if why_not(name, call) is None and (name != "reference" or q.shape[2] * length <= DENSE):
-            found[name] = engine(name)
+    found: dict[str, Run] = {
+        "plain": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=phase != "decode", enable_gqa=repeats > 1)
+    }
+    with torch.set_grad_enabled(phase == "forward+backward"):
+        for name in NAMES if device == "cuda" else AUTO:  # flex compiles, and has no backward on a CPU
+            if why_not(name, call) is None and (name != "reference" or q.shape[2] * length <= DENSE):
+                found[name] = engine(name)
     if q.shape[2] * length <= DENSE:
         found["naive"] = naive
         bias = module.bias(length, q.float())
@@ -90,7 +104,7 @@ def candidates(scheme: str, phase: str, length: int, heads: int, dtype: torch.dt
                 ~positions.visible()[0], -torch.inf
             )
             mask = mask[None].detach().to(dtype)
-            found["mask"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            found["mask"] = lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=repeats > 1)
     if phase != "forward+backward":
         return {name: _without_gradients(each) for name, each in found.items()}
     leaves = [q, k, v]
@@ -170,42 +184,109 @@ def peak_memory(arguments: tuple[Any, ...], name: str) -> float:
 
 
 def whole_models(lengths: list[int], rounds: int, device: str) -> list[dict[str, Any]]:
-    """Return tokens per second of patched GPT-2 and LLaMA, as ratios of time to the stock model."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    """Return tokens per second of patched GPT-2 and LLaMA, as ratios of time to the stock model.
+
+    Beside GPT-2 stand the models of transformers that were built with ALiBi, of the same sizes.
+    """
+    import transformers
 
     def make(family: str, length: int) -> Any:
-        if family == "gpt2":
-            return GPT2LMHeadModel(GPT2Config(n_layer=4, n_positions=length, vocab_size=1024))
-        sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "vocab_size": 1024}
-        return LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, max_position_embeddings=length, **sizes))
+        vocabulary = {"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 0}
+        if family == "llama":
+            sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_hidden_layers": 4}
+            config = transformers.LlamaConfig(max_position_embeddings=length + 1, **sizes, **vocabulary)
+        elif family == "bloom":
+            config = transformers.BloomConfig(hidden_size=768, n_layer=4, n_head=12, **vocabulary)
+        elif family == "mpt":
+            config = transformers.MptConfig(d_model=768, n_layers=4, n_heads=12, max_seq_len=length + 1, **vocabulary)
+        else:
+            config = transformers.GPT2Config(n_layer=4, n_positions=length + 1, **vocabulary)
+        return transformers.AutoModelForCausalLM.from_config(config).to(device).eval()
+
+    def forward(model: Any, ids: Tensor) -> Run:
+        return _without_gradients(lambda: model(ids, use_cache=False))
+
+    def training(model: Any, ids: Tensor) -> Run:
+        return lambda: model(ids, labels=ids, use_cache=False).loss.backward()
+
+    def decode(model: Any, ids: Tensor) -> Run:
+        with torch.no_grad():
+            cache = transformers.DynamicCache(config=model.config)
+            model(ids, past_key_values=cache)
+
+        def step() -> None:
+            model(ids[:, :1], past_key_values=cache)
+            cache.crop(ids.shape[1])
+
+        return _without_gradients(step)
 
     rows = []
     for family in ("gpt2", "llama"):
         for length in lengths:
             models = {"stock": make(family, length)}
             models |= {scheme: hf_posenc.patch_model(make(family, length), scheme, seed=0) for scheme in SCHEMES}
+            if family == "gpt2":
+                models |= {other: make(other, length) for other in ("bloom", "mpt")}
             ids = torch.randint(1024, (1, length), device=device)
-
-            def forward(model: Any, ids: Tensor = ids) -> Run:
-                return _without_gradients(lambda: model(ids, use_cache=False))
-
-            def step(model: Any, ids: Tensor = ids) -> Run:
-                return lambda: model(ids, labels=ids, use_cache=False).loss.backward()
-
-            for phase, start in (("forward", forward), ("forward+backward", step)):
-                found = {name: start(model.to(device)) for name, model in models.items()}
+            for phase, start in (("forward", forward), ("forward+backward", training), ("decode", decode)):
+                found = {name: start(model, ids) for name, model in models.items()}
                 for name, row in measure(found, rounds, device).items():
-                    speed = length / row["milliseconds"] * 1000
-                    rows.append(
-                        {
-                            "model": family,
-                            "phase": phase,
-                            "length": length,
-                            "scheme": name,
-                            **row,
-                            "tokens_per_s": speed,
-                        }
-                    )
+                    speed = (1 if phase == "decode" else length) / row["milliseconds"] * 1000
+                    key = {"model": family, "phase": phase, "length": length, "scheme": name}
+                    rows.append({**key, **row, "tokens_per_s": speed})
+    return rows
+
+
+def banding(folder: str, text: str, length: int) -> list[dict[str, Any]]:
+    """Return, per layer and head of a model with ALiBi, the window that its own queries and keys allow.
+
+    Args:
+        folder: a checkpoint patched with alibi, or a stock one, which is patched here.
+        text: file.
+        length: tokens.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if patch_of(model) is None:
+        hf_posenc.patch_model(model, "alibi")
+    ids = AutoTokenizer.from_pretrained(folder)(Path(text).read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    if ids.shape[1] < length:
+        raise SystemExit(f"{text} has {ids.shape[1]} tokens, fewer than {length}")
+    rows, attend = [], banded.attend
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, scaling: float, **options: Any) -> Tensor:
+        needed = banded.windows(query, key, slopes, scaling, toeplitz.ROWS)
+        pieces = banded.plan(needed, length, length, toeplitz.ROWS)
+        for head, slope in enumerate(slopes.tolist()):
+            kept = sum((end - i) * (end - j) for i, end, h, h_end, j in pieces if h <= head < h_end)
+            whole = sum((end - i) * (end - j) for i, end, _, _, j in toeplitz.whole(length, 1))
+            reach = needed[head].clamp(max=length)
+            # The bound that the window follows from: the largest own-to-others gap of scores in a block of queries.
+            gap = (needed[head] * slope).median().item()
+            rows.append(
+                {
+                    "layer": len(rows) // len(slopes),
+                    "head": head,
+                    "slope": slope,
+                    "gap": gap,
+                    "median_window": reach.median().item(),
+                    "largest_window": reach.max().item(),
+                    "computed": kept / whole,
+                }
+            )
+        return attend(query, key, value, slopes, scaling=scaling, **options)
+
+    banded.attend = watched
+    try:
+        with torch.no_grad():
+            model(ids[:, :length], use_cache=False)
+    finally:
+        banded.attend = attend
+    if not rows:
+        raise SystemExit(
+            f"no call of {length} tokens goes to the banded engine: {hf_posenc.which_engine(model, length)}"
+        )
     return rows
 
 
@@ -217,15 +298,26 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--kv-heads", type=int, help="heads of keys and values; by default as many as --heads")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--memory", action="store_true", help="also peak memory, one process per candidate")
     parser.add_argument("--whole-models", action="store_true", help="GPT-2 and LLaMA of four layers instead")
+    parser.add_argument("--banding", metavar="FOLDER", help="windows of exact ALiBi on this model and --text instead")
+    parser.add_argument("--text", help="file, for --banding")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
 
     rows: list[dict[str, Any]] = []
-    if options.whole_models:
+    if options.banding:
+        for length in options.lengths:
+            for row in banding(options.banding, options.text, length):
+                rows.append({"length": length, **row})
+                print(
+                    f"{length:6} layer {row['layer']:2} head {row['head']:2} slope {row['slope']:.4f}  gap {row['gap']:6.1f}  "
+                    f"window {row['median_window']:7.0f}, largest {row['largest_window']:7.0f}  computed {row['computed']:.2f}"
+                )
+    elif options.whole_models:
         rows = whole_models(options.lengths, options.rounds, options.device)
         for row in rows:
             print(
@@ -240,7 +332,8 @@ def main() -> None:
             for length in options.lengths:
                 for phase in options.phases:
                     for scheme in options.schemes:
-                        shape = (scheme, phase, length, options.heads, getattr(torch, dtype), options.device)
+                        groups = options.kv_heads or options.heads
+                        shape = (scheme, phase, length, options.heads, groups, getattr(torch, dtype), options.device)
                         for name, row in measure(candidates(*shape), options.rounds, options.device).items():
                             if options.memory:
                                 row["mebibytes"] = peak_memory(shape, name)
@@ -267,6 +360,7 @@ def main() -> None:
             "torch": torch.__version__,
             "hf_posenc": hf_posenc.__version__,
             "heads": options.heads,
+            "kv_heads": options.kv_heads or options.heads,
             "rounds": options.rounds,
         }
         options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -296,6 +296,8 @@ HARD = {
     # What a window chosen without looking at the data would miss: one far key that everyone looks at.
     "one far key": lambda k: torch.cat([40 * k[:, :, :1], k[:, :, 1:]], 2),
     "growing": lambda k: k * torch.linspace(12, 0.1, k.shape[2])[:, None],
+    "in common": lambda k: k + 20 * torch.randn(HEAD_DIM, generator=torch.Generator().manual_seed(5)),
+    "one large coordinate": lambda k: k * torch.cat([torch.tensor([30.0]), torch.ones(HEAD_DIM - 1)]),
 }
 
 
@@ -325,6 +327,20 @@ def test_keys_are_skipped():
     covered = {(i, h) for i, _, h0, h1, _ in pieces for h in range(h0, h1)}
     assert len(covered) == 8 * 8  # every chunk of every head, once
     assert sum(h1 - h0 for _, _, h0, h1, _ in pieces) == 8 * 8
+
+
+def test_what_all_keys_have_in_common_does_not_widen_windows():
+    """Softmax does not see it; trained models have much of it, and large single coordinates that queries avoid."""
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(1, 8, 512, HEAD_DIM, generator=generator) for _ in range(2))
+    slopes = torch.tensor([2.0**-n for n in range(1, 9)])
+    needed = banded.windows(q, k, slopes, SCALING, 64)
+    shifted = banded.windows(q, HARD["in common"](k), slopes, SCALING, 64)
+    assert (shifted - needed).abs().max() <= 0.02 * needed.max()
+    q[..., 0] *= 0.01
+    large = banded.windows(q, HARD["one large coordinate"](k), slopes, SCALING, 64)
+    product = (q.norm(dim=-1) * HARD["one large coordinate"](k).norm(dim=-1).amax() * SCALING).amax()
+    assert (large[:, -1] * slopes).max() < 0.7 * product
 
 
 def test_slopes_that_reward_distance_keep_every_key():

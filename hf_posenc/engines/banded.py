@@ -1,15 +1,22 @@
 """Exact ALiBi in less than the time of plain causal attention: keys that provably do not count are skipped.
 
-Let `s_ij` be the scaled score and `m` the slope. Row `i` sees itself at distance 0, so its softmax denominator is at
-least `exp(s_ii)`. By Cauchy-Schwarz `s_ij <= a_i = scaling |q_i| max_(j <= i) |k_j|`. What keys further away than `w`
-weigh is then at most
+Let `s_ij = scaling q_i . k_j` be the score and `m` the slope. Row `i` sees itself at distance 0, so its softmax
+denominator is at least `exp(s_ii)`. For any vector `c`, the same for all keys of a head,
 
-    sum_(d > w) exp(a_i - m d) / exp(s_ii) <= exp(a_i - s_ii - m (w + 1)) / (1 - exp(-m)),
+    s_ij - s_ii = scaling (q_i . (k_j - c) - q_i . (k_i - c)) <= scaling (r_i - q_i . (k_i - c)) = g_i,
 
-which is below `epsilon` as soon as `w + 1 >= (a_i - s_ii + ln(1 / epsilon) - ln(1 - exp(-m))) / m`. With
+where `r_i` bounds `q_i . (k_j - c)` over `j <= i`: by Cauchy-Schwarz `|q_i| max_j |k_j - c|`, and by coordinates
+`sum_t |q_it| max_j |k_jt - c_t|`; the smaller one counts. In trained models keys have large parts in common, which `c`
+removes, and a few large coordinates, which the second bound sees; without both the bound is several times larger. What
+keys further away than `w` weigh is then at most
+
+    sum_(d > w) exp(g_i - m d) <= exp(g_i - m (w + 1)) / (1 - exp(-m)),
+
+of the row's weight, which is below `epsilon` as soon as `w + 1 >= (g_i + ln(1 / epsilon) - ln(1 - exp(-m))) / m`. With
 `epsilon = 2^-24` leaving them out moves a row's weights by less than the rounding of float32. The bound costs O(L D),
 holds for any input, and is taken from the inputs of the call: per head and chunk of queries, the largest over its rows
-and the batch. Heads with steep slopes need few keys, so the cost falls from O(L^2) towards O(L) with the length.
+and the batch. `c` is the middle of each coordinate's range. Heads with steep slopes need few keys, so the cost falls
+from O(L^2) towards O(L) with the length.
 
 Accuracy class: that of `toeplitz`, which computes what is left.
 """
@@ -29,6 +36,9 @@ EPSILON = 2.0**-24
 SHRINK = 0.8
 """Heads share a kernel call where each needs more than this share of the keys of any other."""
 
+AT_ONCE = 2**21
+"""Numbers that the bound works on at once."""
+
 KEY_STEP = 64
 """Windows are rounded up to this many keys."""
 
@@ -47,19 +57,34 @@ def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: in
     Returns:
         (H, chunks) float64; infinite for slopes that are not positive and for inputs that are not finite.
     """
-    shift = key.shape[2] - query.shape[2]
-    key_norms = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32).cummax(-1).values[..., shift:]
-    query_norms = torch.linalg.vector_norm(query, dim=-1, dtype=torch.float32)
-    own = torch.einsum("bhqd,bhqd->bhq", query.float(), key[:, :, shift:].float())
-    # Rounding of the two terms, each a sum of D products, may not make the bound too small.
-    slack = 1.0 + 2.0**-16
-    room = (scaling * (query_norms * key_norms * slack - own)).amax(0)
-    room = torch.nn.functional.pad(room, (0, -room.shape[-1] % rows), value=-math.inf)
-    room = room.view(room.shape[0], -1, rows).amax(-1).double()
+    heads = max(1, AT_ONCE // key[:, 0].numel())
+    pairs = zip(query.split(heads, 1), key.split(heads, 1), strict=True)
+    room = scaling * torch.cat([_gaps(q.float(), k.float(), rows) for q, k in pairs]).double()
     slope = slopes.double()[:, None]
     needed = (room + math.log(1 / epsilon) - torch.log(-torch.expm1(-slope))) / slope
     # A learned slope may also reward distance; of inputs that are not finite nothing is known.
     return torch.where((slope > 0) & ~needed.isnan(), needed, math.inf)
+
+
+def _gaps(query: Tensor, key: Tensor, rows: int) -> Tensor:
+    """Return the largest `g_i / scaling` of each head and chunk, (H, chunks)."""
+    shift, queries = key.shape[2] - query.shape[2], query.shape[2]
+    largest = torch.linalg.vector_norm(key, dim=-1).amax(-1, keepdim=True)
+    key = key - (key.amax(2, keepdim=True) + key.amin(2, keepdim=True)) / 2
+    norms = torch.linalg.vector_norm(query, dim=-1)
+    bound = norms * torch.linalg.vector_norm(key, dim=-1).cummax(-1).values[..., shift:]
+    own = (query * key[:, :, shift:]).sum(-1)
+    # Rounding of sums of D products, and of the differences, may not make the bound too small.
+    slack = 2.0**-15 * norms * largest
+    side = key[:, :, :shift].abs().amax(2) if shift else torch.zeros_like(key[:, :, 0])
+    found = []
+    for start in range(0, queries, rows):
+        here = slice(start, min(start + rows, queries))
+        side = torch.maximum(side, key[:, :, shift + here.start : shift + here.stop].abs().amax(2))
+        by_coordinate = (query[:, :, here].abs() @ side[..., None])[..., 0]
+        gaps = torch.minimum(bound[..., here], by_coordinate) + slack[..., here] - own[..., here]
+        found.append(gaps.amax((0, 2)))
+    return torch.stack(found, 1)
 
 
 def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Piece]:

@@ -8,6 +8,9 @@
 - `clipped`: the same, but for sliding windows, for vectors of clipped distances (Shaw). O(L) memory.
 - `rescaled`: the same for factors of distance on the scores (DA-Transformer). O(L) memory.
 - `skewed`: the same for products of queries with vectors of distance (Transformer-XL). O(L) memory.
+- `flex`: only if asked for: it compiles kernels for CUDA, and nobody has run it on a GPU yet. ALiBi, DA-Transformer and
+  Shaw without vectors for values; soft cap, every mask but a user's own 4-D one; no weights or dropout. O(L) memory. On
+  a CPU, where it needs a C++ compiler, without gradients.
 - `chunked`: every scheme, and every mask but a user's own 4-D one; no weights; not while compiling. O(L) memory.
 - `reference`: everything. O(Q L) memory.
 
@@ -26,13 +29,16 @@ import torch
 from torch import Tensor
 
 from ..positions import DensePositions, Positions
-from . import banded, chunked, clipped, decode, reference, rescaled, skewed, toeplitz
+from . import banded, chunked, clipped, decode, flex, reference, rescaled, skewed, toeplitz
 
 BY_SPANS = ("banded", "toeplitz", "clipped", "rescaled", "skewed")
 """Engines that compute plain causal attention of one document."""
 
-NAMES = ("decode", *BY_SPANS, "chunked", "reference")
-"""Engines, fastest first."""
+AUTO = ("decode", *BY_SPANS, "chunked", "reference")
+"""Engines that `auto` chooses from, fastest first."""
+
+NAMES = (*AUTO, "flex")
+"""All engines."""
 
 FLOORS: dict[str, dict[torch.dtype | None, int]] = {
     "banded": {torch.float32: 1024**2, torch.bfloat16: 4096**2},
@@ -126,6 +132,10 @@ def why_not(engine: str, call: Call) -> str | None:
         return "the mask is given pair by pair"
     if engine == "chunked":
         return None
+    if engine == "flex":
+        if call.dropout > 0:
+            return "attention dropout needs the weights"
+        return flex.why_not(call.module, call.query, call.softcap)
     if call.query.device.type != "cpu":
         return f"it is written for CPUs, the tensors are on {call.query.device.type}"
     if call.query.dtype not in (torch.float32, torch.bfloat16):
@@ -189,7 +199,7 @@ def choose(wanted: str, call: Call) -> Choice:
     queries, keys = call.query.shape[2], call.key.shape[2]
     reasons: list[str] = []
     step = queries <= decode.QUERIES and queries < keys and not torch.is_grad_enabled()
-    for engine in NAMES if step else NAMES[1:]:  # why a whole sequence is no step of generation needs no words
+    for engine in AUTO if step else AUTO[1:]:  # why a whole sequence is no step of generation needs no words
         floors = FLOORS.get(engine, {})
         if queries * keys < floors.get(call.query.dtype, floors.get(None, 0)):
             reasons.append(f"not {engine}: {queries} queries and {keys} keys are too few to gain by it")
@@ -219,6 +229,13 @@ def run(
     if choice.engine in BY_SPANS:
         with torch.autocast(call.query.device.type, enabled=False):  # the bounds need float32
             return _by_spans(choice.engine, call, value, scaling, vector_scaling), None
+    if choice.engine == "flex":
+        assert isinstance(call.positions, Positions)
+        with torch.autocast(call.query.device.type, enabled=False):
+            out = flex.attend(
+                call.module, call.query, call.key, value, call.positions, scaling=scaling, softcap=call.softcap
+            )
+        return out.transpose(1, 2), None
     attend: Callable[..., Any] = chunked.attend if choice.engine == "chunked" else reference.attend
     if choice.engine == "decode":
         attend = partial(decode.attend, weights=call.weights)
