@@ -1,16 +1,22 @@
 """Vectors of clipped distances (Shaw et al. 2018) in linear memory: far keys by plain flash attention, near ones apart.
 
-With `c = min(d, m)` the scores are `q . (k + a_c)` and the values `v + b_c`. All keys at a distance of at least `m`
-share `a_m` and `b_m`: for a chunk of queries they are plain attention to `k + a_m` and `v + b_m`, without any mask,
-which the flash kernel computes with its log-sum-exp. The other keys of the chunk, at most rows + m - 1 of them, are
-computed one by one, and the two parts are merged by their log-sum-exps. Backward: the kernel's own for the far part,
-given the merged output and log-sum-exp; the near part is computed again.
+With `c = min(d, m)` the scores are `q . (k + a_c)` and the values `v + b_c`. Written with what all keys at a distance
+of at least `m` share, `k' = k + a_m` and `v' = v + b_m`, they are `q . k' + q . (a_c - a_m)` and `v' + (b_c - b_m)`:
+plain attention, but for a band of `m` distances. For a chunk of queries the keys before the band are plain attention
+without any mask, which the flash kernel computes with its log-sum-exp: those before a group of chunks in one call,
+since it is faster with many queries, and those since then in another. The other keys of the chunk, rows + m - 1 of them,
+are scored one by one, and the parts are merged by their log-sum-exps. In a block of scores (rows, rows + m - 1) the band
+is a strided view: entry `t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
+
+Backward: the kernel's own for the far part, given the merged output and log-sum-exp; the near part is computed again.
+What the keys' gradients add up to is the gradient of the shared vector.
 
 Accuracy class: flash for the far part, float32 for the near one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +25,12 @@ from torch.autograd.function import once_differentiable
 
 ROWS = 128
 """Queries per chunk: the near part costs rows + m keys of each."""
+
+CHUNKS = 8
+"""Chunks per call for the keys before all of them."""
+
+SMALLEST = -80.0
+"""Logarithm below which a weight is 0: from there on `exp` is several times slower, and float32 ends at -87."""
 
 
 def attend(
@@ -44,8 +56,66 @@ def attend(
     return output
 
 
-def _by_head(table: Tensor) -> Tensor:
-    return table.detach().float() if table.ndim == 3 else table.detach().float()[None]
+class _Table:
+    """A table, split into what far keys share, (H|1, 1, D), and what near ones have besides, (H|1, m, D)."""
+
+    def __init__(self, table: Tensor) -> None:
+        by_head = table.detach().float() if table.ndim == 3 else table.detach().float()[None]
+        self.far = by_head[:, -1:]
+        self.near = (by_head[:, :-1] - self.far).flip(1)  # furthest first, as in the band
+
+    @staticmethod
+    def gradient(table: Tensor, of_near: Tensor, of_rows: Tensor) -> Tensor:
+        """Return the gradient of a table from those of `near` (H, m, D) and of the keys or values (B, H, L, D)."""
+        far = of_rows.sum((0, 2))[:, None] - of_near.sum(1, keepdim=True)
+        found = torch.cat([of_near.flip(1), far], 1)
+        return (found.sum(0) if table.ndim == 2 else found).to(table.dtype)
+
+
+class _Chunk:
+    """The near part of one chunk of queries: those from slot `start` to `end`, which sit on keys `shift` further."""
+
+    def __init__(self, start: int, end: int, shift: int, near: int) -> None:
+        self.rows = slice(start, end)
+        first = shift + start - near + 1
+        self.first, self.missing = max(0, first), max(0, -first)
+        self.keys = slice(self.first, shift + end)
+        self.near = near
+        self.width = end - start + near - 1
+        row, column = torch.arange(end - start)[:, None], torch.arange(self.width)
+        self.hidden = (column > row + near - 1) | (column < self.missing)
+
+    def window(self, tensor: Tensor, shared: Tensor) -> Tensor:
+        """Return the chunk's keys or values in float32, (B, H, width, D); before the first there are zeros."""
+        part = tensor[:, :, self.keys].float() + shared
+        return torch.nn.functional.pad(part, (0, 0, self.missing, 0)) if self.missing else part
+
+    def band(self, block: Tensor) -> Tensor:
+        """Return the view of the m near distances, (B, H, rows, m), of a contiguous block (B, H, rows, width)."""
+        shape = (*block.shape[:3], self.near)
+        return block.as_strided(shape, (*block.stride()[:2], self.width + 1, 1), block.storage_offset())
+
+    def scores(self, q: Tensor, k: Tensor, a: _Table) -> Tensor:
+        """Return the scores (B, H, rows, width), `-inf` where hidden; q is scaled, k is a window."""
+        block = q @ k.mT
+        self.band(block).add_(q @ a.near.mT)
+        return block.masked_fill_(self.hidden, float("-inf"))
+
+    def add(self, sums: Tensor, part: Tensor) -> None:
+        """Add what belongs to the window's rows to (B, H, L, D), in place."""
+        sums[:, :, self.keys] += part[:, :, self.missing :]
+
+
+def _groups(queries: int, shift: int, near: int, rows: int) -> Iterator[tuple[slice, slice, list[_Chunk]]]:
+    """Give the queries of each group of chunks, the keys before all of their near ones, and the chunks."""
+    for start in range(0, queries, rows * CHUNKS):
+        group = slice(start, min(start + rows * CHUNKS, queries))
+        starts = range(start, group.stop, rows)
+        yield (
+            group,
+            slice(0, max(0, shift + start - near + 1)),
+            [_Chunk(first, min(first + rows, group.stop), shift, near) for first in starts],
+        )
 
 
 class _Clipped(torch.autograd.Function):
@@ -61,29 +131,35 @@ class _Clipped(torch.autograd.Function):
         rows: int,
     ) -> Tensor:
         shift, queries = key.shape[2] - query.shape[2], query.shape[2]
-        a = _by_head(key_table)
-        b = torch.zeros_like(a[:, :1]) if value_table is None else _by_head(value_table)
-        far_key, far_value = (key + a[:, -1:]).to(key.dtype), (value + b[:, -1:]).to(value.dtype)
+        a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
+        far_key, far_value = (key + a.far).to(key.dtype), (value + b.far).to(value.dtype)
         output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-        for i in range(0, queries, rows):
-            end = min(i + rows, queries)
-            q = query[:, :, i:end]
-            first = max(0, shift + i - a.shape[1] + 2)
-            scores, label = _near(q, key[:, :, first : shift + end], a, shift + i - first, scaling)
-            total = scores.logsumexp(-1)
-            if first:
-                far, far_total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    q, far_key[:, :, :first], far_value[:, :, :first], 0.0, False, scale=scaling
-                )
-                far_total = far_total.reshape(total.shape)
-                total = torch.logaddexp(total, far_total)
-            weights = scores.sub_(total[..., None]).exp_()
-            part = weights @ value[:, :, first : shift + end].float()
-            if value_table is not None:
-                part += _sums(weights, label, a.shape[1]) @ b
-            if first:
-                part += far.float() * (far_total - total).exp_()[..., None]
-            output[:, :, i:end], sums[:, :, i:end] = part, total
+
+        def plain(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
+            part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query[:, :, rows], far_key[:, :, keys], far_value[:, :, keys], 0.0, False, scale=scaling
+            )
+            return part.float(), total.reshape(*part.shape[:3], 1)
+
+        for group, keys, chunks in _groups(queries, shift, a.near.shape[1], rows):
+            before = plain(group, keys) if keys.stop else None
+            for chunk in chunks:
+                scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, chunk.window(key, a.far), a)
+                top = scores.amax(-1, keepdim=True)
+                weights = scores.sub_(top).clamp_(min=SMALLEST).exp_().masked_fill_(chunk.hidden, 0.0)
+                part = weights @ chunk.window(value, b.far)
+                if value_table is not None:
+                    part += chunk.band(weights) @ b.near
+                total = weights.sum(-1, keepdim=True)
+                parts = [(part / total, total.log_().add_(top))]
+                if before is not None:
+                    here = slice(chunk.rows.start - group.start, chunk.rows.stop - group.start)
+                    parts.append((before[0][:, :, here], before[1][:, :, here]))
+                if chunk.first > keys.stop:
+                    parts.append(plain(chunk.rows, slice(keys.stop, chunk.first)))
+                merged = torch.stack([each for _, each in parts]).logsumexp(0)
+                output[:, :, chunk.rows] = sum(out * (each - merged).exp_() for out, each in parts)
+                sums[:, :, chunk.rows] = merged[..., 0]
         ctx.save_for_backward(query, key, value, key_table, value_table, output, sums)
         ctx.scaling, ctx.rows = scaling, rows
         return output
@@ -93,76 +169,48 @@ class _Clipped(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, key_table, value_table, output, sums = ctx.saved_tensors
         shift, queries, scaling = key.shape[2] - query.shape[2], query.shape[2], ctx.scaling
-        a = _by_head(key_table)
-        b = torch.zeros_like(a[:, :1]) if value_table is None else _by_head(value_table)
-        far_key, far_value = (key + a[:, -1:]).to(key.dtype), (value + b[:, -1:]).to(value.dtype)
-        of_query = torch.empty_like(query)
-        of_key, of_value = (torch.zeros(each.shape, dtype=torch.float32) for each in (key, value))
-        heads, labels = query.shape[1], a.shape[1]
-        of_a = torch.zeros(heads, labels, a.shape[2])
-        of_b = torch.zeros_like(of_a)
-        for i in range(0, queries, ctx.rows):
-            end = min(i + ctx.rows, queries)
-            q, g, o, total = (each[:, :, i:end] for each in (query, gradient, output, sums))
-            first = max(0, shift + i - labels + 2)
-            keys = slice(first, shift + end)
-            scores, label = _near(q, key[:, :, keys], a, shift + i - first, scaling)
-            weights = scores.sub_(total[..., None]).exp_()
-            qf, gf = q.float(), g.float()
-            wanted = gf @ value[:, :, keys].float().mT
-            if value_table is not None:
-                wanted += (gf @ b.mT).gather(-1, label.expand_as(wanted))
-                of_b += (_sums(weights, label, labels).mT @ gf).sum(0)
-            of_scores = wanted.sub_((gf * o.float()).sum(-1, keepdim=True)).mul_(weights).mul_(scaling)
-            by_label = _sums(of_scores, label, labels)
-            of_q = of_scores @ key[:, :, keys].float() + by_label @ a
-            of_a += (by_label.mT @ qf).sum(0)
-            of_key[:, :, keys] += of_scores.mT @ qf
-            of_value[:, :, keys] += weights.mT @ gf
-            if first:
-                dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    g.contiguous(),
-                    q,
-                    far_key[:, :, :first],
-                    far_value[:, :, :first],
-                    o,
-                    total.contiguous(),
-                    0.0,
-                    False,
-                    scale=scaling,
-                )
-                of_q += dq
-                of_key[:, :, :first] += dk
-                of_value[:, :, :first] += dv
-                of_a[:, -1] += dk.float().sum((0, 2))
-                of_b[:, -1] += dv.float().sum((0, 2))
-            of_query[:, :, i:end] = of_q
-        tables = []
-        for table, found in ((key_table, of_a), (value_table, of_b)):
-            shared = table is not None and table.ndim == 2
-            tables.append(None if table is None else (found.sum(0) if shared else found).to(table.dtype))
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), *tables, None, None
+        a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
+        far_key, far_value = (key + a.far).to(key.dtype), (value + b.far).to(value.dtype)
+        of_query, of_key, of_value = (torch.zeros(each.shape) for each in (query, key, value))  # in float32
+        of_a, of_b = (torch.zeros(query.shape[1], *table.near.shape[1:]) for table in (a, b))
 
+        def plain(rows: slice, keys: slice) -> None:
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient[:, :, rows].contiguous(),
+                query[:, :, rows],
+                far_key[:, :, keys],
+                far_value[:, :, keys],
+                output[:, :, rows],
+                sums[:, :, rows].contiguous(),
+                0.0,
+                False,
+                scale=scaling,
+            )
+            of_query[:, :, rows] += dq
+            of_key[:, :, keys] += dk
+            of_value[:, :, keys] += dv
 
-def _near(q: Tensor, k: Tensor, a: Tensor, last: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return scores (B, H, rows, keys) in float32, `-inf` for later keys, and the labels (rows, keys).
-
-    Args:
-        q: (B, H, rows, D).
-        k: (B, H, keys, D).
-        a: (H|1, m + 1, D).
-        last: which of the keys the first query sits on.
-        scaling: factor of the scores.
-    """
-    distance = torch.arange(last, last + q.shape[2])[:, None] - torch.arange(k.shape[2])
-    label = distance.clamp(0, a.shape[1] - 1)
-    qf = q.float() * scaling
-    scores = qf @ k.float().mT
-    scores += (qf @ a.mT).gather(-1, label.expand_as(scores))
-    return scores.masked_fill_(distance < 0, float("-inf")), label
-
-
-def _sums(weights: Tensor, label: Tensor, labels: int) -> Tensor:
-    """Return the sums of weights (..., rows, keys) that share a label, (..., rows, labels)."""
-    found = weights.new_zeros(*weights.shape[:-1], labels)
-    return found.scatter_add_(-1, label.expand_as(weights), weights)
+        for group, keys, chunks in _groups(queries, shift, a.near.shape[1], ctx.rows):
+            if keys.stop:
+                plain(group, keys)
+            for chunk in chunks:
+                q, g, o = (each[:, :, chunk.rows].float() for each in (query, gradient, output))
+                q, k = q * scaling, chunk.window(key, a.far)
+                weights = chunk.scores(q, k, a).sub_(sums[:, :, chunk.rows, None]).clamp_(min=SMALLEST).exp_()
+                weights.masked_fill_(chunk.hidden, 0.0)
+                of_scores = g @ chunk.window(value, b.far).mT
+                if value_table is not None:
+                    chunk.band(of_scores).add_(g @ b.near.mT)
+                    of_b += (chunk.band(weights).mT @ g).sum(0)
+                of_scores.sub_((g * o).sum(-1, keepdim=True)).mul_(weights)
+                in_band = chunk.band(of_scores)
+                of_query[:, :, chunk.rows] += (of_scores @ k + in_band @ a.near).mul_(scaling)
+                of_a += (in_band.mT @ q).sum(0)
+                chunk.add(of_key, of_scores.mT @ q)
+                chunk.add(of_value, weights.mT @ g)
+                if chunk.first > keys.stop:
+                    plain(chunk.rows, slice(keys.stop, chunk.first))
+        of_keys = _Table.gradient(key_table, of_a, of_key)
+        of_values = None if value_table is None else _Table.gradient(value_table, of_b, of_value)
+        found = (each.to(query.dtype) for each in (of_query, of_key, of_value))
+        return *found, of_keys, of_values, None, None
