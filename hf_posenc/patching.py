@@ -88,8 +88,8 @@ def patch_model(
     Args:
         model: a stock transformers model of a supported family, with or without a head.
         scheme: a name (`available_schemes()`) or a `Scheme` instance.
-        attention: engine for schemes that change attention scores: `auto`, or `banded`, `toeplitz`, `clipped`,
-            `chunked`, `reference`, see `hf_posenc.engines.choice`.
+        attention: engine for schemes that change attention scores: `auto`, or one of `hf_posenc.engines.choice.NAMES`,
+            which then computes every call or refuses it.
         seed: for new parameters that start at random; None draws from torch's generator.
         **hyperparameters: of the scheme, see its class.
 

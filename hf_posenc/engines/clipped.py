@@ -4,9 +4,9 @@ With `c = min(d, m)` the scores are `q . (k + a_c)` and the values `v + b_c`. Wr
 of at least `m` share, `k' = k + a_m` and `v' = v + b_m`, they are `q . k' + q . (a_c - a_m)` and `v' + (b_c - b_m)`:
 plain attention, but for a band of `m` distances. For a chunk of queries the keys before the band are plain attention
 without any mask, which the flash kernel computes with its log-sum-exp: those before a group of chunks in one call,
-since it is faster with many queries, and those since then in another. The other keys of the chunk, rows + m - 1 of them,
-are scored one by one, and the parts are merged by their log-sum-exps. In a block of scores (rows, rows + m - 1) the band
-is a strided view: entry `t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
+since it is faster with many queries, and those since then in another. The other keys of the chunk, rows + m - 1 of
+them, are scored one by one, and the parts are merged by their log-sum-exps. In a block of scores (rows, rows + m - 1)
+the band is a strided view: entry `t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
 
 Backward: the kernel's own for the far part, given the merged output and log-sum-exp; the near part is computed again.
 What the keys' gradients add up to is the gradient of the shared vector.
