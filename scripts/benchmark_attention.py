@@ -216,7 +216,7 @@ def whole_models(lengths: list[int], rounds: int, device: str) -> list[dict[str,
 
         def step() -> None:
             model(ids[:, :1], past_key_values=cache)
-            cache.crop(ids.shape[1])
+            cache.crop(-1)  # the token of this step
 
         return _without_gradients(step)
 
@@ -299,6 +299,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--kv-heads", type=int, help="heads of keys and values; by default as many as --heads")
+    parser.add_argument("--candidates", nargs="+", help="measure these only, e.g. banded mask; by default all that fit")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--memory", action="store_true", help="also peak memory, one process per candidate")
@@ -334,7 +335,10 @@ def main() -> None:
                     for scheme in options.schemes:
                         groups = options.kv_heads or options.heads
                         shape = (scheme, phase, length, options.heads, groups, getattr(torch, dtype), options.device)
-                        for name, row in measure(candidates(*shape), options.rounds, options.device).items():
+                        found = candidates(*shape)
+                        if options.candidates:
+                            found = {n: each for n, each in found.items() if n in ("plain", *options.candidates)}
+                        for name, row in measure(found, options.rounds, options.device).items():
                             if options.memory:
                                 row["mebibytes"] = peak_memory(shape, name)
                             key = {
