@@ -99,6 +99,12 @@ def padded_cache(queries, length):
     return chunked.cut(positions, slice(length - queries, length), slice(0, length)), None
 
 
+def far_apart(queries, length):
+    index = torch.arange(length)[None]
+    channel = pack(index[:, -queries:], index, query_positions=5 * index[:, -queries:], key_positions=5 * index)
+    return unpack(channel, queries)
+
+
 SITUATIONS = {
     "causal": lambda: (Positions.causal(100), None),
     "one chunk": lambda: (Positions.causal(7), None),
@@ -110,6 +116,7 @@ SITUATIONS = {
     "static cache": lambda: static_cache(20, 70, 128),
     "padded cache": lambda: padded_cache(5, 60),
     "one query, static cache with a window": lambda: static_cache(1, 70, 128, window=30),
+    "distances beyond the number of keys": lambda: (far_apart(4, 60), None),
 }
 MODULES = {
     "alibi": lambda h: build("alibi", h),
@@ -140,7 +147,12 @@ EXPECTED_REFUSALS = {
 }
 ROWS = [(engine, module) for engine, modules in ENGINES.items() for module in modules]
 
-CACHED = ("one query", "padded cache", "one query, static cache with a window")
+CACHED = (
+    "one query",
+    "padded cache",
+    "one query, static cache with a window",
+    "distances beyond the number of keys",
+)
 
 
 def inputs(positions, heads, groups, dtype, batch=2):

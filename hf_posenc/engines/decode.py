@@ -83,15 +83,17 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as `reference.attend` does; the arguments are the same, of a module with one of the forms above.
 
-    Without gradients. Distances of visible pairs must be below L, as they are where the keys are those of a cache.
+    Without gradients.
 
     Returns:
         output (B, Q, H, D), and the weights (B, H, Q, L) after dropout if they are wanted; in the query's dtype.
     """
     with torch.autocast(query.device.type, enabled=False):
         key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast they may differ
-        # Negative, or too large, only where the key is invisible.
-        distance, visible = positions.distance().clamp(0, key.shape[2] - 1), positions.visible()
+        # Negative only where the key is invisible. With a cache no distance is L or more, but between position ids of
+        # the caller's own, which do not come with one while compiling.
+        most = key.shape[2] - 1 if torch.compiler.is_compiling() else None
+        distance, visible = positions.distance().clamp(0, most), positions.visible()
         terms = _terms(module, query, distance, visible, scaling, vector_scaling)
         additive = terms.factors is None and softcap is None and dropout == 0
         if (
@@ -110,7 +112,6 @@ def attend(
 def _terms(
     module: Formula, query: Tensor, distance: Tensor, visible: Tensor, scaling: float, vector_scaling: float
 ) -> Terms:
-    length = distance.shape[-1]
     like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
     # The minimum, not -inf: a row that sees nothing, which is padding, then sees everything, as in the reference.
     hidden = like.new_zeros(distance.shape).masked_fill_(~visible, torch.finfo(like.dtype).min)
@@ -120,14 +121,15 @@ def _terms(
 
     if (slopes := module.penalty(like)) is not None:
         return Terms(query, torch.addcmul(hidden, slopes[:, None, None], distance.to(like.dtype), value=-1))
-    if (table := module.bias(length, like)) is not None:
-        return Terms(query, at_distance(table) + hidden)
-    if (rescaling := module.factors(length, like)) is not None:
-        return Terms(query, hidden, factors=at_distance(rescaling[0]), relu=rescaling[1])
     if (tables := module.clipped_vectors()) is not None:
         by_label = (query.to(like.dtype) * scaling) @ tables[0].to(like.dtype).mT
         inside = by_label.gather(-1, _labels(distance, by_label))
         return Terms(query, hidden, inside, value_table=tables[1])
+    length = distance.shape[-1] if torch.compiler.is_compiling() else int(distance.amax()) + 1
+    if (table := module.bias(length, like)) is not None:
+        return Terms(query, at_distance(table) + hidden)
+    if (rescaling := module.factors(length, like)) is not None:
+        return Terms(query, hidden, factors=at_distance(rescaling[0]), relu=rescaling[1])
     keep = not torch.compiler.is_compiling()
     relative = module.relative_keys(length, query if keep else like, keep=keep)
     if relative is None:
