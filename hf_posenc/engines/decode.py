@@ -11,7 +11,8 @@ the products are two matrix products with a softmax between them. Vectors that S
 by the weights that near keys have, which follow from the kernel's log-sum-exp; far ones share the rest.
 
 Accuracy class: flash where the kernel is used, the reference's in float32 and float64; else "eager": in bfloat16 and
-float16 products are rounded to the dtype of the inputs, as in transformers' eager attention.
+float16 products are rounded to the dtype of the inputs, as in transformers' eager attention. So are Transformer-XL's
+products with positions in any case.
 """
 
 from __future__ import annotations
