@@ -137,6 +137,7 @@ ENGINES = {
     "skewed": ("transformer_xl",),
     "chunked": tuple(MODULES),
 }
+ROUNDED = ("alibi", "alibi-trainable", "transformer_xl", "da_transformer", "da_transformer-signed")
 EXPECTED_REFUSALS = {
     # The far keys are computed without a mask: the engine would need one for them to carry windows.
     ("clipped", "it has no sliding windows"),
@@ -226,6 +227,41 @@ def test_bfloat16(engine, case, situation):
     tolerance = 0.08 if engine == "clipped" else 0.02
     for a, e in zip(actual, expected, strict=True):
         assert (a.double() - e).norm() <= tolerance * e.norm() + 1e-6
+
+
+def eager_attention(module, q, k, v, positions):
+    """As transformers' eager attention: products in the dtype of the inputs, softmax in float32."""
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    distance = positions.distance()[0, 0].clamp(min=0).long()
+    length = k.shape[2]
+    if (relative := module.relative_keys(length, q)) is not None:
+        r, u, position_bias = (each.to(q.dtype) for each in relative)
+        by_distance = ((q + position_bias[:, None]) @ r.mT).gather(-1, distance.expand(*q.shape[:3], -1))
+        scores = ((q + u[:, None]) @ k.mT + by_distance).float() * SCALING
+    else:
+        scores = (q @ k.mT).float() * SCALING
+        if (rescaling := module.factors(length, q)) is not None:
+            scores = (scores.relu() if rescaling[1] else scores) * rescaling[0][:, distance]
+        else:
+            scores = scores + module.bias(length, q)[:, distance]
+    weights = scores.masked_fill(~positions.visible(), -math.inf).softmax(-1)
+    return (weights.to(v.dtype) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("situation", ["causal", "one chunk", "chunked prefill", "sliding window"])
+@pytest.mark.parametrize("case", ROUNDED)
+def test_rounded_is_as_accurate_as_eager_attention(case, situation):
+    positions, _ = SITUATIONS[situation]()
+    module, tensors = MODULES[case](4), inputs(positions, 4, 2, torch.bfloat16)
+    leaves, weight = [*tensors, *module.parameters()], seeded(2, tensors[0].shape[2], 4, HEAD_DIM)
+    actual = results("rounded", module, positions, tensors, None, weight)
+    output = eager_attention(module, *tensors, positions)
+    eager = [output, *torch.autograd.grad((output.double() * weight).sum(), leaves)]
+    wide = [each.detach().double().requires_grad_() for each in tensors]
+    expected = results("reference", copy.deepcopy(module).double(), positions, wide, None, weight)
+    for mine, theirs, e in zip(actual, eager, expected, strict=True):
+        assert (mine.double() - e).norm() <= 2 * (theirs.double() - e).norm() + 0.005 * e.norm()
+    assert (actual[0].double() - expected[0]).norm() > 0.002 * expected[0].norm()  # it did round
 
 
 # -------------------------------------------------------------------------------------------------------------- decoding
@@ -384,11 +420,13 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("engine", "case"), ROWS)
+@pytest.mark.parametrize(("engine", "case"), [*ROWS, *(("rounded", case) for case in ROUNDED)])
 def test_nothing_grows_with_the_square_of_the_length(engine, case):
+    dtype = torch.bfloat16 if engine == "rounded" else torch.float32
+
     def largest(length):
         positions, module = Positions.causal(length), MODULES[case](4)
-        tensors = inputs(positions, 4, 1, torch.float32, batch=1)
+        tensors = inputs(positions, 4, 1, dtype, batch=1)
         with Largest() as probe:
             results(engine, module, positions, tensors, None, torch.ones(()))
         return probe.numel
@@ -401,9 +439,10 @@ def test_nothing_grows_with_the_square_of_the_length(engine, case):
         assert probe.numel >= 4 * 512 * 512  # what the probe would see
 
 
-@pytest.mark.parametrize(("engine", "case"), [row for row in ROWS if row[0] != "chunked"])
+@pytest.mark.parametrize(("engine", "case"), [*(row for row in ROWS if row[0] != "chunked"), ("rounded", "alibi")])
 def test_a_second_derivative_is_refused(engine, case):
-    module, tensors = MODULES[case](4), inputs(Positions.causal(40), 4, 1, torch.float32)
+    dtype = torch.bfloat16 if engine == "rounded" else torch.float32
+    module, tensors = MODULES[case](4), inputs(Positions.causal(40), 4, 1, dtype)
     call = Call(module, tensors[0], tensors[1], Positions.causal(40))
     output, _ = run(choose(engine, call), call, tensors[2], scaling=SCALING, vector_scaling=SCALING)
     (gradient,) = torch.autograd.grad(output.square().sum(), tensors[0], create_graph=True)
@@ -431,6 +470,7 @@ def call(case="alibi", length=40, dtype=torch.float32, **options):
         (call(softcap=5.0), "chunked", "soft cap"),
         (call(dropout=0.1), "chunked", "dropout"),
         (call(weights=True), "reference", "weights were asked for"),
+        (call(dtype=torch.bfloat16), "banded", "the fastest"),  # what rounds scores is for those who ask for it
     ],
 )
 def test_the_choice_and_its_reason(given, engine, reason):
@@ -465,6 +505,11 @@ def test_an_engine_that_was_asked_for_is_taken_or_refused():
         with pytest.raises(ValueError, match=f"attention='{engine}' cannot compute this call: .*'auto'"):
             choose(engine, call("shaw"))
     assert why_not("reference", call("shaw", weights=True)) is None
+    assert choose("rounded", call(dtype=torch.bfloat16)).engine == "rounded"
+    with pytest.raises(ValueError, match="it rounds products to bfloat16"):
+        choose("rounded", call())
+    with pytest.raises(ValueError, match="vectors of clipped distances"):
+        choose("rounded", call("shaw", dtype=torch.bfloat16))
 
 
 @torch.no_grad()
@@ -529,6 +574,8 @@ def test_a_model_by_a_forced_engine():
     expected = randomize(patch_model(tiny("llama"), "alibi", attention="reference"))(ids).logits
     for engine in ("banded", "toeplitz", "chunked"):
         assert_same(randomize(patch_model(tiny("llama"), "alibi", attention=engine))(ids).logits, expected)
+    rounded = randomize(patch_model(tiny("llama"), "alibi", attention="rounded")).bfloat16()(ids).logits
+    assert 1e-4 < (rounded - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 @torch.no_grad()

@@ -97,10 +97,10 @@ def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Pi
         rows: queries per chunk.
     """
     shift, pieces = keys - queries, []
-    counts = needed.clamp(max=2.0**40).ceil().long().tolist()
+    counts = _counts(needed)
     for chunk, i in enumerate(range(0, queries, rows)):
         end = min(i + rows, queries)
-        reach = [min(shift + end, end - i + _up(count[chunk])) for count in counts]
+        reach = [min(shift + end, end - i + count[chunk]) for count in counts]
         first = 0
         while first < len(reach):  # neighbours of nearly the same width go together: no head is copied
             last, narrow, wide = first + 1, reach[first], reach[first]
@@ -112,8 +112,15 @@ def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Pi
     return pieces
 
 
-def _up(count: int) -> int:
-    return -(-count // KEY_STEP) * KEY_STEP
+def reaches(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: int) -> list[list[int]]:
+    """Return `windows` as numbers of keys, per head and chunk; the arguments are the same."""
+    with torch.no_grad():
+        return _counts(windows(query, key, slopes, scaling, rows))
+
+
+def _counts(needed: Tensor) -> list[list[int]]:
+    counts: list[list[int]] = (needed.clamp(max=2.0**40) / KEY_STEP).ceil().mul(KEY_STEP).long().tolist()
+    return counts
 
 
 def attend(

@@ -8,6 +8,8 @@
 - `clipped`: the same, but for sliding windows, for vectors of clipped distances (Shaw). O(L) memory.
 - `rescaled`: the same for factors of distance on the scores (DA-Transformer). O(L) memory.
 - `skewed`: the same for products of queries with vectors of distance (Transformer-XL). O(L) memory.
+- `rounded`: only if asked for: it trades accuracy for speed. ALiBi, DA-Transformer and Transformer-XL in bfloat16 on a
+  CPU, as the engines above, with products rounded to bfloat16 like those of transformers' eager attention. O(L) memory.
 - `flex`: only if asked for: it compiles kernels for CUDA, and nobody has run it on a GPU yet. ALiBi, DA-Transformer and
   Shaw without vectors for values; soft cap, every mask but a user's own 4-D one; no weights or dropout. O(L) memory. On
   a CPU, where it needs a C++ compiler, without gradients.
@@ -31,13 +33,15 @@ from torch import Tensor
 from ..positions import DensePositions, Positions
 from . import banded, chunked, clipped, decode, flex, reference, rescaled, skewed, toeplitz
 
-BY_SPANS = ("banded", "toeplitz", "clipped", "rescaled", "skewed")
+EXACT_BY_SPANS = ("banded", "toeplitz", "clipped", "rescaled", "skewed")
+
+BY_SPANS = (*EXACT_BY_SPANS, "rounded")
 """Engines that compute plain causal attention of one document."""
 
-AUTO = ("decode", *BY_SPANS, "chunked", "reference")
+AUTO = ("decode", *EXACT_BY_SPANS, "chunked", "reference")
 """Engines that `auto` chooses from, fastest first."""
 
-NAMES = (*AUTO, "flex")
+NAMES = (*AUTO, "rounded", "flex")
 """All engines."""
 
 FLOORS: dict[str, dict[torch.dtype | None, int]] = {
@@ -145,6 +149,11 @@ def why_not(engine: str, call: Call) -> str | None:
     if call.dropout > 0:
         return "attention dropout needs the weights"
     like = call.query
+    if engine == "rounded":
+        if like.dtype != torch.bfloat16:
+            return f"it rounds products to bfloat16, the tensors are {like.dtype}"
+        if call.module.clipped_vectors() is not None:
+            return "it does not know vectors of clipped distances"
     if engine == "banded" and call.module.penalty(like) is None:
         return "the scheme is no linear penalty per head"
     if engine == "toeplitz" and call.module.bias(1, like) is None:
@@ -334,19 +343,23 @@ def _by_spans(engine: str, call: Call, value: Tensor, scaling: float, vector_sca
             tables = call.module.clipped_vectors()
             assert tables is not None
             return clipped.attend(q, k, v, *tables, scaling=scaling)
-        if engine == "rescaled":
-            rescaling = call.module.factors(k.shape[2], q)
-            assert rescaling is not None
-            return rescaled.attend(q, k, v, rescaling[0], scaling=scaling, relu=rescaling[1], window=window)
-        if engine == "skewed":
-            relative = call.module.relative_keys(k.shape[2], q)
-            assert relative is not None
-            r, u, v_ = relative
+        rounded = engine == "rounded"
+        if (rescaling := call.module.factors(k.shape[2], q)) is not None:
+            factors, relu = rescaling
+            return rescaled.attend(q, k, v, factors, None, scaling=scaling, relu=relu, window=window, rounded=rounded)
+        if (relative := call.module.relative_keys(k.shape[2], q)) is not None:
+            r, *uv = relative
             # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
-            a, b = (q * scaling + bias[:, None] * vector_scaling for bias in (u, v_))
-            return skewed.attend(a, b, k, v, r, window=window)
+            a, b = (q * scaling + bias[:, None] * vector_scaling for bias in uv)
+            return skewed.attend(a, b, k, v, r, window=window, rounded=rounded)
         table = call.module.bias(k.shape[2], q)
         assert table is not None
+        if rounded:
+            slopes = call.module.penalty(q)
+            reach = None if slopes is None else banded.reaches(q, k, slopes, scaling, rescaled.ROWS)
+            return rescaled.attend(
+                q, k, v, None, table, scaling=scaling, relu=False, window=window, reach=reach, rounded=True
+            )
         return toeplitz.attend(q, k, v, toeplitz.windowed(table, window), scaling=scaling)
 
     if len(pieces) == 1 and pieces[0][1] == slice(None):

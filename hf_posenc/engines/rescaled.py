@@ -1,38 +1,56 @@
-"""Scores multiplied by a function of distance (DA-Transformer) in linear memory: head by head, a few queries at a time.
+"""Scores times and plus functions of distance in linear memory: head by head, a few queries at a time.
 
-No flash kernel takes a factor on its scores, so a chunk of them is made, (rows, L), small enough for the caches. With
-the rows in reverse order the factor of row `r` and key `j` depends on `r + j` only (see `toeplitz`): it is read from a
-table of O(L) numbers through a strided view, and neither distances nor exponentials are computed per score. Backward: a
-chunk is computed again; the table's gradient is the sum along each diagonal, as in `toeplitz`.
+No flash kernel takes a factor on its scores (DA-Transformer), so a chunk of them is made, (rows, L), small enough for
+the caches. With the rows in reverse order the factor of row `r` and key `j` depends on `r + j` only (see `toeplitz`):
+it is read from a table of O(L) numbers through a strided view, and neither distances nor exponentials are computed per
+score. A bias of distance is read in the same way, for products that are rounded (`blocks`); `toeplitz` is cheaper for
+others. Backward: a chunk is computed again; a table's gradient is the sum along each diagonal, as in `toeplitz`.
 
-Accuracy class: float32 throughout; bfloat16 inputs are widened, one head at a time.
+Accuracy class: float32 throughout, bfloat16 inputs widened one head at a time; rounded, "eager".
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = 128
-"""Queries per chunk: at 8k keys a chunk of scores is 4 MiB."""
+from . import blocks
+from .blocks import add_diagonals, add_product, softmax_backward
+
+ROWS = blocks.ROWS
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, factors: Tensor, *, scaling: float, relu: bool, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    factors: Tensor | None,
+    bias: Tensor | None,
+    *,
+    scaling: float,
+    relu: bool,
+    window: int,
+    reach: list[list[int]] | None = None,
+    rounded: bool = False,
 ) -> Tensor:
-    """Attend causally with scores `relu(q . k scaling) f(d)`; the last query sits on the last key.
+    """Attend causally with scores `relu(q . k scaling) f(d) + b(d)`; the last query sits on the last key.
 
     Args:
         query: (B, H, Q, D) on a CPU, float32 or bfloat16.
         key: (B, H, L, D), L >= Q.
         value: (B, H, L, D).
-        factors: (H, L) float32, `f` of distance 0 .. L-1. Gradients flow to it.
+        factors: (H, L) float32, `f` of distance 0 .. L-1, or None for 1. Gradients flow to it.
+        bias: (H, L) float32, `b` of distance 0 .. L-1, or None for 0. Gradients flow to it.
         scaling: factor of the scores.
         relu: whether negative scores are clipped at 0 first.
         window: keys at this distance or further are not seen.
+        reach: per head and chunk of `ROWS` queries, the distance from which keys may be left out, or None.
+        rounded: whether products are of the dtype of the inputs.
 
     Returns:
         (B, H, Q, D) in the query's dtype.
@@ -40,47 +58,71 @@ def attend(
     Raises:
         RuntimeError: in a second derivative.
     """
-    output: Tensor = _Rescaled.apply(query, key, value, factors, scaling, relu, window, ROWS)
+    output: Tensor = _Rescaled.apply(
+        query, key, value, factors, bias, _Settings(scaling, relu, window, reach, rounded, ROWS)
+    )
     return output
 
 
-def chunks(queries: int, keys: int, window: int, rows: int) -> list[tuple[int, int, int, int]]:
-    """Return of each chunk: first and last + 1 query, first and last + 1 key that any of them sees.
-
-    Args:
-        queries: Q; the last one sits on the last key.
-        keys: L.
-        window: keys at this distance or further are not seen.
-        rows: queries per chunk.
-    """
-    shift = keys - queries
-    return [
-        (i, min(i + rows, queries), max(0, shift + i - window + 1), shift + min(i + rows, queries))
-        for i in range(0, queries, rows)
-    ]
+@dataclass(frozen=True)
+class _Settings:
+    scaling: float
+    relu: bool
+    window: int
+    reach: list[list[int]] | None
+    rounded: bool
+    rows: int
 
 
-def hide(scores: Tensor, last: int, first_key: int, window: int) -> None:
-    """Put `-inf` where a query does not see a key, in place.
+class _Work:
+    """What both passes share: tables backwards, chunks, and the scores of one chunk."""
 
-    Args:
-        scores: (rows, keys), rows in reverse order.
-        last: key slot that the first row sits on.
-        first_key: slot of the first key.
-        window: keys at this distance or further are not seen.
-    """
-    rows, keys = scores.shape
-    later = torch.ones(rows, rows, dtype=torch.bool).triu(1).flip(0)  # of row r: the last r keys
-    scores[:, keys - rows :].masked_fill_(later, float("-inf"))
-    if last - first_key >= window:
-        distance = (last - torch.arange(rows))[:, None] - torch.arange(first_key, first_key + keys)
-        scores.masked_fill_(distance >= window, float("-inf"))
+    def __init__(
+        self, query: Tensor, keys: int, factors: Tensor | None, bias: Tensor | None, settings: _Settings, buffers: int
+    ) -> None:
+        self.scaling, self.relu, self.window = settings.scaling, settings.relu, settings.window
+        self.factors = None if factors is None else _backwards(factors * settings.scaling)
+        self.bias = None if bias is None else _backwards(bias)
+        self.dtype = query.dtype if settings.rounded else torch.float32
+        queries, heads = query.shape[2], query.shape[1]
+        reach: list[Any] = [None] * heads if settings.reach is None else settings.reach
+        self.chunks = [blocks.chunks(queries, keys, settings.window, settings.rows, each) for each in reach]
+        rows = min(settings.rows, queries)
+        self.later = blocks.later(rows).flip(0)
+        self.block = blocks.Block(rows * keys, self.dtype, buffers)
+
+    def rescale(self, h: int, first: int, last: int, scores: Tensor, target: Tensor) -> Tensor:
+        """Put scores (rows, keys), rows reversed, times their factors into the target."""
+        if self.factors is None:
+            return torch.mul(scores, self.scaling, out=target)
+        return torch.mul(scores, _view(self.factors[h], last - 1, first, scores), out=target)
+
+    def weights(self, h: int, first: int, last: int, q: Tensor, k: Tensor, target: int) -> tuple[Tensor, Tensor]:
+        """Return `relu(q . k)` (rows, keys) in buffer 0, rows reversed, and the weights in another or the same one."""
+        content = self.block.product(q, k[first:last].T, 0)
+        if self.relu:
+            content.relu_()
+        rows, keys = content.shape
+        scores = self.rescale(h, first, last, content, self.block.room(rows, keys, target))
+        if self.bias is not None:
+            scores.add_(_view(self.bias[h], last - 1, first, scores))
+        # Of fewer rows than usual: the lower left corner.
+        scores[:, keys - rows :].masked_fill_(self.later[-rows:, :rows], -math.inf)
+        if last - 1 - first >= self.window:
+            distance = (last - 1 - torch.arange(rows))[:, None] - torch.arange(first, last)
+            scores.masked_fill_(distance >= self.window, -math.inf)
+        return content, torch.softmax(scores, -1, out=scores)
 
 
-def _view(reversed_: Tensor, last: int, rows: int, first_key: int, keys: int) -> Tensor:
-    """Return the factors (rows, keys) of a chunk of reversed rows, from those of one head backwards, (2 L,)."""
+def _backwards(table: Tensor) -> Tensor:
+    """Return a table (H, L) backwards, and as many zeros behind it, for keys after the query: (H, 2 L)."""
+    return torch.cat([table.flip(1), torch.zeros_like(table)], 1)
+
+
+def _view(reversed_: Tensor, last: int, first_key: int, scores: Tensor) -> Tensor:
+    """Return a chunk's entries, like its scores, from those of one head backwards, (2 L,); row 0 is at `last`."""
     start = reversed_.storage_offset() + reversed_.shape[0] // 2 - 1 - last + first_key
-    return reversed_.as_strided((rows, keys), (1, 1), start)
+    return reversed_.as_strided(scores.shape, (1, 1), start)
 
 
 class _Rescaled(torch.autograd.Function):
@@ -90,75 +132,53 @@ class _Rescaled(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        factors: Tensor,
-        scaling: float,
-        relu: bool,
-        window: int,
-        rows: int,
+        factors: Tensor | None,
+        bias: Tensor | None,
+        settings: _Settings,
     ) -> Tensor:
-        # The backward pass takes differences of what is near the output: rounded to bfloat16 they would be noise.
-        output = torch.empty_like(query, dtype=torch.float32)
-        table = torch.cat([factors.flip(1), torch.zeros_like(factors)], 1)
+        work = _Work(query, key.shape[2], factors, bias, settings, buffers=1)
+        output = torch.empty_like(query)
         for b in range(query.shape[0]):
             for h in range(query.shape[1]):
-                q, k, v = (query[b, h] * scaling).float(), key[b, h].float(), value[b, h].float()
-                for i, end, first, last in chunks(len(q), len(k), window, rows):
-                    scores = q[i:end].flip(0) @ k[first:last].T
-                    if relu:
-                        scores.relu_()
-                    scores.mul_(_view(table[h], last - 1, end - i, first, last - first))
-                    hide(scores, last - 1, first, window)
-                    output[b, h, i:end] = (scores.softmax(-1) @ v[first:last]).flip(0)
-        ctx.save_for_backward(query, key, value, factors, output)
-        ctx.scaling, ctx.relu, ctx.window, ctx.rows = scaling, relu, window, rows
-        return output.to(query.dtype)
+                q, k, v = (each[b, h].to(work.dtype) for each in (query, key, value))
+                for i, end, first, last in work.chunks[h]:
+                    _, weights = work.weights(h, first, last, q[i:end].flip(0), k, 0)
+                    output[b, h, i:end] = (work.block.factor(weights) @ v[first:last]).flip(0)
+        ctx.save_for_backward(query, key, value, factors, bias)
+        ctx.settings = settings
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, factors, output = ctx.saved_tensors
+        query, key, value, factors, bias = ctx.saved_tensors
+        work = _Work(query, key.shape[2], factors, bias, ctx.settings, buffers=3)
         of_query, of_key, of_value = (torch.empty_like(each) for each in (query, key, value))
-        table = torch.cat([factors.flip(1), torch.zeros_like(factors)], 1)
-        of_table = torch.zeros_like(table)
+        of_factors, of_bias = (
+            torch.zeros_like(table) if table is not None and needed else None
+            for table, needed in zip((work.factors, work.bias), ctx.needs_input_grad[3:5], strict=True)
+        )
         for b in range(query.shape[0]):
             for h in range(query.shape[1]):
-                q, k, v = (query[b, h] * ctx.scaling).float(), key[b, h].float(), value[b, h].float()
-                g, o = gradient[b, h].float(), output[b, h]
-                dq, dk, dv = (torch.zeros_like(each) for each in (q, k, v))
-                for i, end, first, last in chunks(len(q), len(k), ctx.window, ctx.rows):
-                    qr, gr, keys = q[i:end].flip(0), g[i:end].flip(0), last - first
-                    factor = _view(table[h], last - 1, end - i, first, keys)
-                    content = qr @ k[first:last].T
-                    if ctx.relu:
-                        content.relu_()
-                    scores = content * factor
-                    hide(scores, last - 1, first, ctx.window)
-                    weights = scores.softmax(-1)
-                    dv[first:last].addmm_(weights.T, gr)
-                    of_scores = torch.mm(gr, v[first:last].T)
-                    of_scores.sub_((gr * o[i:end].flip(0)).sum(-1, keepdim=True)).mul_(weights)
-                    if ctx.needs_input_grad[3]:
-                        add_diagonals(of_table[h], len(k) - last + first, of_scores * content)
-                    of_scores.mul_(factor)
-                    if ctx.relu:
-                        of_scores.mul_(content > 0)
-                    dq[i:end] = (of_scores @ k[first:last]).flip(0)
-                    dk[first:last].addmm_(of_scores.T, qr)
-                of_query[b, h], of_key[b, h], of_value[b, h] = dq * ctx.scaling, dk, dv
-        of_factors = of_table[:, : key.shape[2]].flip(1) if ctx.needs_input_grad[3] else None
-        return of_query, of_key, of_value, of_factors, None, None, None, None
-
-
-def add_diagonals(sums: Tensor, at: int, part: Tensor) -> None:
-    """Add the sums of a chunk along each `r + j` to `sums[at + r + j]`.
-
-    Args:
-        sums: (2 L,), in place.
-        at: entry of the chunk's first row and key.
-        part: (rows, keys).
-    """
-    rows, keys = part.shape
-    # Written with rows one longer than they are, diagonals become columns.
-    skewed = part.new_zeros(rows * (keys + rows))
-    skewed.as_strided((rows, keys), (keys + rows + 1, 1)).copy_(part)
-    sums[at : at + keys + rows - 1] += skewed.view(rows, keys + rows).sum(0)[:-1]
+                q, k, v, g = (each[b, h].to(work.dtype) for each in (query, key, value, gradient))
+                dq, dk, dv = (torch.zeros(each.shape) for each in (q, k, v))
+                for i, end, first, last in work.chunks[h]:
+                    qr, gr, at = q[i:end].flip(0), g[i:end].flip(0), len(k) - last + first
+                    content, weights = work.weights(h, first, last, qr, k, 1)
+                    add_product(dv[first:last], work.block.factor(weights).T, gr)
+                    of_scores = softmax_backward(work.block.product(gr, v[first:last].T, 2), weights)
+                    if of_bias is not None:
+                        add_diagonals(of_bias[h], at, of_scores)
+                    if of_factors is not None:
+                        add_diagonals(of_factors[h], at, torch.mul(of_scores, content, out=weights))
+                    if work.relu:
+                        torch.ops.aten.threshold_backward(of_scores, content, 0, grad_input=of_scores)
+                    work.rescale(h, first, last, of_scores, of_scores)
+                    back = work.block.factor(of_scores)
+                    dq[i:end] = (back @ k[first:last]).flip(0)
+                    add_product(dk[first:last], back.T, qr)
+                of_query[b, h], of_key[b, h], of_value[b, h] = dq, dk, dv
+        length = key.shape[2]
+        if of_factors is not None:
+            of_factors = of_factors[:, :length].flip(1).mul_(ctx.settings.scaling)
+        return of_query, of_key, of_value, of_factors, None if of_bias is None else of_bias[:, :length].flip(1), None

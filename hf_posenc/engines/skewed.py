@@ -7,23 +7,33 @@ the keys (the relative shift of Dai et al. 2019, without a copy). The first term
 Entries for keys after the query fall beyond the distances; they are masked. Backward: a chunk is computed again, and
 the gradient is written through the same view, which turns it back.
 
-Accuracy class: float32 throughout; bfloat16 inputs are widened, one head at a time.
+Accuracy class: float32 throughout, bfloat16 inputs widened one head at a time; rounded (`blocks`), "eager".
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = 128
-"""Queries per chunk: at 8k keys a chunk of scores is 4 MiB."""
+from . import blocks
+from .blocks import add_product, softmax_backward
+
+ROWS = blocks.ROWS
 
 
 def attend(
-    content_query: Tensor, position_query: Tensor, key: Tensor, value: Tensor, relative: Tensor, *, window: int
+    content_query: Tensor,
+    position_query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    relative: Tensor,
+    *,
+    window: int,
+    rounded: bool = False,
 ) -> Tensor:
     """Attend causally with scores `a_i . k_j + b_i . r_(i-j)`; the last query sits on the last key.
 
@@ -34,6 +44,7 @@ def attend(
         value: (B, H, L, D).
         relative: `r` (H, L, D), of distance 0 .. L-1. Gradients flow to it.
         window: keys at this distance or further are not seen.
+        rounded: whether products are of the dtype of the inputs.
 
     Returns:
         (B, H, Q, D) in the dtype of the values.
@@ -41,52 +52,51 @@ def attend(
     Raises:
         RuntimeError: in a second derivative.
     """
-    output: Tensor = _Skewed.apply(content_query, position_query, key, value, relative, window, ROWS)
+    output: Tensor = _Skewed.apply(content_query, position_query, key, value, relative, window, rounded, ROWS)
     return output
 
 
-def chunks(queries: int, keys: int, window: int, rows: int) -> list[tuple[int, int, int, int]]:
-    """Return of each chunk: first and last + 1 query, first and last + 1 key that any of them sees.
+class _Work:
+    """What both passes share: chunks, and the scores of one chunk."""
 
-    Args:
-        queries: Q; the last one sits on the last key.
-        keys: L.
-        window: keys at this distance or further are not seen.
-        rows: queries per chunk.
-    """
-    shift = keys - queries
-    return [
-        (i, min(i + rows, queries), max(0, shift + i - window + 1), shift + min(i + rows, queries))
-        for i in range(0, queries, rows)
-    ]
+    def __init__(self, queries: int, key: Tensor, buffers: int, window: int, rounded: bool, rows: int) -> None:
+        keys, self.window = key.shape[2], window
+        self.dtype = key.dtype if rounded else torch.float32
+        self.chunks = blocks.chunks(queries, keys, window, rows)
+        rows = min(rows, queries)
+        self.later = blocks.later(rows)
+        self.block = blocks.Block(rows * keys, self.dtype, buffers)
+        self.by_distance = torch.zeros(rows * (keys + rows), dtype=self.dtype)
 
+    def weights(self, a: Tensor, b: Tensor, k: Tensor, falling: Tensor) -> Tensor:
+        """Return weights (rows, keys) in buffer 0, from `r_d` (keys, D) of distances keys - 1 .. 0."""
+        rows, keys = len(a), len(k)
+        torch.mm(b, falling.T, out=self.by_distance.as_strided((rows, keys), (keys + rows, 1)))
+        turned = _turned(self.by_distance, rows, keys)
+        if self.dtype == torch.float32:
+            scores = torch.addmm(turned, a, k.T, out=self.block.room(rows, keys, 0))
+        else:
+            scores = self.block.product(a, k.T, 0)
+            scores.add_(turned.float())
+        scores[:, keys - rows :].masked_fill_(self.later[:rows, :rows], -math.inf)
+        if keys > self.window:
+            distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
+            scores.masked_fill_(distance >= self.window, -math.inf)
+        return torch.softmax(scores, -1, out=scores)
 
-def hide(scores: Tensor, window: int) -> None:
-    """Put `-inf` where a query does not see a key, in place.
-
-    Args:
-        scores: (rows, keys), the last row on the last key.
-        window: keys at this distance or further are not seen.
-    """
-    rows, keys = scores.shape
-    later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
-    scores[:, keys - rows :].masked_fill_(later, float("-inf"))
-    if keys > window:
-        distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
-        scores.masked_fill_(distance >= window, float("-inf"))
-
-
-def _scores(a: Tensor, b: Tensor, k: Tensor, falling: Tensor) -> Tensor:
-    """Return scores (rows, keys) before masking, from `r_d` (keys, D) of distances keys - 1 .. 0."""
-    rows, keys = len(a), len(k)
-    by_distance = a.new_empty(rows * (keys + rows))
-    torch.mm(b, falling.T, out=by_distance.as_strided((rows, keys), (keys + rows, 1)))
-    return torch.addmm(_turned(by_distance, rows, keys), a, k.T)
+    def by_distances(self, of_scores: Tensor) -> Tensor:
+        """Return what is in the order of keys, (rows, keys), in the order of distances."""
+        rows, keys = of_scores.shape
+        _turned(self.by_distance, rows, keys).copy_(of_scores)
+        by_distance = self.by_distance.as_strided((rows, keys), (keys + rows, 1))
+        # Beyond the distances there are keys after the query, whose gradient is 0; before them nothing was written.
+        by_distance[:, :rows].masked_fill_(self.later[:rows, :rows].flip(1), 0.0)
+        return by_distance
 
 
 def _turned(by_distance: Tensor, rows: int, keys: int) -> Tensor:
     """Return the view (rows, keys) by key of what is in the order of distances, (rows, keys + rows)."""
-    return by_distance.as_strided((rows, keys), (keys + rows - 1, 1), by_distance.storage_offset() + rows - 1)
+    return by_distance.as_strided((rows, keys), (keys + rows - 1, 1), rows - 1)
 
 
 class _Skewed(torch.autograd.Function):
@@ -99,55 +109,50 @@ class _Skewed(torch.autograd.Function):
         value: Tensor,
         relative: Tensor,
         window: int,
+        rounded: bool,
         rows: int,
     ) -> Tensor:
-        # The backward pass takes differences of what is near the output: rounded to bfloat16 they would be noise.
-        output = content_query.new_empty(content_query.shape, dtype=torch.float32)
+        output = torch.empty_like(content_query, dtype=value.dtype)
         length = key.shape[2]
+        work = _Work(content_query.shape[2], key, 1, window, rounded, rows)
         for h in range(key.shape[1]):
-            falling = relative[h].float().flip(0)
+            falling = relative[h].to(work.dtype).flip(0)
             for n in range(key.shape[0]):
-                a, b, k, v = (each[n, h].float() for each in (content_query, position_query, key, value))
-                for i, end, first, last in chunks(len(a), length, window, rows):
-                    scores = _scores(a[i:end], b[i:end], k[first:last], falling[length - (last - first) :])
-                    hide(scores, window)
-                    output[n, h, i:end] = scores.softmax(-1) @ v[first:last]
-        ctx.save_for_backward(content_query, position_query, key, value, relative, output)
-        ctx.window, ctx.rows = window, rows
-        return output.to(value.dtype)
+                a, b, k, v = (each[n, h].to(work.dtype) for each in (content_query, position_query, key, value))
+                for i, end, first, last in work.chunks:
+                    weights = work.weights(a[i:end], b[i:end], k[first:last], falling[length - (last - first) :])
+                    output[n, h, i:end] = work.block.factor(weights) @ v[first:last]
+        ctx.save_for_backward(content_query, position_query, key, value, relative)
+        ctx.settings = (window, rounded, rows)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        content_query, position_query, key, value, relative, output = ctx.saved_tensors
+        content_query, position_query, key, value, relative = ctx.saved_tensors
         inputs = (content_query, position_query, key, value)
         found = [torch.empty_like(each) for each in inputs]
         of_relative = torch.zeros(relative.shape)
         length = key.shape[2]
+        work = _Work(content_query.shape[2], key, 2, *ctx.settings)
         for h in range(key.shape[1]):
-            falling = relative[h].float().flip(0)
-            of_falling = torch.zeros_like(falling)
+            falling = relative[h].to(work.dtype).flip(0)
+            of_falling = torch.zeros(falling.shape)
             for n in range(key.shape[0]):
-                a, b, k, v = (each[n, h].float() for each in inputs)
-                g, o = gradient[n, h].float(), output[n, h]
-                da, db, dk, dv = (torch.zeros_like(each) for each in (a, b, k, v))
-                for i, end, first, last in chunks(len(a), length, ctx.window, ctx.rows):
-                    keys, count = slice(first, last), last - first
-                    distances = slice(length - count, length)
-                    scores = _scores(a[i:end], b[i:end], k[keys], falling[distances])
-                    hide(scores, ctx.window)
-                    weights = scores.softmax(-1)
-                    dv[keys].addmm_(weights.T, g[i:end])
-                    of_scores = torch.mm(g[i:end], v[keys].T)
-                    of_scores.sub_((g[i:end] * o[i:end]).sum(-1, keepdim=True)).mul_(weights)
-                    da[i:end] = of_scores @ k[keys]
-                    dk[keys].addmm_(of_scores.T, a[i:end])
-                    turned = a.new_zeros((end - i) * (count + end - i))
-                    _turned(turned, end - i, count).copy_(of_scores)
-                    by_distance = turned.view(end - i, -1)[:, :count]
+                a, b, k, v, g = (each[n, h].to(work.dtype) for each in (*inputs, gradient))
+                da, db, dk, dv = (torch.zeros(each.shape) for each in (a, b, k, v))
+                for i, end, first, last in work.chunks:
+                    keys, distances = slice(first, last), slice(length - (last - first), length)
+                    weights = work.weights(a[i:end], b[i:end], k[keys], falling[distances])
+                    add_product(dv[keys], work.block.factor(weights).T, g[i:end])
+                    of_scores = softmax_backward(work.block.product(g[i:end], v[keys].T, 1), weights)
+                    back = work.block.factor(of_scores)
+                    da[i:end] = back @ k[keys]
+                    add_product(dk[keys], back.T, a[i:end])
+                    by_distance = work.by_distances(back)
                     db[i:end] = by_distance @ falling[distances]
-                    of_falling[distances].addmm_(by_distance.T, b[i:end])
+                    add_product(of_falling[distances], by_distance.T, b[i:end])
                 for target, part in zip(found, (da, db, dk, dv), strict=True):
                     target[n, h] = part
             of_relative[h] = of_falling.flip(0)
-        return *found, of_relative.to(relative.dtype), None, None
+        return *found, of_relative.to(relative.dtype), None, None, None
