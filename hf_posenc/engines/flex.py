@@ -319,9 +319,14 @@ def reaches(
 
 
 @functools.cache
-def compiled() -> Callable[..., Any]:
-    """Return FlexAttention, compiled on its first call; it raises rather than run uncompiled."""
-    return torch.compile(flex_attention, fullgraph=True)
+def compiled(device: str) -> Callable[..., Any]:
+    """Return FlexAttention, compiled on its first call; it raises rather than run uncompiled.
+
+    Args:
+        device: `cuda` or `cpu`. For a CPU each shape has a kernel of its own: with more than ten symbols for sizes
+            torch writes C++ that does not compile (it replaces the name of one inside that of another).
+    """
+    return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
 
 def attend(
@@ -359,7 +364,7 @@ def attend(
             reach = reaches(query, key, slopes, positions, scaling)
         mask = block_mask(positions, query.shape[0], reach)
     with torch._dynamo.config.patch(recompile_limit=GRAPHS):
-        output: Tensor = (kernel or compiled())(
+        output: Tensor = (kernel or compiled(query.device.type))(
             query,
             key,
             value,
