@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hf_posenc
 from hf_posenc.engines import banded, toeplitz
-from hf_posenc.engines.choice import AUTO, NAMES, Call, choose, run, why_not
+from hf_posenc.engines.choice import NAMES, Call, choose, run, why_not
 from hf_posenc.patching import patch_of
 from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
@@ -48,6 +48,19 @@ PHASES = ("forward", "forward+backward", "decode")
 DENSE = 2048 * 2048
 
 Run = Callable[[], Any]
+
+
+def processor() -> str:
+    """Return the processor's name and what of it decides speed here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+        flags = next(line for line in lines if line.startswith("flags")).split()
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+    return " ".join(
+        [name, torch.backends.cpu.get_cpu_capability(), *(f for f in ("avx512_bf16", "amx_bf16") if f in flags)]
+    )
 
 
 def inputs(
@@ -93,7 +106,9 @@ def candidates(
         "plain": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=phase != "decode", enable_gqa=repeats > 1)
     }
     with torch.set_grad_enabled(phase == "forward+backward"):
-        for name in NAMES if device == "cuda" else AUTO:  # flex compiles, and has no backward on a CPU
+        for name in NAMES:
+            if name == "flex" and device == "cpu":  # it compiles every shape, and has no backward
+                continue
             if why_not(name, call) is None and (name != "reference" or q.shape[2] * length <= DENSE):
                 found[name] = engine(name)
     if q.shape[2] * length <= DENSE:
@@ -358,7 +373,7 @@ def main() -> None:
     if options.output:
         about = {
             "arguments": sys.argv[1:],
-            "machine": platform.processor() or platform.machine(),
+            "machine": processor(),
             "threads": torch.get_num_threads(),
             "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
             "torch": torch.__version__,

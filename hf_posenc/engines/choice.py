@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..positions import DensePositions, Positions
-from . import banded, chunked, clipped, decode, flex, reference, rescaled, skewed, toeplitz
+from . import banded, chunked, clipped, decode, flex, processor, reference, rescaled, skewed, toeplitz
 
 EXACT_BY_SPANS = ("banded", "toeplitz", "clipped", "rescaled", "skewed")
 
@@ -45,7 +45,7 @@ NAMES = (*AUTO, "rounded", "flex")
 """All engines."""
 
 FLOORS: dict[str, dict[torch.dtype | None, int]] = {
-    "banded": {torch.float32: 1024**2, torch.bfloat16: 4096**2},
+    "banded": {torch.float32: 1024**2, torch.bfloat16: (4096 if processor.has_amx() else 1024) ** 2},
     "toeplitz": {None: 128**2},
     "clipped": {None: 256**2},
     "rescaled": {None: 256**2},
@@ -54,7 +54,7 @@ FLOORS: dict[str, dict[torch.dtype | None, int]] = {
 }
 """Scores per head (Q times L) below which `auto` passes an engine over, by dtype (None: any): the next one is faster.
 
-Where they cross was measured by scripts/benchmark_attention.py on two cores of a Xeon with AMX.
+Where they cross was measured by scripts/benchmark_attention.py on two cores of a Xeon with AMX and of a Zen 5 EPYC.
 """
 
 
