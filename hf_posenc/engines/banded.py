@@ -36,8 +36,8 @@ EPSILON = 2.0**-24
 SHRINK = 0.8
 """Heads share a kernel call where each needs more than this share of the keys of any other."""
 
-AT_ONCE = 2**21
-"""Numbers that the bound works on at once."""
+AT_ONCE = 2**18
+"""Numbers that the bound works on at once: a dozen passes, so they should stay in the caches."""
 
 KEY_STEP = 64
 """Windows are rounded up to this many keys."""
@@ -69,10 +69,12 @@ def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: in
 def _gaps(query: Tensor, key: Tensor, rows: int) -> Tensor:
     """Return the largest `g_i / scaling` of each head and chunk, (H, chunks)."""
     shift, queries = key.shape[2] - query.shape[2], query.shape[2]
-    largest = torch.linalg.vector_norm(key, dim=-1).amax(-1, keepdim=True)
-    key = key - (key.amax(2, keepdim=True) + key.amin(2, keepdim=True)) / 2
+    centre = (key.amax(2, keepdim=True) + key.amin(2, keepdim=True)) / 2
+    key = key - centre
     norms = torch.linalg.vector_norm(query, dim=-1)
-    bound = norms * torch.linalg.vector_norm(key, dim=-1).cummax(-1).values[..., shift:]
+    reach = torch.linalg.vector_norm(key, dim=-1).cummax(-1).values
+    largest = reach[..., -1:] + torch.linalg.vector_norm(centre, dim=-1)  # at least the longest key
+    bound = norms * reach[..., shift:]
     own = (query * key[:, :, shift:]).sum(-1)
     # Rounding of sums of D products, and of the differences, may not make the bound too small.
     slack = 2.0**-15 * norms * largest
