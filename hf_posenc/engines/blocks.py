@@ -12,9 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS = 128
-"""Queries per chunk: at 8k keys a chunk of scores is 4 MiB."""
-
 Chunk = tuple[int, int, int, int]
 """First and last + 1 query, first and last + 1 key that any of them sees."""
 
