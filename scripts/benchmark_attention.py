@@ -47,7 +47,7 @@ PHASES = ("forward", "forward+backward", "decode")
 # Beyond this many scores per head a T x T candidate does not fit.
 DENSE = 2048 * 2048
 # Seconds that a timing takes at least.
-SHORTEST = 0.05
+SHORTEST = 0.2
 
 Run = Callable[[], Any]
 
