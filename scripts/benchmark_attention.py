@@ -17,6 +17,7 @@ Run it on a quiet machine, and state the machine: threads that wait for each oth
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import multiprocessing
 import platform
@@ -25,6 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,9 @@ def candidates(
 
     def engine(name: str) -> Run:
         chosen = choose(name, call)
-        return lambda: run(chosen, call, v, scaling=scaling, vector_scaling=scaling)[0]
+        # A module of its own: what one keeps between steps of generation the prompt of another would drop.
+        own = replace(call, module=copy.deepcopy(module))
+        return lambda: run(chosen, own, v, scaling=scaling, vector_scaling=scaling)[0]
 
     def naive() -> Tensor:
         distance, hidden = positions.distance(), ~positions.visible()

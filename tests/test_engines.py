@@ -44,6 +44,7 @@ def never_short(monkeypatch):
     for engine in (clipped, rescaled, skewed):
         monkeypatch.setattr(engine, "ROWS", 32)
     monkeypatch.setattr(chunked, "SCORES", 2**12)
+    monkeypatch.setattr(decode, "SHORT", 0)
 
 
 # ------------------------------------------------------------------------------------------------ against the reference
@@ -530,6 +531,8 @@ def test_which_engine(monkeypatch):
     model = patch_model(tiny("llama"), "alibi")
     assert which_engine(model, 4096).engine == "banded"
     assert which_engine(model, 1, keys=4096).engine == "decode"
+    assert which_engine(model, 1, keys=512).engine == "reference"
+    assert which_engine(patch_model(tiny("llama"), "transformer_xl"), 1, keys=512).engine == "decode"
     assert which_engine(model, 1, keys=4096, weights=True).engine == "decode"
     assert which_engine(model, 4096, weights=True).engine == "reference"
     assert which_engine(patch_model(tiny("llama"), "shaw"), 4096).engine == "clipped"

@@ -45,6 +45,7 @@ NAMES = (*AUTO, "rounded", "flex")
 """All engines."""
 
 FLOORS: dict[str, dict[torch.dtype | None, int]] = {
+    "decode": {None: 1024},
     "banded": {torch.float32: 1024**2, torch.bfloat16: (4096 if processor.has_amx() else 1024) ** 2},
     "toeplitz": {None: 128**2},
     "clipped": {None: 256**2},
@@ -55,6 +56,7 @@ FLOORS: dict[str, dict[torch.dtype | None, int]] = {
 """Scores per head (Q times L) below which `auto` passes an engine over, by dtype (None: any): the next one is faster.
 
 Where they cross was measured by scripts/benchmark_attention.py on two cores of a Xeon with AMX and of a Zen 5 EPYC.
+Steps of Transformer-XL have no floor: what `decode` keeps for them is worth it at any length.
 """
 
 
@@ -210,6 +212,8 @@ def choose(wanted: str, call: Call) -> Choice:
     step = queries <= decode.QUERIES and queries < keys and not torch.is_grad_enabled()
     for engine in AUTO if step else AUTO[1:]:  # why a whole sequence is no step of generation needs no words
         floors = FLOORS.get(engine, {})
+        if engine == "decode" and call.module.relative_keys(0, call.query) is not None:
+            floors = {}
         if queries * keys < floors.get(call.query.dtype, floors.get(None, 0)):
             reasons.append(f"not {engine}: {queries} queries and {keys} keys are too few to gain by it")
             continue

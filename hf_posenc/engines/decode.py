@@ -31,6 +31,10 @@ QUERIES = 16
 """Most queries of a call: the mask is dense, and with more of them other engines read the keys in blocks."""
 
 
+SHORT = 4096
+"""Keys up to which vectors for values (Shaw) are cheaper by matrix products than by the kernel."""
+
+
 class Formula(Protocol):
     """What the engine needs of a scheme's module: one of these, see `hf_posenc.schemes.base.ScoreModule`."""
 
@@ -99,6 +103,8 @@ def attend(
         distance, visible = positions.distance().clamp(0, most), positions.visible()
         terms = _terms(module, query, distance, visible, scaling, vector_scaling)
         additive = terms.factors is None and softcap is None and dropout == 0
+        # What the kernel hides has to be found again for vectors of values: many small operations.
+        additive &= terms.value_table is None or key.shape[2] > SHORT
         if (
             additive
             and not (weights or torch.compiler.is_compiling())
