@@ -223,9 +223,8 @@ def test_bfloat16(engine, case, situation):
     wide = [each.detach().double().requires_grad_() for each in tensors]
     expected = results("reference", copy.deepcopy(module).double(), positions, wide, shown, weight)
     # The kernel rounds weights to 8 bits before it sums values; relative norm, since single entries are noise.
-    # The clipped engine rounds the sums of keys and their far vector as well, and the gradients of its tables are
-    # differences: the score gradients of a row add up to 0.
-    tolerance = 0.08 if engine == "clipped" else 0.02
+    # The gradients of the clipped engine's tables are differences: the score gradients of a row add up to 0.
+    tolerance = 0.04 if engine == "clipped" else 0.02
     for a, e in zip(actual, expected, strict=True):
         assert (a.double() - e).norm() <= tolerance * e.norm() + 1e-6
 

@@ -1,15 +1,16 @@
 """Vectors of clipped distances (Shaw et al. 2018) in linear memory: far keys by plain flash attention, near ones apart.
 
 With `c = min(d, m)` the scores are `q . (k + a_c)` and the values `v + b_c`. Written with what all keys at a distance
-of at least `m` share, `k' = k + a_m` and `v' = v + b_m`, they are `q . k' + q . (a_c - a_m)` and `v' + (b_c - b_m)`:
-plain attention, but for a band of `m` distances. For a chunk of queries the keys before the band are plain attention
-without any mask, which the flash kernel computes with its log-sum-exp: those before a group of chunks in one call,
-since it is faster with many queries, and those since then in another. The other keys of the chunk, rows + m - 1 of
-them, are scored one by one, and the parts are merged by their log-sum-exps. In a block of scores (rows, rows + m - 1)
-the band is a strided view: entry `t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
+of at least `m` share, they are `q . k + q . (a_c - a_m) + q . a_m` and `v + (b_c - b_m) + b_m`. Softmax does not see
+`q . a_m`, which is the same for every key of a row, and `b_m` is added to every output, since weights sum to 1: what is
+left is plain attention, but for a band of `m` distances. For a chunk of queries the keys before the band are plain
+attention without any mask, which the flash kernel computes with its log-sum-exp: those before a group of chunks in one
+call, since it is faster with many queries, and those since then in another. The other keys of the chunk, rows + m - 1
+of them, are scored one by one, and the parts are merged by their log-sum-exps. In a block of scores
+(rows, rows + m - 1) the band is a strided view: entry `t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
 
 Backward: the kernel's own for the far part, given the merged output and log-sum-exp; the near part is computed again.
-What the keys' gradients add up to is the gradient of the shared vector.
+The gradients of a row's scores sum to 0, so that of `a_m` is minus those of the others.
 
 Accuracy class: flash for the far part, float32 for the near one.
 """
@@ -65,10 +66,9 @@ class _Table:
         self.near = (by_head[:, :-1] - self.far).flip(1)  # furthest first, as in the band
 
     @staticmethod
-    def gradient(table: Tensor, of_near: Tensor, of_rows: Tensor) -> Tensor:
-        """Return the gradient of a table from those of `near` (H, m, D) and of the keys or values (B, H, L, D)."""
-        far = of_rows.sum((0, 2))[:, None] - of_near.sum(1, keepdim=True)
-        found = torch.cat([of_near.flip(1), far], 1)
+    def gradient(table: Tensor, of_near: Tensor, of_all: Tensor | float) -> Tensor:
+        """Return the gradient of a table from those of `near` (H, m, D) and of what every key has (H, 1, D)."""
+        found = torch.cat([of_near.flip(1), of_all - of_near.sum(1, keepdim=True)], 1)
         return (found.sum(0) if table.ndim == 2 else found).to(table.dtype)
 
 
@@ -85,9 +85,9 @@ class _Chunk:
         row, column = torch.arange(end - start)[:, None], torch.arange(self.width)
         self.hidden = (column > row + near - 1) | (column < self.missing)
 
-    def window(self, tensor: Tensor, shared: Tensor) -> Tensor:
+    def window(self, tensor: Tensor) -> Tensor:
         """Return the chunk's keys or values in float32, (B, H, width, D); before the first there are zeros."""
-        part = tensor[:, :, self.keys].float() + shared
+        part = tensor[:, :, self.keys].float()
         return torch.nn.functional.pad(part, (0, 0, self.missing, 0)) if self.missing else part
 
     def band(self, block: Tensor) -> Tensor:
@@ -132,22 +132,21 @@ class _Clipped(torch.autograd.Function):
     ) -> Tensor:
         shift, queries = key.shape[2] - query.shape[2], query.shape[2]
         a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
-        far_key, far_value = (key + a.far).to(key.dtype), (value + b.far).to(value.dtype)
         output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
         def plain(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
             part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[:, :, rows], far_key[:, :, keys], far_value[:, :, keys], 0.0, False, scale=scaling
+                query[:, :, rows], key[:, :, keys], value[:, :, keys], 0.0, False, scale=scaling
             )
             return part.float(), total.reshape(*part.shape[:3], 1)
 
         for group, keys, chunks in _groups(queries, shift, a.near.shape[1], rows):
             before = plain(group, keys) if keys.stop else None
             for chunk in chunks:
-                scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, chunk.window(key, a.far), a)
+                scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, chunk.window(key), a)
                 top = scores.amax(-1, keepdim=True)
                 weights = scores.sub_(top).clamp_(min=SMALLEST).exp_().masked_fill_(chunk.hidden, 0.0)
-                part = weights @ chunk.window(value, b.far)
+                part = weights @ chunk.window(value)
                 if value_table is not None:
                     part += chunk.band(weights) @ b.near
                 total = weights.sum(-1, keepdim=True)
@@ -162,7 +161,7 @@ class _Clipped(torch.autograd.Function):
                 sums[:, :, chunk.rows] = merged[..., 0]
         ctx.save_for_backward(query, key, value, key_table, value_table, output, sums)
         ctx.scaling, ctx.rows = scaling, rows
-        return output
+        return output if value_table is None else (output + b.far).to(output.dtype)
 
     @staticmethod
     @once_differentiable
@@ -170,7 +169,6 @@ class _Clipped(torch.autograd.Function):
         query, key, value, key_table, value_table, output, sums = ctx.saved_tensors
         shift, queries, scaling = key.shape[2] - query.shape[2], query.shape[2], ctx.scaling
         a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
-        far_key, far_value = (key + a.far).to(key.dtype), (value + b.far).to(value.dtype)
         of_query, of_key, of_value = (torch.zeros(each.shape) for each in (query, key, value))  # in float32
         of_a, of_b = (torch.zeros(query.shape[1], *table.near.shape[1:]) for table in (a, b))
 
@@ -178,8 +176,8 @@ class _Clipped(torch.autograd.Function):
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient[:, :, rows].contiguous(),
                 query[:, :, rows],
-                far_key[:, :, keys],
-                far_value[:, :, keys],
+                key[:, :, keys],
+                value[:, :, keys],
                 output[:, :, rows],
                 sums[:, :, rows].contiguous(),
                 0.0,
@@ -195,10 +193,10 @@ class _Clipped(torch.autograd.Function):
                 plain(group, keys)
             for chunk in chunks:
                 q, g, o = (each[:, :, chunk.rows].float() for each in (query, gradient, output))
-                q, k = q * scaling, chunk.window(key, a.far)
+                q, k = q * scaling, chunk.window(key)
                 weights = chunk.scores(q, k, a).sub_(sums[:, :, chunk.rows, None]).clamp_(min=SMALLEST).exp_()
                 weights.masked_fill_(chunk.hidden, 0.0)
-                of_scores = g @ chunk.window(value, b.far).mT
+                of_scores = g @ chunk.window(value).mT
                 if value_table is not None:
                     chunk.band(of_scores).add_(g @ b.near.mT)
                     of_b += (chunk.band(weights).mT @ g).sum(0)
@@ -210,7 +208,8 @@ class _Clipped(torch.autograd.Function):
                 chunk.add(of_value, weights.mT @ g)
                 if chunk.first > keys.stop:
                     plain(chunk.rows, slice(keys.stop, chunk.first))
-        of_keys = _Table.gradient(key_table, of_a, of_key)
-        of_values = None if value_table is None else _Table.gradient(value_table, of_b, of_value)
+        of_keys = _Table.gradient(key_table, of_a, 0.0)
+        of_outputs = gradient.float().sum((0, 2))[:, None]
+        of_values = None if value_table is None else _Table.gradient(value_table, of_b, of_outputs)
         found = (each.to(query.dtype) for each in (of_query, of_key, of_value))
         return *found, of_keys, of_values, None, None
