@@ -352,10 +352,9 @@ def _by_spans(engine: str, call: Call, value: Tensor, scaling: float, vector_sca
             factors, relu = rescaling
             return rescaled.attend(q, k, v, factors, None, scaling=scaling, relu=relu, window=window, rounded=rounded)
         if (relative := call.module.relative_keys(k.shape[2], q)) is not None:
-            r, *uv = relative
-            # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
-            a, b = (q * scaling + bias[:, None] * vector_scaling for bias in uv)
-            return skewed.attend(a, b, k, v, r, window=window, rounded=rounded)
+            return skewed.attend(
+                q, k, v, *relative, scaling=scaling, vector_scaling=vector_scaling, window=window, rounded=rounded
+            )
         table = call.module.bias(k.shape[2], q)
         assert table is not None
         if rounded:

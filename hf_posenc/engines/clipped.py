@@ -54,21 +54,23 @@ def attend(
         RuntimeError: in a second derivative.
     """
     output: Tensor = _Clipped.apply(query, key, value, key_table, value_table, scaling, ROWS)
-    return output
+    if value_table is None:
+        return output
+    shared = value_table[..., -1:, :]
+    return (output + shared).to(output.dtype) if torch.is_grad_enabled() else output.add_(shared)
 
 
 class _Table:
-    """A table, split into what far keys share, (H|1, 1, D), and what near ones have besides, (H|1, m, D)."""
+    """What the vectors of near keys (H|1, m, D) have beside the one that far keys share."""
 
     def __init__(self, table: Tensor) -> None:
         by_head = table.detach().float() if table.ndim == 3 else table.detach().float()[None]
-        self.far = by_head[:, -1:]
-        self.near = (by_head[:, :-1] - self.far).flip(1)  # furthest first, as in the band
+        self.near = (by_head[:, :-1] - by_head[:, -1:]).flip(1)  # furthest first, as in the band
 
     @staticmethod
-    def gradient(table: Tensor, of_near: Tensor, of_all: Tensor | float) -> Tensor:
-        """Return the gradient of a table from those of `near` (H, m, D) and of what every key has (H, 1, D)."""
-        found = torch.cat([of_near.flip(1), of_all - of_near.sum(1, keepdim=True)], 1)
+    def gradient(table: Tensor, of_near: Tensor) -> Tensor:
+        """Return the gradient of a table from that of `near` (H, m, D)."""
+        found = torch.cat([of_near.flip(1), -of_near.sum(1, keepdim=True)], 1)
         return (found.sum(0) if table.ndim == 2 else found).to(table.dtype)
 
 
@@ -161,7 +163,7 @@ class _Clipped(torch.autograd.Function):
                 sums[:, :, chunk.rows] = merged[..., 0]
         ctx.save_for_backward(query, key, value, key_table, value_table, output, sums)
         ctx.scaling, ctx.rows = scaling, rows
-        return output if value_table is None else (output + b.far).to(output.dtype)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -208,8 +210,7 @@ class _Clipped(torch.autograd.Function):
                 chunk.add(of_value, weights.mT @ g)
                 if chunk.first > keys.stop:
                     plain(chunk.rows, slice(keys.stop, chunk.first))
-        of_keys = _Table.gradient(key_table, of_a, 0.0)
-        of_outputs = gradient.float().sum((0, 2))[:, None]
-        of_values = None if value_table is None else _Table.gradient(value_table, of_b, of_outputs)
+        of_keys = _Table.gradient(key_table, of_a)
+        of_values = None if value_table is None else _Table.gradient(value_table, of_b)
         found = (each.to(query.dtype) for each in (of_query, of_key, of_value))
         return *found, of_keys, of_values, None, None

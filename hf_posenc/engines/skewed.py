@@ -1,11 +1,11 @@
 """A score that depends on query and distance (Transformer-XL) in linear memory: head by head, a few queries at a time.
 
-With `a_i = q_i + u` and `b_i = q_i + v` the scores are `a_i . k_j + b_i . r_d`, `d = i - j`. For a chunk of queries the
-second term is one product, (rows, distances), with the `r_d` in falling order: row `i`, key `j` then stands in column
-`j - first + (rows - 1 - (i - i0))`, so that a view with rows one shorter than they are *is* the term in the order of
-the keys (the relative shift of Dai et al. 2019, without a copy). The first term is added to it inside its own product.
-Entries for keys after the query fall beyond the distances; they are masked. Backward: a chunk is computed again, and
-the gradient is written through the same view, which turns it back.
+With `a_i = q_i + u` and `b_i = q_i + v`, scaled, the scores are `a_i . k_j + b_i . r_d`, `d = i - j`. For a chunk of
+queries the second term is one product, (rows, distances), with the `r_d` in falling order: row `i`, key `j` then stands
+in column `j - first + (rows - 1 - (i - i0))`, so that a view with rows one shorter than they are *is* the term in the
+order of the keys (the relative shift of Dai et al. 2019, without a copy). The first term is added to it inside its own
+product. Entries for keys after the query fall beyond the distances; they are masked. Backward: a chunk is computed
+again, and the gradient is written through the same view, which turns it back.
 
 Accuracy class: float32 throughout, bfloat16 inputs widened one head at a time; rounded (`blocks`), "eager".
 """
@@ -27,33 +27,40 @@ ROWS = 128
 
 
 def attend(
-    content_query: Tensor,
-    position_query: Tensor,
+    query: Tensor,
     key: Tensor,
     value: Tensor,
     relative: Tensor,
+    content_bias: Tensor,
+    position_bias: Tensor,
     *,
+    scaling: float,
+    vector_scaling: float,
     window: int,
     rounded: bool = False,
 ) -> Tensor:
-    """Attend causally with scores `a_i . k_j + b_i . r_(i-j)`; the last query sits on the last key.
+    """Attend causally with scores `(q_i + u) . k_j + (q_i + v) . r_(i-j)`; the last query sits on the last key.
 
     Args:
-        content_query: `a` (B, H, Q, D) on a CPU, float32 or bfloat16, scaled.
-        position_query: `b` (B, H, Q, D), scaled.
+        query: (B, H, Q, D) on a CPU, float32 or bfloat16.
         key: (B, H, L, D), L >= Q.
         value: (B, H, L, D).
         relative: `r` (H, L, D), of distance 0 .. L-1. Gradients flow to it.
+        content_bias: `u` (H, D). Gradients flow to it.
+        position_bias: `v` (H, D). Gradients flow to it.
+        scaling: factor of terms that contain the query.
+        vector_scaling: factor of terms that do not.
         window: keys at this distance or further are not seen.
         rounded: whether products are of the dtype of the inputs.
 
     Returns:
-        (B, H, Q, D) in the dtype of the values.
+        (B, H, Q, D) in the query's dtype.
 
     Raises:
         RuntimeError: in a second derivative.
     """
-    output: Tensor = _Skewed.apply(content_query, position_query, key, value, relative, window, rounded, ROWS)
+    settings = (scaling, vector_scaling, window, rounded, ROWS)
+    output: Tensor = _Skewed.apply(query, key, value, relative, content_bias, position_bias, settings)
     return output
 
 
@@ -100,47 +107,57 @@ def _turned(by_distance: Tensor, rows: int, keys: int) -> Tensor:
     return by_distance.as_strided((rows, keys), (keys + rows - 1, 1), rows - 1)
 
 
+def _biased(query: Tensor, bias: Tensor, scaling: float, vector_scaling: float) -> Tensor:
+    """Return one head's scaled queries with a bias, (Q, D) float32."""
+    return query.float() * scaling + bias.float() * vector_scaling
+
+
 class _Skewed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        content_query: Tensor,
-        position_query: Tensor,
+        query: Tensor,
         key: Tensor,
         value: Tensor,
         relative: Tensor,
-        window: int,
-        rounded: bool,
-        rows: int,
+        content_bias: Tensor,
+        position_bias: Tensor,
+        settings: tuple[float, float, int, bool, int],
     ) -> Tensor:
-        output = torch.empty_like(content_query, dtype=value.dtype)
+        *factors, window, rounded, rows = settings
+        output = torch.empty_like(query)
         length = key.shape[2]
-        work = _Work(content_query.shape[2], key, 1, window, rounded, rows)
+        work = _Work(query.shape[2], key, 1, window, rounded, rows)
         for h in range(key.shape[1]):
             falling = relative[h].to(work.dtype).flip(0)
             for n in range(key.shape[0]):
-                a, b, k, v = (each[n, h].to(work.dtype) for each in (content_query, position_query, key, value))
+                k, v = (each[n, h].to(work.dtype) for each in (key, value))
+                a, b = (
+                    _biased(query[n, h], bias[h], *factors).to(work.dtype) for bias in (content_bias, position_bias)
+                )
                 for i, end, first, last in work.chunks:
                     weights = work.weights(a[i:end], b[i:end], k[first:last], falling[length - (last - first) :])
                     output[n, h, i:end] = work.block.factor(weights) @ v[first:last]
-        ctx.save_for_backward(content_query, position_query, key, value, relative)
-        ctx.settings = (window, rounded, rows)
+        ctx.save_for_backward(query, key, value, relative, content_bias, position_bias)
+        ctx.settings = settings
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        content_query, position_query, key, value, relative = ctx.saved_tensors
-        inputs = (content_query, position_query, key, value)
-        found = [torch.empty_like(each) for each in inputs]
+        query, key, value, relative, *biases = ctx.saved_tensors
+        *factors, window, rounded, rows = ctx.settings
+        of_query, of_key, of_value = (torch.empty_like(each) for each in (query, key, value))
         of_relative = torch.zeros(relative.shape)
+        of_biases = [torch.zeros(bias.shape) for bias in biases]
         length = key.shape[2]
-        work = _Work(content_query.shape[2], key, 2, *ctx.settings)
+        work = _Work(query.shape[2], key, 2, window, rounded, rows)
         for h in range(key.shape[1]):
             falling = relative[h].to(work.dtype).flip(0)
             of_falling = torch.zeros(falling.shape)
             for n in range(key.shape[0]):
-                a, b, k, v, g = (each[n, h].to(work.dtype) for each in (*inputs, gradient))
+                k, v, g = (each[n, h].to(work.dtype) for each in (key, value, gradient))
+                a, b = (_biased(query[n, h], bias[h], *factors).to(work.dtype) for bias in biases)
                 da, db, dk, dv = (torch.zeros(each.shape) for each in (a, b, k, v))
                 for i, end, first, last in work.chunks:
                     keys, distances = slice(first, last), slice(length - (last - first), length)
@@ -153,7 +170,9 @@ class _Skewed(torch.autograd.Function):
                     by_distance = work.by_distances(back)
                     db[i:end] = by_distance @ falling[distances]
                     add_product(of_falling[distances], by_distance.T, b[i:end])
-                for target, part in zip(found, (da, db, dk, dv), strict=True):
-                    target[n, h] = part
+                of_query[n, h], of_key[n, h], of_value[n, h] = (da + db) * factors[0], dk, dv
+                for sums, part in zip(of_biases, (da, db), strict=True):
+                    sums[h] += part.sum(0) * factors[1]
             of_relative[h] = of_falling.flip(0)
-        return *found, of_relative.to(relative.dtype), None, None, None
+        others = (each.to(of.dtype) for each, of in zip((of_relative, *of_biases), (relative, *biases), strict=True))
+        return of_query, of_key, of_value, *others, None
