@@ -22,6 +22,9 @@ from .base import (
     sinusoids,
 )
 
+AT_ONCE = 4096
+"""Distances whose sinusoids are computed at once."""
+
 STEP = 1024
 """What is kept of `W R` has a multiple of this many distances, so that it is seldom made again as a cache grows."""
 
@@ -207,7 +210,15 @@ class RelativeSinusoids(ScoreModule):
             return like.new_empty(self.dims.num_heads, 0, self.dims.head_dim)
         size = self.dims.hidden_size
         frequencies = geometric_frequencies(size, 10000.0, like.device)
-        sines, cosines = sinusoids(torch.arange(count, device=like.device), frequencies)
-        table = torch.cat([sines, cosines], -1)[:, :size].to(like.dtype)
-        projected = table @ self.position_projection.to(table.dtype).T
+        weight = self.position_projection.to(like.dtype)
+
+        def part(first: int, last: int) -> Tensor:
+            sines, cosines = sinusoids(torch.arange(first, last, device=like.device), frequencies)
+            return torch.cat([sines, cosines], -1)[:, :size].to(like.dtype) @ weight.T
+
+        # A part at a time: sinusoids are computed in float64, several times the size of what is kept of them.
+        if torch.compiler.is_compiling():  # where the number of parts would be fixed
+            projected = part(0, count)
+        else:
+            projected = torch.cat([part(i, min(i + AT_ONCE, count)) for i in range(0, count, AT_ONCE)])
         return projected.view(count, self.dims.num_heads, self.dims.head_dim).transpose(0, 1)
