@@ -85,16 +85,27 @@ def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
         sums.add_((a @ b).float())
 
 
-def add_diagonals(sums: Tensor, at: int, part: Tensor) -> None:
-    """Add the sums of a chunk along each `r + j` to `sums[at + r + j]`.
+class Diagonals:
+    """Sums of a chunk along each `r + j`: written with rows one longer than they are, diagonals become columns."""
 
-    Args:
-        sums: (2 L,), in place.
-        at: entry of the chunk's first row and key.
-        part: (rows, keys).
-    """
-    rows, keys = part.shape
-    # Written with rows one longer than they are, diagonals become columns.
-    skewed = part.new_zeros(rows * (keys + rows))
-    skewed.as_strided((rows, keys), (keys + rows + 1, 1)).copy_(part)
-    sums[at : at + keys + rows - 1] += skewed.view(rows, keys + rows).sum(0)[:-1]
+    def __init__(self, rows: int, keys: int) -> None:
+        """Take the memory.
+
+        Args:
+            rows: most rows of a chunk.
+            keys: most keys, no fewer than rows.
+        """
+        self.memory = torch.empty(rows * (keys + rows))
+
+    def room(self, rows: int, keys: int) -> Tensor:
+        """Return where to write a chunk, float32 (rows, keys)."""
+        around = self._columns(rows, keys)
+        around[:, :rows], around[:, keys:] = 0.0, 0.0
+        return self.memory.as_strided((rows, keys), (keys + rows + 1, 1))
+
+    def add_to(self, sums: Tensor, at: int, rows: int, keys: int) -> None:
+        """Add the sums of the chunk that was written to `sums[at + r + j]`, of (2 L,)."""
+        sums[at : at + keys + rows - 1] += self._columns(rows, keys).sum(0)[:-1]
+
+    def _columns(self, rows: int, keys: int) -> Tensor:
+        return self.memory[: rows * (keys + rows)].view(rows, keys + rows)

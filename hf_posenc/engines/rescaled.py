@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import blocks
-from .blocks import add_diagonals, add_product, softmax_backward
+from .blocks import add_product, softmax_backward
+from .toeplitz import windowed
 
 ROWS = 256
 """Queries per chunk. More waste the upper half of a larger block, fewer leave threads too little to share."""
@@ -76,48 +77,49 @@ class _Settings:
 
 
 class _Work:
-    """What both passes share: tables backwards, chunks, and the scores of one chunk."""
+    """What both passes share: tables backwards, chunks, and the scores of one chunk. Rows are in reverse order."""
 
     def __init__(
         self, query: Tensor, keys: int, factors: Tensor | None, bias: Tensor | None, settings: _Settings, buffers: int
     ) -> None:
-        self.scaling, self.relu, self.window = settings.scaling, settings.relu, settings.window
-        self.factors = None if factors is None else _backwards(factors * settings.scaling)
-        self.bias = None if bias is None else _backwards(bias)
+        self.scaling, self.relu = settings.scaling, settings.relu
+        heads, queries = query.shape[1:3]
+        self.factors = None if factors is None else _backwards(factors * settings.scaling, 0.0)
+        # Where a key is hidden the bias is -inf, so that no score is visited once more to be masked.
+        bias = query.new_zeros(heads, keys, dtype=torch.float32) if bias is None else bias
+        self.bias = _backwards(windowed(bias, settings.window), -math.inf)
         self.dtype = query.dtype if settings.rounded else torch.float32
-        queries, heads = query.shape[2], query.shape[1]
         reach: list[Any] = [None] * heads if settings.reach is None else settings.reach
         self.chunks = [blocks.chunks(queries, keys, settings.window, settings.rows, each) for each in reach]
-        rows = min(settings.rows, queries)
-        self.later = blocks.later(rows).flip(0)
-        self.block = blocks.Block(rows * keys, self.dtype, buffers)
+        self.block = blocks.Block(min(settings.rows, queries) * keys, self.dtype, buffers)
 
-    def rescale(self, h: int, first: int, last: int, scores: Tensor, target: Tensor) -> Tensor:
-        """Put scores (rows, keys), rows reversed, times their factors into the target."""
+    def reversed(self, *tensors: Tensor) -> list[Tensor]:
+        """Return what is (rows, D) with its rows reversed, in the dtype of the products."""
+        return [each.to(self.dtype).flip(0) for each in tensors]
+
+    def rescale(self, h: int, first: int, last: int, scores: Tensor) -> Tensor:
+        """Multiply scores (rows, keys) by their factors, in place."""
         if self.factors is None:
-            return torch.mul(scores, self.scaling, out=target)
-        return torch.mul(scores, _view(self.factors[h], last - 1, first, scores), out=target)
+            return scores.mul_(self.scaling)
+        return scores.mul_(_view(self.factors[h], last - 1, first, scores))
 
     def weights(self, h: int, first: int, last: int, q: Tensor, k: Tensor, target: int) -> tuple[Tensor, Tensor]:
-        """Return `relu(q . k)` (rows, keys) in buffer 0, rows reversed, and the weights in another or the same one."""
+        """Return `relu(q . k)` (rows, keys) in buffer 0, and the weights in another one or the same."""
         content = self.block.product(q, k[first:last].T, 0)
         if self.relu:
             content.relu_()
-        rows, keys = content.shape
-        scores = self.rescale(h, first, last, content, self.block.room(rows, keys, target))
-        if self.bias is not None:
-            scores.add_(_view(self.bias[h], last - 1, first, scores))
-        # Of fewer rows than usual: the lower left corner.
-        scores[:, keys - rows :].masked_fill_(self.later[-rows:, :rows], -math.inf)
-        if last - 1 - first >= self.window:
-            distance = (last - 1 - torch.arange(rows))[:, None] - torch.arange(first, last)
-            scores.masked_fill_(distance >= self.window, -math.inf)
+        bias = _view(self.bias[h], last - 1, first, content)
+        scores = self.block.room(len(q), last - first, target)
+        if self.factors is None:
+            torch.add(bias, content, alpha=self.scaling, out=scores)
+        else:
+            torch.addcmul(bias, content, _view(self.factors[h], last - 1, first, content), out=scores)
         return content, torch.softmax(scores, -1, out=scores)
 
 
-def _backwards(table: Tensor) -> Tensor:
-    """Return a table (H, L) backwards, and as many zeros behind it, for keys after the query: (H, 2 L)."""
-    return torch.cat([table.flip(1), torch.zeros_like(table)], 1)
+def _backwards(table: Tensor, later: float) -> Tensor:
+    """Return a table (H, L) backwards, and as many numbers for keys after the query behind it: (H, 2 L)."""
+    return torch.cat([table.flip(1), torch.full_like(table, later)], 1)
 
 
 def _view(reversed_: Tensor, last: int, first_key: int, scores: Tensor) -> Tensor:
@@ -138,13 +140,17 @@ class _Rescaled(torch.autograd.Function):
         settings: _Settings,
     ) -> Tensor:
         work = _Work(query, key.shape[2], factors, bias, settings, buffers=1)
-        output = torch.empty_like(query)
+        output, queries = torch.empty_like(query), query.shape[2]
         for b in range(query.shape[0]):
             for h in range(query.shape[1]):
-                q, k, v = (each[b, h].to(work.dtype) for each in (query, key, value))
+                k, v = (each[b, h].to(work.dtype) for each in (key, value))
+                (q,) = work.reversed(query[b, h])
+                out = torch.empty_like(q)
                 for i, end, first, last in work.chunks[h]:
-                    _, weights = work.weights(h, first, last, q[i:end].flip(0), k, 0)
-                    output[b, h, i:end] = (work.block.factor(weights) @ v[first:last]).flip(0)
+                    rows = slice(queries - end, queries - i)
+                    _, weights = work.weights(h, first, last, q[rows], k, 0)
+                    torch.mm(work.block.factor(weights), v[first:last], out=out[rows])
+                output[b, h] = out.flip(0)
         ctx.save_for_backward(query, key, value, factors, bias)
         ctx.settings = settings
         return output
@@ -156,30 +162,36 @@ class _Rescaled(torch.autograd.Function):
         work = _Work(query, key.shape[2], factors, bias, ctx.settings, buffers=3)
         of_query, of_key, of_value = (torch.empty_like(each) for each in (query, key, value))
         of_factors, of_bias = (
-            torch.zeros_like(table) if table is not None and needed else None
-            for table, needed in zip((work.factors, work.bias), ctx.needs_input_grad[3:5], strict=True)
+            key.new_zeros(table.shape[0], 2 * table.shape[1], dtype=torch.float32)
+            if table is not None and needed
+            else None
+            for table, needed in zip((factors, bias), ctx.needs_input_grad[3:5], strict=True)
         )
+        queries, length = query.shape[2], key.shape[2]
+        learned = of_factors is not None or of_bias is not None
+        diagonals = blocks.Diagonals(min(ctx.settings.rows, queries), length) if learned else None
         for b in range(query.shape[0]):
             for h in range(query.shape[1]):
-                q, k, v, g = (each[b, h].to(work.dtype) for each in (query, key, value, gradient))
+                k, v = (each[b, h].to(work.dtype) for each in (key, value))
+                q, g = work.reversed(query[b, h], gradient[b, h])
                 dq, dk, dv = (torch.zeros(each.shape) for each in (q, k, v))
                 for i, end, first, last in work.chunks[h]:
-                    qr, gr, at = q[i:end].flip(0), g[i:end].flip(0), len(k) - last + first
-                    content, weights = work.weights(h, first, last, qr, k, 1)
-                    add_product(dv[first:last], work.block.factor(weights).T, gr)
-                    of_scores = softmax_backward(work.block.product(gr, v[first:last].T, 2), weights)
-                    if of_bias is not None:
-                        add_diagonals(of_bias[h], at, of_scores)
-                    if of_factors is not None:
-                        add_diagonals(of_factors[h], at, torch.mul(of_scores, content, out=weights))
+                    rows, shape, at = slice(queries - end, queries - i), (end - i, last - first), length - last + first
+                    content, weights = work.weights(h, first, last, q[rows], k, 1)
+                    add_product(dv[first:last], work.block.factor(weights).T, g[rows])
+                    of_scores = softmax_backward(work.block.product(g[rows], v[first:last].T, 2), weights)
+                    if diagonals is not None and of_bias is not None:
+                        diagonals.room(*shape).copy_(of_scores)
+                        diagonals.add_to(of_bias[h], at, *shape)
+                    if diagonals is not None and of_factors is not None:
+                        torch.mul(of_scores, content, out=diagonals.room(*shape))
+                        diagonals.add_to(of_factors[h], at, *shape)
                     if work.relu:
                         torch.ops.aten.threshold_backward(of_scores, content, 0, grad_input=of_scores)
-                    work.rescale(h, first, last, of_scores, of_scores)
-                    back = work.block.factor(of_scores)
-                    dq[i:end] = (back @ k[first:last]).flip(0)
-                    add_product(dk[first:last], back.T, qr)
-                of_query[b, h], of_key[b, h], of_value[b, h] = dq, dk, dv
-        length = key.shape[2]
+                    back = work.block.factor(work.rescale(h, first, last, of_scores))
+                    dq[rows] = back @ k[first:last]
+                    add_product(dk[first:last], back.T, q[rows])
+                of_query[b, h], of_key[b, h], of_value[b, h] = dq.flip(0), dk, dv
         if of_factors is not None:
             of_factors = of_factors[:, :length].flip(1).mul_(ctx.settings.scaling)
         return of_query, of_key, of_value, of_factors, None if of_bias is None else of_bias[:, :length].flip(1), None

@@ -3,9 +3,10 @@
 With `a_i = q_i + u` and `b_i = q_i + v`, scaled, the scores are `a_i . k_j + b_i . r_d`, `d = i - j`. For a chunk of
 queries the second term is one product, (rows, distances), with the `r_d` in falling order: row `i`, key `j` then stands
 in column `j - first + (rows - 1 - (i - i0))`, so that a view with rows one shorter than they are *is* the term in the
-order of the keys (the relative shift of Dai et al. 2019, without a copy). The first term is added to it inside its own
-product. Entries for keys after the query fall beyond the distances; they are masked. Backward: a chunk is computed
-again, and the gradient is written through the same view, which turns it back.
+order of the keys (the relative shift of Dai et al. 2019, without a copy). Keys after the query stand beyond the
+distances, where `-inf` is written, as in the columns of distances outside a sliding window: the view is the causal mask
+as well, and the flash kernel of the CPU takes it as its mask. Backward, and where products are rounded: the first term
+is added to the view; a chunk is computed again, and the gradient is written through the same view, which turns it back.
 
 Accuracy class: float32 throughout, bfloat16 inputs widened one head at a time; rounded (`blocks`), "eager".
 """
@@ -22,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from . import blocks
 from .blocks import add_product, softmax_backward
 
-ROWS = 128
-"""Queries per chunk: at 8k keys a chunk of scores is 4 MiB, and there are two."""
+ROWS = 256
+"""Queries per chunk. The flash kernel takes 64 of them at a time from 192 on, and 32 below, which costs a third."""
 
 
 def attend(
@@ -76,20 +77,22 @@ class _Work:
         self.block = blocks.Block(rows * keys, self.dtype, buffers)
         self.by_distance = torch.zeros(rows * (keys + rows), dtype=self.dtype)
 
+    def position_terms(self, b: Tensor, falling: Tensor) -> Tensor:
+        """Return `b_i . r_d` or `-inf` by key, (rows, keys), from `r_d` (keys, D) of distances keys - 1 .. 0."""
+        rows, keys = len(b), len(falling)
+        by_distance = self.by_distance.as_strided((rows, keys + rows), (keys + rows, 1))
+        torch.mm(b, falling.T, out=by_distance[:, :keys])
+        by_distance[:, keys:] = -math.inf
+        by_distance[:, : max(0, keys - self.window)] = -math.inf
+        return _turned(self.by_distance, rows, keys)
+
     def weights(self, a: Tensor, b: Tensor, k: Tensor, falling: Tensor) -> Tensor:
-        """Return weights (rows, keys) in buffer 0, from `r_d` (keys, D) of distances keys - 1 .. 0."""
-        rows, keys = len(a), len(k)
-        torch.mm(b, falling.T, out=self.by_distance.as_strided((rows, keys), (keys + rows, 1)))
-        turned = _turned(self.by_distance, rows, keys)
+        """Return weights (rows, keys) in buffer 0."""
+        terms = self.position_terms(b, falling)
         if self.dtype == torch.float32:
-            scores = torch.addmm(turned, a, k.T, out=self.block.room(rows, keys, 0))
+            scores = torch.addmm(terms, a, k.T, out=self.block.room(len(a), len(k), 0))
         else:
-            scores = self.block.product(a, k.T, 0)
-            scores.add_(turned.float())
-        scores[:, keys - rows :].masked_fill_(self.later[:rows, :rows], -math.inf)
-        if keys > self.window:
-            distance = torch.arange(keys - rows, keys)[:, None] - torch.arange(keys)
-            scores.masked_fill_(distance >= self.window, -math.inf)
+            scores = self.block.product(a, k.T, 0).add_(terms.float())
         return torch.softmax(scores, -1, out=scores)
 
     def by_distances(self, of_scores: Tensor) -> Tensor:
@@ -105,6 +108,14 @@ class _Work:
 def _turned(by_distance: Tensor, rows: int, keys: int) -> Tensor:
     """Return the view (rows, keys) by key of what is in the order of distances, (rows, keys + rows)."""
     return by_distance.as_strided((rows, keys), (keys + rows - 1, 1), rows - 1)
+
+
+def _by_kernel(a: Tensor, k: Tensor, v: Tensor, terms: Tensor) -> Tensor:
+    """Return the output (rows, D) of one chunk from `a` (rows, D), keys, values (keys, D), terms (rows, keys)."""
+    q, k, v, mask = (each[None, None] for each in (a, k, v, terms))
+    output = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=1.0)
+    part: Tensor = output[0][0, 0]
+    return part
 
 
 def _biased(query: Tensor, bias: Tensor, scaling: float, vector_scaling: float) -> Tensor:
@@ -127,7 +138,7 @@ class _Skewed(torch.autograd.Function):
         *factors, window, rounded, rows = settings
         output = torch.empty_like(query)
         length = key.shape[2]
-        work = _Work(query.shape[2], key, 1, window, rounded, rows)
+        work = _Work(query.shape[2], key, int(rounded), window, rounded, rows)
         for h in range(key.shape[1]):
             falling = relative[h].to(work.dtype).flip(0)
             for n in range(key.shape[0]):
@@ -136,8 +147,13 @@ class _Skewed(torch.autograd.Function):
                     _biased(query[n, h], bias[h], *factors).to(work.dtype) for bias in (content_bias, position_bias)
                 )
                 for i, end, first, last in work.chunks:
-                    weights = work.weights(a[i:end], b[i:end], k[first:last], falling[length - (last - first) :])
-                    output[n, h, i:end] = work.block.factor(weights) @ v[first:last]
+                    distances = falling[length - (last - first) :]
+                    if rounded:
+                        weights = work.weights(a[i:end], b[i:end], k[first:last], distances)
+                        output[n, h, i:end] = work.block.factor(weights) @ v[first:last]
+                    else:
+                        terms = work.position_terms(b[i:end], distances)
+                        output[n, h, i:end] = _by_kernel(a[i:end], k[first:last], v[first:last], terms)
         ctx.save_for_backward(query, key, value, relative, content_bias, position_bias)
         ctx.settings = settings
         return output

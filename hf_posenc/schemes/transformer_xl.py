@@ -219,6 +219,10 @@ class RelativeSinusoids(ScoreModule):
         # A part at a time: sinusoids are computed in float64, several times the size of what is kept of them.
         if torch.compiler.is_compiling():  # where the number of parts would be fixed
             projected = part(0, count)
-        else:
+        elif torch.is_grad_enabled() and weight.requires_grad:
             projected = torch.cat([part(i, min(i + AT_ONCE, count)) for i in range(0, count, AT_ONCE)])
+        else:
+            projected = weight.new_empty(count, weight.shape[0])
+            for i in range(0, count, AT_ONCE):
+                projected[i : i + AT_ONCE] = part(i, min(i + AT_ONCE, count))
         return projected.view(count, self.dims.num_heads, self.dims.head_dim).transpose(0, 1)
