@@ -272,6 +272,8 @@ def which_engine(
 ) -> Choice:
     """Say what computes attention in a patched model, and why that: for calls without padding, on the model's device.
 
+    On a GPU the answer may take seconds: FlexAttention is compiled and tried before it is said to be used.
+
     Args:
         model: patched.
         length: number of queries.

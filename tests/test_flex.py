@@ -1,6 +1,7 @@
 """The CUDA engine: what it does to scores and which pairs it shows, on a CPU; its kernels where there is a GPU."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from test_engines import HEAD_DIM, MODULES, SCALING, SITUATIONS, compare, inputs
 from torch.nn.attention import flex_attention as upstream
 
 from hf_posenc import patch_model
-from hf_posenc.engines import flex, reference
+from hf_posenc.engines import choice, flex, reference, trial
 from hf_posenc.engines.choice import Call, choose, run, why_not
 from hf_posenc.positions import Positions, pack, unpack
 
@@ -231,10 +232,132 @@ def test_no_backward_on_a_cpu():
         assert choose("auto", call("alibi")).engine != "flex"
 
 
-def test_it_is_taken_only_if_asked_for(monkeypatch):
+def test_short_calls_are_not_worth_compiling(monkeypatch):
     monkeypatch.setattr(flex, "why_not", lambda module, query, softcap: None)
     assert choose("flex", elsewhere("alibi")).engine == "flex"
     assert choose("auto", elsewhere("alibi")).engine == "reference"
+
+
+# ------------------------------------------------------------------------------------------------------------- the trial
+
+
+@pytest.fixture
+def untried(monkeypatch):
+    """Nothing was tried yet, and no call is too short."""
+    trial._tried.cache_clear()
+    monkeypatch.setattr(choice, "FLOORS", {})
+    yield
+    trial._tried.cache_clear()
+
+
+def kind(form, **options):
+    given = {"dtype": torch.float32, "size": 16, "grouped": True, "capped": False, "gradients": True}
+    return trial.Kind(form, **(given | options), device=torch.device("cpu"))
+
+
+FORMS = ("linear", "added", "rescaled", "rescaled and clipped", "labelled")
+
+
+@pytest.mark.parametrize("options", [{}, {"capped": True, "dtype": torch.bfloat16}, {"gradients": False}], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("error:FlexAttention failed")
+def test_right_kernels_pass(form, options, dense, untried, monkeypatch):
+    monkeypatch.setattr(flex, "compiled", lambda device: dense)
+    assert trial.fault(kind(form, **options)) is None
+
+
+def failing(*args, **kwargs):
+    raise RuntimeError("no such compiler\nand more")
+
+
+def corrupt(what, dense):
+    def kernel(q, k, v, *, score_mod, block_mask, **options):
+        if what == "scores":
+            return dense(q, k, v, score_mod=None, block_mask=block_mask, **options)
+        if what == "mask":
+            return dense(q, k, v, score_mod=score_mod, **options)
+        output = dense(q, k, v, score_mod=score_mod, block_mask=block_mask, **options)
+        return output * math.nan if what == "numbers" else output.detach() + q * 0 + (k.sum() + v.sum()) * 0
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("what", "gradients", "finding"),
+    [
+        ("scores", False, "the output is off by"),
+        ("mask", False, "the output is off by"),
+        ("numbers", False, "the output is off by nan"),
+        ("gradients", True, "RuntimeError: The differentiated Tensor"),
+        (None, False, "RuntimeError: no such compiler"),
+    ],
+)
+def test_wrong_kernels_fail(what, gradients, finding, dense, untried, monkeypatch):
+    monkeypatch.setattr(flex, "compiled", lambda device: corrupt(what, dense) if what else failing)
+    with pytest.warns(UserWarning, match="FlexAttention failed its trial on cpu") as caught:
+        assert finding in trial.fault(kind("added", gradients=gradients))
+    assert len(caught) == 1
+    assert finding in str(caught[0].message)
+
+
+def test_wrong_gradients_fail(dense, untried, monkeypatch):
+    class Doubled(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+        backward = staticmethod(lambda ctx, g: g * 2)
+
+    def kernel(q, k, v, **options):
+        return dense(q, Doubled.apply(k), v, **options)
+
+    monkeypatch.setattr(flex, "compiled", lambda device: kernel)
+    with pytest.warns(UserWarning, match="the gradient of the key is off by"):
+        assert trial.fault(kind("linear")) is not None
+    assert trial.fault(kind("linear", gradients=False)) is None
+
+
+@pytest.mark.parametrize(("found", "engine"), [(None, "flex"), ("it failed", "chunked")])
+@pytest.mark.parametrize("form", FORMS)
+def test_auto_takes_what_passed(form, found, engine, untried, monkeypatch):
+    asked = []
+    monkeypatch.setattr(trial, "fault", lambda kind: asked.append(kind) or found)
+    example = trial._Example(form, torch.rand(4, HEAD_DIM))
+    chosen = choose("auto", dataclasses.replace(elsewhere("alibi"), module=example))
+    assert chosen.engine == engine
+    assert found is None or "not flex: it failed" in chosen.reason
+    assert [each.form for each in asked] == [form]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kind_of_a_call(case):
+    q, k, _ = inputs(Positions.causal(40), 4, 2, torch.bfloat16)
+    learning = trial.kind_of(MODULES[case](4), q, k, None)
+    forms = {"alibi": "linear", "alibi-trainable": "added", "shaw-keys-only": "labelled"}
+    expected = kind(forms.get(case, "rescaled and clipped"), dtype=torch.bfloat16, size=HEAD_DIM)
+    assert learning == expected
+    with torch.no_grad():
+        reading = trial.kind_of(MODULES[case](4), q, k[:, :1].expand(-1, 4, -1, -1), 30.0)
+    form = "linear" if case == "alibi-trainable" else expected.form  # what no gradient is needed of need be no table
+    assert reading == dataclasses.replace(expected, form=form, grouped=False, capped=True, gradients=False)
+
+
+def test_on_a_cpu_nothing_is_tried(untried, monkeypatch):
+    monkeypatch.setattr(trial, "fault", lambda kind: pytest.fail("tried"))
+    with torch.no_grad():
+        assert choose("auto", call("alibi")).engine == "banded"
+
+
+def test_checkpointing_does_not_see_the_trial(dense, untried, monkeypatch):
+    monkeypatch.setattr(flex, "compiled", lambda device: dense)
+    x = torch.ones(3, requires_grad=True)
+
+    def block(x):  # tried in the first pass only
+        assert trial.fault(kind("added")) is None
+        return x.exp()
+
+    with torch.autocast("cpu", torch.bfloat16), torch.random.fork_rng():
+        state = torch.get_rng_state()
+        torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+        assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x.grad, x.exp())
 
 
 # --------------------------------------------------------------------------------------------------------------- kernels
@@ -256,6 +379,17 @@ def test_compiled_on_a_cpu(case):
         module.float()
         shown = positions.query_valid[:, :, None, None]
         assert ((actual - expected) * shown).abs().max() <= 1e-5
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("error:FlexAttention failed")
+def test_kernels_pass_the_trial(form, dtype, gradients, untried):
+    given = {"dtype": dtype, "size": 64, "grouped": False, "capped": False, "gradients": gradients}
+    assert trial.fault(trial.Kind(form, **given, device=torch.device("cuda", 0))) is None
 
 
 @pytest.mark.gpu

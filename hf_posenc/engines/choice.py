@@ -10,9 +10,9 @@
 - `skewed`: the same for products of queries with vectors of distance (Transformer-XL). O(L) memory.
 - `rounded`: only if asked for: it trades accuracy for speed. ALiBi, DA-Transformer and Transformer-XL in bfloat16 on a
   CPU, as the engines above, with products rounded to bfloat16 like those of transformers' eager attention. O(L) memory.
-- `flex`: only if asked for: it compiles kernels for CUDA, and nobody has run it on a GPU yet. ALiBi, DA-Transformer and
-  Shaw without vectors for values; soft cap, every mask but a user's own 4-D one; no weights or dropout. O(L) memory. On
-  a CPU, where it needs a C++ compiler, without gradients.
+- `flex`: compiles kernels for CUDA, and has to pass a trial on the device before `auto` takes it (`trial`). ALiBi,
+  DA-Transformer and Shaw without vectors for values; soft cap, every mask but a user's own 4-D one; no weights or
+  dropout. O(L) memory. On a CPU only if asked for, with a C++ compiler and without gradients.
 - `chunked`: every scheme, and every mask but a user's own 4-D one; no weights; not while compiling. O(L) memory.
 - `reference`: everything. O(Q L) memory.
 
@@ -31,17 +31,17 @@ import torch
 from torch import Tensor
 
 from ..positions import DensePositions, Positions
-from . import banded, chunked, clipped, decode, flex, processor, reference, rescaled, skewed, toeplitz
+from . import banded, chunked, clipped, decode, flex, processor, reference, rescaled, skewed, toeplitz, trial
 
 EXACT_BY_SPANS = ("banded", "toeplitz", "clipped", "rescaled", "skewed")
 
 BY_SPANS = (*EXACT_BY_SPANS, "rounded")
 """Engines that compute plain causal attention of one document."""
 
-AUTO = ("decode", *EXACT_BY_SPANS, "chunked", "reference")
+AUTO = ("decode", *EXACT_BY_SPANS, "flex", "chunked", "reference")
 """Engines that `auto` chooses from, fastest first."""
 
-NAMES = (*AUTO, "rounded", "flex")
+NAMES = (*AUTO, "rounded")
 """All engines."""
 
 FLOORS: dict[str, dict[torch.dtype | None, int]] = {
@@ -51,11 +51,13 @@ FLOORS: dict[str, dict[torch.dtype | None, int]] = {
     "clipped": {None: 256**2},
     "rescaled": {None: 256**2},
     "skewed": {None: 256**2},
+    "flex": {None: 1024**2},
     "chunked": {None: 512**2},
 }
 """Scores per head (Q times L) below which `auto` passes an engine over, by dtype (None: any): the next one is faster.
 
-Where they cross was measured by scripts/benchmark_attention.py on two cores of a Xeon with AMX and of a Zen 5 EPYC.
+Where they cross was measured by scripts/benchmark_attention.py on two cores of a Xeon with AMX and of a Zen 5 EPYC;
+not so `flex`, whose kernels take seconds to compile, which short calls do not pay back.
 Steps of Transformer-XL have no floor: what `decode` keeps for them is worth it at any length.
 """
 
@@ -210,7 +212,10 @@ def choose(wanted: str, call: Call) -> Choice:
     queries, keys = call.query.shape[2], call.key.shape[2]
     reasons: list[str] = []
     step = queries <= decode.QUERIES and queries < keys and not torch.is_grad_enabled()
+    on_cuda = call.query.device.type == "cuda"
     for engine in AUTO if step else AUTO[1:]:  # why a whole sequence is no step of generation needs no words
+        if engine == "flex" and not on_cuda:
+            continue
         floors = FLOORS.get(engine, {})
         if engine == "decode" and call.module.relative_keys(0, call.query) is not None:
             floors = {}
@@ -218,6 +223,8 @@ def choose(wanted: str, call: Call) -> Choice:
             reasons.append(f"not {engine}: {queries} queries and {keys} keys are too few to gain by it")
             continue
         reason = why_not(engine, call)
+        if reason is None and engine == "flex":
+            reason = trial.fault(trial.kind_of(call.module, call.query, call.key, call.softcap))
         if reason is None:
             return Choice(engine, "; ".join(reasons) or "the fastest")
         reasons.append(f"not {engine}: {reason}")
