@@ -41,6 +41,8 @@ SCALING = HEAD_DIM**-0.5
 def never_short(monkeypatch):
     monkeypatch.setattr(choice, "FLOORS", {})
     monkeypatch.setattr(toeplitz, "ROWS", 32)
+    monkeypatch.setattr(toeplitz, "MANY_ROWS", 48)
+    monkeypatch.setattr(toeplitz, "LONG", 96)
     for engine in (clipped, rescaled, skewed):
         monkeypatch.setattr(engine, "ROWS", 32)
     monkeypatch.setattr(chunked, "SCORES", 2**12)

@@ -25,6 +25,12 @@ from torch.autograd.function import once_differentiable
 ROWS = 256
 """Queries per chunk. Fewer cost more kernel calls, more waste the upper half of a larger block on the diagonal."""
 
+MANY_ROWS = 768
+"""Queries per chunk of long sequences: from here on the kernel takes 256 at a time instead of 64."""
+
+LONG = 8 * MANY_ROWS
+"""Queries from which what larger chunks waste on the diagonal is less than what they gain."""
+
 Piece = tuple[int, int, int, int, int]
 """First and last + 1 query row, first and last + 1 head, first key: one kernel call."""
 
@@ -65,7 +71,8 @@ def attend(
     Raises:
         RuntimeError: in a second derivative.
     """
-    pieces = whole(query.shape[2], query.shape[1]) if pieces is None else pieces
+    if pieces is None:
+        pieces = whole(query.shape[2], query.shape[1], ROWS if query.shape[2] < LONG else MANY_ROWS)
     output: Tensor = _Toeplitz.apply(query, key, value, table, scaling, tuple(pieces))
     return output
 
