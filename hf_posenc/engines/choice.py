@@ -366,7 +366,7 @@ def _by_spans(engine: str, call: Call, value: Tensor, scaling: float, vector_sca
         assert table is not None
         if rounded:
             slopes = call.module.penalty(q)
-            reach = None if slopes is None else banded.reaches(q, k, slopes, scaling, rescaled.ROWS)
+            reach = None if slopes is None else banded.reaches(q, k, slopes, scaling, rescaled.rows_of(k.shape[2]))
             return rescaled.attend(
                 q, k, v, None, table, scaling=scaling, relu=False, window=window, reach=reach, rounded=True
             )

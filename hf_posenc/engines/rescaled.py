@@ -24,7 +24,10 @@ from .blocks import add_product, softmax_backward
 from .toeplitz import windowed
 
 ROWS = 256
-"""Queries per chunk. More waste the upper half of a larger block, fewer leave threads too little to share."""
+"""Most queries per chunk. More waste the upper half of a larger block, fewer leave threads too little to share."""
+
+SCORES = 2**22
+"""Scores of a chunk, 16 MiB of them, above which it has fewer queries."""
 
 
 def attend(
@@ -51,7 +54,7 @@ def attend(
         scaling: factor of the scores.
         relu: whether negative scores are clipped at 0 first.
         window: keys at this distance or further are not seen.
-        reach: per head and chunk of `ROWS` queries, the distance from which keys may be left out, or None.
+        reach: per head and chunk of `rows_of(L)` queries, the distance from which keys may be left out, or None.
         rounded: whether products are of the dtype of the inputs.
 
     Returns:
@@ -61,9 +64,14 @@ def attend(
         RuntimeError: in a second derivative.
     """
     output: Tensor = _Rescaled.apply(
-        query, key, value, factors, bias, _Settings(scaling, relu, window, reach, rounded, ROWS)
+        query, key, value, factors, bias, _Settings(scaling, relu, window, reach, rounded, rows_of(key.shape[2]))
     )
     return output
+
+
+def rows_of(keys: int) -> int:
+    """Return how many queries a chunk has."""
+    return max(1, min(ROWS, SCORES // keys))
 
 
 @dataclass(frozen=True)
@@ -92,10 +100,6 @@ class _Work:
         reach: list[Any] = [None] * heads if settings.reach is None else settings.reach
         self.chunks = [blocks.chunks(queries, keys, settings.window, settings.rows, each) for each in reach]
         self.block = blocks.Block(min(settings.rows, queries) * keys, self.dtype, buffers)
-
-    def reversed(self, *tensors: Tensor) -> list[Tensor]:
-        """Return what is (rows, D) with its rows reversed, in the dtype of the products."""
-        return [each.to(self.dtype).flip(0) for each in tensors]
 
     def rescale(self, h: int, first: int, last: int, scores: Tensor) -> Tensor:
         """Multiply scores (rows, keys) by their factors, in place."""
@@ -140,17 +144,13 @@ class _Rescaled(torch.autograd.Function):
         settings: _Settings,
     ) -> Tensor:
         work = _Work(query, key.shape[2], factors, bias, settings, buffers=1)
-        output, queries = torch.empty_like(query), query.shape[2]
+        output = torch.empty_like(query)
         for b in range(query.shape[0]):
             for h in range(query.shape[1]):
-                k, v = (each[b, h].to(work.dtype) for each in (key, value))
-                (q,) = work.reversed(query[b, h])
-                out = torch.empty_like(q)
+                q, k, v = (each[b, h].to(work.dtype) for each in (query, key, value))
                 for i, end, first, last in work.chunks[h]:
-                    rows = slice(queries - end, queries - i)
-                    _, weights = work.weights(h, first, last, q[rows], k, 0)
-                    torch.mm(work.block.factor(weights), v[first:last], out=out[rows])
-                output[b, h] = out.flip(0)
+                    _, weights = work.weights(h, first, last, q[i:end].flip(0), k, 0)
+                    output[b, h, i:end] = (work.block.factor(weights) @ v[first:last]).flip(0)
         ctx.save_for_backward(query, key, value, factors, bias)
         ctx.settings = settings
         return output
@@ -172,8 +172,8 @@ class _Rescaled(torch.autograd.Function):
         diagonals = blocks.Diagonals(min(ctx.settings.rows, queries), length) if learned else None
         for b in range(query.shape[0]):
             for h in range(query.shape[1]):
-                k, v = (each[b, h].to(work.dtype) for each in (key, value))
-                q, g = work.reversed(query[b, h], gradient[b, h])
+                q, k, v, g = (each[b, h].to(work.dtype) for each in (query, key, value, gradient))
+                q, g = q.flip(0), g.flip(0)
                 dq, dk, dv = (torch.zeros(each.shape) for each in (q, k, v))
                 for i, end, first, last in work.chunks[h]:
                     rows, shape, at = slice(queries - end, queries - i), (end - i, last - first), length - last + first

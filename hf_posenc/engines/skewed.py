@@ -120,7 +120,7 @@ def _by_kernel(a: Tensor, k: Tensor, v: Tensor, terms: Tensor) -> Tensor:
 
 def _biased(query: Tensor, bias: Tensor, scaling: float, vector_scaling: float) -> Tensor:
     """Return one head's scaled queries with a bias, (Q, D) float32."""
-    return query.float() * scaling + bias.float() * vector_scaling
+    return torch.add(bias.float() * vector_scaling, query.float(), alpha=scaling)
 
 
 class _Skewed(torch.autograd.Function):

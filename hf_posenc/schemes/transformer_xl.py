@@ -22,7 +22,7 @@ from .base import (
     sinusoids,
 )
 
-AT_ONCE = 4096
+AT_ONCE = 1024
 """Distances whose sinusoids are computed at once."""
 
 STEP = 1024
