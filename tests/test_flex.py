@@ -381,6 +381,13 @@ def test_compiled_on_a_cpu(case):
         assert ((actual - expected) * shown).abs().max() <= 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "labelled"])
+@pytest.mark.filterwarnings("error:FlexAttention failed")
+def test_compiled_kernels_pass_the_trial_on_a_cpu(form, untried):
+    assert trial.fault(kind(form, gradients=False)) is None
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("gradients", [True, False])
