@@ -9,7 +9,7 @@ What a scheme adds to the scores is a mask to the flash kernel of the CPU, if th
 DA-Transformer) and nothing else is asked for (weights, soft cap, dropout). Otherwise, on other devices, and in bfloat16
 on CPUs that have fast products of it but whose kernel has not (`products_are_faster`), there are two matrix products
 with a softmax between them. Vectors that Shaw's scheme adds to values are weighted by the weights that near keys have,
-which follow from the kernel's log-sum-exp; far ones share the rest.
+which follow from the kernel's log-sum-exp where it is used; far ones share the rest.
 
 Accuracy class: flash where the kernel is used, the reference's in float32 and float64; else "eager": in bfloat16 and
 float16 products are rounded to the dtype of the inputs, as in transformers' eager attention. So are Transformer-XL's
@@ -113,7 +113,7 @@ def attend(
         ):
             output, found = _by_kernel(terms, key, value, distance, visible, scaling), None
         else:
-            output, found = _by_products(terms, key, value, distance, scaling, softcap, dropout)
+            output, found = _by_products(terms, key, value, distance, visible, scaling, softcap, dropout)
     output = output.transpose(1, 2).to(query.dtype).contiguous()
     return output, found.to(query.dtype) if weights and found is not None else None
 
@@ -133,7 +133,9 @@ def _terms(
     # The minimum, not -inf: a row that sees nothing, which is padding, then sees everything, as in the reference.
     hidden = like.new_zeros(distance.shape).masked_fill_(~visible, torch.finfo(like.dtype).min)
 
-    def at_distance(table: Tensor) -> Tensor:  # (H, L) -> (B|1, H, Q, L)
+    def at_distance(table: Tensor) -> Tensor:  # (H, distances) -> (B|1, H, Q, L)
+        if _counts_down(distance):
+            return table[:, : distance.shape[-1]].flip(1)[None, :, None]
         return table.index_select(1, distance.flatten()).view(-1, *distance[:, 0].shape).transpose(0, 1)
 
     if (slopes := module.penalty(like)) is not None:
@@ -158,6 +160,13 @@ def _terms(
     return Terms(query + ratio * u[:, None], hidden, by_distance.gather(-1, _labels(distance, by_distance)))
 
 
+def _counts_down(distance: Tensor) -> bool:
+    """Return whether this is one query on all keys before it: distances L - 1, ..., 1, 0."""
+    if torch.compiler.is_compiling() or distance.device.type != "cpu" or distance.numel() != distance.shape[-1]:
+        return False
+    return torch.equal(distance.flatten(), torch.arange(distance.numel(), dtype=distance.dtype).flip(0))
+
+
 def _labels(distance: Tensor, by_label: Tensor) -> Tensor:
     """Return distances clipped to the last dimension of `by_label` (B, H, Q, m + 1): int64 (B, H, Q, L)."""
     clipped = distance.clamp(max=by_label.shape[-1] - 1).to(torch.int64)
@@ -177,18 +186,31 @@ def _by_kernel(terms: Terms, key: Tensor, value: Tensor, distance: Tensor, visib
         return output
     total = total.reshape(query.shape[:3])
     table = terms.value_table.to(total.dtype)
-    last = table.shape[-2] - 1
-    # Keys that do not share the last vector: a stretch of slots, beside which only some of other rows may lie.
-    slots = ((distance < last) & visible).any(2).any(0)[0].nonzero()[:, 0]
-    if not len(slots):
-        return output + table[..., last:, :]
-    near = slice(int(slots[0]), int(slots[-1]) + 1)
+    near = _near(distance, visible, table)
     scores = _products(query.to(total.dtype), key[:, :, near].to(total.dtype)) * scaling + mask[..., near]
     weights = (scores - total[..., None]).exp()
-    labels = _labels(distance[..., near], weights.new_empty(*weights.shape[:-1], last + 1))
-    by_label = weights.new_zeros((*labels.shape[:-1], last + 1)).scatter_add_(-1, labels, weights)
-    by_label[..., last] = 1 - by_label[..., :last].sum(-1)
-    return output + by_label @ table
+    return output + _shares(weights, distance[..., near], table, torch.ones_like(total)) @ table
+
+
+def _near(distance: Tensor, visible: Tensor, table: Tensor) -> slice:
+    """Return a stretch of slots that holds all keys that do not share the last vector, and beside them few others."""
+    slots = ((distance < table.shape[-2] - 1) & visible).any(2).any(0)[0].nonzero()[:, 0]
+    return slice(int(slots[0]), int(slots[-1]) + 1) if len(slots) else slice(0, 0)
+
+
+def _shares(weights: Tensor, distance: Tensor, table: Tensor, total: Tensor) -> Tensor:
+    """Return what each vector of a table (.., m + 1, D) weighs, (B, H, Q, m + 1), from the weights of near keys.
+
+    Args:
+        weights: (B, H, Q, near keys).
+        distance: (B|1, 1, Q, near keys).
+        table: the vectors.
+        total: (B, H, Q), the weight of all keys.
+    """
+    shares = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
+    shares.scatter_add_(-1, _labels(distance, shares), weights)
+    shares[..., -1] = total - shares[..., :-1].sum(-1)
+    return shares
 
 
 def _by_products(
@@ -196,6 +218,7 @@ def _by_products(
     key: Tensor,
     value: Tensor,
     distance: Tensor,
+    visible: Tensor,
     scaling: float,
     softcap: float | None,
     dropout: float,
@@ -215,8 +238,9 @@ def _by_products(
     output = output.reshape(terms.query.shape)
     if terms.value_table is not None:
         table = terms.value_table.to(wide)
-        by_label = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
-        output = output + by_label.scatter_add(-1, _labels(distance, by_label), weights) @ table
+        everywhere = torch.compiler.is_compiling() or key.device.type != "cpu"  # where looking for keys is waiting
+        near = slice(None) if everywhere else _near(distance, visible, table)
+        output = output + _shares(weights[..., near], distance[..., near], table, weights.sum(-1)) @ table
     return output, weights
 
 
