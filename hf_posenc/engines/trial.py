@@ -11,12 +11,10 @@ of the call that gave rise to it do not reach.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +55,10 @@ class Kind:
     device: torch.device
 
 
+_TRIED: dict[Kind, str | None] = {}
+"""What was found, in this process."""
+
+
 def kind_of(module: flex.Formula, query: Tensor, key: Tensor, softcap: float | None) -> Kind:
     """Return what kind of call this is, of a module that `flex.why_not` has nothing against.
 
@@ -86,13 +88,10 @@ def fault(kind: Kind) -> str | None:
     Args:
         kind: of the call.
     """
+    if kind in _TRIED:
+        return _TRIED[kind]
     if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "it cannot be tried while a CUDA graph is captured"
-    return _tried(kind)
-
-
-@functools.cache
-def _tried(kind: Kind) -> str | None:
+        return "it was not tried before this CUDA graph was captured"
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(_compare, kind).result()
     if found is not None:
@@ -101,8 +100,9 @@ def _tried(kind: Kind) -> str | None:
             f"{found}. Another engine computes such calls, exactly but more slowly; which_engine(...) names it.",
             stacklevel=2,
         )
-        return f"it failed its trial on this device: {found}"
-    return None
+        found = f"it failed its trial on this device: {found}"
+    _TRIED[kind] = found
+    return found
 
 
 def _compare(kind: Kind) -> str | None:
@@ -220,7 +220,7 @@ def _written_out(kind: Kind, q: Tensor, k: Tensor, v: Tensor, table: Tensor, pos
     if kind.form == "linear":
         scores = scores - table[:, :1, None] * distance
     elif kind.form != "labelled":
-        at_distance: Any = table[:, distance[:, 0]].transpose(0, 1)  # (B, H, Q, L)
+        at_distance = table[:, distance[:, 0]].transpose(0, 1)  # (B, H, Q, L)
         content = scores.relu() if kind.form == "rescaled and clipped" else scores
         scores = content + at_distance if kind.form == "added" else content * at_distance
     hidden = ~positions.visible() & positions.query_valid[:, None, :, None]  # padding sees all: its rows are not read
