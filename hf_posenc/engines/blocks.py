@@ -9,6 +9,8 @@ Scores are float32. In bfloat16 there are two ways to the products of queries an
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,36 @@ def chunks(queries: int, keys: int, window: int, rows: int, reach: list[int] | N
         nearest = window if reach is None else min(window, reach[number])
         found.append((i, end, max(0, shift + i - nearest + 1), shift + end))
     return found
+
+
+def windowed(table: Tensor, window: int) -> Tensor:
+    """Return biases of distance (H, L) with those outside a sliding window masked: `-inf` from `window` on."""
+    if window >= table.shape[1]:
+        return table
+    return torch.cat([table[:, :window], torch.full_like(table[:, window:], -math.inf)], 1)
+
+
+def reversed_table(table: Tensor, later: float) -> Tensor:
+    """Return a table (H, L) backwards, and as many numbers for keys after the query behind it: (H, 2 L)."""
+    return torch.cat([table.flip(1), torch.full_like(table, later)], 1)
+
+
+def by_pair(reversed_: Tensor, last: int, first_key: int, rows: int, keys: int) -> Tensor:
+    """Return the entries of a chunk's pairs as a view: of row `r` and key `j`, rows reversed, that of `r + j`.
+
+    Args:
+        reversed_: (..., 2 L), see `reversed_table`.
+        last: key slot that the chunk's last query, row 0, sits on.
+        first_key: first key.
+        rows: queries of the chunk.
+        keys: number of keys.
+
+    Returns:
+        (..., rows, keys).
+    """
+    # as_strided counts from the start of the storage
+    start = reversed_.storage_offset() + reversed_.shape[-1] // 2 - 1 - last + first_key
+    return reversed_.as_strided((*reversed_.shape[:-1], rows, keys), (*reversed_.stride()[:-1], 1, 1), start)
 
 
 def later(rows: int) -> Tensor:

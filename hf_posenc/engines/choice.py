@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..positions import DensePositions, Positions
-from . import banded, chunked, clipped, decode, flex, processor, reference, rescaled, skewed, toeplitz, trial
+from . import banded, blocks, chunked, clipped, decode, flex, processor, reference, rescaled, skewed, toeplitz, trial
 
 EXACT_BY_SPANS = ("banded", "toeplitz", "clipped", "rescaled", "skewed")
 
@@ -212,9 +212,8 @@ def choose(wanted: str, call: Call) -> Choice:
     queries, keys = call.query.shape[2], call.key.shape[2]
     reasons: list[str] = []
     step = queries <= decode.QUERIES and queries < keys and not torch.is_grad_enabled()
-    on_cuda = call.query.device.type == "cuda"
     for engine in AUTO if step else AUTO[1:]:  # why a whole sequence is no step of generation needs no words
-        if engine == "flex" and not on_cuda:
+        if engine == "flex" and call.query.device.type != "cuda":
             continue
         floors = FLOORS.get(engine, {})
         if engine == "decode" and call.module.relative_keys(0, call.query) is not None:
@@ -370,7 +369,7 @@ def _by_spans(engine: str, call: Call, value: Tensor, scaling: float, vector_sca
             return rescaled.attend(
                 q, k, v, None, table, scaling=scaling, relu=False, window=window, reach=reach, rounded=True
             )
-        return toeplitz.attend(q, k, v, toeplitz.windowed(table, window), scaling=scaling)
+        return toeplitz.attend(q, k, v, blocks.windowed(table, window), scaling=scaling)
 
     if len(pieces) == 1 and pieces[0][1] == slice(None):
         return part(*pieces[0]).transpose(1, 2)

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import blocks
-from .blocks import add_product, softmax_backward
-from .toeplitz import windowed
+from .blocks import add_product, by_pair, softmax_backward
 
 ROWS = 256
 """Most queries per chunk. More waste the upper half of a larger block, fewer leave threads too little to share."""
@@ -92,10 +91,10 @@ class _Work:
     ) -> None:
         self.scaling, self.relu = settings.scaling, settings.relu
         heads, queries = query.shape[1:3]
-        self.factors = None if factors is None else _backwards(factors * settings.scaling, 0.0)
+        self.factors = None if factors is None else blocks.reversed_table(factors * settings.scaling, 0.0)
         # Where a key is hidden the bias is -inf, so that no score is visited once more to be masked.
         bias = query.new_zeros(heads, keys, dtype=torch.float32) if bias is None else bias
-        self.bias = _backwards(windowed(bias, settings.window), -math.inf)
+        self.bias = blocks.reversed_table(blocks.windowed(bias, settings.window), -math.inf)
         self.dtype = query.dtype if settings.rounded else torch.float32
         reach: list[Any] = [None] * heads if settings.reach is None else settings.reach
         self.chunks = [blocks.chunks(queries, keys, settings.window, settings.rows, each) for each in reach]
@@ -105,31 +104,20 @@ class _Work:
         """Multiply scores (rows, keys) by their factors, in place."""
         if self.factors is None:
             return scores.mul_(self.scaling)
-        return scores.mul_(_view(self.factors[h], last - 1, first, scores))
+        return scores.mul_(by_pair(self.factors[h], last - 1, first, *scores.shape))
 
     def weights(self, h: int, first: int, last: int, q: Tensor, k: Tensor, target: int) -> tuple[Tensor, Tensor]:
         """Return `relu(q . k)` (rows, keys) in buffer 0, and the weights in another one or the same."""
         content = self.block.product(q, k[first:last].T, 0)
         if self.relu:
             content.relu_()
-        bias = _view(self.bias[h], last - 1, first, content)
-        scores = self.block.room(len(q), last - first, target)
+        place = (last - 1, first, len(q), last - first)
+        bias, scores = by_pair(self.bias[h], *place), self.block.room(*place[2:], target)
         if self.factors is None:
             torch.add(bias, content, alpha=self.scaling, out=scores)
         else:
-            torch.addcmul(bias, content, _view(self.factors[h], last - 1, first, content), out=scores)
+            torch.addcmul(bias, content, by_pair(self.factors[h], *place), out=scores)
         return content, torch.softmax(scores, -1, out=scores)
-
-
-def _backwards(table: Tensor, later: float) -> Tensor:
-    """Return a table (H, L) backwards, and as many numbers for keys after the query behind it: (H, 2 L)."""
-    return torch.cat([table.flip(1), torch.full_like(table, later)], 1)
-
-
-def _view(reversed_: Tensor, last: int, first_key: int, scores: Tensor) -> Tensor:
-    """Return a chunk's entries, like its scores, from those of one head backwards, (2 L,); row 0 is at `last`."""
-    start = reversed_.storage_offset() + reversed_.shape[0] // 2 - 1 - last + first_key
-    return reversed_.as_strided(scores.shape, (1, 1), start)
 
 
 class _Rescaled(torch.autograd.Function):

@@ -15,12 +15,15 @@ Accuracy class: flash (float32 accumulation in the kernel; the bias stays in flo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from . import blocks
 
 ROWS = 256
 """Queries per chunk. Fewer cost more kernel calls, more waste the upper half of a larger block on the diagonal."""
@@ -77,36 +80,6 @@ def attend(
     return output
 
 
-def windowed(table: Tensor, window: int) -> Tensor:
-    """Return the table with keys outside a sliding window masked: `-inf` for distances from `window` on."""
-    if window >= table.shape[1]:
-        return table
-    return torch.cat([table[:, :window], torch.full_like(table[:, window:], float("-inf"))], 1)
-
-
-def reversed_table(table: Tensor) -> Tensor:
-    """Return `t` (H, 2 L): the table backwards, then `-inf` for keys after the query."""
-    return torch.cat([table.flip(1), torch.full_like(table, float("-inf"))], 1)
-
-
-def view(reversed_: Tensor, last: int, rows: int, first_key: int, keys: int, heads: slice) -> Tensor:
-    """Return bias and mask of a chunk of reversed rows, (1, heads, rows, keys), as a view.
-
-    Args:
-        reversed_: (H, 2 L), see `reversed_table`.
-        last: key slot that the chunk's last query sits on.
-        rows: queries of the chunk.
-        first_key: first key.
-        keys: number of keys.
-        heads: which heads.
-    """
-    part = reversed_[heads]
-    length = part.shape[1] // 2
-    # as_strided counts from the start of the storage
-    start = part.storage_offset() + length - 1 - last + first_key
-    return part.as_strided((1, part.shape[0], rows, keys), (0, part.stride(0), 1, 1), start)
-
-
 class _Toeplitz(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -119,11 +92,11 @@ class _Toeplitz(torch.autograd.Function):
         pieces: tuple[Piece, ...],
     ) -> Tensor:
         shift = key.shape[2] - query.shape[2]
-        reversed_ = reversed_table(table.detach())
+        reversed_ = blocks.reversed_table(table.detach(), -math.inf)
         output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         for i, end, h, h_end, j in pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
-            mask = view(reversed_, shift + end - 1, end - i, j, shift + end - j, heads)
+            mask = blocks.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
             part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, heads, i:end].flip(2),
                 key[:, heads, keys],
@@ -144,12 +117,15 @@ class _Toeplitz(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, table, output, sums = ctx.saved_tensors
         shift, length = key.shape[2] - query.shape[2], key.shape[2]
-        reversed_ = reversed_table(table)
+        reversed_ = blocks.reversed_table(table, -math.inf)
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        of_reversed = torch.zeros_like(reversed_) if ctx.needs_input_grad[3] else None
+        of_reversed = diagonals = None
+        if ctx.needs_input_grad[3]:
+            of_reversed = torch.zeros_like(reversed_)
+            diagonals = blocks.Diagonals(max(end - i for i, end, *_ in ctx.pieces), length)
         for i, end, h, h_end, j in ctx.pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
-            mask = view(reversed_, shift + end - 1, end - i, j, shift + end - j, heads)
+            mask = blocks.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
             g, q, o = (each[:, heads, i:end].flip(2) for each in (gradient, query, output))
             k, v = key[:, heads, keys], value[:, heads, keys]
             total = sums[:, heads, i:end].flip(2).contiguous()
@@ -159,16 +135,17 @@ class _Toeplitz(torch.autograd.Function):
             of_query[:, heads, i:end] = dq.flip(2)
             of_key[:, heads, keys] += dk
             of_value[:, heads, keys] += dv
-            if of_reversed is not None:
+            if of_reversed is not None and diagonals is not None:
                 at = length - 1 - (shift + end - 1) + j
-                _add_diagonals(of_reversed[heads], at, mask, ctx.scaling, total, g, q, k, v, o)
+                _add_scores(of_reversed[heads], at, diagonals, mask, ctx.scaling, total, g, q, k, v, o)
         of_table = None if of_reversed is None else of_reversed[:, :length].flip(1)
         return of_query, of_key, of_value, of_table, None, None
 
 
-def _add_diagonals(
+def _add_scores(
     sums: Tensor,
     at: int,
+    diagonals: blocks.Diagonals,
     mask: Tensor,
     scaling: float,
     total: Tensor,
@@ -185,7 +162,5 @@ def _add_diagonals(
             qf, kf, vf, gf, of = (each[b, h].float() for each in (q, k, v, g, o))
             weights = torch.addmm(mask[0, h], qf, kf.T, alpha=scaling).sub_(total[b, h, :, None]).exp_()
             scores = gf @ vf.T
-            scores.sub_((gf * of).sum(-1, keepdim=True)).mul_(weights)
-            skewed = scores.new_zeros(rows * (keys + rows))
-            skewed.as_strided((rows, keys), (keys + rows + 1, 1)).copy_(scores)
-            sums[h, at : at + keys + rows - 1] += skewed.view(rows, keys + rows).sum(0)[:-1]
+            torch.mul(scores.sub_((gf * of).sum(-1, keepdim=True)), weights, out=diagonals.room(rows, keys))
+            diagonals.add_to(sums[h], at, rows, keys)
