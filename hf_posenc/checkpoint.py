@@ -13,8 +13,8 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from .atomic import recover
-from .attention import stock_class
+from . import files, surgery
+from .attention import check_engine, stock_class
 from .classes import (
     PosEncConfigMixin,
     PosEncMixin,
@@ -52,7 +52,7 @@ def from_pretrained(
         name_or_path: a directory or a Hub id.
         scheme: for a stock checkpoint, what to patch it with: a name or an instance; None for a patched one.
         attention: as for `patch_model`.
-        seed: as for `patch_model`.
+        seed: as for `patch_model`; only where there is something to draw.
         **kwargs: of `from_pretrained` in transformers: dtype, device_map, revision, ...; and, where `scheme` is a name,
             its hyper-parameters.
 
@@ -60,14 +60,14 @@ def from_pretrained(
         The model, in eval mode: of the class that the checkpoint names, a causal language model if it names none.
 
     Raises:
-        CheckpointError: if a stock checkpoint is loaded without a scheme, or a patched one with; if a patched one's
-            entry or weights are not exactly what its scheme needs.
+        CheckpointError: if a stock checkpoint is loaded without a scheme, or a patched one with a scheme or a seed; if
+            a patched one's entry or weights are not exactly what its scheme needs, or not what was saved.
         UnknownSchemeError: if there is no such scheme.
         UnsupportedModelError: if the base family is not supported.
         OSError: if there is no such checkpoint, or it cannot be read.
+        ValueError: for an unknown `attention`, or one that the scheme does not have.
     """
-    if os.path.isdir(name_or_path):
-        recover(Path(name_or_path))
+    check_engine(attention)
     raw = _raw_config(name_or_path, kwargs)
     model_type = str(raw.get("model_type", ""))
     if not model_type.startswith("posenc_"):
@@ -81,41 +81,73 @@ def from_pretrained(
         return _load_and_patch(name_or_path, raw, wanted, attention, seed, kwargs)
     if scheme is not None:
         raise CheckpointError(f"hf_posenc: {name_or_path} is patched already: load it without scheme")
-    cls = _saved_class(raw)
-    where = {key: kwargs[key] for key in _WHERE if key in kwargs}
-    config = cls.config_class.from_pretrained(name_or_path, **where)
-    scheme_of(config)
-    model, info = cls.from_pretrained(name_or_path, config=config, output_loading_info=True, **kwargs)
-    if info["missing_keys"]:
-        raise CheckpointError(f"hf_posenc: {name_or_path} lacks weights: {', '.join(sorted(info['missing_keys']))}")
-    patch = patch_of(model)
-    assert patch is not None
-    patch.attention = attention
+    if seed is not None:
+        raise CheckpointError(f"hf_posenc: {name_or_path} is patched already: seed={seed} would draw nothing")
+    model = _saved_class(raw).from_pretrained(name_or_path, **kwargs)
+    choose_engine(model, attention)
     return model
 
 
+def choose_engine(model: PreTrainedModel, attention: str) -> None:
+    """Have a patched model compute its attention by an engine.
+
+    Raises:
+        ValueError: if the scheme keeps the model's own attention and this is not `auto`.
+    """
+    patch = patch_of(model)
+    assert patch is not None
+    if attention != "auto":
+        surgery.make_plan(model, patch.scheme, attention)  # raises where the scheme has no engines
+    patch.attention = attention
+    for module in model.modules():
+        if "posenc_engine" in module.__dict__:
+            module.posenc_engine = attention
+
+
 def _raw_config(name_or_path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint's config.json holds; of a directory also where a save was interrupted."""
+    directory = Path(name_or_path) / (kwargs.get("subfolder") or "")
+    if directory.is_dir():
+        return files.read(directory, _config_in)
     where = {key: kwargs[key] for key in _WHERE if key in kwargs}
-    raw, _ = PreTrainedConfig.get_config_dict(name_or_path, **where)
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(name_or_path, **where)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"hf_posenc: config.json of {name_or_path} holds no JSON object") from error
     if not raw:
         raise OSError(f"hf_posenc: {name_or_path} has no config.json")
     return raw
 
 
+def _config_in(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"hf_posenc: {folder} has no config.json")
+    return files.json_object(path)
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    """Return the class name that a config names, or an empty string."""
+    named = raw.get("architectures")
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
 def _saved_class(raw: dict[str, Any]) -> type[PreTrainedModel]:
     """Return our class that a patched checkpoint's config names; runs nothing of the checkpoint."""
-    base = raw["model_type"].removeprefix("posenc_")
+    base = str(raw["model_type"]).removeprefix("posenc_")
     adapter_for(base)
-    config = CONFIG_MAPPING[base]
-    name = str((raw.get("architectures") or [""])[0])
-    stock = getattr(transformers, name.removeprefix("PosEnc"), None)
-    if (
-        not name.startswith("PosEnc")
-        or not isinstance(stock, type)
-        or getattr(stock, "config_class", None) is not config
-    ):
+    name = _architecture(raw)
+    stock = _stock_model(base, name.removeprefix("PosEnc"))
+    if not name.startswith("PosEnc") or stock is None:
         raise CheckpointError(f"hf_posenc: architectures is {raw.get('architectures')!r}, which is no {base} of ours")
     return model_class(stock)
+
+
+def _stock_model(base: str, name: str) -> type[PreTrainedModel] | None:
+    """Return the model class of transformers with this name if it is of this family: no other class is ever called."""
+    stock = getattr(transformers, name, None)
+    is_model = isinstance(stock, type) and issubclass(stock, PreTrainedModel)
+    return stock if is_model and getattr(stock, "config_class", None) is CONFIG_MAPPING[base] else None
 
 
 def _load_and_patch(
@@ -126,8 +158,7 @@ def _load_and_patch(
     seed: int | None,
     kwargs: dict[str, Any],
 ) -> PreTrainedModel:
-    stock = getattr(transformers, str((raw.get("architectures") or [""])[0]), None)
-    loader = stock if isinstance(stock, type) else transformers.AutoModelForCausalLM
+    loader = _stock_model(str(raw["model_type"]), _architecture(raw)) or transformers.AutoModelForCausalLM
     device_map = kwargs.pop("device_map", None)
     several = isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential")
     if several or (isinstance(device_map, dict) and len(set(device_map.values())) > 1):
@@ -195,17 +226,22 @@ def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
         What its config says.
 
     Raises:
-        OSError: if there is no config.json, or it is no JSON.
+        CheckpointError: if config.json holds no JSON object.
+        OSError: if there is no config.json.
+        TypeError: for an option that says nothing of where the checkpoint is.
     """
+    if unknown := sorted(set(kwargs) - set(_WHERE)):
+        raise TypeError(f"inspect takes {', '.join(_WHERE)}, not {', '.join(unknown)}")
     raw = _raw_config(name_or_path, kwargs)
     model_type = str(raw.get("model_type", "unknown"))
     entry = raw.get("position_encoding") if model_type.startswith("posenc_") else None
     entry = dict(entry) if isinstance(entry, dict) else {}
+    scheme, version = entry.pop("scheme", None), entry.pop("hf_posenc_version", None)
     problem = None
     try:
         if model_type.startswith("posenc_"):
             cls = _saved_class(raw)
-            config = cls.config_class(position_encoding=raw.get("position_encoding"))
+            config = cls.config_class.from_dict(raw)
             scheme_of(config)
             check_version(config)
         else:
@@ -215,9 +251,9 @@ def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
     return Inspection(
         source=str(name_or_path),
         base=model_type.removeprefix("posenc_"),
-        architecture=str((raw.get("architectures") or ["?"])[0]),
-        scheme=entry.pop("scheme", None),
-        version=entry.pop("hf_posenc_version", None),
+        architecture=_architecture(raw) or "?",
+        scheme=scheme if isinstance(scheme, str) else None,
+        version=version if isinstance(version, str) else None,
         hyperparameters=entry,
         problem=problem,
     )

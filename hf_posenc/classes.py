@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 import os
 import tempfile
 import warnings
@@ -25,14 +26,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from . import hub, surgery
-from .atomic import recover, staged
+from . import files, hub, surgery
 from .attention import NAME, SPLIT_HEADS, revive, stock_class
-from .errors import CheckpointError, UnknownSchemeError, UnsupportedModelError
+from .errors import CheckpointError, HfPosencError, UnknownSchemeError, UnsupportedModelError, WeightShapeError
 from .registry import adapter_for, scheme_class, supported_model_types
 from .schemes.base import PositionModule, Scheme, ScoreScheme
 
-VERSION = "0.1.0"
+VERSION = "0.2.0.dev0"
 
 TRIPWIRE = "hf_posenc_patched"
 """`attn_implementation` of a saved config. Stock model classes refuse to be built with it, as it is registered nowhere:
@@ -41,7 +41,15 @@ not even where hf_posenc was imported, unlike the name of our attention function
 ACTIVATION = "hf_posenc:"
 """Put in front of a saved config's activation. Every stock model looks it up when it is built, and finds nothing."""
 
+_READ = "_posenc_read"
+"""Attribute of a config between its reading and the building of the model: the digest of what was read, and options."""
+
 _ACTIVATIONS = ("activation_function", "hidden_act", "hidden_activation")
+
+DIGESTS = "hf_posenc_digests"
+"""Key of a saved config: SHA-256 by file name, of the config itself and of the headers and index of its weights.
+
+What was changed by accident would otherwise load as another model. They stop nobody who changes them too."""
 
 STUB = "modeling_hf_posenc"
 """The file beside a checkpoint that `trust_remote_code=True` runs: it imports our classes, and nothing else."""
@@ -74,6 +82,37 @@ class PosEncConfigMixin:
                 setattr(self, key, value.removeprefix(ACTIVATION))
         super().__post_init__(*args, **kwargs)  # type: ignore[misc]  # the stock class is behind us
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a config from what was saved, once that is what was saved.
+
+        Args:
+            config_dict: of config.json.
+            **kwargs: handed on.
+
+        Returns:
+            The config; with `return_unused_kwargs` a pair.
+
+        Raises:
+            CheckpointError: if the dict was changed after it was saved, or cannot be a config of this class.
+        """
+        if not isinstance(config_dict, dict):
+            raise CheckpointError(f"hf_posenc: a config is a JSON object, not {config_dict!r}")
+        saved = {key: value for key, value in config_dict.items() if key != DIGESTS}
+        _check_saved_config(config_dict)
+        options = copy.copy(kwargs)
+        try:
+            made = super().from_dict(saved, **kwargs)  # type: ignore[misc]
+        except (HfPosencError, OSError):
+            raise
+        except Exception as error:  # whatever a stock class finds wrong, of any type
+            raise CheckpointError(
+                f"hf_posenc: config.json makes no {cls.__name__}: {type(error).__name__}: {error}"
+            ) from error
+        config = made[0] if isinstance(made, tuple) else made
+        object.__setattr__(config, _READ, (config_digest(config_dict), options))
+        return made
+
     def _wires(self) -> dict[str, Any]:
         own = {key: getattr(self, key, None) for key in _ACTIVATIONS}
         activations = {key: ACTIVATION + value for key, value in own.items() if isinstance(value, str)}
@@ -82,11 +121,13 @@ class PosEncConfigMixin:
     def to_dict(self) -> dict[str, Any]:
         """Return the config as a dict, with the wires."""
         stock: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        stock.pop(_READ, None)
         return {**stock, **self._wires()}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return what is saved."""
         saved = super().to_diff_dict()  # type: ignore[misc]
+        saved.pop(_READ, None)
         auto_map = {"AutoConfig": f"{STUB}.{type(self).__name__}"}
         auto_map |= {auto: f"{STUB}.PosEnc{name}" for auto, name in heads_of(self).items()}
         return {**saved, "position_encoding": self.position_encoding, "auto_map": auto_map, **self._wires()}
@@ -128,6 +169,7 @@ class PosEncMixin:
         if "_posenc_patch" not in base.__dict__:
             object.__setattr__(base, "_posenc_patch", surgery.Patch(scheme, "auto", None))
             plan = surgery.make_plan(base, scheme, "auto")
+            base._posenc_patch.layers = plan.found.layers
             owners = surgery.operate(surgery.Undo(), plan, config)
             if not next(base.parameters()).is_meta:  # from_config; from_pretrained initialises what it does not load
                 for owner in owners:
@@ -155,31 +197,82 @@ class PosEncMixin:
             The model, in eval mode; with `output_loading_info` a pair.
 
         Raises:
-            CheckpointError: if the config's entry or a position parameter is missing, unexpected or of another shape,
-                or the weights cannot be read.
+            CheckpointError: if the config's entry or a weight is missing, a position parameter is unexpected, or files
+                are not those that were saved together.
+            WeightShapeError: if a weight has another shape than the config asks for.
             UnsupportedModelError: for tensor parallelism, if the scheme changes attention scores.
         """
         path = pretrained_model_name_or_path
-        if isinstance(path, (str, os.PathLike)) and os.path.isdir(path) and recover(Path(path)):
-            kwargs.pop("config", None)  # it may be of what the interrupted save replaced
+        directory = None if path is None else Path(path) / (kwargs.get("subfolder") or "")
+        if directory is None or not directory.is_dir():
+            model, info = cls._from_pretrained(path, path, *args, **kwargs)
+        else:
+            kwargs.pop("subfolder", None)
+            model, info = files.read(directory, lambda folder: cls._from_folder(folder, directory, *args, **kwargs))
+            model.config.name_or_path = model.name_or_path = str(path)
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def _from_folder(cls, folder: Path, directory: Path, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Load from a folder that nobody changes meanwhile.
+
+        Args:
+            folder: what to read.
+            directory: how to call it in messages.
+            *args: as for `from_pretrained`.
+            **kwargs: as for `from_pretrained`.
+        """
+        raw = files.json_object(folder / "config.json") if (folder / "config.json").exists() else {}
+        if (folder / "adapter_config.json").exists() and raw:
+            raise CheckpointError(
+                f"hf_posenc: {directory} holds a whole model and an adapter, which may name another base: load the "
+                "model from a folder of its own, then the adapter with hf_posenc.load_adapter"
+            )
+        if kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
+            _check_saved_weights(raw, folder, directory)
+        if isinstance(config := kwargs.get("config"), PosEncConfigMixin):
+            read = config.__dict__.get(_READ)
+            if read is not None and read[0] != config_digest(raw):  # saved anew since an Auto class read the config
+                kwargs["config"] = cls.config_class.from_pretrained(folder, **_overrides(read[1]))
+        model, info = cls._from_pretrained(folder, directory, *args, **kwargs)
+        if folder != directory and "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+            raise CheckpointError(
+                f"hf_posenc: a save into {directory} was interrupted before its files were moved into place, and "
+                "weights that stay on disk would be looked for where they lie now: call hf_posenc.files.complete on "
+                "the folder first"
+            )
+        return model, info
+
+    @classmethod
+    def _from_pretrained(cls, path: Any, source: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Load as transformers does, and check what it says of the weights.
+
+        Args:
+            path: what to read: a folder, a Hub id, or None.
+            source: how to call it in messages.
+            *args: as for `from_pretrained`.
+            **kwargs: as for `from_pretrained`.
+        """
         accept = kwargs.pop("ignore_mismatched_sizes", False)
+        kwargs.setdefault("use_safetensors", True)  # what we save; other formats are read by unpickling
         try:
             # Ignored here and checked below, where they are named; transformers would only log their names.
             model, info = super().from_pretrained(  # type: ignore[misc]
                 path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         except SafetensorError as error:
-            raise CheckpointError(f"hf_posenc: the weights of {path} cannot be read: {error}") from error
+            raise CheckpointError(f"hf_posenc: the weights of {source} cannot be read: {error}") from error
         if info["mismatched_keys"] and not accept:
             said = ", ".join(str(each) for each in sorted(info["mismatched_keys"], key=str))
-            raise CheckpointError(
-                f"hf_posenc: weights of {path} have another shape than {model.config.position_encoding} and the rest "
+            raise WeightShapeError(
+                f"hf_posenc: weights of {source} have another shape than {model.config.position_encoding} and the rest "
                 f"of its config ask for (key, found, wanted): {said}"
             )
-        check_loaded(model, info, path)
+        check_loaded(model, info, source)
+        model.config.__dict__.pop(_READ, None)
         if isinstance(scheme_of(model.config), ScoreScheme) and (model.tp_size or 1) > 1:
             raise UnsupportedModelError(f"{scheme_of(model.config).name}: {SPLIT_HEADS}")
-        return (model, info) if output_loading_info else model
+        return model, info
 
     def save_pretrained(
         self,
@@ -202,8 +295,10 @@ class PosEncMixin:
             **kw: of `save_pretrained` in transformers, and of `push_to_hub`.
 
         Raises:
-            UnsupportedModelError: if FSDP or ZeRO-3 has spread the parameters and no `state_dict` is given.
+            UnsupportedModelError: if FSDP or ZeRO-3 has spread the parameters and no `state_dict` is given, or if
+                layers were added, changed or removed since the model was patched, so that it could not be loaded again.
         """
+        self._check_layers()
         directory = Path(save_directory)
         options = {key: kw.pop(key) for key in _PUSH_OPTIONS if key in kw}
         repo_id = kw.pop("repo_id", None) or directory.name
@@ -220,7 +315,7 @@ class PosEncMixin:
                 "accelerator.get_state_dict(model), then on the main process accelerator.unwrap_model(model)"
                 ".save_pretrained(directory, state_dict=state)"
             )
-        with staged(directory) as folder:
+        with files.staged(directory) as folder:
             super().save_pretrained(folder, *args, **kw)  # type: ignore[misc]
             if (folder / "config.json").is_file():  # not where only an adapter is saved, or another process writes
                 (folder / f"{STUB}.py").write_text(stub_text(self.config), encoding="utf-8")
@@ -231,8 +326,22 @@ class PosEncMixin:
                 tokenizer = copy.deepcopy(tokenizer)
                 tokenizer.model_max_length = self.config.max_position_embeddings
                 tokenizer.save_pretrained(folder)
+            if (folder / "config.json").is_file():
+                _write_digests(folder)
         if push_to_hub:
             hub.push(directory, repo_id, **options)
+
+    def _check_layers(self) -> None:
+        """Raise UnsupportedModelError unless the layers are patched, and as many as the config says."""
+        decoder = surgery.decoder_of(self)
+        if (problem := decoder.posenc_layers.problem(decoder)) is not None:
+            raise UnsupportedModelError(problem)
+        count = len(decoder.get_submodule(decoder.posenc_layers.layers))
+        if count != self.config.num_hidden_layers:
+            raise UnsupportedModelError(
+                f"the model has {count} layers, its config says {self.config.num_hidden_layers}: set "
+                f"config.num_hidden_layers = {count} and what else the config lists by layer (layer_types, ...)"
+            )
 
     def push_to_hub(
         self, repo_id: str, *, tokenizer: Any = None, max_shard_size: int | str = "50GB", **options: Any
@@ -333,19 +442,24 @@ def check_version(config: PreTrainedConfig) -> None:
     Raises:
         CheckpointError: if there is no version, or a newer major one.
     """
+    saved, own = _version_of(config), Version(VERSION)
+    if saved.major > own.major:
+        raise CheckpointError(
+            f"this checkpoint was saved by hf_posenc {saved}, which {VERSION} cannot know: pip install -U hf_posenc"
+        )
+    if saved.release[:2] > own.release[:2]:
+        warnings.warn(f"this checkpoint was saved by hf_posenc {saved}, newer than this one ({VERSION})", stacklevel=3)
+
+
+def _version_of(config: PreTrainedConfig) -> Version:
+    """Return the version that saved a config of ours; CheckpointError if it names none."""
     stamp = (getattr(config, "position_encoding", None) or {}).get("hf_posenc_version")
     try:
-        saved, own = Version(str(stamp)), Version(VERSION)
+        return Version(str(stamp))
     except InvalidVersion:
         raise CheckpointError(
             f"hf_posenc: position_encoding.hf_posenc_version is {stamp!r}, which is no version"
         ) from None
-    if saved.major > own.major:
-        raise CheckpointError(
-            f"this checkpoint was saved by hf_posenc {stamp}, which {VERSION} cannot know: pip install -U hf_posenc"
-        )
-    if saved.release[:2] > own.release[:2]:
-        warnings.warn(f"this checkpoint was saved by hf_posenc {stamp}, newer than this one ({VERSION})", stacklevel=3)
 
 
 def position_keys(model: nn.Module) -> set[str]:
@@ -361,19 +475,83 @@ def position_keys(model: nn.Module) -> set[str]:
 def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> None:
     """Check transformers' account of what was loaded.
 
+    A head that another architecture does not have starts at random, as in transformers; nothing else may.
+
     Raises:
-        CheckpointError: if a position parameter was missing, left over or of another shape.
+        CheckpointError: if a weight was missing, or a position parameter left over or of another shape.
     """
     own = position_keys(model)
+    missing = set(info["missing_keys"])
+    if _version_of(model.config).release[:2] < (0, 2):  # these marked the first layer only
+        missing -= {key for key in own if key.rpartition(".")[2].startswith(surgery.MARKER)}
+    if type(model).__name__ not in (model.config.architectures or []):
+        prefix = f"{model.base_model_prefix}."
+        missing = {key for key in missing if key.startswith(prefix) or model.base_model is model}
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
     problems = {
-        "missing": sorted(own & set(info["missing_keys"])),
+        "missing": sorted(missing),
         "of another shape": sorted(own & mismatched),
         "unexpected": sorted(key for key in info["unexpected_keys"] if "posenc" in key),
     }
     if any(problems.values()):
         said = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
         raise CheckpointError(f"hf_posenc: {source} does not fit {model.config.position_encoding}: {said}")
+
+
+def config_digest(config: dict[str, Any]) -> str:
+    """Return the digest of a saved config, without what transformers adds or rewrites when it reads one."""
+    return files.digest({k: v for k, v in config.items() if k not in (DIGESTS, "auto_map") and not k.startswith("_")})
+
+
+def _write_digests(folder: Path) -> None:
+    """Write down what a folder holds that is about to become a checkpoint."""
+    path = folder / "config.json"
+    config = files.json_object(path)
+    config[DIGESTS] = {path.name: config_digest(config), **files.weight_digests(folder)}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _digests(config: dict[str, Any]) -> dict[str, str]:
+    """Return the digests in a saved config; none where it was saved by version 0.1, or they were removed."""
+    digests = config.get(DIGESTS, {})
+    if not isinstance(digests, dict) or not all(isinstance(value, str) for value in digests.values()):
+        raise CheckpointError(f"hf_posenc: config.json: {DIGESTS} must map file names to digests, not be {digests!r}")
+    return digests
+
+
+def _check_saved_config(config: dict[str, Any]) -> None:
+    """Raise CheckpointError unless a config is what was saved."""
+    if _digests(config).get("config.json", own := config_digest(config)) != own:
+        raise CheckpointError(
+            f"hf_posenc: config.json of this {config.get('model_type')} was changed after it was saved. If that was on "
+            f"purpose, remove {DIGESTS!r} from it; to change a setting for one run, pass it to from_pretrained"
+        )
+    if config.get("attn_implementation") != TRIPWIRE:
+        raise CheckpointError(
+            f"hf_posenc: config.json says attn_implementation={config.get('attn_implementation')!r}, where a patched "
+            f"model says {TRIPWIRE!r}: an attention implementation is chosen when a model is loaded"
+        )
+
+
+def _check_saved_weights(config: dict[str, Any], folder: Path, directory: Path) -> None:
+    """Raise CheckpointError unless the weights in a folder are those that were saved with its config."""
+    saved, found = _digests(config), files.weight_digests(folder)
+    # A file that was put beside those that were saved could be loaded in their place; one of a variant could not.
+    whole = any(files.is_default_weights(name) for name in saved)
+    wanted = {name for name in found if name in saved or (whole and files.is_default_weights(name))}
+    strange = sorted(name for name in wanted if saved.get(name) != found[name])
+    if strange:
+        raise CheckpointError(
+            f"hf_posenc: {', '.join(strange)} in {directory}: not what was saved with its config.json. If the weights "
+            f"were rewritten on purpose, remove {DIGESTS!r} from config.json"
+        )
+
+
+def _overrides(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what a user asked of a config, of the options that an Auto class read it with."""
+    return {
+        k: v for k, v in options.items() if not k.startswith("_") and k not in ("return_unused_kwargs", "name_or_path")
+    }
 
 
 def entry_of(scheme: Scheme) -> dict[str, Any]:

@@ -23,3 +23,7 @@ class NotPatchedError(HfPosencError, RuntimeError):
 
 class CheckpointError(HfPosencError, ValueError):
     """A checkpoint's entry or weights are not what its scheme needs, or it cannot be what was asked for."""
+
+
+class WeightShapeError(CheckpointError, RuntimeError):
+    """A weight has another shape than the config asks for; a RuntimeError too, as it is in transformers."""

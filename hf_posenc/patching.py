@@ -115,7 +115,9 @@ def patch_model(
         owners = surgery.operate(undo, plan, config)
         _initialize(owners, native, seed, model)
         _rename(undo, model, plan.scheme)
-        surgery.set_attribute(undo, model.base_model, "_posenc_patch", surgery.Patch(plan.scheme, attention, undo))
+        surgery.set_attribute(
+            undo, model.base_model, "_posenc_patch", surgery.Patch(plan.scheme, attention, undo, plan.found.layers)
+        )
     except BaseException:
         undo.roll_back()
         raise
@@ -189,7 +191,8 @@ def unpatch_model(model: Model) -> Model:
     Raises:
         NotPatchedError: if it is not patched, or was loaded from a patched checkpoint, which does not hold the stock
             positions.
-        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP).
+        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP), or has copies of layers
+            that were made after it was patched.
     """
     check_unwrapped(model, "unpatch the model")
     patch = patch_of(model)
@@ -200,6 +203,13 @@ def unpatch_model(model: Model) -> Model:
             "this model was loaded from a patched checkpoint, which does not hold the stock positions: load the "
             "stock checkpoint"
         )
+    known = {id(layer) for layer in patch.layers}
+    for name, module in model.named_modules():
+        if id(module) not in known and any(key.startswith(surgery.MARKER) for key in module._buffers):
+            raise UnsupportedModelError(
+                f"{name} is a copy of a patched layer, which cannot be unpatched: remove it first, or copy layers "
+                "before the model is patched"
+            )
     patch.undo.roll_back()
     return model
 

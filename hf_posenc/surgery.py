@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,9 +46,9 @@ UNLIMITED = 2**17
 
 
 MARKER = "hf_posenc_"
-"""Start of the name of a buffer on the first layer; the scheme's name follows. Nothing reads its value: what counts is
-the key in the state dict, which a model with other positions does not know. Without it the weights of a model patched
-by a scheme without parameters would load into the stock model."""
+"""Start of the name of a buffer on every patched layer; the scheme's name follows. Nothing reads its value. What counts
+is the key in the state dict, which a model with other positions does not know (without it the weights of a model whose
+scheme has no parameters would load into the stock model), and that a layer which was added later has none."""
 
 
 class Undo:
@@ -81,11 +81,13 @@ class Patch:
         scheme: as resolved against the model.
         attention: `auto` or an engine's name.
         undo: the inverse steps; None for a model that was loaded patched, whose stock positions are gone.
+        layers: the decoder layers that were patched, which need not be those that the model has now.
     """
 
     scheme: Scheme
     attention: str
     undo: Undo | None
+    layers: list[nn.Module] = field(default_factory=list)
 
 
 def set_module(undo: Undo, owner: nn.Module, name: str, module: nn.Module) -> None:
@@ -117,12 +119,84 @@ def _restore_module(
     owner._modules[name] = module
 
 
-def add_marker(undo: Undo, layer: nn.Module, scheme: Scheme) -> None:
-    """Register the buffer that names the scheme."""
+@dataclass(frozen=True)
+class PatchedLayers:
+    """What every decoder layer of a patched model must carry, checked at each forward pass and when saving.
+
+    Layers can be dropped, copied and appended after a model was patched, and a layer without its share of the scheme
+    would run without positions and say nothing. Attributes are read through whatever wraps a layer (FSDP, activation
+    checkpointing, regional compilation): those wrappers hand unknown names on.
+
+    Attributes:
+        layers: from the decoder to its list of layers.
+        attention: from a layer to its attention.
+        marker: name of the buffer that every patched layer has.
+        on_attention: attribute that every attention must have, or None.
+        on_layer: whether every layer must own a position module.
+        on_first_layer: whether the first layer, and no other, must own one.
+    """
+
+    layers: str
+    attention: str
+    marker: str
+    on_attention: str | None = None
+    on_layer: bool = False
+    on_first_layer: bool = False
+
+    def problem(self, decoder: nn.Module) -> str | None:
+        """Return what is wrong with the layers that a decoder has now, and what to do, or None."""
+        again = "unpatch the model, change its layers, then patch it again"
+        layers: Any = decoder.get_submodule(self.layers)
+        for index, layer in enumerate(layers):
+            attention = layer
+            for name in self.attention.split("."):
+                attention = getattr(attention, name)
+            if not hasattr(layer, self.marker) or (self.on_attention and not hasattr(attention, self.on_attention)):
+                return (
+                    f"layer {index} of {type(decoder).__name__} is not patched, though the model is: it was added or "
+                    f"changed afterwards. Append copies of patched layers (copy.deepcopy) instead, or {again}"
+                )
+            if self.on_layer and not hasattr(layer, "posenc"):
+                return f"layer {index} of {type(decoder).__name__} lost its position vectors: {again}"
+            if self.on_first_layer and hasattr(layer, "posenc") != (index == 0):
+                return (
+                    f"layer {index} of {type(decoder).__name__} is {'no longer' if index == 0 else 'a copy of'} the "
+                    f"first layer, which adds the position vectors to the hidden states: {again}"
+                )
+        return None
+
+
+def mark_layers(undo: Undo, plan: Plan) -> None:
+    """Register the buffer that names the scheme on every layer, and have the decoder check them."""
+    scheme, adapter, found = plan.scheme, plan.adapter, plan.found
     name = MARKER + scheme.name
-    undo.add(_remove_buffer, layer, name)
-    device = next(layer.parameters()).device
-    layer.register_buffer(name, torch.zeros(1, dtype=torch.uint8, device=device))
+    for layer in found.layers:
+        undo.add(_remove_buffer, layer, name)
+        device = next(layer.parameters()).device
+        layer.register_buffer(name, torch.zeros(1, dtype=torch.uint8, device=device))
+    every_layer = isinstance(scheme, EmbeddingScheme) and scheme.place()[0]
+    at_input = isinstance(scheme, EmbeddingScheme) and not every_layer
+    on_attention = None
+    if isinstance(scheme, ScoreScheme):
+        on_attention = "posenc"
+    elif isinstance(scheme, Rope) and found.rotary is None:
+        on_attention = "posenc_rotary"
+    layers = PatchedLayers(
+        adapter.layers,
+        adapter.attention,
+        name,
+        on_attention=on_attention,
+        on_layer=every_layer,
+        on_first_layer=at_input and found.position_table is None,
+    )
+    set_attribute(undo, found.decoder, "posenc_layers", layers)
+    add_pre_hook(undo, found.decoder, require_patched_layers)
+
+
+def require_patched_layers(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a patched decoder: refuses to run with layers that lack their share of the scheme."""
+    if (problem := decoder.posenc_layers.problem(decoder)) is not None:
+        raise UnsupportedModelError(problem)
 
 
 def _remove_buffer(layer: nn.Module, name: str) -> None:
@@ -213,6 +287,12 @@ class Plan:
     found: Resolved
     dims: Dims
     attention: str
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """Return the module that owns the layers of a model of a known family."""
+    decoder = adapter_for(base_model_type(model.config)).decoder
+    return model.base_model.get_submodule(decoder)
 
 
 def base_model_type(config: Any) -> str:
@@ -368,7 +448,10 @@ def operate(undo: Undo, plan: Plan, config: Any) -> list[PositionModule]:
     _silence_native(undo, plan)
     if isinstance(plan.scheme, ScoreScheme):
         owners = _place_scores(undo, plan, plan.scheme)
-        set_attribute(undo, config, "_attn_implementation_internal", NAME)
+        # A layer that was copied (copy.deepcopy) has a config of its own.
+        configs = {id(each): each for each in (config, *(attention.config for attention in plan.found.attentions))}
+        for each in configs.values():
+            set_attribute(undo, each, "_attn_implementation_internal", NAME)
         add_pre_hook(undo, plan.found.decoder, require_attention)
     elif isinstance(plan.scheme, EmbeddingScheme):
         owners = _place_embeddings(undo, plan, plan.scheme)
@@ -377,7 +460,7 @@ def operate(undo: Undo, plan: Plan, config: Any) -> list[PositionModule]:
         _place_rotary(undo, plan, plan.scheme, config)
     else:
         owners = []
-    add_marker(undo, plan.found.layers[0], plan.scheme)
+    mark_layers(undo, plan)
     _set_lengths(undo, plan, config)
     return owners
 

@@ -26,7 +26,8 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc import CheckpointError, UnknownSchemeError, export_stock, from_pretrained, inspect, patch_model
-from hf_posenc.atomic import PENDING, STAGING
+from hf_posenc.classes import DIGESTS
+from hf_posenc.files import LOCK, PENDING, STAGING, complete
 from hf_posenc.schemes.base import PositionModule
 
 SAVED = ("gpt2", "llama", "opt", "gemma2", "gpt_neox")
@@ -43,6 +44,7 @@ def logits(model, ids=IDS):
 def edit_config(folder, change):
     path = folder / "config.json"
     config = json.loads(path.read_text())
+    config.pop(DIGESTS, None)  # as the message about an edited config asks
     change(config)
     path.write_text(json.dumps(config))
 
@@ -363,6 +365,7 @@ def test_the_folder_holds_no_source_but_the_stub(tmp_path):
         )
         model.save_pretrained(folder)
         assert sorted(path.name for path in folder.iterdir()) == [
+            LOCK,
             "README.md",
             "config.json",
             "generation_config.json",
@@ -441,6 +444,8 @@ def test_bad_configs(what, loader, tmp_path):
 
 
 def change_weights(folder, change):
+    """Rewrite the weights, and say so as the message about rewritten weights asks."""
+    edit_config(folder, lambda config: None)
     path = folder / "model.safetensors"
     state = safetensors.torch.load_file(path)
     change(state)
@@ -485,11 +490,16 @@ def test_a_mismatch_is_not_ignored_where_transformers_is_told_to(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
 
 
-def test_a_missing_stock_weight_is_an_error_of_ours(tmp_path):
+@pytest.mark.parametrize(
+    "loader",
+    [from_pretrained, AutoModelForCausalLM.from_pretrained, AutoModel.from_pretrained],
+    ids=["ours", "auto", "bare"],
+)
+def test_a_missing_stock_weight_is_an_error_of_ours(loader, tmp_path):
     patched_model("shaw", "llama").save_pretrained(tmp_path)
     change_weights(tmp_path, lambda state: state.pop("model.norm.weight"))
-    with pytest.raises(CheckpointError, match=r"lacks weights: model\.norm\.weight"):
-        from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"missing: (model\.)?norm\.weight"):
+        loader(tmp_path)
 
 
 def test_a_truncated_shard(tmp_path):
@@ -503,8 +513,10 @@ def test_a_truncated_shard(tmp_path):
 def test_a_corrupted_config(tmp_path):
     patched_model("shaw", "llama").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "posenc_llama", ')
-    with pytest.raises(OSError, match="not a valid JSON"):
+    with pytest.raises(CheckpointError, match="is no valid JSON"):
         from_pretrained(tmp_path)
+    with pytest.raises(OSError, match="not a valid JSON"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_an_edited_stub_is_not_run(tmp_path):
@@ -538,6 +550,10 @@ def test_wrong_calls(tmp_path):
         from_pretrained(tmp_path / "ours", scheme="alibi")
     with pytest.raises(UnknownSchemeError, match="choose from"):
         from_pretrained(tmp_path / "stock", scheme="shav")
+    with pytest.raises(CheckpointError, match="seed=3 would draw nothing"):
+        from_pretrained(tmp_path / "ours", seed=3)
+    with pytest.raises(ValueError, match="unknown attention 'fast'; choose from auto, decode"):
+        from_pretrained(tmp_path / "ours", attention="fast")
     with pytest.raises(OSError, match="nowhere"):
         from_pretrained(tmp_path / "nowhere")
 
@@ -615,11 +631,11 @@ def check_killed(folder, old, new):
     found = logits(from_pretrained(folder))
     assert found.equal(old) or found.equal(new)
     assert (folder / "mine.txt").read_text() == "kept"
-    assert not (folder / PENDING).exists()
     model = patched_model("nope", "llama")
     model.save_pretrained(folder)
     assert logits(from_pretrained(folder)).equal(logits(model))
     assert not list(folder.glob(STAGING + "*"))
+    assert not (folder / PENDING).exists()
     return found.equal(new)
 
 
@@ -664,15 +680,26 @@ def test_a_save_killed_anywhere(tmp_path):
     assert outcomes == sorted(outcomes)
 
 
-def test_an_interrupted_save_is_completed_by_the_auto_classes_too(tmp_path):
+def test_an_interrupted_save_is_read_as_complete_and_left_as_it_is(tmp_path):
     old = saved_before(tmp_path)
     pending = tmp_path / PENDING
     model = randomize(patched_model("shaw", "llama"), seed=9)
     model.save_pretrained(pending)
     (pending / "README.md").unlink()
-    assert logits(AutoModelForCausalLM.from_pretrained(tmp_path)).equal(logits(model))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
+        loaded = loader(tmp_path)
+        assert logits(loaded).equal(logits(model))
+        assert loaded.name_or_path == str(tmp_path)
     assert not logits(model).equal(old)
+    assert inspect(tmp_path).scheme == "shaw"
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    with pytest.raises(CheckpointError, match=r"hf_posenc\.files\.complete"):
+        from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "offloaded")
+    assert complete(tmp_path)
+    assert not complete(tmp_path)
     assert not pending.exists()
+    assert logits(from_pretrained(tmp_path)).equal(logits(model))
 
 
 def test_a_save_that_fails_changes_nothing(tmp_path, monkeypatch):
@@ -751,22 +778,6 @@ def test_the_marker_is_the_only_buffer_we_add():
         model = patched_model(case, "llama")
         stock = {name for name, _ in tiny("llama").named_buffers()}
         added = {name for name, _ in model.named_buffers() if "rotary" not in name} - stock
-        assert added == {f"model.layers.0.hf_posenc_{CASES[case][0]}"}
+        assert added == {f"model.layers.{layer}.hf_posenc_{CASES[case][0]}" for layer in range(2)}
         assert all(not module._buffers for module in model.modules() if isinstance(module, PositionModule))
         assert isinstance(model, PreTrainedModel)
-
-
-def test_another_process_may_be_saving_here(tmp_path):
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        running, dead = tmp_path / f"{STAGING}-{other.pid}", tmp_path / f"{STAGING}-999999999"
-        running.mkdir()
-        dead.mkdir()
-        model = patched_model("alibi", "llama")
-        model.save_pretrained(tmp_path)
-        assert running.exists()
-        assert not dead.exists()
-        assert logits(from_pretrained(tmp_path)).equal(logits(model))
-    finally:
-        other.kill()
-        other.wait()

@@ -12,7 +12,7 @@ PACKAGE = "hf_posenc"
 
 LAYERS = (
     ("errors",),
-    ("positions", "atomic"),
+    ("positions", "files"),
     ("registry",),
     ("engines", "schemes", "adapters"),
     ("attention", "hub"),

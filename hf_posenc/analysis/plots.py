@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import staged
+from ..files import replaced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,8 +87,8 @@ def save(figure: Figure, path: str | Path, *, dpi: int = 150) -> Path:
         raise ValueError(f"a figure is saved as {', '.join(FORMATS)}, not as {path.name!r}")
     # What each format writes about its making.
     unwanted = {"png": ("Software",), "svg": ("Date", "Creator"), "pdf": ("CreationDate", "Creator", "Producer")}[kind]
-    with _style(), staged(path.parent) as folder:
-        figure.savefig(folder / path.name, format=kind, dpi=dpi, bbox_inches="tight", metadata=dict.fromkeys(unwanted))
+    with _style(), replaced(path) as partial:
+        figure.savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", metadata=dict.fromkeys(unwanted))
     return path
 
 
