@@ -42,7 +42,8 @@ ACTIVATION = "hf_posenc:"
 """Put in front of a saved config's activation. Every stock model looks it up when it is built, and finds nothing."""
 
 _READ = "_posenc_read"
-"""Attribute of a config between its reading and the building of the model: the digest of what was read, and options."""
+"""Attribute of a config between its reading and the building of the model: the digest of what was read, the options
+that it was read with, and what it was then as a dict."""
 
 _ACTIVATIONS = ("activation_function", "hidden_act", "hidden_activation")
 
@@ -110,7 +111,7 @@ class PosEncConfigMixin:
                 f"hf_posenc: config.json makes no {cls.__name__}: {type(error).__name__}: {error}"
             ) from error
         config = made[0] if isinstance(made, tuple) else made
-        object.__setattr__(config, _READ, (config_digest(config_dict), options))
+        object.__setattr__(config, _READ, (config_digest(config_dict), options, config.to_dict()))
         return made
 
     def _wires(self) -> dict[str, Any]:
@@ -155,6 +156,7 @@ class PosEncMixin:
             *args: handed on.
             **kwargs: handed on.
         """
+        config.__dict__.pop(_READ, None)
         scheme = scheme_of(config)
         check_version(config)
         backend = config._attn_implementation_internal
@@ -233,6 +235,11 @@ class PosEncMixin:
         if isinstance(config := kwargs.get("config"), PosEncConfigMixin):
             read = config.__dict__.get(_READ)
             if read is not None and read[0] != config_digest(raw):  # saved anew since an Auto class read the config
+                if config.to_dict() != read[2]:
+                    raise CheckpointError(
+                        f"hf_posenc: {directory} was saved anew after the given config had been read from it and "
+                        "changed: read the config again, or pass the changes to from_pretrained"
+                    )
                 kwargs["config"] = cls.config_class.from_pretrained(folder, **_overrides(read[1]))
         model, info = cls._from_pretrained(folder, directory, *args, **kwargs)
         if folder != directory and "disk" in (getattr(model, "hf_device_map", None) or {}).values():
@@ -269,7 +276,6 @@ class PosEncMixin:
                 f"of its config ask for (key, found, wanted): {said}"
             )
         check_loaded(model, info, source)
-        model.config.__dict__.pop(_READ, None)
         if isinstance(scheme_of(model.config), ScoreScheme) and (model.tp_size or 1) > 1:
             raise UnsupportedModelError(f"{scheme_of(model.config).name}: {SPLIT_HEADS}")
         return model, info
@@ -309,11 +315,18 @@ class PosEncMixin:
         if not is_main_process:
             super().save_pretrained(save_directory, *args, **kw)  # type: ignore[misc]
             return
-        if (args[1] if len(args) > 1 else kw.get("state_dict")) is None and surgery.is_spread(self):
+        state = args[1] if len(args) > 1 else kw.get("state_dict")
+        if state is None and surgery.is_spread(self):
             raise UnsupportedModelError(
                 "the parameters of this model are spread over processes: on every process call state = "
                 "accelerator.get_state_dict(model), then on the main process accelerator.unwrap_model(model)"
                 ".save_pretrained(directory, state_dict=state)"
+            )
+        if any("_orig_mod" in name for name in (dict(self.named_modules()) if state is None else state)):
+            raise UnsupportedModelError(
+                "torch.compile(module) has put a wrapper around a part of this model and renamed its weights, which no "
+                "model would find when loading: compile in place (module.compile()), or save accelerate's "
+                "unwrap_model(model, keep_torch_compile=False)"
             )
         with files.staged(directory) as folder:
             super().save_pretrained(folder, *args, **kw)  # type: ignore[misc]

@@ -616,6 +616,9 @@ def test_a_config_that_was_read_before_another_model_was_saved(tmp_path):
     loaded = hf_posenc.classes.PosEncLlamaForCausalLM.from_pretrained(tmp_path, config=config)
     assert logits(loaded).equal(logits(new))
     assert not loaded.config.use_cache
+    config.rms_norm_eps = 0.5
+    with pytest.raises(CheckpointError, match="read the config again"):
+        hf_posenc.classes.PosEncLlamaForCausalLM.from_pretrained(tmp_path, config=config)
 
 
 def killed_while_saving(folder, count, generator):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from families import tiny, tokens
-from situations import CASES, assert_same, patched_model
+from situations import CASES, SCHEMES, assert_same, patched_model
 
 from hf_posenc import UnsupportedModelError, from_pretrained, patch_model, unpatch_model
 
@@ -119,6 +119,27 @@ def test_unpatching_with_fewer_layers_and_with_copies(case):
     del layers_of(model)[1]
     renumber(model)
     assert logits(unpatch_model(model)).equal(logits(stock))
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+@pytest.mark.parametrize("case", SCHEMES)
+def test_layers_that_were_compiled_one_by_one_before(case, way, tmp_path):
+    model, (scheme, hyperparameters) = tiny("llama"), CASES[case]
+    for index, layer in enumerate(model.model.layers):
+        if way == "wrapped":
+            model.model.layers[index] = torch.compile(layer, backend="eager")
+        else:
+            layer.compile(backend="eager")
+    logits(model)  # compiled without the scheme
+    patch_model(model, scheme, seed=0, **hyperparameters)
+    assert_same(logits(model), logits(patch_model(tiny("llama"), scheme, seed=0, **hyperparameters)))
+    if way == "in place":
+        model.save_pretrained(tmp_path)
+        assert_same(logits(from_pretrained(tmp_path)), logits(model))
+    else:
+        with pytest.raises(UnsupportedModelError, match="has put a wrapper around a part of this model"):
+            model.save_pretrained(tmp_path)
+    assert_same(logits(unpatch_model(model)), logits(tiny("llama")))
 
 
 @pytest.mark.parametrize("case", ["alibi", "sinusoidal", "rope"])

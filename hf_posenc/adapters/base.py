@@ -119,7 +119,7 @@ def resolve(adapter: Adapter, model: nn.Module) -> Resolved:
             f"adapter for {', '.join(adapter.model_types)}: layers={adapter.layers!r} of {type(decoder).__name__} is "
             f"no ModuleList with at least one layer, but {_shown(found)}"
         )
-    layers = list(found)
+    layers = [getattr(layer, "_orig_mod", layer) for layer in found]  # torch.compile(layer) wraps one, and hides hooks
     attentions = [_module(adapter, "attention", layer) for layer in layers]
     for attention in attentions:
         for needed in ("scaling", "layer_idx", adapter.use_rope_flag, adapter.rotary_size):
