@@ -214,6 +214,28 @@ def test_against_the_reference(engine, case, situation, heads, groups):
     )
 
 
+@pytest.mark.parametrize("engine", ["reference", "chunked", "rescaled", "decode"])
+@pytest.mark.parametrize("weight", [0.02, 3.0, -3.0], ids=["ordinary factors", "huge factors", "factors of 0"])
+def test_a_saturation_whose_exponential_overflows(engine, weight):
+    """`exp(200)` is no float32 number. At first `f = exp(w d)` nevertheless; with a large `w` it is huge itself."""
+    module, positions = MODULES["da_transformer"](4), Positions.causal(1 if engine == "decode" else 60, 60)
+    with torch.no_grad():
+        module.saturation.copy_(torch.tensor([100.0, 200.0, -100.0, -200.0]))
+        module.distance_weight.fill_(weight)
+    tensors = inputs(positions, 4, 1, torch.float32)
+    with torch.set_grad_enabled(engine != "decode"):
+        actual = step(engine, module, positions, tensors)[0]
+        assert actual.isfinite().all()
+        if engine != "decode":
+            actual.square().sum().backward()
+            assert all(each.grad.isfinite().all() for each in (*tensors, *module.parameters()))
+    if abs(weight) < 1:  # beyond, `f` leaves the numbers of float32
+        distance = torch.arange(60, dtype=torch.float64)
+        v, wd = module.saturation.detach().double()[:, None], weight * distance
+        plain = (1 + v.exp()) / (1 + (v - wd).exp())  # equation (5), which float64 can hold
+        assert (module.factors(60, tensors[0])[0].detach() / plain - 1).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize(("engine", "case"), ROWS)
 def test_bfloat16(engine, case, situation):

@@ -1,11 +1,13 @@
 """DA-Transformer: scores rescaled by a learned function of distance."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from ..registry import register_scheme
 from .base import Dims, ScoreModule, ScoreScheme, compute_dtype, init, parameter
@@ -61,9 +63,15 @@ class DistanceRescaling(ScoreModule):
         init.zeros_(self.saturation)
 
     def factor(self, distance: Tensor, like: Tensor) -> Tensor:
-        """Return `f_h(d)`, (B|1, H, Q, L), in the dtype of `like`; written with a sigmoid, which cannot overflow."""
+        """Return `f_h(d)`, (B|1, H, Q, L), in the dtype of `like`.
+
+        By its logarithm, `softplus(v) - softplus(v - w d)`, since `exp(v)` overflows where `f` is an ordinary number.
+        What is larger than the root of the largest number is cut there: times a score it would be infinite, times a
+        score of 0 no number at all.
+        """
         weight, saturation = (p.to(like.dtype)[:, None, None] for p in (self.distance_weight, self.saturation))
-        return (1 + saturation.exp()) * (weight * distance - saturation).sigmoid()
+        logarithm = logsigmoid(weight * distance - saturation) - logsigmoid(-saturation)
+        return logarithm.clamp(max=math.log(torch.finfo(like.dtype).max) / 2).exp()
 
     def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool]:
         """Return `f_h(d)` of distances 0, 1, ..., (H, length), and whether negative scores are clipped."""
