@@ -378,6 +378,11 @@ class PosEncMixin:
             self.save_pretrained(folder, tokenizer=tokenizer, max_shard_size=max_shard_size)
             return hub.push(Path(folder), repo_id, **options)
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: transformers would leave modules without parameters of their own out of initialisation."""
+        return False
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionModule):
             module.reset_parameters()
