@@ -24,6 +24,7 @@ from packaging.version import InvalidVersion, Version
 from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.models.auto import modeling_auto
 
 from . import files, hub, surgery
@@ -388,6 +389,9 @@ class PosEncMixin:
             module.reset_parameters()
         else:
             super()._init_weights(module)  # type: ignore[misc]
+        for name, buffer in module._buffers.items():
+            if name.startswith(surgery.MARKER) and buffer is not None:
+                init.zeros_(buffer)
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False

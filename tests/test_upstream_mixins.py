@@ -3,7 +3,8 @@
 import pytest
 import torch
 from families import FAMILIES, tiny
-from transformers import AutoModel
+from situations import SCHEMES, patched_model
+from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_posenc import patch_model
 
@@ -24,3 +25,15 @@ def test_a_new_model_starts_as_a_stock_one_does(family):
     common = [name for name in expected if name in actual]
     assert len(common) > 10
     assert all(actual[name].equal(expected[name]) for name in common)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_everything_is_initialized_that_had_no_memory(scheme):
+    config = patched_model(scheme, "gpt2").config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(7)
+    model.init_weights()
+    assert not [name for name, tensor in model.state_dict().items() if tensor.numel() and bool((tensor == 7).all())]
