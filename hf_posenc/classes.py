@@ -115,6 +115,28 @@ class PosEncConfigMixin:
         object.__setattr__(config, _READ, (config_digest(config_dict), options, config.to_dict()))
         return made
 
+    @property
+    def output_attentions(self) -> bool | None:
+        """Whether the model returns its attention weights. Our attention has them, so none other needs to be set."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool | None) -> None:
+        if self._attn_implementation == NAME:
+            self._output_attentions = value
+        else:
+            PreTrainedConfig.output_attentions.fset(self, value)
+
+    def validate(self) -> None:
+        """Check the config as transformers does, which believes that its own eager attention alone has weights."""
+        wanted = self._output_attentions
+        if self._attn_implementation == NAME:
+            self._output_attentions = False
+        try:
+            super().validate()  # type: ignore[misc]
+        finally:
+            self._output_attentions = wanted
+
     def _wires(self) -> dict[str, Any]:
         own = {key: getattr(self, key, None) for key in _ACTIVATIONS}
         activations = {key: ACTIVATION + value for key, value in own.items() if isinstance(value, str)}

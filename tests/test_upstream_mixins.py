@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from families import FAMILIES, tiny
-from situations import SCHEMES, patched_model
+from families import FAMILIES, tiny, tokens
+from situations import BASES, SCHEMES, SCORE_SCHEMES, assert_same, patched_model
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_posenc import patch_model
+from hf_posenc import from_pretrained, patch_model
 
 # ------------------------------------------------------------------------------------------------------ new weights
 
@@ -37,3 +37,28 @@ def test_everything_is_initialized_that_had_no_memory(scheme):
         tensor.data.fill_(7)
     model.init_weights()
     assert not [name for name, tensor in model.state_dict().items() if tensor.numel() and bool((tensor == 7).all())]
+
+
+# ------------------------------------------------------------------------------------------------- attention weights
+
+
+@pytest.mark.parametrize("case", SCORE_SCHEMES)
+@pytest.mark.parametrize("family", BASES)
+def test_attention_weights_asked_for_in_the_config(tmp_path, family, case):
+    model, ids = patched_model(case, family), tokens()
+    asked = model(ids, output_attentions=True).attentions
+    model.config.output_attentions = True
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path)
+    assert loaded.config.output_attentions
+    for each in (model, loaded):
+        found = each(ids).attentions
+        assert len(found) == model.config.num_hidden_layers
+        for weights, expected in zip(found, asked, strict=True):
+            assert_same(weights, expected)
+            assert_same(weights.sum(-1), torch.ones_like(weights[..., 0]))
+
+
+def test_a_stock_backend_without_weights_is_still_refused():
+    with pytest.raises(ValueError, match="not supported"):
+        patched_model("nope", "llama").config.output_attentions = True
