@@ -39,6 +39,15 @@ def test_everything_is_initialized_that_had_no_memory(scheme):
     assert not [name for name, tensor in model.state_dict().items() if tensor.numel() and bool((tensor == 7).all())]
 
 
+@pytest.mark.parametrize("family", BASES)
+def test_what_cannot_be_measured_on_the_meta_device_asks_for_a_number(family):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny(family).config)
+    with pytest.raises(ValueError, match=r"scale='match' needs embeddings .* pass a number"):
+        patch_model(model, "sinusoidal")
+    assert patch_model(model, "sinusoidal", scale=0.5).config.position_encoding["scale"] == 0.5
+
+
 # ------------------------------------------------------------------------------------------------- attention weights
 
 

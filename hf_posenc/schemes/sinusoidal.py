@@ -72,10 +72,17 @@ class Sinusoidal(EmbeddingScheme):
         return self.placement == "every_layer", True
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
-        """Return the scheme with `scale` a number."""
+        """Return the scheme with `scale` a number; ValueError where `match` has nothing to measure."""
         if self.scale != "match":
             return self
-        rms = native.token_rms if native.table is None else native.table.double().square().mean().sqrt().item()
+        rms = native.token_rms
+        if native.table is not None:
+            rms = 0.0 if native.table.is_meta else native.table.double().square().mean().sqrt().item()
+        if rms == 0:
+            raise ValueError(
+                "sinusoidal: scale='match' needs embeddings to measure, but those of this model are on the meta device "
+                "or all zero: pass a number, or patch the model after its weights are loaded"
+            )
         return replace(self, scale=rms * 2**0.5)  # a sinusoid has an RMS of sqrt(1/2)
 
     def build(self, dims: Dims) -> PositionEmbedding:
