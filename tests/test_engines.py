@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -343,15 +344,25 @@ def test_what_is_kept_between_steps_follows_the_weights(monkeypatch):
 
     assert stepped() == [1024]
     assert stepped() == []
-    module.position_projection.mul_(1.5)  # as an optimizer does
-    assert stepped() == [1024]
-    module.position_projection = torch.nn.Parameter(module.position_projection * 0.5)
-    assert stepped() == [1024]
-    module.position_projection.data.mul_(1.5)  # leaves no trace: but a generation begins with its prompt
-    step("reference", module, Positions.causal(4), inputs(Positions.causal(4), 4, 1, torch.float32))
-    assert stepped() == [1024]
-    assert not set(vars(copy.deepcopy(module))) - set(vars(MODULES["transformer_xl"](4)))
+    changed = torch.randn(module.position_projection.shape, generator=torch.Generator().manual_seed(2))
+    for change in (
+        lambda weight: weight.mul_(1.5),  # as an optimizer does
+        lambda weight: weight.data.lerp_(changed, 0.1),  # as a moving average does, which leaves no trace
+        lambda weight: weight.data.view(-1)[-1:].neg_(),
+        lambda weight: weight.data.copy_(weight.data.flip(0)),
+        lambda weight: module.load_state_dict({**module.state_dict(), "position_projection": changed}),
+        lambda weight: setattr(weight, "data", weight.data * 2),
+        lambda weight: setattr(module, "position_projection", torch.nn.Parameter(weight * 0.5)),
+    ):
+        change(module.position_projection)
+        assert stepped() == [1024]
+        assert stepped() == []
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert module.kept is not None
+        assert copied.kept is None
     assert len(module.state_dict()) == 3
+    step("reference", module, Positions.causal(4), inputs(Positions.causal(4), 4, 1, torch.float32))
+    assert module.kept is None
 
 
 # --------------------------------------------------------------------------------------------------------------- banding

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,30 +30,31 @@ STEP = 1024
 
 @dataclass(frozen=True)
 class Kept:
-    """`W R` between two steps of generation, in which `W` is as old as the keys in the cache.
+    """`W R` between two steps of generation.
 
     Attributes:
         table: (H, distances, D).
-        pointer: where `W` was.
-        version: torch's count of changes of `W`.
-        same: a copy of `W` if it is to be compared by value.
+        weight: a copy of `W`. Nothing else tells whether `W` is what it was: edits through `.data`, as of moving
+            averages and merged models, leave no trace.
     """
 
     table: Tensor
-    pointer: int
-    version: int
-    same: Tensor | None
+    weight: Tensor
 
     def serves(self, weight: Tensor, length: int, like: Tensor) -> bool:
         """Return whether the table is of this `W`, long enough, and of the dtype and device of `like`."""
         fits = self.table.shape[1] >= length and (self.table.dtype, self.table.device) == (like.dtype, like.device)
-        if self.same is not None:
-            return fits and torch.equal(self.same, weight)
-        return fits and (self.pointer, self.version) == (weight.data_ptr(), weight._version)
+        return fits and equal(self.weight, weight)
 
 
-_KEPT: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
-"""By module, and beside the modules, so that nothing saves or copies it."""
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are of one dtype, device and shape, and hold the same numbers."""
+    if (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):
+        return False
+    words = 8 // a.element_size()
+    if all(t.is_contiguous() and t.numel() % words == t.storage_offset() % words == 0 for t in (a, b)):
+        a, b = a.flatten().view(torch.int64), b.flatten().view(torch.int64)  # several times as fast
+    return torch.equal(a, b)
 
 
 @register_scheme
@@ -134,6 +134,7 @@ class RelativeSinusoids(ScoreModule):
         """
         super().__init__()
         self.dims = dims
+        self.kept: Kept | None = None
         self.position_projection = parameter(dims.num_heads * dims.head_dim, dims.hidden_size)
         self.content_bias = parameter(dims.num_heads, dims.head_dim) if own_biases else None
         self.position_bias = parameter(dims.num_heads, dims.head_dim) if own_biases else None
@@ -174,19 +175,20 @@ class RelativeSinusoids(ScoreModule):
             if length:
                 self.drop_kept()
             return self.projected_sinusoids(length, wide), *self.biases(wide)
-        kept, weight = _KEPT.get(self), self.position_projection
+        kept, weight = self.kept, self.position_projection.detach()
         if kept is None or not kept.serves(weight, length, like):
             table = self.projected_sinusoids(-(-length // STEP) * STEP, wide).to(like.dtype).contiguous()
-            # What is no parameter was computed from several (LoRA): compared by value, as what counts no changes.
-            by_value = weight.is_inference() or not isinstance(weight, nn.Parameter)
-            same, version = (weight.detach().clone(), 0) if by_value else (None, weight._version)
-            kept = _KEPT[self] = Kept(table, weight.data_ptr(), version, same)
+            kept = self.kept = Kept(table, weight.clone())
         return kept.table[:, :length], *self.biases(wide)
 
     def drop_kept(self) -> None:
-        """Forget what was kept between steps of generation: another call comes, so it has ended."""
+        """Free what was kept between steps of generation: another call comes, so it has ended."""
         if not torch.compiler.is_compiling():
-            _KEPT.pop(self, None)
+            self.kept = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled: all but what was kept."""
+        return {**self.__dict__, "kept": None}
 
     def biases(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return `u` and `v`, (H, D) each, in the dtype of `like`."""
