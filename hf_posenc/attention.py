@@ -146,10 +146,12 @@ def scheme_attention(
         where = positions.read(attention_mask, query.shape[2], key.shape[2])
     else:
         key, value, where = exchange(key, value, attention_mask, kwargs.get("sliding_window"))
-    if (
-        query.shape[2] == key.shape[2] or module.layer_idx == 0
-    ):  # with a cache it only checks, once per forward is enough
+    if query.shape[2] == key.shape[2] or torch.compiler.is_compiling():
         where = where.follow(position_ids)
+    elif attention_mask.__dict__.get("posenc_checked") is not position_ids:
+        # With a cache this only checks: once for all layers, which get the same two tensors.
+        where.follow(position_ids)
+        attention_mask.__dict__["posenc_checked"] = position_ids
     if "posenc" not in module._modules:
         return stock_attention(
             query,
@@ -347,7 +349,7 @@ def position_channel(
         **kwargs: the rest of the interface.
 
     Returns:
-        The compact int32 channel (B|1, 1, 5, Q + L), or the dense form (B|1, 1, Q, L) for mask functions it cannot
+        The compact int32 channel (B|1, 1, ROWS, Q + L), or the dense form (B|1, 1, Q, L) for mask functions it cannot
         express.
     """
     if mask_function is bidirectional_mask_function:
@@ -355,16 +357,20 @@ def position_channel(
     query_index = (torch.arange(q_length, device=device) + q_offset)[None]
     key_index = (torch.arange(kv_length, device=device) + kv_offset)[None]
     query_positions, key_positions = query_index, key_index
-    query_valid = key_valid = None
+    query_valid = key_valid = query_resumed = None
     if attention_mask is not None:
         seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         counted = seen.cumsum(-1) - 1  # padding takes no position
+        slots = torch.arange(seen.shape[-1], device=seen.device)
+        since = slots - torch.where(seen, -1, slots).cummax(-1).values  # tokens since the last padding
+        resumed = torch.where(since <= counted, since, counted)  # if there are others before that padding
 
         def at(table: Tensor, index: Tensor) -> Tensor:
             return table.gather(-1, index.clamp(max=table.shape[-1] - 1).expand(table.shape[0], -1))
 
         query_positions, key_positions = at(counted, query_index), at(counted, key_index)
         query_valid, key_valid = at(seen, query_index), at(seen, key_index)
+        query_resumed = at(resumed, query_index)
 
     if torch.compiler.is_compiling() and getattr(mask_function, "__code__", None) is _AND:
         window = getattr(kwargs.get("config"), "sliding_window", None)
@@ -404,6 +410,7 @@ def position_channel(
         query_segment=segments,
         key_segment=segments,
         window=shape.get("window"),
+        query_resumed=query_resumed,
     )
 
 

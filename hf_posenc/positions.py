@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-ROWS = 5
-"""Rows of the channel: position, validity, index (causal order), segment (packed sequence), window."""
+ROWS = 6
+"""Rows of the channel: position, validity, index (causal order), segment (packed sequence), window, resumed count."""
 
 NO_WINDOW = torch.iinfo(torch.int32).max
 """Window of a layer without a sliding window: larger than any distance."""
@@ -27,6 +27,19 @@ GAPPED_POSITIONS = (
     "position_ids that transformers would choose itself (or none), or run the whole sequence in one forward "
     "without a cache."
 )
+
+
+def ensure(holds: Tensor, message: str) -> None:
+    """Raise an error unless something holds: ValueError, or RuntimeError, by the device, where waiting would stall it.
+
+    Args:
+        holds: one bool, on any device.
+        message: of the error.
+    """
+    if torch.compiler.is_compiling() or holds.is_cuda:
+        torch._assert_async(holds, message)
+    elif not bool(holds):
+        raise ValueError(message)
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,8 @@ class Positions:
         query_segment: (B|1, Q) document number of packed sequences.
         key_segment: (B|1, L) likewise; keys of another segment are invisible.
         window: (B|1, 1) a key is visible while its index is less than `window` behind the query's.
+        query_resumed: (B|1, Q) what `generate` counts where it goes on after padding, 1 at the first token behind it;
+            elsewhere the position.
     """
 
     query_positions: Tensor
@@ -54,6 +69,7 @@ class Positions:
     query_segment: Tensor
     key_segment: Tensor
     window: Tensor
+    query_resumed: Tensor
 
     @classmethod
     def causal(
@@ -90,9 +106,10 @@ class Positions:
     def follow(self, position_ids: Tensor | None) -> Positions:
         """Let position ids that the caller chose himself (gapped, randomised) replace the counted ones.
 
-        Ids that equal the counted positions, or the slot index (what a model fills in when it was given none), change
-        nothing: so a full forward, chunked prefill and decoding agree. Chosen ids are known for the queries only; they
-        stand for the keys too as long as queries and keys are the same tokens (no cache yet).
+        Ids that equal the counted positions, the slot index (what a model fills in when it was given none) or the
+        resumed count (what `generate` fills in behind a right-padded prompt) change nothing: so a full forward, chunked
+        prefill and decoding agree. Chosen ids are known for the queries only; they stand for the keys too as long as
+        queries and keys are the same tokens (no cache yet).
 
         Args:
             position_ids: (B|1, Q) or None.
@@ -108,6 +125,7 @@ class Positions:
             return self
         chosen = position_ids.to(self.query_positions.dtype)
         differs = (chosen != self.query_positions) & (chosen != self.query_index) & self.query_valid
+        differs &= chosen != self.query_resumed
         if self.query_index.shape[-1] == self.key_index.shape[-1]:
             differs = differs.any(-1, keepdim=True)
             return replace(
@@ -115,10 +133,7 @@ class Positions:
                 query_positions=torch.where(differs, chosen, self.query_positions),
                 key_positions=torch.where(differs, chosen, self.key_positions),
             )
-        if torch.compiler.is_compiling() or differs.is_cuda:
-            torch._assert_async(~differs.any(), GAPPED_POSITIONS)  # a value-dependent `if` would stall the device
-        elif bool(differs.any()):
-            raise ValueError(GAPPED_POSITIONS)
+        ensure(~differs.any(), GAPPED_POSITIONS)
         return self
 
 
@@ -174,6 +189,7 @@ def pack(
     query_segment: Tensor | None = None,
     key_segment: Tensor | None = None,
     window: int | Tensor | None = None,
+    query_resumed: Tensor | None = None,
 ) -> Tensor:
     """Write the compact channel.
 
@@ -187,6 +203,7 @@ def pack(
         query_segment: (B|1, Q), defaults to one segment.
         key_segment: (B|1, L), defaults to one segment.
         window: sliding window in tokens, a number or a tensor of one; None means none.
+        query_resumed: (B|1, Q), defaults to the positions.
 
     Returns:
         int32 tensor (B|1, 1, ROWS, Q + L).
@@ -194,14 +211,19 @@ def pack(
     index = torch.cat([query_index, key_index], -1)
 
     def row(queries: Tensor | None, keys: Tensor | None, default: Tensor) -> Tensor:
-        return default if queries is None or keys is None else torch.cat([queries, keys], -1)
+        if queries is None or keys is None:
+            return default
+        batch = max(queries.shape[0], keys.shape[0])
+        return torch.cat([queries.expand(batch, -1), keys.expand(batch, -1)], -1)
 
+    places = row(query_positions, key_positions, index)
     rows = (
-        row(query_positions, key_positions, index),
+        places,
         row(query_valid, key_valid, torch.ones_like(index)),
         index,
         row(query_segment, key_segment, torch.zeros_like(index)),
         window.expand_as(index) if isinstance(window, Tensor) else torch.full_like(index, window or NO_WINDOW),
+        row(query_resumed, key_index, places),
     )
     return torch.stack(torch.broadcast_tensors(*(r.to(torch.int32) for r in rows)), 1)[:, None]
 
@@ -216,7 +238,7 @@ def unpack(channel: Tensor, query_length: int) -> Positions:
     Returns:
         Positions whose tensors are views of the channel.
     """
-    positions, valid, index, segment, window = channel[:, 0].unbind(1)
+    positions, valid, index, segment, window, resumed = channel[:, 0].unbind(1)
     q = query_length
     return Positions(
         query_positions=positions[:, :q],
@@ -228,6 +250,7 @@ def unpack(channel: Tensor, query_length: int) -> Positions:
         query_segment=segment[:, :q],
         key_segment=segment[:, q:],
         window=window[:, :1],
+        query_resumed=resumed[:, :q],
     )
 
 

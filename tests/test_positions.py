@@ -21,7 +21,7 @@ from transformers.masking_utils import (
 )
 
 from hf_posenc import patch_model, positions
-from hf_posenc.attention import describe_mask, position_channel
+from hf_posenc.attention import describe_mask, position_channel, scheme_attention
 from hf_posenc.positions import DensePositions, Positions
 
 LENGTH = 12
@@ -160,7 +160,7 @@ def test_pack_and_unpack_are_inverse(window):
 
     given = {
         "query_positions": rows(5), "key_positions": rows(9), "query_valid": rows(5, 2).bool(),
-        "key_valid": rows(9, 2).bool(), "query_segment": rows(5), "key_segment": rows(9),
+        "key_valid": rows(9, 2).bool(), "query_segment": rows(5), "key_segment": rows(9), "query_resumed": rows(5),
     }  # fmt: skip
     query_index, key_index = rows(5), rows(9)
     where = positions.unpack(positions.pack(query_index, key_index, window=window, **given), 5)
@@ -346,7 +346,7 @@ def test_a_users_own_causal_mask_gives_the_same_logits(family, scheme, form):
         torch.ones(2, 1, 11, 12, dtype=torch.bool),
         torch.ones(2, 1, 12, 11, dtype=torch.bool),
         torch.ones(2, 1, 12, 12, dtype=torch.int64),
-        torch.ones(2, 1, 6, 24, dtype=torch.int32),
+        torch.ones(2, 1, 5, 24, dtype=torch.int32),
     ],
     ids=["2-D", "queries", "keys", "int64", "int32"],
 )
@@ -385,6 +385,42 @@ def test_chosen_position_ids_with_a_filled_cache_are_refused():
     assert where.follow(torch.arange(4, 9)[None]) is where
     with pytest.raises(ValueError, match="without a cache"):
         where.follow(torch.arange(5, 10)[None])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_any_layer_refuses_them_once_per_forward(layer):
+    """Whichever comes first: layers may have been dropped or put in another order."""
+    attention = patch_model(tiny("llama"), "alibi").model.layers[layer].self_attn
+    channel = position_channel(batch_size=1, q_length=2, kv_length=6, q_offset=4)
+    states = [torch.zeros(1, heads, length, 8) for heads, length in ((4, 2), (2, 6), (2, 6))]
+    scheme_attention(attention, *states, channel, position_ids=torch.tensor([[4, 5]]))
+    with pytest.raises(ValueError, match="without a cache"):
+        scheme_attention(attention, *states, channel, position_ids=torch.tensor([[5, 6]]))
+
+
+RESUMED = {  # mask, what generate counts, positions
+    "right-padded": ([1, 1, 1, 0, 0, 1, 1], [0, 1, 2, 0, 0, 1, 2], [0, 1, 2, 2, 2, 3, 4]),
+    "holes": ([0, 1, 1, 0, 1, 1, 1], [0, 0, 1, 0, 2, 3, 4], [-1, 0, 1, 1, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("queries", [7, 2, 1])
+def test_what_generate_counts_behind_padding_is_none_of_the_callers_choice(case, queries):
+    mask, ids, expected = (torch.tensor([row]) for row in RESUMED[case])
+    where = unpacked(
+        call(batch_size=1, q_length=queries, kv_length=7, q_offset=7 - queries, attention_mask=mask.bool())
+    )
+    after = where.follow(ids[:, -queries:])
+    assert after.query_positions.tolist() == expected[:, -queries:].tolist()
+    assert after.key_positions.tolist() == expected.tolist()
+
+
+def test_chosen_ids_are_no_resumed_count_where_no_padding_is_between():
+    for mask in (torch.ones(1, 6), torch.tensor([[0, 0, 1, 1, 1, 1]])):
+        where = unpacked(call(batch_size=1, q_length=6, kv_length=6, attention_mask=mask.bool()))
+        ids = torch.tensor([[0, 0, 0, 1, 2, 4]])  # counted from the left padding, the last would be 4
+        assert not where.follow(ids).query_positions.equal(where.query_positions)
 
 
 # ----------------------------------------------------------------------------------------------------------------- no T x T

@@ -71,3 +71,29 @@ def test_attention_weights_asked_for_in_the_config(tmp_path, family, case):
 def test_a_stock_backend_without_weights_is_still_refused():
     with pytest.raises(ValueError, match="not supported"):
         patched_model("nope", "llama").config.output_attentions = True
+
+
+# ------------------------------------------------------------------------------------------------------- generation
+
+
+def generated(model, ids, **options):
+    """Tokens and logits of a greedy generation, (B, T) and (steps, B, V)."""
+    defaults = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    out = model.generate(ids, **{**defaults, **options})
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("case", SCORE_SCHEMES)
+@pytest.mark.parametrize("family", [*BASES, "mistral"])
+def test_prompts_that_end_in_padding(family, case, cache):
+    """Padded on the right by a mask or by the pad id alone, and between other tokens; beyond Mistral's window of 8."""
+    model, ids = patched_model(case, family), tokens(4, 10)
+    ids[0, 7:] = ids[1, 9:] = model.config.pad_token_id
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = mask[1, 9:] = mask[2, 3:5] = mask[2, 8:] = 0
+    for given in ({"attention_mask": mask}, {}):
+        sequences, logits = generated(model, ids, use_cache=False, **given)
+        found, cached = generated(model, ids, cache_implementation=cache, **given)
+        assert found.equal(sequences)
+        assert_same(cached, logits)
