@@ -8,12 +8,12 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, LlamaConfig, PreTrainedConfig
+from transformers import AttentionInterface, Cache, LlamaConfig, PreTrainedConfig
 from transformers.masking_utils import (
     AttentionMaskInterface,
     and_masks,
@@ -349,8 +349,11 @@ def position_channel(
         **kwargs: the rest of the interface.
 
     Returns:
-        The compact int32 channel (B|1, 1, ROWS, Q + L), or the dense form (B|1, 1, Q, L) for mask functions it cannot
-        express.
+        The compact int32 channel (B|1, 1, ROWS, Q + L), or the dense form (B|1, 1, Q + 1, L) for mask functions that it
+        cannot express.
+
+    Raises:
+        ValueError: for a mask function that shows later keys.
     """
     if mask_function is bidirectional_mask_function:
         raise ValueError(BIDIRECTIONAL)
@@ -392,6 +395,9 @@ def position_channel(
             use_vmap=use_vmap,
             device=device,
         )
+        positions.ensure(
+            ~(visible & (key_index[:, None, None] > query_index[:, None, :, None])).any(), positions.SHOWS_FUTURE
+        )
         distance = (query_positions[:, :, None] - key_positions[:, None, :])[:, None]
         return positions.pack_dense(distance, visible)
 
@@ -412,6 +418,24 @@ def position_channel(
         window=shape.get("window"),
         query_resumed=query_resumed,
     )
+
+
+def check_masks(arguments: Iterable[Any]) -> None:
+    """Refuse 4-D masks that a decoder is called with, if they show later keys or are of integers.
+
+    Args:
+        arguments: of the decoder. What is 4-D among them is a mask; families with several kinds of layers may get a
+            dict of masks. A cache says where the queries sit.
+
+    Raises:
+        ValueError: see `positions.check`.
+    """
+    found = [each for given in arguments for each in (given.values() if isinstance(given, dict) else (given,))]
+    masks = [each for each in found if isinstance(each, Tensor) and each.ndim == 4]
+    if masks:
+        before = next((each.get_seq_length() for each in found if isinstance(each, Cache)), 0)
+        for mask in masks:
+            positions.check(mask, before.to(mask.device) if isinstance(before, Tensor) else before)
 
 
 # --------------------------------------------------------------------------------------------------------------- rotary

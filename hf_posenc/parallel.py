@@ -160,7 +160,9 @@ def locate_shard(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     ids, mask = given.get("position_ids"), given.get("attention_mask")
     if ids is None or tokens is None:
         raise ValueError(NO_POSITIONS)
-    if not (isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == torch.int32):
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == torch.int32:
+        positions.check(mask, 0)
+    else:
         given["attention_mask"] = _channel_of_positions(ids, mask, tokens.shape[:2], decoder.posenc_exchange.group)
     return (), given
 

@@ -5,8 +5,8 @@ through checkpointing, device hooks, caches and `generate`. We use it to carry p
 tensor of shape (B|1, 1, ROWS, Q + L): the first Q columns describe the queries, the last L the keys. It grows linearly
 with the sequence; nothing of shape (Q, L) exists until an engine asks for it.
 
-Masks that no such description fits (a user's own 4-D mask, an unknown overlay) travel in a dense form, (B|1, 1, Q, L)
-int32 holding `(distance << 1) | visible`.
+Mask functions that no such description fits travel in a dense form, (B|1, 1, Q + 1, L) int32: Q rows of
+`(distance << 1) | visible`. The last row of either form is a tag, which no mask of a user's own has.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-ROWS = 6
-"""Rows of the channel: position, validity, index (causal order), segment (packed sequence), window, resumed count."""
+ROWS = 7
+"""Rows of the channel: position, validity, index (causal order), segment (packed sequence), window, resumed count, tag.
+"""
+
+TAG = int.from_bytes(b"PosE", "big")
+"""What the last row holds."""
 
 NO_WINDOW = torch.iinfo(torch.int32).max
 """Window of a layer without a sliding window: larger than any distance."""
@@ -26,6 +30,16 @@ GAPPED_POSITIONS = (
     "position_ids do not continue the positions of the cached keys, which cannot be recovered from the cache. Pass the "
     "position_ids that transformers would choose itself (or none), or run the whole sequence in one forward "
     "without a cache."
+)
+
+INTEGER_MASK = (
+    "a 4-D attention mask of integers is no mask to any attention of transformers: pass a bool mask (True = visible) "
+    "or a float mask (added to the scores)"
+)
+
+SHOWS_FUTURE = (
+    "the attention mask shows a query keys that come after it, and no scheme here defines distances to those: pass a "
+    "causal mask (False, the dtype's minimum or -inf wherever the key comes later), or unpatch the model"
 )
 
 
@@ -155,7 +169,7 @@ class DensePositions:
 
     def visible(self) -> Tensor:
         """Return which keys each query may attend to, (B|1, 1|H, Q, L) bool."""
-        return self.seen > torch.finfo(self.seen.dtype).min if self.seen.is_floating_point() else self.seen
+        return _seen(self.seen)
 
     def mask(self, logits: Tensor) -> Tensor:
         """Return the logits (B, H, Q, L) with the mask applied."""
@@ -224,6 +238,7 @@ def pack(
         row(query_segment, key_segment, torch.zeros_like(index)),
         window.expand_as(index) if isinstance(window, Tensor) else torch.full_like(index, window or NO_WINDOW),
         row(query_resumed, key_index, places),
+        torch.full_like(index, TAG),
     )
     return torch.stack(torch.broadcast_tensors(*(r.to(torch.int32) for r in rows)), 1)[:, None]
 
@@ -238,7 +253,7 @@ def unpack(channel: Tensor, query_length: int) -> Positions:
     Returns:
         Positions whose tensors are views of the channel.
     """
-    positions, valid, index, segment, window, resumed = channel[:, 0].unbind(1)
+    positions, valid, index, segment, window, resumed, _ = channel[:, 0].unbind(1)
     q = query_length
     return Positions(
         query_positions=positions[:, :q],
@@ -255,13 +270,40 @@ def unpack(channel: Tensor, query_length: int) -> Positions:
 
 
 def pack_dense(distance: Tensor, visible: Tensor) -> Tensor:
-    """Write the dense form: int32 (B|1, 1, Q, L) `(distance << 1) | visible`.
+    """Write the dense form: int32 (B|1, 1, Q + 1, L), rows of `(distance << 1) | visible` and the tag.
 
     Args:
         distance: (B|1, 1, Q, L) integers.
         visible: (B|1, 1, Q, L) bool.
     """
-    return (distance.to(torch.int32) << 1) | visible.to(torch.int32)
+    pairs = (distance.to(torch.int32) << 1) | visible.to(torch.int32)
+    return torch.nn.functional.pad(pairs, (0, 0, 0, 1), value=TAG)
+
+
+def check(mask: Tensor, before: int | Tensor) -> None:
+    """Refuse a 4-D mask that came from outside and is not what it looks like. Once per forward is enough.
+
+    Args:
+        mask: our channel, or a user's own 4-D mask (B|1, 1|H, Q, L).
+        before: number of tokens before the first query.
+
+    Raises:
+        ValueError: for integers that are no channel of ours, and if a query sees a key that comes after it
+            (`RuntimeError`, raised by the device, while compiling or on CUDA).
+    """
+    if mask.dtype == torch.int32:
+        ensure((mask[:, :, -1] == TAG).all(), INTEGER_MASK)
+    elif mask.dtype == torch.bool or mask.is_floating_point():
+        queries, keys = mask.shape[-2:]
+        slots = torch.arange(queries, device=mask.device) + before
+        own = slots - (slots[-1:] + 1 - keys).clamp(min=0)  # a sliding cache has the last keys only
+        later = torch.arange(keys, device=mask.device) > own[:, None]
+        ensure(~(_seen(mask) & later).any(), SHOWS_FUTURE)
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """Return which keys a user's own mask shows, bool."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
 
 def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DensePositions:
@@ -283,12 +325,12 @@ def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DenseP
     if mask.ndim == 4 and mask.dtype == torch.int32:
         if mask.shape[-2:] == (ROWS, query_length + key_length):
             return unpack(mask, query_length)
-        if mask.shape[-2:] == (query_length, key_length):
-            return DensePositions(mask >> 1, (mask & 1).bool())
+        if mask.shape[-2:] == (query_length + 1, key_length):
+            return DensePositions(mask[:, :, :-1] >> 1, (mask[:, :, :-1] & 1).bool())
     if mask.ndim == 4 and mask.shape[-2] == query_length and mask.shape[-1] >= key_length:
         mask = mask[..., :key_length]
         if mask.dtype == torch.bool or mask.is_floating_point():
-            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+            seen = _seen(mask)
             slots = torch.arange(key_length, dtype=torch.int32, device=mask.device)
             last_seen = torch.where(seen.any(1, keepdim=True), slots, -1).amax(-1, keepdim=True)
             return DensePositions(last_seen - slots, mask)

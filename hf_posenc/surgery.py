@@ -21,6 +21,7 @@ from .attention import (
     SPLIT_HEADS,
     IdentityRotary,
     check_engine,
+    check_masks,
     make_rotary,
     rope_parameters,
     rope_parameters_by_layer,
@@ -270,12 +271,13 @@ def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def require_attention(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a decoder whose scheme needs our attention function: refuses to run without it."""
+    """Forward pre-hook of a decoder whose scheme needs our attention function: refuses what would go wrong there."""
     if decoder.config._attn_implementation != NAME:
         raise ValueError(
             f"the config says attention {decoder.config._attn_implementation!r}, which was set behind the patch, so "
             f"the scheme would be ignored: set it back to {NAME!r}, or unpatch the model"
         )
+    check_masks((*args, *kwargs.values()))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import torch
 from families import WINDOW, tiny, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -233,8 +234,7 @@ def every_second_key(batch, head, query, key):
 
 UNKNOWN = {
     "overlay-and": and_masks(causal_mask_function, every_second_key),
-    "overlay-or": or_masks(sliding(3), every_second_key),
-    "window-only": sliding_window_overlay(3),
+    "overlay-or": and_masks(causal_mask_function, or_masks(sliding(3), every_second_key)),
     "two-windows": and_masks(sliding(3), sliding_window_overlay(5)),
     "not-ours": lambda batch, head, query, key: key <= query,
 }
@@ -247,7 +247,7 @@ def test_an_unknown_mask_function_travels_densely(name, padding):
     assert shape is None or "causal" not in shape
     arguments = call(mask_function=UNKNOWN[name], attention_mask=padding)
     channel = position_channel(**arguments)
-    assert channel.shape[-2:] == (LENGTH, LENGTH)
+    assert channel.shape[-2:] == (LENGTH + 1, LENGTH)
     where = unpacked(arguments)
     assert isinstance(where, DensePositions)
     theirs = sdpa_mask(**arguments, allow_is_causal_skip=False)
@@ -260,6 +260,14 @@ def test_an_unknown_mask_function_travels_densely(name, padding):
 def test_a_bidirectional_mask_is_refused():
     with pytest.raises(ValueError, match=r"Set config.is_causal back to True"):
         position_channel(**call(mask_function=bidirectional_mask_function))
+
+
+@pytest.mark.parametrize("function", [sliding_window_overlay(3), or_masks(sliding(3), every_second_key)])
+@pytest.mark.parametrize("cached", [0, 5])
+def test_a_mask_function_that_shows_the_future_is_refused(function, cached):
+    assert describe_mask(function) is None or "causal" not in describe_mask(function)
+    with pytest.raises(ValueError, match="keys that come after it"):
+        position_channel(**call(mask_function=function, q_length=LENGTH - cached, q_offset=cached))
 
 
 def test_a_mask_function_with_the_same_name_is_not_mistaken_for_a_known_one():
@@ -346,13 +354,73 @@ def test_a_users_own_causal_mask_gives_the_same_logits(family, scheme, form):
         torch.ones(2, 1, 11, 12, dtype=torch.bool),
         torch.ones(2, 1, 12, 11, dtype=torch.bool),
         torch.ones(2, 1, 12, 12, dtype=torch.int64),
+        torch.ones(2, 1, 12, 12, dtype=torch.int32),
         torch.ones(2, 1, 5, 24, dtype=torch.int32),
     ],
-    ids=["2-D", "queries", "keys", "int64", "int32"],
+    ids=["2-D", "queries", "keys", "int64", "int32", "rows"],
 )
 def test_what_fits_nothing_is_refused(mask):
     with pytest.raises(ValueError, match=r"12 queries and 12 keys: pass a 2-D mask"):
         positions.read(mask, 12, 12)
+
+
+def cached_call(model, cache, length=6):
+    """A cache with some tokens, and what comes next."""
+    past = StaticCache(config=model.config, max_cache_len=16) if cache == "static" else DynamicCache()
+    with torch.no_grad():
+        model(tokens(1, length), past_key_values=past)
+    return past, tokens(1, 4, seed=2)
+
+
+@pytest.mark.parametrize("shape", [(4, 10), (5, 10), (positions.ROWS, 14), (4, 16)], ids=str)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_users_own_mask_of_integers_is_never_taken_for_ours(cache, shape):
+    """Whatever its shape: the second and the third are those of our dense and our compact form."""
+    model = patch_model(tiny("llama"), "alibi")
+    past, ids = cached_call(model, cache)
+    for dtype in (torch.int32, torch.int64, torch.uint8):
+        with pytest.raises(ValueError, match=r"bool .*mask"):
+            model(ids, past_key_values=past, attention_mask=torch.ones(1, 1, *shape, dtype=dtype).tril(6))
+
+
+VIEWS = {
+    "bidirectional": lambda mask: mask.logical_or(torch.ones_like(mask)),
+    "prefix": lambda mask: mask.logical_or(torch.arange(mask.shape[-1]) < mask.shape[-1] - 1),
+    "one key": lambda mask: mask.logical_or(torch.zeros_like(mask).index_fill(-1, torch.tensor([8]), 1)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
+def test_a_users_own_mask_that_shows_the_future_is_refused(cache, view, form):
+    model = patch_model(tiny("llama"), "alibi")
+    past, ids = (None, tokens(1, 10)) if cache is None else cached_call(model, cache)
+    queries, keys = ids.shape[1], 16 if cache == "static" else 10
+    causal = torch.ones(1, 1, queries, keys, dtype=torch.bool).tril(10 - queries)
+    with pytest.raises(ValueError, match="keys that come after it"):
+        model(ids, past_key_values=past, attention_mask=FORMS[form](VIEWS[view](causal)))
+    with torch.no_grad():
+        found = model(ids, past_key_values=past, attention_mask=FORMS[form](causal)).logits
+        past, ids = (None, ids) if cache is None else cached_call(model, cache)
+        torch.testing.assert_close(found, model(ids, past_key_values=past).logits, atol=1e-5, rtol=0)
+
+
+def test_a_mask_by_kind_of_layer_is_checked_too():
+    model = patch_model(tiny("gemma2"), "alibi")
+    masks = {kind: torch.ones(1, 1, 6, 6, dtype=torch.bool) for kind in ("full_attention", "sliding_attention")}
+    with pytest.raises(ValueError, match="keys that come after it"):
+        model.model(tokens(1, 6), attention_mask=masks)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 1, 6, 6, dtype=torch.bool), torch.ones(1, 1, 6, 6, dtype=torch.int32)])
+def test_a_compiled_model_refuses_them_too(mask):
+    model = torch.compile(patch_model(tiny("llama"), "alibi"), fullgraph=True, backend="aot_eager")
+    ids = tokens(1, 6)
+    with torch.no_grad():
+        model(ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(), use_cache=False)
+        with pytest.raises((RuntimeError, ValueError), match=r"come after it|bool or float mask"):
+            model(ids, attention_mask=mask, use_cache=False)
 
 
 # ------------------------------------------------------------------------------------------------------- chosen position ids

@@ -464,4 +464,4 @@ def test_a_bidirectional_config(scheme):
 def test_a_mask_of_the_wrong_shape(scheme):
     model = patch_model(tiny("llama"), scheme, seed=0)
     with pytest.raises(ValueError, match="pass a 2-D mask"):
-        model(tokens(2, 12), attention_mask=torch.ones(2, 1, 7, 12, dtype=torch.bool))
+        model(tokens(2, 12), attention_mask=torch.ones(2, 1, 7, 12, dtype=torch.bool).tril())
