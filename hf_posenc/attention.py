@@ -24,6 +24,7 @@ from transformers.masking_utils import (
     sdpa_mask,
     sliding_window_overlay,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import output_capturing
@@ -32,10 +33,13 @@ from . import positions
 from .engines import choice
 from .registry import adapter_for
 from .schemes.base import Dims, Engine, ScoreModule
-from .schemes.rope import Rope, apply_rotary
+from .schemes.rope import PROPORTIONAL, Rope, apply_rotary, by_layer_type
 
 NAME = "hf_posenc"
 """Name of our attention and mask function."""
+
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+"""Key of `rope_parameters`, and attribute of some configs, which transformers prefers to the key."""
 
 NO_MASK = (
     "the attention mask, which carries the positions, did not arrive at the attention layer. The context parallelism "
@@ -567,29 +571,66 @@ class PartialRotary(nn.Module):
         return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
 
-def rope_parameters(scheme: Rope, config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the `rope_parameters` that the scheme gives to a base, per layer type where it has several.
+class _Asked(dict[str, Any]):
+    """`rope_parameters` that remember what transformers asked them for: the only true list of what it reads."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        super().__init__(parameters)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"rope: scaling {self.get('rope_type')} needs {key}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def unread(self) -> set[str]:
+        """Return the keys that nobody asked for; the share of the head is ours to apply where the base does not.
+
+        `type`, the old name of `rope_type`, is asked for, and then not used beside it.
+        """
+        return set(self) - (self.asked - {"type"}) - {"rope_type", "partial_rotary_factor"}
+
+
+def own_rotation(config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool) -> dict[str, Any]:
+    """Return the base's own `rope_parameters`, as far as transformers reads them.
 
     Args:
-        scheme: what was None in it is taken from the config.
-        config: of the base model; GPT-2-like bases have no `rope_parameters`.
+        config: of the base model.
+        dims: of its attention.
+        native: its rotary module, or None.
+        slices_rotary: whether its attention turns as many dimensions as there are cosines; otherwise it turns all.
+
+    Returns:
+        One dict, or one by layer type; empty if the config has none.
     """
-    own = getattr(config, "rope_parameters", None) or {}
-    if own and all(isinstance(value, dict) for value in own.values()):
-        return {kind: _filled(scheme, value, config) for kind, value in own.items()}
-    return _filled(scheme, own, config)
+    own = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
+    if not own:
+        return {}
+    for each in by_layer_type(own).values():
+        each.setdefault("rope_type", each.get("type", "default"))
+        if not slices_rotary and each["rope_type"] != PROPORTIONAL:
+            each.pop("partial_rotary_factor", None)
+    _, asked = _rotary(own, config, dims, native, slices_rotary)
+    for each, read in zip(by_layer_type(own).values(), asked, strict=True):
+        for key in read.unread():
+            del each[key]
+    return own
 
 
-def _filled(scheme: Rope, own: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the parameters of one layer type; `own` are the base's."""
-    partial = own.get("partial_rotary_factor") or 1.0
-    filled = scheme.with_base(own.get("rope_theta") or 10000.0, partial).rope_parameters()
-    if filled["rope_type"] in ("yarn", "longrope", "llama3"):
-        original = own.get("original_max_position_embeddings") or config.max_position_embeddings
-        filled.setdefault("original_max_position_embeddings", original)
-    if filled["partial_rotary_factor"] == 1.0 and "partial_rotary_factor" not in own:
-        del filled["partial_rotary_factor"]
-    return filled
+def check_scalings(scheme: Rope) -> None:
+    """Raise ValueError unless transformers has every scaling that a scheme names."""
+    for scaling in scheme.scalings():
+        if (kind := scaling.get("rope_type")) not in tuple(ROPE_INIT_FUNCTIONS):
+            raise ValueError(
+                f"rope: scaling['rope_type'] must be one of {', '.join(ROPE_INIT_FUNCTIONS)}, not {kind!r}; "
+                "scaling='none' switches scaling off"
+            )
 
 
 def make_rotary(
@@ -608,29 +649,47 @@ def make_rotary(
         A module (x, position_ids (B|1, T), ...) -> cos, sin (B|1, T, R).
 
     Raises:
-        ValueError: where transformers finds the parameters wrong or missing.
+        ValueError: where transformers finds the parameters wrong or missing, or would not read one of them.
     """
+    rotary, asked = _rotary(parameters, config, dims, native, slices_rotary)
+    for each in asked:
+        if unread := sorted(each.unread()):
+            known = ", ".join(sorted(each.asked - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}))
+            raise ValueError(
+                f"rope: scaling {each['rope_type']} has no parameter {', '.join(unread)}; it has {known or 'none'}"
+            )
+    return rotary
+
+
+def _rotary(
+    parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
+) -> tuple[nn.Module, list[_Asked]]:
+    """As `make_rotary`, without the last check; also the parameters by layer type, with what was asked of them."""
     length = config.max_position_embeddings
     config = copy.deepcopy(config) if native is not None else LlamaConfig(max_position_embeddings=length)
     parameters = copy.deepcopy(parameters)
+    types = by_layer_type(parameters)
     size = dims.head_dim
     if not slices_rotary:  # these classes know whole heads only: show them a smaller head
-        turned = [each.pop("partial_rotary_factor", 1.0) for each in rope_parameters_by_layer(parameters)]
-        size = int(dims.head_dim * turned[0])
+        shares = {
+            1.0 if each["rope_type"] == PROPORTIONAL else each.pop("partial_rotary_factor", 1.0)
+            for each in types.values()
+        }
+        if len(shares) > 1:
+            raise ValueError("rope: this base turns whole heads, so partial_rotary_factor is one for all layer types")
+        size = int(dims.head_dim * shares.pop())
         config.head_dim = size
-    config.rope_parameters = parameters
+    if None in types and hasattr(config, ORIGINAL_LENGTH) and ORIGINAL_LENGTH in parameters:
+        setattr(config, ORIGINAL_LENGTH, parameters[ORIGINAL_LENGTH])  # the config's own would be taken instead
+    asked = [_Asked(each) for each in types.values()]
+    config.rope_parameters = asked[0] if None in types else dict(zip(types, asked, strict=True))
     try:
-        config.validate_rope()
         rotary = (LlamaRotaryEmbedding if native is None else type(native))(config)
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+        config.rope_parameters = parameters
+        config.validate_rope()
+    except (KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:
         raise ValueError(f"rope: transformers cannot compute {parameters}: {type(error).__name__} {error}") from error
-    return rotary if native is None or size == dims.head_dim else PartialRotary(rotary, dims.head_dim)
-
-
-def rope_parameters_by_layer(parameters: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the `rope_parameters` of each layer type, one if there is only one."""
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return nested or [parameters]
+    return rotary if native is None or size == dims.head_dim else PartialRotary(rotary, dims.head_dim), asked
 
 
 AttentionInterface.register(NAME, scheme_attention)

@@ -296,10 +296,8 @@ def export_stock(
     scheme = patch.scheme
     adapter = adapter_for(family)
     if isinstance(scheme, Rope) and adapter.rotary is not None:
-        if scheme.partial_rotary_factor is not None and not adapter.slices_rotary:
+        if scheme.leaves_dimensions and not adapter.slices_rotary:
             raise UnsupportedModelError(f"{family} rotates whole heads, so no stock class has partial_rotary_factor")
-        if adapter.use_rope_flag is not None:  # its config says which layers rotate: all do now
-            settings["no_rope_layers"] = [1] * model.config.num_hidden_layers
     elif scheme.name == "nope" and family in ("llama", "smollm3"):
         stock_model, stock_config = _smollm3(model, stock_model)
         count = model.config.num_hidden_layers

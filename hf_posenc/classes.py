@@ -180,8 +180,10 @@ class PosEncMixin:
             **kwargs: handed on.
         """
         config.__dict__.pop(_READ, None)
-        scheme = scheme_of(config)
+        scheme_of(config)
         check_version(config)
+        write_out(config)
+        scheme = scheme_of(config)
         backend = config._attn_implementation_internal
         if isinstance(scheme, ScoreScheme) and any(kind in str(backend) for kind in ("flash", "paged")):
             raise ValueError(would_drop(scheme, backend))
@@ -195,6 +197,9 @@ class PosEncMixin:
             object.__setattr__(base, "_posenc_patch", surgery.Patch(scheme, "auto", None))
             plan = surgery.make_plan(base, scheme, "auto")
             base._posenc_patch.layers = plan.found.layers
+
+            base._posenc_patch.scheme = plan.scheme
+            config.position_encoding = {**config.position_encoding, **plan.scheme.hyperparameters()}
             owners = surgery.operate(surgery.Undo(), plan, config)
             if not next(base.parameters()).is_meta:  # from_config; from_pretrained initialises what it does not load
                 for owner in owners:
@@ -504,6 +509,16 @@ def _version_of(config: PreTrainedConfig) -> Version:
         raise CheckpointError(
             f"hf_posenc: position_encoding.hf_posenc_version is {stamp!r}, which is no version"
         ) from None
+
+
+def write_out(config: PreTrainedConfig) -> None:
+    """Say in a config what version 0.1 left unsaid: its `rope` had no scaling unless given, and turned every layer."""
+    entry = config.position_encoding
+    if entry["scheme"] != "rope" or Version(str(entry["hf_posenc_version"])).release[:2] >= (0, 2):
+        return
+    config.position_encoding = {**entry, "scaling": entry["scaling"] or "none"}
+    if (name := adapter_for(surgery.base_model_type(config)).rotated_layers) is not None:
+        setattr(config, name, [1] * config.num_hidden_layers)
 
 
 def position_keys(model: nn.Module) -> set[str]:

@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 from .adapters.base import Adapter, Resolved, resolve
 from .attention import (
     NAME,
+    ORIGINAL_LENGTH,
     SPLIT_HEADS,
     IdentityRotary,
     check_engine,
     check_masks,
+    check_scalings,
     make_rotary,
-    rope_parameters,
-    rope_parameters_by_layer,
+    own_rotation,
     rotary_class,
 )
 from .errors import UnsupportedModelError
@@ -40,7 +41,7 @@ from .schemes.base import (
     ScoreScheme,
     Shared,
 )
-from .schemes.rope import Rope
+from .schemes.rope import Rope, by_layer_type
 
 UNLIMITED = 2**17
 """`max_position_embeddings` of a patched model whose scheme has no limit; `generate` caps its default length by it."""
@@ -346,11 +347,12 @@ def make_plan(model: PreTrainedModel, scheme: Scheme, attention: str) -> Plan:
             "scores only"
         )
     if isinstance(scheme, Rope):
-        _check_rope(scheme, adapter, found, dims, config)
+        scheme = _rope_of(scheme, adapter, found, dims, config)
     return Plan(scheme, adapter, found, dims, attention)
 
 
-def _check_rope(scheme: Rope, adapter: Adapter, found: Resolved, dims: Dims, config: Any) -> None:
+def _rope_of(scheme: Rope, adapter: Adapter, found: Resolved, dims: Dims, config: Any) -> Rope:
+    """Return the scheme with all that was not given taken from the base, once transformers can compute it."""
     if adapter.rotary is not None and scheme.layout == "interleaved":
         raise UnsupportedModelError(
             f"rope: {base_model_type(config)} rotates by halves in its own code, so layout='interleaved' cannot "
@@ -359,9 +361,28 @@ def _check_rope(scheme: Rope, adapter: Adapter, found: Resolved, dims: Dims, con
         )
     if dims.head_dim % 2:
         raise ValueError(f"rope: heads of size {dims.head_dim} cannot be split into pairs")
-    make_rotary(
-        rope_parameters(scheme, config), config, dims, found.rotary, adapter.slices_rotary
-    )  # raises if transformers cannot compute it
+    check_scalings(scheme)
+    scheme.check(dims)
+    own = own_rotation(config, dims, found.rotary, adapter.slices_rotary)
+    scheme = scheme.with_base(own, config.max_position_embeddings)
+    if found.rotary is None or not _is_own(scheme, own, config):
+        make_rotary(_parameters(scheme, own), config, dims, found.rotary, adapter.slices_rotary)  # raises if it cannot
+    return scheme
+
+
+def _is_own(scheme: Rope, own: dict[str, Any], config: Any) -> bool:
+    """Return whether a resolved scheme is what a base that rotates does by itself, in every respect."""
+    return scheme == Rope().with_base(own, config.max_position_embeddings)
+
+
+def _parameters(scheme: Rope, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the `rope_parameters` of a resolved scheme, as this base writes them: whole heads need no saying."""
+    parameters = scheme.rope_parameters()
+    written = by_layer_type(own)
+    for kind, each in by_layer_type(parameters).items():
+        if each["partial_rotary_factor"] == 1.0 and "partial_rotary_factor" not in written[kind]:
+            del each["partial_rotary_factor"]
+    return parameters
 
 
 def native_of(found: Resolved, adapter: Adapter, config: Any) -> Native:
@@ -521,7 +542,10 @@ def _place_embeddings(undo: Undo, plan: Plan, scheme: EmbeddingScheme) -> list[P
 
 def _place_rotary(undo: Undo, plan: Plan, scheme: Rope, config: Any) -> None:
     found, adapter = plan.found, plan.adapter
-    parameters = rope_parameters(scheme, config)
+    own = own_rotation(config, plan.dims, found.rotary, adapter.slices_rotary)
+    if found.rotary is not None and _is_own(scheme, own, config):
+        return  # nothing to do, and so nothing to get wrong
+    parameters = _parameters(scheme, own)
     rotary = make_rotary(parameters, config, plan.dims, found.rotary, adapter.slices_rotary)
     parameter = next(found.decoder.parameters())
     if not parameter.is_meta:
@@ -530,8 +554,12 @@ def _place_rotary(undo: Undo, plan: Plan, scheme: Rope, config: Any) -> None:
         assert adapter.rotary is not None
         set_module(undo, found.decoder, adapter.rotary, rotary)
         set_attribute(undo, config, "rope_parameters", parameters)
+        if ORIGINAL_LENGTH in config.__dict__:
+            # Phi-3's generate drops the cache when it crosses this length, to switch between its two sets of
+            # frequencies; and transformers prefers it to what rope_parameters say.
+            set_attribute(undo, config, ORIGINAL_LENGTH, parameters.get(ORIGINAL_LENGTH, UNLIMITED))
         if adapter.rotary_size is not None:
-            share = rope_parameters_by_layer(parameters)[0].get("partial_rotary_factor", 1.0)
+            share = parameters.get("partial_rotary_factor", 1.0)
             for attention in found.attentions:
                 set_attribute(undo, attention, adapter.rotary_size, int(plan.dims.head_dim * share))
     else:
@@ -541,9 +569,6 @@ def _place_rotary(undo: Undo, plan: Plan, scheme: Rope, config: Any) -> None:
             set_attribute(undo, attention, "posenc_family", adapter.model_types[0])
             set_attribute(undo, attention, "posenc_layout", scheme.layout)
             set_class(undo, attention, rotary_class(type(attention)))
-    if adapter.use_rope_flag is not None:
-        for attention in found.attentions:
-            set_attribute(undo, attention, adapter.use_rope_flag, 1)
 
 
 def _set_lengths(undo: Undo, plan: Plan, config: Any) -> None:
@@ -553,10 +578,8 @@ def _set_lengths(undo: Undo, plan: Plan, config: Any) -> None:
         set_attribute(undo, config, name, plan.scheme.limit)
     elif not isinstance(plan.scheme, Rope):
         set_attribute(undo, config, name, max(UNLIMITED, config.max_position_embeddings))
-    longrope = isinstance(plan.scheme, Rope) and (plan.scheme.scaling or {}).get("rope_type") == "longrope"
-    if "original_max_position_embeddings" in config.__dict__ and not longrope:
-        # Phi-3's generate drops the cache when it crosses this length, to switch between its two sets of frequencies.
-        set_attribute(undo, config, "original_max_position_embeddings", UNLIMITED)
+    if ORIGINAL_LENGTH in config.__dict__ and not isinstance(plan.scheme, Rope):
+        set_attribute(undo, config, ORIGINAL_LENGTH, UNLIMITED)  # no cache is dropped there, see `_place_rotary`
 
 
 def resolved(plan: Plan, config: Any) -> tuple[Plan, Native]:

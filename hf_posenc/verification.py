@@ -151,8 +151,15 @@ def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report
     everywhere = scheme.kind in ("score", "rotary") or getattr(scheme, "placement", None) == "every_layer"
     at_input = scheme.kind == "embedding" and not everywhere
     through_layer = at_input and found.position_table is None  # added by a hook on the first layer
+    unrotated = scheme.kind == "rotary" and adapter.use_rope_flag is not None
     layers = tuple(
-        LayerReport(i, response, live, everywhere or (through_layer and i == 0))
+        LayerReport(
+            i,
+            response,
+            live,
+            (through_layer and i == 0)
+            or (everywhere and not (unrotated and not getattr(found.attentions[i], str(adapter.use_rope_flag)))),
+        )
         for i, (response, live) in enumerate(zip(standing.layers, trial.layers, strict=True))
     )
     problems = []

@@ -273,9 +273,8 @@ def test_interleaved_rope_on_gpt2_is_the_rotation_of_gptj(share):
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gpt2", "opt")])
 def test_rope_with_the_bases_own_parameters_is_the_base_bit_for_bit(family):
-    # SmolLM3: in every layer. GPT-NeoX: more than the one pair of each head that a quarter of 8 dimensions is.
+    # GPT-NeoX: more than the one pair of each head that a quarter of 8 dimensions is.
     config = {
-        "smollm3": {"no_rope_layers": [1, 1]},
         "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     }
     model = tiny(family, **config.get(family, {}))

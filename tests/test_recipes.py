@@ -378,7 +378,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
         assert entry["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
         assert not (folder / "runs" / variant / "seed-0" / "model").exists()
     yarn = json.loads((folder / "runs" / "rope-yarn" / "seed-0" / "results.json").read_text())
-    assert yarn["scheme"]["scaling"] == {"rope_type": "yarn", "factor": 1.5}
+    assert yarn["scheme"]["scaling"] == {"original_max_position_embeddings": 32, "rope_type": "yarn", "factor": 1.5}
     for name in (
         "summary.json",
         "summary.md",

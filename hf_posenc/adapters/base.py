@@ -43,6 +43,7 @@ class Adapter:
         attention_dropout: `(attention)` -> dropout probability of the attention weights while training.
         use_rope_flag: attribute of the attention module that switches rotation on (truthy) or off for that layer;
             `None`: every layer rotates.
+        rotated_layers: config attribute that holds one number per layer, 1 where it rotates; goes with `use_rope_flag`.
     """
 
     model_types: tuple[str, ...]
@@ -61,6 +62,7 @@ class Adapter:
     merge_heads: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
     attention_dropout: Callable[[nn.Module], float] | None = None
     use_rope_flag: str | None = None
+    rotated_layers: str | None = None
 
 
 @dataclass(frozen=True)

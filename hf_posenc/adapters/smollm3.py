@@ -2,4 +2,4 @@
 
 from .base import Adapter
 
-ADAPTER = Adapter(model_types=("smollm3",), use_rope_flag="use_rope")
+ADAPTER = Adapter(model_types=("smollm3",), use_rope_flag="use_rope", rotated_layers="no_rope_layers")

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from .. import surgery
 from ..adapters.base import Resolved, resolve
-from ..attention import NAME, IdentityRotary, PartialRotary, engine_for, make_rotary, rope_parameters
+from ..attention import NAME, IdentityRotary, PartialRotary, check_scalings, engine_for, make_rotary
 from ..patching import parse_scheme
 from ..registry import adapter_for
 from ..schemes.base import Dims, EmbeddingScheme, Native, PositionEmbedding, Reference, Scheme, ScoreScheme, Shared
@@ -48,12 +48,13 @@ def build(
     wanted = parse_scheme(scheme, hyperparameters)
     native = Native(None, 0.5**0.5, trained_length)
     if isinstance(wanted, Rope):
-        wanted = wanted.with_base(10000.0, 1.0)
+        check_scalings(wanted)
+        wanted = wanted.with_base({}, trained_length)
     wanted = wanted.resolve(native, dims)
     with surgery.seeded(seed), torch.no_grad():
         if isinstance(wanted, Rope):
             config = LlamaConfig(max_position_embeddings=trained_length)
-            rotary = make_rotary(rope_parameters(wanted, config), config, dims, None, False)
+            rotary = make_rotary(wanted.rope_parameters(), config, dims, None, False)
             return wanted, PartialRotary(rotary, dims.head_dim)
         if isinstance(wanted, EmbeddingScheme):
             vectors = wanted.build(dims).double()

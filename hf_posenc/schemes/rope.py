@@ -8,24 +8,18 @@ import torch
 from torch import Tensor
 
 from ..registry import register_scheme
-from .base import Dims, Native, Scheme, compute_dtype
+from .base import Dims, Scheme, compute_dtype
 
 _LENGTH = "original_max_position_embeddings"
 
-SCALINGS: Mapping[str, tuple[set[str], set[str]]] = {
-    "linear": ({"factor"}, set()),
-    "dynamic": ({"factor"}, {_LENGTH}),
-    "yarn": (
-        {"factor"},
-        {_LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
-    ),
-    "longrope": ({"short_factor", "long_factor"}, {_LENGTH, "factor", "attention_factor"}),
-    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, {_LENGTH}),
-}
-"""`rope_type` values of transformers that are tested here: parameters that each needs, and others that it takes.
+WITH_LENGTH = ("yarn", "longrope", "llama3")
+"""The `rope_type` values of transformers that know the length which a model was trained for, and need it."""
 
-transformers itself only logs a warning at an unknown or impossible parameter, and runs without it or with nonsense.
-"""
+PROPORTIONAL = "proportional"
+"""The `rope_type` that turns a share of whole heads itself: its cosines are as many as dimensions."""
+
+_BESIDE = ("rope_theta", "partial_rotary_factor")
+"""Keys of `rope_parameters` that are hyper-parameters of their own here."""
 
 
 @register_scheme
@@ -42,89 +36,188 @@ class Rope(Scheme):
     still, as transformers' `proportional` type does, with the frequencies of a head of the reduced size.
     Source: Su et al. 2021, arXiv:2104.09864.
 
+    Everything that is None is the base model's own: its base of frequencies, its share of the head, its scaling with
+    all parameters, and per layer type where it has several (Gemma 3). So `rope` without hyper-parameters is the base.
+    Layers that the base leaves unrotated (SmolLM3's `no_rope_layers`) stay so, whatever is given.
+
     Args:
-        rope_theta: base of the frequencies; None means the base model's own, or 10000.
+        rope_theta: base of the frequencies; None means the base model's own, or 10000. A dict names it by layer type.
         layout: pairs are `(u, u + D/2)` (`half`: LLaMA, GPT-NeoX) or `(2u, 2u + 1)` (`interleaved`: the paper, GPT-J).
             Bases that rotate by themselves do so by halves and refuse `interleaved`.
-        partial_rotary_factor: share of the head that is rotated; None means the base model's own, or 1.
-        scaling: a transformers `rope_parameters` dict (`rope_type` one of linear, dynamic, yarn, longrope, llama3, with
-            its parameters); None means none.
+        partial_rotary_factor: share of the head that is rotated; None means the base model's own, or 1. A dict names
+            it by layer type.
+        scaling: a transformers `rope_parameters` dict: `rope_type` (linear, dynamic, yarn, longrope, llama3 or
+            proportional, as far as the installed version has them) with its parameters. `none` means no scaling, None
+            the base model's own. A dict of those by layer type gives each its own.
     """
 
     name: ClassVar[str] = "rope"
     kind: ClassVar = "rotary"
-    rope_theta: float | None = None
+    rope_theta: float | dict[str, float] | None = None
     layout: Literal["half", "interleaved"] = "half"
-    partial_rotary_factor: float | None = None
-    scaling: dict[str, Any] | None = None
+    partial_rotary_factor: float | dict[str, float] | None = None
+    scaling: dict[str, Any] | Literal["none"] | None = None
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
-        if self.rope_theta is not None:
-            self.positive("rope_theta")
+        """Check the hyper-parameters. Which types of scaling there are, and what each takes, transformers says."""
         self.one_of("layout", ("half", "interleaved"))
-        if self.partial_rotary_factor is not None:
-            self.positive("partial_rotary_factor")
-            if self.partial_rotary_factor > 1:
-                raise ValueError(f"rope: partial_rotary_factor must be at most 1, not {self.partial_rotary_factor}")
-        if self.scaling is not None:
-            self.check_scaling(self.scaling)
+        for field in _BESIDE:
+            for value in self._each(field):
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise TypeError(f"rope: {field} must be a number or one by layer type, not {value!r}")
+                if not _positive(value):
+                    raise ValueError(f"rope: {field} must be positive and finite, not {value!r}")
+                if field == "partial_rotary_factor" and value > 1:
+                    raise ValueError(f"rope: partial_rotary_factor must be at most 1, not {value}")
+        for scaling in self.scalings():
+            self.check_scaling(scaling)
 
-    def check_scaling(self, scaling: dict[str, Any]) -> None:
-        """Raise TypeError or ValueError unless transformers has this scaling, with all these parameters."""
+    def check_scaling(self, scaling: Any) -> None:
+        """Raise TypeError or ValueError for what transformers would only log a warning about, and run with nonsense."""
         if not isinstance(scaling, dict):
-            raise TypeError(f"rope: scaling must be a dict like transformers' rope_parameters, not {scaling!r}")
-        kind = scaling.get("rope_type")
-        if not isinstance(kind, str) or kind not in SCALINGS:
-            raise ValueError(f"rope: scaling['rope_type'] must be one of {', '.join(SCALINGS)}, not {kind!r}")
-        if "rope_theta" in scaling or "partial_rotary_factor" in scaling:
-            raise ValueError("rope: give rope_theta and partial_rotary_factor beside scaling, not in it")
-        needed, taken = SCALINGS[kind]
-        given = set(scaling) - {"rope_type"}
-        if missing := sorted(needed - given):
-            raise ValueError(f"rope: scaling {kind} needs {', '.join(missing)}")
-        if unknown := sorted(given - needed - taken):
-            known = ", ".join(sorted(needed | taken))
-            raise ValueError(f"rope: scaling {kind} has no parameter {', '.join(unknown)}; it has {known}")
-        for key in sorted(given - {"truncate"}):
-            wants_list = key in ("short_factor", "long_factor")
-            values = scaling[key] if wants_list else [scaling[key]]
-            if not isinstance(values, list) or not values or not all(map(_positive, values)):
-                wanted = "a list of positive numbers, one per rotated pair" if wants_list else "a positive number"
-                raise ValueError(f"rope: scaling {kind}: {key} must be {wanted}, not {scaling[key]!r}")
-        if scaling.get("factor", 1) < 1:
-            raise ValueError(f"rope: scaling {kind}: factor must be at least 1, not {scaling['factor']!r}")
-        if kind == "longrope" and len(scaling["short_factor"]) != len(scaling["long_factor"]):
-            raise ValueError("rope: scaling longrope: short_factor and long_factor must have the same length")
-        if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-            raise ValueError("rope: scaling llama3: high_freq_factor must be above low_freq_factor")
-
-    def resolve(self, native: Native, dims: Dims) -> "Rope":
-        """Return the scheme itself; ValueError unless a share of the head that was asked for is a number of pairs."""
-        share = self.partial_rotary_factor
-        if share is not None and (int(share * dims.head_dim) < 2 or int(share * dims.head_dim) % 2):
-            raise ValueError(
-                f"rope: partial_rotary_factor={share} leaves {int(share * dims.head_dim)} dimensions of "
-                f"{dims.head_dim} to rotate, which are not pairs"
+            raise TypeError(
+                f"rope: scaling must be a dict like transformers' rope_parameters, 'none' or None, not {scaling!r}"
             )
-        return self
+        kind = scaling.get("rope_type")
+        if beside := sorted(set(_BESIDE) & set(scaling)):
+            raise ValueError(f"rope: give {' and '.join(beside)} beside scaling, not in it")
+        for key, value in scaling.items():
+            if key in ("short_factor", "long_factor"):
+                if not isinstance(value, list) or not value or not all(map(_positive, value)):
+                    raise ValueError(
+                        f"rope: scaling {kind}: {key} must be a list of positive numbers, one per rotated pair, not "
+                        f"{value!r}"
+                    )
+            elif key == "truncate":
+                if not isinstance(value, bool):
+                    raise ValueError(f"rope: scaling {kind}: truncate must be True or False, not {value!r}")
+            elif key not in ("rope_type", "type") and value is not None and not _positive(value):
+                raise ValueError(f"rope: scaling {kind}: {key} must be a positive number, not {value!r}")
+        if (scaling.get("factor") or 1) < 1:
+            raise ValueError(f"rope: scaling {kind}: factor must be at least 1, not {scaling['factor']!r}")
+        if len(scaling.get("short_factor", ())) != len(scaling.get("long_factor", ())) and kind == "longrope":
+            needed = [key for key in ("short_factor", "long_factor") if key not in scaling]
+            said = f"needs {', '.join(needed)}" if needed else "needs as many in short_factor as in long_factor"
+            raise ValueError(f"rope: scaling longrope {said}")
+        low, high = scaling.get("low_freq_factor"), scaling.get("high_freq_factor")
+        if low is not None and high is not None and high <= low:
+            raise ValueError(f"rope: scaling {kind}: high_freq_factor must be above low_freq_factor")
 
-    def with_base(self, rope_theta: float, partial_rotary_factor: float) -> "Rope":
-        """Return the scheme with what was None taken from the base model."""
-        return replace(
-            self,
-            rope_theta=self.rope_theta or rope_theta,
-            partial_rotary_factor=self.partial_rotary_factor or partial_rotary_factor,
-        )
+    def check(self, dims: Dims) -> None:
+        """Raise ValueError for a share of the head that is no number of pairs, or a parameter that another replaces."""
+        for share in self._each("partial_rotary_factor"):
+            turned = int(share * dims.head_dim)
+            if turned < 2 or turned % 2:
+                raise ValueError(
+                    f"rope: partial_rotary_factor={share} leaves {turned} dimensions of {dims.head_dim} to rotate, "
+                    "which are not pairs"
+                )
+        for scaling in self.scalings():
+            if unused := _unused(scaling):
+                raise ValueError(
+                    f"rope: scaling {scaling['rope_type']}: {', '.join(unused)} would not be read: attention_factor "
+                    "replaces what it is computed from, and mscale counts only beside mscale_all_dim"
+                )
+
+    def with_base(self, rotation: dict[str, Any], length: int) -> "Rope":
+        """Return the scheme with everything that was None taken from the base.
+
+        Args:
+            rotation: the base's own `rope_parameters`, by layer type where it has several; empty if it rotates nothing.
+            length: that the base was made for, in tokens.
+
+        Raises:
+            ValueError: if a layer type is named that the base does not have.
+        """
+        types = by_layer_type(rotation)
+        for field in (*_BESIDE, "scaling"):
+            value = getattr(self, field)
+            named = set(value) if _names_types(field, value) else set()
+            if unknown := sorted(named - set(types)):
+                there = "all its layers rotate alike" if None in types else f"it has {', '.join(map(str, types))}"
+                raise ValueError(f"rope: {field} names {', '.join(unknown)}, which this base does not have: {there}")
+        if None in types:
+            return replace(self, **self._filled(None, rotation, length))
+        filled = {kind: self._filled(kind, own, length) for kind, own in types.items()}
+        values: dict[str, Any] = {
+            field: {kind: filled[kind][field] for kind in types} for field in (*_BESIDE, "scaling")
+        }
+        return replace(self, **values)
+
+    def _filled(self, layer_type: str | None, own: Mapping[str, Any], length: int) -> dict[str, Any]:
+        given = {field: self._of(field, layer_type) for field in (*_BESIDE, "scaling")}
+        scaling = given["scaling"]
+        if scaling is None:
+            scaling = {key: value for key, value in own.items() if key not in (*_BESIDE, "type")}
+            if scaling.get("rope_type", "default") == "default":
+                scaling = "none"
+            else:
+                scaling = {key: value for key, value in scaling.items() if key not in _unused(scaling)}
+        elif scaling != "none" and scaling.get("rope_type") in WITH_LENGTH:
+            scaling = {_LENGTH: own.get(_LENGTH) or length, **scaling}
+        return {
+            "rope_theta": given["rope_theta"] or own.get("rope_theta") or 10000.0,
+            "partial_rotary_factor": given["partial_rotary_factor"] or own.get("partial_rotary_factor") or 1.0,
+            "scaling": scaling,
+        }
+
+    def _of(self, field: str, layer_type: str | None) -> Any:
+        """Return what was given for one layer type."""
+        value = getattr(self, field)
+        return value.get(layer_type) if _names_types(field, value) else value
+
+    @property
+    def leaves_dimensions(self) -> bool:
+        """Whether the resolved scheme turns fewer dimensions than a head has; `proportional` turns the rest by 0."""
+        kinds = by_layer_type(self.rope_parameters()).values()
+        return any(each["partial_rotary_factor"] < 1 and each["rope_type"] != PROPORTIONAL for each in kinds)
+
+    def scalings(self) -> list[dict[str, Any]]:
+        """Return the scalings that were given, each as transformers' `rope_parameters`."""
+        return [scaling for scaling in self._each("scaling") if scaling != "none"]
+
+    def _each(self, field: str) -> list[Any]:
+        """Return every value that was given for a field: one, or one by layer type."""
+        value = getattr(self, field)
+        values = value.values() if _names_types(field, value) else [value]
+        return [each for each in values if each is not None]
 
     def rope_parameters(self) -> dict[str, Any]:
-        """Return transformers' `rope_parameters` of the resolved scheme."""
-        return {
-            "rope_type": "default",
-            **(self.scaling or {}),
-            "rope_theta": self.rope_theta,
-            "partial_rotary_factor": self.partial_rotary_factor,
-        }
+        """Return transformers' `rope_parameters` of the resolved scheme, by layer type where the base has several."""
+        if isinstance(self.rope_theta, dict):
+            return {kind: self._parameters(kind) for kind in self.rope_theta}
+        return self._parameters(None)
+
+    def _parameters(self, layer_type: str | None) -> dict[str, Any]:
+        scaling = self._of("scaling", layer_type)
+        own = {"rope_type": "default"} if scaling == "none" else scaling
+        return {**own, **{field: self._of(field, layer_type) for field in _BESIDE}}
+
+
+def by_layer_type(parameters: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    """Return transformers' `rope_parameters` by layer type; where all layers share them, by None."""
+    if parameters and all(isinstance(value, dict) for value in parameters.values()):
+        return {**parameters}
+    return {None: parameters}
+
+
+def _unused(scaling: Mapping[str, Any]) -> list[str]:
+    """Return the parameters of a scaling that transformers asks for and then does not use, because of the others."""
+    given = {key for key, value in scaling.items() if value is not None}
+    both = {"mscale", "mscale_all_dim"}
+    fixed = "attention_factor" in given
+    unused = both & set(scaling) if fixed or not both <= given else set()
+    if fixed and scaling.get("rope_type") == "longrope":
+        unused |= {"factor"} & set(scaling)
+    return sorted(unused)
+
+
+def _names_types(field: str, value: Any) -> bool:
+    """Return whether a hyper-parameter is given by layer type; one scaling is a dict too, with a `rope_type`."""
+    if field != "scaling":
+        return isinstance(value, dict)
+    whole = isinstance(value, dict) and bool(value) and "rope_type" not in value
+    return whole and all(each is None or each == "none" or isinstance(each, dict) for each in value.values())
 
 
 def _positive(value: Any) -> bool:
