@@ -17,7 +17,7 @@ from .classes import PosEncMixin, config_class, entry_of, lacks_loss_type, model
 from .engines.choice import Call, Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from .positions import Positions
-from .registry import available_schemes, scheme_class
+from .registry import available_schemes, check_registered, scheme_class
 from .schemes.base import PositionEmbedding, PositionModule, Scheme, ScoreScheme, Shared
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -27,11 +27,12 @@ def parse_scheme(scheme: str | Scheme, hyperparameters: dict[str, Any]) -> Schem
     """Return a scheme from its name and hyper-parameters, or the instance itself.
 
     Raises:
-        UnknownSchemeError: for a name that is not registered; the message lists those that are.
+        UnknownSchemeError: for a name or a class that is not registered; the message lists the names that are.
         TypeError: for unknown hyper-parameters, or any beside an instance.
         ValueError: for values out of range.
     """
     if isinstance(scheme, Scheme):
+        check_registered(type(scheme))
         if hyperparameters:
             raise TypeError(f"hyper-parameters {', '.join(hyperparameters)} were given beside a {scheme.name} instance")
         return scheme
@@ -97,7 +98,7 @@ def patch_model(
         The model itself.
 
     Raises:
-        UnknownSchemeError: if there is no such scheme.
+        UnknownSchemeError: if there is no such scheme, or the class of an instance is not registered.
         UnsupportedModelError: if the model, a setting of it or its attention backend cannot carry the scheme.
         AlreadyPatchedError: if the model is patched; `unpatch_model` it first.
         TypeError: for wrong hyper-parameters.

@@ -51,6 +51,22 @@ def scheme_class(name: str) -> type[Scheme]:
         raise UnknownSchemeError(f"unknown scheme {name!r}; choose from {', '.join(available_schemes())}") from None
 
 
+def check_registered(cls: type[Scheme]) -> None:
+    """Check that a class is the one which its name stands for: a checkpoint holds the name, and is loaded by it.
+
+    Raises:
+        UnknownSchemeError: if it is not; the message says how to register it.
+    """
+    name = getattr(cls, "name", None)
+    known = _SCHEMES.get(name) if isinstance(name, str) else None
+    if known is not cls:
+        taken = "" if known is None else f"; its name {name!r} is that of {_location(known)}, so it needs another"
+        raise UnknownSchemeError(
+            f"{_location(cls)} is not registered, so a model that is patched with it could not be loaded again: put "
+            f"@hf_posenc.registry.register_scheme on the class{taken}. Registered are {', '.join(available_schemes())}"
+        )
+
+
 def available_schemes() -> tuple[str, ...]:
     """The names of all registered schemes, sorted."""
     return tuple(sorted(_SCHEMES))

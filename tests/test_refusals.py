@@ -1,6 +1,7 @@
 """What cannot be done is refused: before anything is touched, with the reason, and with what to do instead."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import accelerate.big_modeling
 import peft
@@ -17,6 +18,7 @@ from hf_posenc import (
     AlreadyPatchedError,
     HfPosencError,
     NotPatchedError,
+    Scheme,
     UnknownSchemeError,
     UnsupportedModelError,
     available_schemes,
@@ -61,6 +63,30 @@ def test_what_is_no_scheme(scheme):
 
 def test_hyperparameters_beside_an_instance():
     refused(tiny("gpt2"), scheme_class("shaw")(max_distance=4), TypeError, "values", "instance", values=False)
+
+
+def test_an_instance_of_a_class_that_is_not_registered():
+    """It would patch and train, and fail when the model is saved."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Mine(Scheme):
+        name: ClassVar[str] = "mine"
+        kind: ClassVar = "none"
+
+    @dataclass(frozen=True, kw_only=True)
+    class MyAlibi(scheme_class("alibi")):
+        pass
+
+    @dataclass(frozen=True, kw_only=True)
+    class Nameless(Scheme):
+        kind: ClassVar = "none"
+
+    for family in FAMILIES:
+        refused(tiny(family), Mine(), UnknownSchemeError, "Mine", "@hf_posenc.registry.register_scheme", "alibi")
+        refused(
+            tiny(family), MyAlibi(), UnknownSchemeError, "MyAlibi", "'alibi' is that of hf_posenc.schemes.alibi.Alibi"
+        )
+        refused(tiny(family), Nameless(), UnknownSchemeError, "Nameless", "register_scheme")
 
 
 @pytest.mark.parametrize("scheme", available_schemes())
