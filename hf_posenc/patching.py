@@ -99,7 +99,8 @@ def patch_model(
 
     Raises:
         UnknownSchemeError: if there is no such scheme, or the class of an instance is not registered.
-        UnsupportedModelError: if the model, a setting of it or its attention backend cannot carry the scheme.
+        UnsupportedModelError: if the model, a setting of it or its attention backend cannot carry the scheme, or
+            somebody has replaced the forward that would have to carry it.
         AlreadyPatchedError: if the model is patched; `unpatch_model` it first.
         TypeError: for wrong hyper-parameters.
         ValueError: for hyper-parameters out of range, or an unknown `attention`.
@@ -110,6 +111,7 @@ def patch_model(
         raise TypeError(f"seed must be an integer or None, not {seed!r}")
     config = model.config
     plan, native = surgery.resolved(surgery.make_plan(model, wanted, attention), config)
+    surgery.check_forwards(plan)
 
     undo = surgery.Undo()
     try:
@@ -192,8 +194,8 @@ def unpatch_model(model: Model) -> Model:
     Raises:
         NotPatchedError: if it is not patched, or was loaded from a patched checkpoint, which does not hold the stock
             positions.
-        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP), or has copies of layers
-            that were made after it was patched.
+        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP), has copies of layers that
+            were made after it was patched, or if somebody has replaced a forward that would have to be taken away.
     """
     check_unwrapped(model, "unpatch the model")
     patch = patch_of(model)
@@ -211,6 +213,8 @@ def unpatch_model(model: Model) -> Model:
                 f"{name} is a copy of a patched layer, which cannot be unpatched: remove it first, or copy layers "
                 "before the model is patched"
             )
+
+    surgery.check_class_undone(model)
     patch.undo.roll_back()
     return model
 

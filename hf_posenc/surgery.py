@@ -21,6 +21,7 @@ from .attention import (
     ORIGINAL_LENGTH,
     SPLIT_HEADS,
     IdentityRotary,
+    RotaryAttention,
     check_engine,
     check_masks,
     check_scalings,
@@ -51,6 +52,12 @@ MARKER = "hf_posenc_"
 """Start of the name of a buffer on every patched layer; the scheme's name follows. Nothing reads its value. What counts
 is the key in the state dict, which a model with other positions does not know (without it the weights of a model whose
 scheme has no parameters would load into the stock model), and that a layer which was added later has none."""
+
+
+TAKE_OFF = (
+    "hooks of accelerate: accelerate.hooks.remove_hook_from_module(model, recurse=True); a wrapper or a compiled "
+    "forward: del attention.forward"
+)
 
 
 class Undo:
@@ -224,12 +231,58 @@ def _remove_attribute(owner: Any, name: str) -> None:
 
 def set_class(undo: Undo, owner: Any, cls: type) -> None:
     """Change the class of an object."""
+    if "forward" in owner.__dict__ and has_own_forward(owner):
+        # A bound method that stood for nothing (accelerate leaves one when its hook is removed) would keep the old one.
+        undo.add(_restore_attribute, owner, "forward", owner.__dict__["forward"])
+        del owner.__dict__["forward"]
     undo.add(_restore_class, owner, type(owner))
     owner.__class__ = cls
 
 
 def _restore_class(owner: Any, cls: type) -> None:
+    if has_own_forward(owner):
+        owner.__dict__.pop("forward", None)
     owner.__class__ = cls
+
+
+def has_own_forward(module: Any) -> bool:
+    """Return whether a module runs the forward of its class, and no other that was put on the instance."""
+    forward = module.__dict__.get("forward")
+    return forward is None or (
+        getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+    )
+
+
+def check_forwards(plan: Plan) -> None:
+    """Check that the scheme would not be bypassed by a forward that somebody put on an attention.
+
+    Raises:
+        UnsupportedModelError: if it would; the message says what to do.
+    """
+    rotating = isinstance(plan.scheme, Rope) and plan.found.rotary is None  # changes the class of each attention
+    if not rotating and not isinstance(plan.scheme, ScoreScheme):
+        return
+    for index, attention in enumerate(plan.found.attentions):
+        hooked = has_own_forward(attention)
+        if not hooked and not rotating and "_hf_hook" in attention.__dict__:  # accelerate's hook calls what it replaced
+            behind = attention.__dict__.get("_old_forward")
+            hooked = getattr(behind, "__func__", None) is type(attention).forward
+        if not hooked:
+            raise UnsupportedModelError(
+                f"the attention of layer {index} has a forward of its own ({attention.__dict__['forward']!r:.80}), "
+                f"which {plan.scheme.name} would not reach: take it off ({TAKE_OFF}), patch the model, and put it on "
+                "again"
+            )
+
+
+def check_class_undone(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a forward was put on an attention whose class is to be changed back."""
+    for name, module in model.named_modules():
+        if isinstance(module, RotaryAttention) and not has_own_forward(module):
+            raise UnsupportedModelError(
+                f"{name} was given a forward of its own after the model was patched, which would go on rotating: take "
+                f"it off ({TAKE_OFF}), then unpatch the model"
+            )
 
 
 def add_pre_hook(undo: Undo, owner: nn.Module, hook: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import accelerate.big_modeling
+import accelerate.hooks
 import peft
 import pytest
 import torch
@@ -491,3 +492,133 @@ def test_a_mask_of_the_wrong_shape(scheme):
     model = patch_model(tiny("llama"), scheme, seed=0)
     with pytest.raises(ValueError, match="pass a 2-D mask"):
         model(tokens(2, 12), attention_mask=torch.ones(2, 1, 7, 12, dtype=torch.bool).tril())
+
+
+# ----------------------------------------------------------------------------------------- forwards that somebody replaced
+
+
+def attentions(model):
+    return [layer.attn for layer in model.transformer.h] if hasattr(model, "transformer") else attentions_of_opt(model)
+
+
+def attentions_of_opt(model):
+    decoder = getattr(model.model, "decoder", model.model)
+    return [layer.self_attn for layer in decoder.layers]
+
+
+def hook(module):
+    accelerate.hooks.add_hook_to_module(module, accelerate.hooks.ModelHook())
+
+
+def wrap(module):
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def compiled(module):
+    module.forward = torch.compile(module.forward, backend="eager")
+
+
+REPLACED = pytest.mark.parametrize("replace", [hook, wrap, compiled])
+# torch's own modules warn on the first import of its compiler
+COMPILER = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+
+@COMPILER
+@REPLACED
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_rotation_where_the_forward_was_replaced(family, replace):
+    """It would go on calling the stock forward, without any positions."""
+    model = tiny(family)
+    replace(attentions(model)[1])
+    words = ("layer 1", "forward of its own", "remove_hook_from_module", "del attention.forward", "put it on again")
+    refused(model, "rope", UnsupportedModelError, *words)
+
+
+@COMPILER
+@pytest.mark.parametrize("replace", [wrap, compiled])
+@pytest.mark.parametrize("scheme", SCORES)
+def test_scores_where_the_forward_was_replaced(scheme, replace):
+    model = tiny("llama")
+    replace(attentions(model)[0])
+    refused(model, scheme, UnsupportedModelError, "layer 0", "forward of its own", "del attention.forward")
+
+
+@pytest.mark.parametrize("scheme", available_schemes())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_only_calls_the_forward_through_is_no_obstacle(family, scheme):
+    """accelerate's hooks on a model that is all in one place (bitsandbytes has them), on everything but a changed class."""
+    expected = logits(patch_model(tiny(family), scheme, seed=0))
+    model = tiny(family)
+    stock = logits(model)
+    changed = family == "gpt2" and scheme == "rope"
+    for module in model.modules():
+        if not (changed and module in attentions(model)):
+            hook(module)
+    patch_model(model, scheme, seed=0)
+    assert logits(model).equal(expected)
+    assert logits(unpatch_model(model)).equal(stock)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_hook_that_was_taken_off_leaves_nothing_in_the_way(family):
+    """accelerate then leaves the bound method of the old class on the instance."""
+    model = tiny(family)
+    stock, expected = logits(model), logits(patch_model(tiny(family), "rope"))
+    for attention in attentions(model):
+        hook(attention)
+        accelerate.hooks.remove_hook_from_module(attention)
+        assert "forward" in vars(attention)
+    before = snapshot(model)
+    patch_model(model, "rope")
+    assert logits(model).equal(expected)
+    unpatch_model(model)
+    assert {key: value.tolist() for key, value in before.values.items()} == {
+        key: value.tolist() for key, value in model.state_dict().items()
+    }
+    assert logits(model).equal(stock)
+
+
+@COMPILER
+@REPLACED
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_unpatching_below_a_forward_that_was_put_on_later(family, replace):
+    """In either order all comes off, or unpatching says what to take off first."""
+    model = tiny(family)
+    stock = logits(model)
+    patch_model(model, "rope")
+    expected = logits(model)
+    replace(attentions(model)[0])
+    before = snapshot(model)
+    with pytest.raises(
+        UnsupportedModelError, match=r"forward of its own after the model was patched.*remove_hook_from"
+    ):
+        unpatch_model(model)
+    assert_same(snapshot(model), before)
+    assert logits(model).equal(expected)
+    if replace is hook:
+        accelerate.hooks.remove_hook_from_module(attentions(model)[0])
+    else:
+        del attentions(model)[0].forward
+    unpatch_model(model)
+    assert logits(model).equal(stock)
+    assert not any("forward" in vars(attention) for attention in attentions(model))
+
+
+@COMPILER
+@pytest.mark.parametrize("replace", [wrap, compiled, lambda module: module.compile(backend="eager")])
+@pytest.mark.parametrize("variant", ["sinusoidal", "every_layer", "alibi", "nope", "rope"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_and_decoders_may_have_forwards_of_their_own(family, variant, replace):
+    """Our hooks there run in `__call__`, before any forward, and a compiled one notices them."""
+    scheme, options = {
+        "every_layer": ("sinusoidal", {"placement": "every_layer"}),
+        "rope": ("rope", {"rope_theta": 7.0}),
+    }.get(variant, (variant, {}))
+    model, expected = tiny(family), logits(patch_model(tiny(family), scheme, **options))
+    for module in (model.base_model, *(model.transformer.h if family == "gpt2" else model.model.layers)):
+        replace(module)
+    stock = logits(model)
+    patch_model(model, scheme, **options)
+    assert logits(model).equal(expected)
+    assert logits(unpatch_model(model)).equal(stock)
