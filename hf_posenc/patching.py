@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from accelerate.hooks import AlignDevicesHook, SequentialHook
 from torch import nn
 from torch.distributed import is_available as distributed_is_available
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -78,6 +79,39 @@ def check_unwrapped(model: Any, action: str) -> None:
         )
 
 
+def check_in_place(model: nn.Module, action: str, *, one_device: bool = True) -> None:
+    """Raise unless a model's weights are all there, on one device: hooks that move them know the modules of one moment.
+
+    Args:
+        model: any module.
+        action: what cannot be done with it otherwise, as in "patch the model".
+        one_device: refuse also what is spread over devices and stays there.
+
+    Raises:
+        UnsupportedModelError: for a model that accelerate or diffusers has offloaded or spread over devices.
+    """
+    hooks = [hook for module in model.modules() if (own := module.__dict__.get("_hf_hook")) for hook in _single(own)]
+    aligned = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
+    devices = {str(hook.execution_device) for hook in aligned if hook.execution_device is not None}
+    if any(hook.offload for hook in aligned) or len({parameter.is_meta for parameter in model.parameters()}) > 1:
+        state = "offloaded: weights are elsewhere until their layer runs"
+    elif any("_diffusers_hook" in module.__dict__ for module in model.modules()):
+        state = "offloaded by hooks of diffusers"
+    elif one_device and len(devices) > 1:
+        state = f"spread over {', '.join(sorted(devices))}"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"this {type(model).__name__} is {state}: {action} before dispatching. hf_posenc.from_pretrained(..., "
+        "scheme=..., device_map=...) patches first; accelerate.hooks.remove_hook_from_module(model, recurse=True) "
+        "takes hooks off and brings back the weights that were offloaded from memory"
+    )
+
+
+def _single(hook: Any) -> list[Any]:
+    return [each for part in hook.hooks for each in _single(part)] if isinstance(hook, SequentialHook) else [hook]
+
+
 def patch_model(
     model: Model, scheme: str | Scheme, *, attention: str = "auto", seed: int | None = None, **hyperparameters: Any
 ) -> Model:
@@ -100,7 +134,8 @@ def patch_model(
     Raises:
         UnknownSchemeError: if there is no such scheme, or the class of an instance is not registered.
         UnsupportedModelError: if the model, a setting of it or its attention backend cannot carry the scheme, or
-            somebody has replaced the forward that would have to carry it.
+            somebody has replaced the forward that would have to carry it; if it is wrapped, sharded, offloaded or
+            spread over devices.
         AlreadyPatchedError: if the model is patched; `unpatch_model` it first.
         TypeError: for wrong hyper-parameters.
         ValueError: for hyper-parameters out of range, or an unknown `attention`.
@@ -139,6 +174,7 @@ def _check_model(model: Any) -> None:
     if patch_of(model) is not None or isinstance(model, PosEncMixin):
         name = "another scheme" if (patch := patch_of(model)) is None else patch.scheme.name
         raise AlreadyPatchedError(f"this {type(model).__name__} is patched with {name}; unpatch_model(model) first")
+    check_in_place(model, "patch the model")
 
 
 def _initialize(owners: list[PositionModule], native: Any, seed: int | None, model: PreTrainedModel) -> None:
@@ -194,8 +230,9 @@ def unpatch_model(model: Model) -> Model:
     Raises:
         NotPatchedError: if it is not patched, or was loaded from a patched checkpoint, which does not hold the stock
             positions.
-        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP), has copies of layers that
-            were made after it was patched, or if somebody has replaced a forward that would have to be taken away.
+        UnsupportedModelError: if it is wrapped (DistributedDataParallel), sharded (FSDP), offloaded or spread over
+            devices, has copies of layers that were made after it was patched, or if somebody has replaced a forward
+            that would have to be taken away.
     """
     check_unwrapped(model, "unpatch the model")
     patch = patch_of(model)
@@ -214,6 +251,7 @@ def unpatch_model(model: Model) -> Model:
                 "before the model is patched"
             )
 
+    check_in_place(model, "unpatch the model")
     surgery.check_class_undone(model)
     patch.undo.roll_back()
     return model

@@ -15,7 +15,7 @@ from . import surgery
 from .adapters.base import resolve
 from .attention import NAME, IdentityRotary
 from .errors import NotPatchedError
-from .patching import check_unwrapped, patch_of
+from .patching import check_in_place, check_unwrapped, patch_of
 from .registry import adapter_for
 from .schemes.base import PositionModule
 
@@ -117,13 +117,14 @@ def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report
 
     Raises:
         NotPatchedError: if the model is not patched.
-        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP).
+        UnsupportedModelError: if it is wrapped (DistributedDataParallel), sharded (FSDP) or offloaded.
         ValueError: if `length` is under 4, or from the model's own forward pass.
     """
     check_unwrapped(model, "verify the model")
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: there is nothing to verify")
+    check_in_place(model, "verify the model", one_device=False)
     if length < 4:
         raise ValueError(f"length must be at least 4, not {length}")
     scheme = patch.scheme
