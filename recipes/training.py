@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +21,16 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from corpus import IGNORED, Document, Windows, order
 from options import UsageError, at_least, one_of
+from peft import PeftModel
 from recovery import Recovery
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 import hf_posenc
+from hf_posenc.registry import adapter_for
+from hf_posenc.schemes.base import PositionModule
+from hf_posenc.surgery import base_model_type
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup", "warmup_stable_decay")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -232,12 +236,7 @@ def fine_tune(
         Diverged: the loss is not finite. The newest state is from before.
         OSError: a state could not be written; the one before is kept.
     """
-    decayed = [weight for name, weight in model.named_parameters() if weight.dim() > 1 and ".posenc." not in name]
-    known = {id(weight) for weight in decayed}
-    others = [weight for weight in model.parameters() if id(weight) not in known]
-    groups = [{"params": decayed, "weight_decay": arguments.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    for group in groups:
-        group["params"] = [weight for weight in group["params"] if weight.requires_grad]  # LoRA trains few of them
+    groups = parameter_groups(model, arguments.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=arguments.learning_rate, betas=(0.9, 0.95))
     schedule = get_scheduler(
         arguments.schedule,
@@ -314,6 +313,28 @@ def fine_tune(
         "loss": progress.losses,
         "curve": progress.curve,
     }
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained weights for an optimizer: matrices with weight decay; vectors and position parameters without.
+
+    Position parameters are those of a scheme, wherever in the model it keeps them, and a base's own table of positions.
+    """
+    positions = {id(weight) for module in position_modules(model) for weight in module.parameters()}
+    trained = [weight for weight in model.parameters() if weight.requires_grad]  # LoRA trains few of them
+    decayed = [weight for weight in trained if weight.dim() > 1 and id(weight) not in positions]
+    known = {id(weight) for weight in decayed}
+    others = [weight for weight in trained if id(weight) not in known]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def position_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """What holds position parameters: modules of schemes and, of an unpatched model, its own table."""
+    yield from (module for module in model.modules() if isinstance(module, PositionModule))
+    stock = model.get_base_model() if isinstance(model, PeftModel) else model
+    adapter = adapter_for(base_model_type(stock.config))
+    if adapter.position_table is not None:
+        yield stock.base_model.get_submodule(adapter.decoder).get_submodule(adapter.position_table)
 
 
 @dataclass

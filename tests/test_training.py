@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import hf_posenc
 
@@ -104,6 +105,51 @@ def main_with(monkeypatch, recipe, target, name, value, words):
     with monkeypatch.context() as patch:
         patch.setattr(target, name, value)
         recipe.main(words)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "options", "position_parameters"),
+    [
+        ("gpt2", "learned", {"num_positions": 64}, {"transformer.wpe.table"}),
+        ("gpt2", "learned", {"num_positions": 64, "placement": "every_layer"}, {"transformer.posenc.table"}),
+        ("llama", "learned", {"num_positions": 64}, {"model.layers.0.posenc.table"}),
+        ("gpt2", "transformer_xl", {"share_biases": True}, None),
+        ("gpt2", None, {}, {"transformer.wpe.weight"}),
+        ("llama", None, {}, set()),
+    ],
+)
+def test_position_parameters_get_no_weight_decay(
+    recipe, tiny_checkpoints, monkeypatch, family, scheme, options, position_parameters
+):
+    """Wherever a scheme keeps them, and a base's own table too; every other matrix gets what was asked for."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / family)
+    stock = {name for name, weight in model.named_parameters() if weight.dim() > 1}
+    if scheme:
+        hf_posenc.patch_model(model, scheme, seed=0, **options)
+    groups = []
+
+    def optimizer(given, **_):
+        groups.extend(given)
+        raise Stop
+
+    monkeypatch.setattr(torch.optim, "AdamW", optimizer)
+    arguments = recipe.Arguments(weight_decay=0.25)
+    accelerator = recipe.training.accelerator_for(arguments, tiny_checkpoints)
+    with pytest.raises(Stop):
+        recipe.training.fine_tune(accelerator, model, [], arguments, folder=tiny_checkpoints)
+    with_decay, without = groups
+    assert (with_decay["weight_decay"], without["weight_decay"]) == (0.25, 0.0)
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    decayed, others = ({names[id(weight)] for weight in group["params"]} for group in (with_decay, without))
+    assert not decayed & others
+    assert decayed | others == set(names.values())
+    if position_parameters is None:
+        position_parameters = {name for name in names.values() if "posenc" in name}
+        assert len(position_parameters) > 2
+    matrices = {name for name, weight in model.named_parameters() if weight.dim() > 1}
+    assert position_parameters <= others
+    assert decayed == matrices - position_parameters
+    assert decayed == stock - {"transformer.wpe.weight"}
 
 
 @pytest.mark.parametrize(
