@@ -58,10 +58,11 @@ class DataArguments:
         },
     )
     eval_tokens: int = field(
-        default=16384, metadata={"help": "held-out tokens to measure on, at least; whole documents are held out"}
-    )
-    max_eval_tokens: int | None = field(
-        default=None, metadata={"help": "measure on so many of the held-out tokens only, if the documents are books"}
+        default=16384,
+        metadata={
+            "help": "tokens to measure on, at most: whole documents are held out until there are so many, and of the "
+            "last one the beginning is measured"
+        },
     )
     split_seed: int = field(
         default=0, metadata={"help": "which documents are held out; apart from --seed, so that runs compare"}
@@ -79,10 +80,6 @@ class Document:
 def check(arguments: DataArguments, needs_data: bool) -> None:
     """What can be known without reading the text."""
     at_least(arguments, 1, "eval_tokens")
-    if arguments.max_eval_tokens is not None and arguments.max_eval_tokens < arguments.eval_tokens:
-        raise UsageError(
-            f"--max-eval-tokens {arguments.max_eval_tokens} is less than --eval-tokens {arguments.eval_tokens}"
-        )
     one_of(arguments, "packing", ("concatenate", "documents"))
     if arguments.workers is not None:
         at_least(arguments, 1, "workers")
@@ -228,42 +225,39 @@ def encode_and_keep(tokenizer: Any, texts: list[str], workers: int | None) -> li
 def split(found: list[Document], tokenizer: Any, arguments: DataArguments) -> tuple[list[Document], list[Document]]:
     """Training and held-out documents. Whole documents are held out, so no text is on both sides.
 
-    They are drawn at random until there are `--eval-tokens`. Of a single document the end is held out.
+    They are drawn at random until there are `--eval-tokens`, and what is beyond these is neither measured nor trained
+    on. Of a single document the end is held out.
     """
     missing = arguments.eval_tokens
     if len(found) == 1:
         tokens = found[0].tokens
         parts = tokens[:-missing], tokens[-missing:]
-        return tuple([Document(part, len(tokenizer.decode(part).encode()))] if len(part) else [] for part in parts)
+        return tuple([Document(part, text_bytes(part, tokenizer))] if len(part) else [] for part in parts)
     order = list(range(len(found)))
     random.Random(arguments.split_seed).shuffle(order)
     held_out: list[int] = []
     while order and missing > 0:
         held_out.append(order.pop())
         missing -= len(found[held_out[-1]].tokens)
-    measured = [found[index] for index in sorted(held_out)]
-    if arguments.max_eval_tokens is not None:
-        measured = cut(measured, tokenizer, arguments.max_eval_tokens)
+    measured = cut([found[index] for index in sorted(held_out)], tokenizer, arguments.eval_tokens)
     return [found[index] for index in sorted(order)], measured
 
 
 def cut(found: list[Document], tokenizer: Any, tokens: int) -> list[Document]:
-    """So many tokens from the beginning."""
-    found = first(found, tokens)
-    if (beyond := sum(len(document.tokens) for document in found) - tokens) <= 0:
-        return found
-    rest = found[-1].tokens[:-beyond]
-    return [*found[:-1], Document(rest, len(tokenizer.decode(rest).encode()))]
+    """At most so many tokens from the beginning: of the document that goes beyond them only its first part."""
+    kept: list[Document] = []
+    for document in found:
+        if len(document.tokens) > tokens:
+            beginning = document.tokens[:tokens]
+            return [*kept, Document(beginning, text_bytes(beginning, tokenizer))] if tokens else kept
+        kept.append(document)
+        tokens -= len(document.tokens)
+    return kept
 
 
-def first(found: list[Document], tokens: int) -> list[Document]:
-    """As many documents from the beginning as make so many tokens."""
-    total = 0
-    for index, document in enumerate(found):
-        total += len(document.tokens)
-        if total >= tokens:
-            return found[: index + 1]
-    return found
+def text_bytes(tokens: Tensor, tokenizer: Any) -> int:
+    """Bytes of the text that these tokens are, without the marks that the tokenizer added."""
+    return len(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
 
 
 def stream(found: list[Document]) -> Document:

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
-    """The first documents are measured, until there are --eval-tokens: nothing is trained, nothing is held out."""
+    """The beginning of the text is measured, at most --eval-tokens of it: nothing is trained, nothing is held out."""
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID is missing")
     corpus.check(arguments, needs_data=True)
@@ -64,6 +64,11 @@ def run(arguments: Arguments) -> dict[str, Any]:
     if min(arguments.eval_lengths, default=0) < 8:
         raise UsageError("--eval-lengths must be at least 8 tokens")
     arguments.eval_lengths = sorted(set(arguments.eval_lengths))
+    if arguments.eval_tokens < arguments.eval_lengths[-1]:
+        raise UsageError(
+            f"--eval-tokens {arguments.eval_tokens} is less than the longest of --eval-lengths, "
+            f"{arguments.eval_lengths[-1]}"
+        )
     if Path(arguments.output).is_dir():
         raise UsageError(f"--output {arguments.output} is a folder, name a file")
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
@@ -75,7 +80,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     tokenizer = load(AutoTokenizer, arguments.model)
     with accelerator.main_process_first():
         documents = corpus.documents(tokenizer, arguments, None, arguments.eval_tokens)
-    documents = corpus.first(documents, arguments.eval_tokens)
+    documents = corpus.cut(documents, tokenizer, arguments.eval_tokens)
     check_vocabulary(model, documents)
     if len(stream(documents).tokens) < arguments.eval_lengths[-1]:
         raise UsageError(

@@ -79,17 +79,20 @@ def test_held_out_text_is_never_trained_on(corpus, tokenizer):
         numbers = [{int(document.tokens[0]) for document in part} for part in (training, held_out)]
         assert not numbers[0] & numbers[1]
         assert len(numbers[0] | numbers[1]) == 20
-        total = sum(len(document.tokens) for document in held_out)
-        assert total >= 45
-        assert total - max(len(document.tokens) for document in held_out) < 45  # and no document more
+        assert sum(len(document.tokens) for document in held_out) == 45
+        whole = sum(len(documents[number].tokens) for number in numbers[1])
+        assert whole - max(len(documents[number].tokens) for number in numbers[1]) < 45  # no document more than needed
     words = torch.tensor(tokenizer("x" * 20).input_ids)
-    books, limits = [corpus.Document(words, 20)] * 5, corpus.DataArguments(eval_tokens=25, max_eval_tokens=30)
+    books, limits = [corpus.Document(words, 20)] * 5, corpus.DataArguments(eval_tokens=30)
     training, held_out = corpus.split(books, tokenizer, limits)
     assert [(len(document.tokens), document.bytes) for document in held_out] == [(20, 20), (10, 10)]
     assert len(training) == 3  # what is not measured is not trained on either
     text = torch.tensor(tokenizer("x" * 100).input_ids)
     training, held_out = corpus.split([corpus.Document(text, 100)], tokenizer, corpus.DataArguments(eval_tokens=30))
     assert (len(training[0].tokens), len(held_out[0].tokens), held_out[0].bytes) == (70, 30, 30)
+    marked = torch.cat([text, torch.tensor([tokenizer.eos_token_id])])  # a mark is a token, but no text
+    _, held_out = corpus.split([corpus.Document(marked, 100)], tokenizer, corpus.DataArguments(eval_tokens=30))
+    assert (len(held_out[0].tokens), held_out[0].bytes) == (30, 29)
 
 
 def test_windows_follow_the_text(corpus):

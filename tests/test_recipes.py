@@ -1,5 +1,6 @@
 """The recipes as their users start them: from arguments to tables, reports, tiny_checkpoints; every way to start them wrongly."""
 
+import dataclasses
 import importlib
 import json
 import subprocess
@@ -81,7 +82,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     documents = recipe.corpus.documents(tokenizer, arguments, None, 0)
     _, held_out = recipe.corpus.split(documents, tokenizer, arguments)
     whole = recipe.stream(held_out)
-    assert len(whole.tokens) == written["data"]["held_out_tokens"] >= 200
+    assert len(whole.tokens) == written["data"]["held_out_tokens"] == 200
     (again,) = measure_context(model, [whole.tokens], lengths=[64], byte_counts=[whole.bytes])
     assert again.to_dict() == written["after"][1]
 
@@ -450,7 +451,7 @@ def test_pretrain(recipes, tiny_checkpoints, text):
 
 def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):
     evaluate = importlib.import_module("evaluate")
-    results = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out"))
+    recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out"))
     target = tiny_checkpoints / "measured.json"
     words = ["--data", str(text), "--separator", r"\f", "--eval-lengths", "16", "48", "--output", str(target)]
     words += ["--retrieval-trials", "0", "--eval-tokens", "100000"]
@@ -459,7 +460,7 @@ def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):
     assert json.loads(target.read_text()) == json.loads(json.dumps(stock))
     assert patched["model"]["scheme"] == "alibi"
     assert stock["model"]["scheme"] is None
-    everything = results["data"]["training_tokens"] + results["data"]["held_out_tokens"]
+    everything = 12 * 301  # bytes, and the mark at the end of each document
     assert patched["measured"][0]["sliding"]["tokens"] == everything - 1
     assert patched["measured"][0]["sliding"]["nll"] != stock["measured"][0]["sliding"]["nll"]
     gpt2 = evaluate.main(["--model", str(tiny_checkpoints / "gpt2"), *words])
@@ -467,6 +468,31 @@ def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):
     with pytest.raises(SystemExit):
         evaluate.main(["--data", str(text)])
     assert "--model DIR_OR_ID is missing" in capsys.readouterr().err
+
+
+def test_eval_tokens_says_at_most_how_many_are_measured_everywhere(recipes, recipe, tiny_checkpoints, text):
+    """Of two books the beginning of one, not a whole book."""
+    text.write_text(text.read_text().replace("\f", " ")[:2000] + "\f" + "another book " * 200)
+    llama, out = tiny_checkpoints / "llama", tiny_checkpoints / "out"
+    words = ["--data", str(text), "--separator", r"\f", "--eval-lengths", "16", "--eval-tokens", "100"]
+    words += ["--retrieval-trials", "0"]
+    training = ["--train-length", "16", "--steps", "1"]
+    compared = ["--variants", "alibi", "--seeds", "0", "--output", str(out / "compare")]
+    fresh = ["--schemes", "alibi", "--seeds", "0", "--output", str(out / "pretrain"), "--width", "16"]
+    importlib.import_module("compare_schemes").main(["--model", str(llama), *words, *training, *compared])
+    importlib.import_module("pretrain").main([*words, *training, *fresh])
+    results = [
+        recipe.main(["--model", str(llama), *words, *training, "--output", str(out / "extend")])["after"],
+        *(json.loads(path.read_text())["after"] for path in out.glob("*/runs/alibi/seed-0/results.json")),
+        importlib.import_module("evaluate").main(
+            ["--model", str(llama), *words, "--output", str(out / "evaluation.json")]
+        )["measured"],
+    ]
+    assert [rows[0]["sliding"]["tokens"] for rows in results] == [99] * 4  # the first token has nothing before it
+    for module in ("extend_context", "compare_schemes", "pretrain", "evaluate"):
+        names = {field.name for field in dataclasses.fields(importlib.import_module(module).Arguments)}
+        assert "eval_tokens" in names
+        assert "max_eval_tokens" not in names
 
 
 def test_trainer_example(recipes, tiny_checkpoints, text):
