@@ -14,8 +14,9 @@ from typing import Any
 
 import extend_context
 import sweep
+from accelerate import PartialState
 from extend_context import UNPATCHED
-from options import UsageError, load, parse
+from options import UsageError, each_once, load, parse, refuse
 from training import Diverged, Interrupted
 from transformers import AutoConfig
 
@@ -27,18 +28,24 @@ OPTIONS = ("trainable", "distill", "transfer")
 
 
 @dataclass
-class Arguments(extend_context.Arguments):
+class Arguments(extend_context.SharedArguments):
     """What to compare; everything else is as for extend_context.py and the same for all."""
 
     variants: list[str] = field(
         default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
         metadata={
             "help": f"schemes; {UNPATCHED}; {', '.join('rope-' + kind for kind in SCALINGS)} (RoPE stretched to "
-            "--train-length); any of them with +trainable (trainable=true), +distill (KL to the base, weight --distill or "
-            "1) or +transfer (attention outputs matched for the first quarter of the recovery steps, then KL)"
+            "--train-length); any of them with +trainable (trainable=true), +distill (KL to the base, weight --distill) "
+            "or +transfer (attention outputs matched for the first quarter of the recovery steps, then KL)"
         },
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "of each variant's runs"})
+    distill: float = field(
+        default=1.0,
+        metadata={
+            "help": "weight of the KL divergence from the base's predictions, in variants with +distill or +transfer"
+        },
+    )
     keep_weights: bool = field(default=False, metadata={"help": "keep every run's checkpoint, not only its JSON"})
     output: str = field(default="runs/compare_schemes", metadata={"help": "folder of the sweep"})
 
@@ -52,13 +59,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     def one(variant: str, seed: int, target: Path) -> dict[str, Any]:
         results = extend_context.run(run_arguments(arguments, variant, seed, target), before=before or None)
         before[:] = results["before"]
-        if not arguments.keep_weights:
+        if not arguments.keep_weights and PartialState().is_main_process:
             shutil.rmtree(target / "model")
         return results
 
     try:
-        for variant in arguments.variants:  # all of them before the first
-            run_arguments(arguments, variant, 0, folder)
+        check_arguments(arguments)
         for runs in sweep.read(folder).values():
             before[:] = runs[0]["before"]
         sweep.complete(folder, arguments.variants, arguments.seeds, one)
@@ -72,6 +78,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     summary = sweep.summarize(folder, f"Schemes on {arguments.model or 'the embedded base'}")
     print(sweep.markdown(summary))
     return summary
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """All variants, before the first is run."""
+    if not any({"distill", "transfer"} & set(variant.split("+")) for variant in arguments.variants):
+        refuse(arguments, "distill", "is for variants with +distill or +transfer, and there are none")
+    each_once(arguments, "variants", "seeds")
+    for variant in arguments.variants:
+        target = sweep.place(Path(arguments.output), variant, arguments.seeds[0])
+        extend_context.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
 
 
 def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -> extend_context.Arguments:
@@ -90,7 +106,7 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
         raise UsageError(f"--variants {variant}: scalings are {', '.join('rope-' + kind for kind in SCALINGS)}")
     if scheme != UNPATCHED:
         scheme_class(scheme)  # names the schemes there are
-    same = {field.name: getattr(arguments, field.name) for field in fields(extend_context.Arguments)}
+    same = {field.name: getattr(arguments, field.name) for field in fields(extend_context.SharedArguments)}
     longest = max(arguments.train_length, *arguments.eval_lengths)
     extra: list[str] = []
     if scaling:
@@ -106,7 +122,7 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
     if "trainable" in options:
         extra.append("trainable=true")
     changes: dict[str, Any] = {"scheme": scheme, "scheme_args": extra, "seed": seed, "output": str(target)}
-    changes["distill"] = (arguments.distill or 1.0) if {"distill", "transfer"} & set(options) else 0.0
+    changes["distill"] = arguments.distill if {"distill", "transfer"} & set(options) else 0.0
     changes["transfer_steps"] = arguments.recovery_steps // 4 if "transfer" in options else 0
     changes["resume"] = (target / "progress.json").is_file()
     changes["overwrite"] = not changes["resume"]

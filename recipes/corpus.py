@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 import torch
-from options import UsageError, at_least, one_of
+from options import UsageError, at_least, one_of, refuse
 from torch import Tensor
 
 FORMATS = {
@@ -27,8 +27,8 @@ IGNORED = -100
 
 
 @dataclass
-class DataArguments:
-    """Which text, and how it becomes windows."""
+class TextArguments:
+    """Which text."""
 
     data: list[str] = field(
         default_factory=list,
@@ -50,6 +50,12 @@ class DataArguments:
     workers: int | None = field(
         default=None, metadata={"help": "processes that tokenise; by default one, whose tokenizer uses threads"}
     )
+
+
+@dataclass
+class DataArguments(TextArguments):
+    """And how it becomes windows, of which some are measured."""
+
     packing: str = field(
         default="concatenate",
         metadata={
@@ -64,9 +70,6 @@ class DataArguments:
             "last one the beginning is measured"
         },
     )
-    split_seed: int = field(
-        default=0, metadata={"help": "which documents are held out; apart from --seed, so that runs compare"}
-    )
 
 
 @dataclass
@@ -77,12 +80,12 @@ class Document:
     bytes: int  # of the text in UTF-8, what bits per byte are counted against
 
 
-def check(arguments: DataArguments, needs_data: bool) -> None:
+def check(arguments: TextArguments, needs_data: bool) -> None:
     """What can be known without reading the text."""
-    at_least(arguments, 1, "eval_tokens")
-    one_of(arguments, "packing", ("concatenate", "documents"))
     if arguments.workers is not None:
         at_least(arguments, 1, "workers")
+        if arguments.streaming:
+            raise UsageError("--workers is not for --streaming, which tokenises one document after the other")
     if needs_data and not arguments.data:
         raise UsageError("--model needs --data FILE..., text to fine-tune and measure on")
     kinds = set()
@@ -93,8 +96,24 @@ def check(arguments: DataArguments, needs_data: bool) -> None:
             kinds.add(FORMATS.get(Path(name).suffix, "text"))
         elif looks_like_a_file(name) or len(arguments.data) > 1:
             raise UsageError(f"--data {name}: no such file")
+        else:
+            kinds.add("hub")
     if len(kinds) > 1:
         raise UsageError(f"--data: files of one kind at a time, not {' and '.join(sorted(kinds))}")
+    kind = kinds.pop() if kinds else "text"
+    for name, read_of in (
+        ("data_name", ("hub",)),
+        ("data_split", ("hub",)),
+        ("text_column", ("hub", "json", "parquet")),
+    ):
+        if kind not in read_of:
+            refuse(arguments, name, f"is not for text from {describe(arguments)}")
+
+
+def check_packing(arguments: DataArguments) -> None:
+    """The same of windows and of what is measured."""
+    at_least(arguments, 1, "eval_tokens")
+    one_of(arguments, "packing", ("concatenate", "documents"))
 
 
 def looks_like_a_file(name: str) -> bool:
@@ -102,12 +121,12 @@ def looks_like_a_file(name: str) -> bool:
     return Path(name).suffix in set(FORMATS) - {""} or name.count("/") > 1 or name.startswith((".", "/", "~"))
 
 
-def describe(arguments: DataArguments) -> str:
+def describe(arguments: TextArguments) -> str:
     """What is read, in words."""
     return ", ".join(arguments.data) if arguments.data else "the sources of the Python standard library"
 
 
-def documents(tokenizer: Any, arguments: DataArguments, files: list[Path] | None, enough: int) -> list[Document]:
+def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None, enough: int) -> list[Document]:
     """The documents in order, tokenised, each only once: a repeated one could end up on both sides of the split.
 
     Args:
@@ -135,7 +154,7 @@ def documents(tokenizer: Any, arguments: DataArguments, files: list[Path] | None
     return found
 
 
-def read(arguments: DataArguments, files: list[Path] | None) -> Iterator[str]:
+def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str]:
     """The texts as they are stored."""
     paths = [Path(name) for name in arguments.data]
     kind = FORMATS.get(paths[0].suffix, "text") if paths and paths[0].is_file() else None
@@ -222,11 +241,16 @@ def encode_and_keep(tokenizer: Any, texts: list[str], workers: int | None) -> li
     ]
 
 
-def split(found: list[Document], tokenizer: Any, arguments: DataArguments) -> tuple[list[Document], list[Document]]:
+def split(found: list[Document], tokenizer: Any, arguments: Any) -> tuple[list[Document], list[Document]]:
     """Training and held-out documents. Whole documents are held out, so no text is on both sides.
 
     They are drawn at random until there are `--eval-tokens`, and what is beyond these is neither measured nor trained
     on. Of a single document the end is held out.
+
+    Args:
+        found: all documents.
+        tokenizer: that made them.
+        arguments: `eval_tokens`, `split_seed`.
     """
     missing = arguments.eval_tokens
     if len(found) == 1:
@@ -265,6 +289,34 @@ def stream(found: list[Document]) -> Document:
     if not found:
         return Document(torch.empty(0, dtype=torch.long), 0)
     return Document(torch.cat([document.tokens for document in found]), sum(document.bytes for document in found))
+
+
+@dataclass
+class Text:
+    """What a run reads: documents to train on, and others that are measured."""
+
+    documents: int
+    train: list[Document]
+    held_out: list[Document]
+
+    def to_dict(self, arguments: TextArguments) -> dict[str, Any]:
+        """What a run's results say of it."""
+        return {
+            "description": describe(arguments),
+            "documents": self.documents,
+            "training_tokens": len(stream(self.train).tokens),
+            "held_out_tokens": len(stream(self.held_out).tokens),
+            "held_out_bytes": stream(self.held_out).bytes,
+        }
+
+    def digest(self) -> str:
+        """Of every token, in its document and on its side."""
+        found = hashlib.sha256()
+        for part in (self.train, self.held_out):
+            for document in part:
+                found.update(f"{len(document.tokens)} {document.bytes} ".encode() + document.tokens.numpy().tobytes())
+            found.update(b"|")
+        return found.hexdigest()
 
 
 class Windows:

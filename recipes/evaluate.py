@@ -13,36 +13,31 @@ from pathlib import Path
 from typing import Any
 
 import corpus
+import measuring
 import torch
 from accelerate import Accelerator
 from corpus import DataArguments, stream
-from extend_context import check_vocabulary, count, measure_model, position_limit, provenance, retrieval, write_json
-from options import UsageError, at_least, load, parse
+from extend_context import check_vocabulary, count, provenance, write_json
+from measuring import MeasuringArguments, measure_model, position_limit, retrieval
+from options import UsageError, load, one_of, parse
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.patching import patch_of
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass
-class Arguments(DataArguments):
+class Arguments(DataArguments, MeasuringArguments):
     """What to measure, and on which text."""
 
     model: str | None = field(
         default=None, metadata={"help": "checkpoint folder or Hub id, patched or stock; required"}
     )
     adapter: str | None = field(default=None, metadata={"help": "LoRA adapter to load onto it"})
-    dtype: str = field(default="float32", metadata={"help": "of the weights: float32 | bfloat16 | float16"})
-    eval_lengths: list[int] = field(
-        default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "context lengths to measure at, in tokens"}
-    )
-    stride: int | None = field(
-        default=None, metadata={"help": "tokens between sliding windows; by default a quarter of each length"}
-    )
-    retrieval_trials: int = field(
-        default=8, metadata={"help": "trials per length and lag of the retrieval test (induction copy); 0 for none"}
-    )
+    dtype: str = field(default="float32", metadata={"help": "of the weights: " + " | ".join(DTYPES)})
     output: str = field(default="runs/evaluation.json", metadata={"help": "file to write"})
 
 
@@ -60,22 +55,19 @@ def run(arguments: Arguments) -> dict[str, Any]:
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID is missing")
     corpus.check(arguments, needs_data=True)
-    at_least(arguments, 0, "retrieval_trials")
-    if min(arguments.eval_lengths, default=0) < 8:
-        raise UsageError("--eval-lengths must be at least 8 tokens")
-    arguments.eval_lengths = sorted(set(arguments.eval_lengths))
-    if arguments.eval_tokens < arguments.eval_lengths[-1]:
-        raise UsageError(
-            f"--eval-tokens {arguments.eval_tokens} is less than the longest of --eval-lengths, "
-            f"{arguments.eval_lengths[-1]}"
-        )
+    corpus.check_packing(arguments)
+    measuring.check(arguments)
+    one_of(arguments, "dtype", DTYPES)
     if Path(arguments.output).is_dir():
         raise UsageError(f"--output {arguments.output} is a folder, name a file")
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     load(AutoConfig, arguments.model)
     model = load(AutoModelForCausalLM, arguments.model, dtype=getattr(torch, arguments.dtype))
     if arguments.adapter:
-        model = hf_posenc.load_adapter(model, arguments.adapter).merge_and_unload()
+        try:
+            model = hf_posenc.load_adapter(model, arguments.adapter).merge_and_unload()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--adapter {arguments.adapter}: {error}") from None
     model.to(accelerator.device).eval()
     tokenizer = load(AutoTokenizer, arguments.model)
     with accelerator.main_process_first():

@@ -26,6 +26,7 @@ import accelerate
 import card
 import corpus
 import datasets
+import measuring
 import peft
 import report
 import torch
@@ -33,17 +34,18 @@ import training
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from corpus import DataArguments, Document, stream
+from corpus import DataArguments, Document, Text, stream
 from embedded import CONTEXT, byte_model, byte_tokenizer, standard_library, train_base
-from options import UsageError, at_least, hyperparameters, load, option, parse
+from measuring import MeasuringArguments, measure_model, position_limit, retrieval
+from options import UsageError, at_least, hyperparameters, load, option, parse, refuse
 from recovery import check_transfer, teacher_of
 from torch import nn
-from training import Diverged, Interrupted, TrainingArguments
+from training import Diverged, Interrupted, RecoveryArguments, TrainingArguments
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 import hf_posenc
-from hf_posenc.evaluation import induction_copy, measure_context, non_overlapping_perplexity
+from hf_posenc.evaluation import non_overlapping_perplexity
 from hf_posenc.patching import parse_scheme, patch_of
 from hf_posenc.registry import adapter_for
 
@@ -53,13 +55,23 @@ CURVE_TOKENS = 8192
 
 
 @dataclass
-class Arguments(DataArguments, TrainingArguments):
-    """What to extend, how, and on which text."""
+class SharedArguments(DataArguments, MeasuringArguments, TrainingArguments, RecoveryArguments):
+    """What a run and a comparison of runs have in common."""
 
     model: str | None = field(
         default=None,
         metadata={"help": "checkpoint folder or Hub id; without it a small byte-level GPT-2 is trained first"},
     )
+    lora_rank: int = field(
+        default=0,
+        metadata={"help": "train LoRA of this rank with norms, embeddings and positions; 0 trains every weight"},
+    )
+
+
+@dataclass
+class Arguments(SharedArguments):
+    """What to extend, how, and on which text."""
+
     scheme: str = field(
         default="alibi",
         metadata={"help": f"position encoding to patch in, or {UNPATCHED}: the base as it is, as a control"},
@@ -68,25 +80,16 @@ class Arguments(DataArguments, TrainingArguments):
         default_factory=list,
         metadata={"help": "its hyper-parameters as name=value, e.g. max_distance=64 share_heads=false"},
     )
-    lora_rank: int = field(
+    transfer_steps: int = field(
         default=0,
-        metadata={"help": "train LoRA of this rank with norms, embeddings and positions; 0 trains every weight"},
+        metadata={"help": "of the recovery steps, the first ones match the base's attention outputs layer by layer"},
     )
+    seed: int = field(default=0, metadata={"help": "seed of everything that is random"})
     output: str = field(default="runs/extend_context", metadata={"help": "folder to write; must be empty or absent"})
     overwrite: bool = field(default=False, metadata={"help": "write into a folder that is not empty"})
     resume: bool = field(default=False, metadata={"help": "go on with an interrupted run of the same arguments"})
     push_to: str | None = field(default=None, metadata={"help": "repository on the Hub to push the result to"})
     private: bool = field(default=False, metadata={"help": "make that repository private, if it is new"})
-
-    eval_lengths: list[int] = field(
-        default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "context lengths to measure at, in tokens"}
-    )
-    stride: int | None = field(
-        default=None, metadata={"help": "tokens between sliding windows; by default a quarter of each length"}
-    )
-    retrieval_trials: int = field(
-        default=8, metadata={"help": "trials per length and lag of the retrieval test (induction copy); 0 for none"}
-    )
     base_steps: int = field(
         default=1200, metadata={"help": "optimizer steps of the embedded base model (without --model)"}
     )
@@ -127,24 +130,13 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
     output = Path(arguments.output)
     earlier = earlier_progress(arguments)
     accelerator = training.accelerator_for(arguments, output)
-    if accelerator.num_processes % arguments.context_parallel:
-        raise UsageError(
-            f"--context-parallel {arguments.context_parallel} does not divide the {accelerator.num_processes} processes"
-        )
     say = accelerator.print
     set_seed(arguments.seed)
     progress = accelerator.is_main_process
 
     say(f"Reading {corpus.describe(arguments)}")
     tokenizer = load(AutoTokenizer, arguments.model) if arguments.model else byte_tokenizer()
-    with accelerator.main_process_first():  # the others find its cache
-        documents = corpus.documents(
-            tokenizer,
-            arguments,
-            standard_library() if arguments.model is None and not arguments.data else None,
-            tokens_needed(arguments, accelerator),
-        )
-    train, held_out = corpus.split(documents, tokenizer, arguments)
+    text = read_text(arguments, tokenizer, accelerator)
     with loaded_whole(accelerator):
         model = (
             load(AutoModelForCausalLM, arguments.model, dtype=torch.float32)
@@ -154,13 +146,14 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
     # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
     model.loss_type = "ForCausalLM"
     trained_length = position_limit(model) or model.config.max_position_embeddings
-    plan = training.phases(arguments, train, arguments.packing, trained_length)
-    check_lengths(plan, train, held_out, arguments, accelerator)
+    plan = training.phases(arguments, text.train, trained_length)
+    check_lengths(plan, text, arguments, accelerator)
+    data = text.to_dict(arguments)
     say(
-        f"  {len(documents):,} documents; {stream(train).tokens.numel():,} tokens to train on, "
-        f"{stream(held_out).tokens.numel():,} held out"
+        f"  {data['documents']:,} documents; {data['training_tokens']:,} tokens to train on, "
+        f"{data['held_out_tokens']:,} held out"
     )
-    check_vocabulary(model, train, held_out)
+    check_vocabulary(model, text.train, text.held_out)
     check_patch(model, scheme, arguments)
     model.to(accelerator.device)
 
@@ -170,13 +163,7 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
         "command": sys.argv,
         "seed": arguments.seed,
         **provenance(accelerator),
-        "data": {
-            "description": corpus.describe(arguments),
-            "documents": len(documents),
-            "training_tokens": stream(train).tokens.numel(),
-            "held_out_tokens": stream(held_out).tokens.numel(),
-            "held_out_bytes": stream(held_out).bytes,
-        },
+        "data": data,
         "base": {
             "name": arguments.model or "embedded byte-level GPT-2",
             "model_type": model.config.model_type,
@@ -193,10 +180,10 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
         else:
             say(f"Training the embedded base: {count(model):,} weights, context {model.config.n_positions}")
             with stopwatch(seconds, "base"):
-                train_base(model, stream(train).tokens, steps=arguments.base_steps, progress=progress)
+                train_base(model, stream(text.train).tokens, steps=arguments.base_steps, progress=progress)
             save_stock(accelerator, model, tokenizer, output / "base")
 
-    measure = partial(measure_model, held_out=held_out, arguments=arguments, accelerator=accelerator)
+    measure = partial(measure_model, held_out=text.held_out, arguments=arguments, accelerator=accelerator)
     if earlier:
         results |= {key: earlier[key] for key in ("before", "retrieval_before", "seconds") if key in earlier}
         seconds = results["seconds"]
@@ -232,15 +219,10 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
             f"LoRA of rank {arguments.lora_rank}: {count(model, trained=True):,} of {count(model):,} weights are trained"
         )
 
-    if arguments.tracker != "none":
-        accelerator.init_trackers(
-            "extend_context",
-            {key: value for key, value in asdict(arguments).items() if isinstance(value, (int, float, str, bool))},
-        )
     for phase in plan:
         per_step = training.tokens_per_step(phase, arguments, accelerator)
         say(f"Fine-tuning: {phase.steps} steps of {per_step:,} tokens at length {phase.length}")
-    curve_text = stream(held_out).tokens[: max(CURVE_TOKENS, trained_length)]
+    curve_text = stream(text.held_out).tokens[: max(CURVE_TOKENS, trained_length)]
     with stopwatch(seconds, "training"):
         wrapped, results["training"] = training.fine_tune(
             accelerator,
@@ -253,8 +235,6 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
             trained_length=trained_length,
             evaluate=lambda trained: non_overlapping_perplexity(trained, curve_text, length=trained_length).loss,
         )
-    for tracker in accelerator.trackers:  # not end_training, which ends the process group as well
-        tracker.finish()
     model = accelerator.unwrap_model(wrapped)
 
     say("Measuring the model after fine-tuning")
@@ -285,24 +265,29 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     """Everything that can be known without reading the text or the weights. Returns the scheme, None for a control."""
     training.check(arguments)
+    training.check_recovery(arguments)
+    corpus.check(arguments, needs_data=arguments.model is not None)
+    corpus.check_packing(arguments)
+    measuring.check(arguments)
     at_least(arguments, 1, "base_steps")
-    at_least(arguments, 0, "lora_rank", "retrieval_trials")
-    if not arguments.eval_lengths or min(arguments.eval_lengths) < 8:
-        raise UsageError("--eval-lengths must be at least 8 tokens")
-    arguments.eval_lengths = sorted(set(arguments.eval_lengths))
-    stride = arguments.stride
-    if stride is not None and not (
-        1 <= stride < arguments.eval_lengths[0] and all(length % stride == 0 for length in arguments.eval_lengths)
-    ):
+    at_least(arguments, 0, "lora_rank", "transfer_steps")
+    if arguments.transfer_steps > arguments.recovery_steps:
         raise UsageError(
-            f"--stride {stride} must divide every one of --eval-lengths and be below the shortest, "
-            f"{arguments.eval_lengths[0]}"
+            f"--transfer-steps {arguments.transfer_steps} are the first of --recovery-steps "
+            f"{arguments.recovery_steps}, not more"
         )
-    if arguments.eval_tokens < arguments.eval_lengths[-1]:
+    if arguments.context_parallel > 1 and (arguments.distill or arguments.transfer_steps):
         raise UsageError(
-            f"--eval-tokens {arguments.eval_tokens} is less than the longest of --eval-lengths, "
-            f"{arguments.eval_lengths[-1]}"
+            "--context-parallel is not for --distill and --transfer-steps: the base is asked for whole windows"
         )
+    if arguments.model is not None:
+        refuse(arguments, "base_steps", f"is of the embedded base, and the base is --model {arguments.model}")
+    if arguments.push_to is None:
+        refuse(arguments, "private", "is of the repository that --push-to names, and there is none")
+    elif arguments.scheme == UNPATCHED:
+        refuse(arguments, "push_to", f"takes patched models, and --scheme {UNPATCHED} makes none")
+    if arguments.overwrite and arguments.resume:
+        raise UsageError("--resume goes on with what is there, --overwrite begins anew: choose one")
     scheme = None
     if arguments.scheme != UNPATCHED:
         try:
@@ -314,7 +299,6 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
             f"--scheme {UNPATCHED} takes neither --scheme-args nor --lora-rank; as a control with LoRA patch in the "
             "base's own scheme (rope, or learned)"
         )
-    corpus.check(arguments, needs_data=arguments.model is not None)
     if arguments.model is not None:
         config = load(AutoConfig, arguments.model)
         if config.model_type.startswith("posenc_"):
@@ -359,15 +343,9 @@ def discard(folder: Path, results: bool = True) -> None:
         (folder / "results.json").unlink(missing_ok=True)
 
 
-def check_lengths(
-    plan: list[training.Phase],
-    train: list[Document],
-    held_out: list[Document],
-    arguments: Arguments,
-    accelerator: Accelerator,
-) -> None:
+def check_lengths(plan: list[training.Phase], text: Text, arguments: Arguments, accelerator: Accelerator) -> None:
     """The text must suffice for one pass of one batch, and for one window of every length."""
-    measured, trained = len(stream(held_out).tokens), len(stream(train).tokens)
+    measured, trained = len(stream(text.held_out).tokens), len(stream(text.train).tokens)
     if measured < arguments.eval_lengths[-1]:
         raise UsageError(
             f"the held-out text has {measured:,} tokens, the longest of --eval-lengths needs "
@@ -420,63 +398,22 @@ def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Ar
                 raise UsageError(f"--transfer-steps: {error}") from None
 
 
-# ------------------------------------------------------------------------------------------------------------ measuring
+# ----------------------------------------------------------------------------------------------------------------- text
 
 
-def position_limit(model: nn.Module) -> int | None:
-    """Number of positions in a stock model's own learned table, None if it has none."""
-    adapter = adapter_for(model.config.model_type)
-    if adapter.position_table is None:
-        return None
-    table = model.base_model.get_submodule(adapter.decoder).get_submodule(adapter.position_table)
-    return table.num_embeddings - adapter.table_offset
+def read_text(arguments: Any, tokenizer: Any, accelerator: Accelerator) -> Text:
+    """What is trained on and what is measured; without `--data` the standard library."""
+    with accelerator.main_process_first():  # the others find its cache
+        documents = corpus.documents(
+            tokenizer,
+            arguments,
+            None if arguments.data else standard_library(),
+            tokens_needed(arguments, accelerator),
+        )
+    return Text(len(documents), *corpus.split(documents, tokenizer, arguments))
 
 
-def measure_model(
-    model: nn.Module, *, held_out: list[Document], arguments: Arguments, accelerator: Accelerator, limit: int | None
-) -> list[dict[str, Any]]:
-    """One row per length: both perplexities and the rest, or why there is none.
-
-    Held-out documents are measured in a row, or, where they were packed apart, each on its own.
-    """
-    found = held_out if arguments.packing == "documents" else [stream(held_out)]
-    possible = [length for length in arguments.eval_lengths if limit is None or length <= limit]
-    rows = measure_context(
-        model,
-        [document.tokens for document in found],
-        lengths=possible,
-        stride=arguments.stride,
-        byte_counts=[document.bytes for document in found],
-        distributed=accelerator.num_processes > 1,
-        progress=accelerator.is_main_process,
-    )
-    impossible = [
-        {"length": length, "impossible": f"its table ends at {limit} positions"}
-        for length in arguments.eval_lengths
-        if length not in possible
-    ]
-    return [row.to_dict() for row in rows] + impossible
-
-
-def retrieval(
-    model: nn.Module, arguments: Arguments, accelerator: Accelerator, limit: int | None
-) -> list[dict[str, Any]]:
-    """Can it copy what it has seen, this far back? A grid over length and lag."""
-    lengths = [length for length in arguments.eval_lengths if limit is None or length <= limit]
-    if not arguments.retrieval_trials or not lengths:
-        return []
-    cells = induction_copy(
-        model,
-        lengths=lengths,
-        trials=arguments.retrieval_trials,
-        seed=0,
-        distributed=accelerator.num_processes > 1,
-        progress=accelerator.is_main_process,
-    )
-    return [cell.to_dict() for cell in cells]
-
-
-def tokens_needed(arguments: Arguments, accelerator: Accelerator) -> int:
+def tokens_needed(arguments: Any, accelerator: Accelerator) -> int:
     """Tokens of a run that reads a stream: what is held out, and every training window once."""
     per_step = arguments.batch_size * arguments.train_length * arguments.gradient_accumulation
     return arguments.eval_tokens + arguments.steps * per_step * accelerator.num_processes

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,34 +44,49 @@ def parse(cls: type[T], argv: list[str] | None, description: str) -> tuple[T, Hf
 
 
 def from_file(cls: type, words: list[str]) -> list[str]:
-    """The words that say the same as the YAML file named by the last `--config`; none without one."""
-    path = None
+    """The words that say the same as the YAML file named by `--config`; none without one."""
+    paths = []
     for index, word in enumerate(words):
         if word == "--config":
-            path = words[index + 1] if index + 1 < len(words) else None
+            paths += words[index + 1 : index + 2]
         elif word.startswith("--config="):
-            path = word.partition("=")[2]
-    if path is None:
+            paths.append(word.partition("=")[2])
+    if not paths:
         return []
+    if len(paths) > 1:
+        raise UsageError(f"--config is for one file, not {len(paths)}: {', '.join(paths)}")
+    (path,) = paths
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Once)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: must be a mapping of options, not {type(content).__name__}")
-    names = [field.name for field in fields(cls)]
-    if strange := [str(key) for key in content if key not in names]:
-        raise UsageError(f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(names)}")
+    known = {field.name: field for field in fields(cls)}
+    if strange := [str(key) for key in content if key not in known]:
+        raise UsageError(f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}")
     said: list[str] = []
     for key, value in content.items():
-        if value is None:
+        default = known[key].default if known[key].default is not MISSING else known[key].default_factory()
+        if value in (None, [], {}):  # the command line has no words for these
+            if default != (None if value is None else []):
+                raise UsageError(f"--config {path}: {key} has no value; leave it out for the default, {default}")
             continue
         if isinstance(value, dict):  # hyper-parameters of a scheme read best as a mapping
             value = [f"{name}={json.dumps(item)}" for name, item in value.items()]
-        values = value if isinstance(value, list) else [value]
-        if values:
-            said += [option(key), *map(str, values)]
+        said += [option(key), *map(str, value if isinstance(value, list) else [value])]
     return said
+
+
+class Once(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys are there once."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := [key for index, key in enumerate(keys) if key in keys[:index]]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def option(name: str) -> str:
@@ -93,6 +108,21 @@ def one_of(arguments: Any, name: str, choices: tuple[Any, ...]) -> None:
         raise UsageError(f"{option(name)} must be one of {known}, not {getattr(arguments, name)}")
 
 
+def each_once(arguments: Any, *names: str) -> None:
+    """UsageError unless all of these lists name something, and nothing twice."""
+    for name in names:
+        values = getattr(arguments, name)
+        if len(set(values)) != max(1, len(values)):
+            raise UsageError(f"{option(name)} must name each only once, not {' '.join(map(str, values))}")
+
+
+def refuse(arguments: Any, name: str, reason: str) -> None:
+    """UsageError if this option was set to anything but its default, where nothing would read it."""
+    default = next(known for known in fields(arguments) if known.name == name).default
+    if getattr(arguments, name) != default:
+        raise UsageError(f"{option(name)} {reason}: leave it out")
+
+
 def hyperparameters(pairs: list[str]) -> dict[str, Any]:
     """`name=value` words as a scheme's keyword arguments: JSON where it is JSON, text otherwise."""
     values = {}
@@ -100,6 +130,8 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not (name and equals):
             raise UsageError(f"--scheme-args takes name=value, not {pair}")
+        if name in values:
+            raise UsageError(f"--scheme-args says {name} twice")
         try:
             parsed = json.loads(value)
         except json.JSONDecodeError:

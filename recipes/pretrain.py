@@ -14,25 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import corpus
+import measuring
 import sweep
 import training
 from accelerate.utils import set_seed
-from corpus import DataArguments, stream
-from embedded import byte_tokenizer, standard_library
+from corpus import DataArguments, Windows, stream
+from embedded import byte_tokenizer
 from extend_context import (
     CURVE_TOKENS,
     check_vocabulary,
     count,
     hyper,
-    measure_model,
     provenance,
-    retrieval,
+    read_text,
     save,
     stopwatch,
     write_json,
 )
-from options import UsageError, at_least, hyperparameters, load, parse
-from training import Diverged, Interrupted, TrainingArguments
+from measuring import MeasuringArguments, measure_model, retrieval
+from options import UsageError, at_least, each_once, hyperparameters, load, parse
+from training import Diverged, Interrupted, Phase, TrainingArguments
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import hf_posenc
@@ -41,7 +42,7 @@ from hf_posenc.patching import parse_scheme, patch_of
 
 
 @dataclass
-class Arguments(DataArguments, TrainingArguments):
+class Arguments(DataArguments, MeasuringArguments, TrainingArguments):
     """What to train, with which schemes, and where to test it."""
 
     schemes: list[str] = field(
@@ -62,13 +63,6 @@ class Arguments(DataArguments, TrainingArguments):
     gradient_accumulation: int = field(default=1, metadata={"help": "forwards per optimizer step"})
     learning_rate: float = field(default=3e-3, metadata={"help": "peak, after warm-up and before the decay"})
     warmup_steps: int = field(default=50, metadata={"help": "steps of linear warm-up"})
-    eval_lengths: list[int] = field(
-        default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "context lengths to test at, in tokens"}
-    )
-    stride: int | None = field(
-        default=None, metadata={"help": "tokens between sliding windows; by default a quarter of each length"}
-    )
-    retrieval_trials: int = field(default=8, metadata={"help": "trials of the retrieval test; 0 for none"})
     keep_weights: bool = field(default=False, metadata={"help": "keep every run's checkpoint, not only its JSON"})
     output: str = field(default="runs/pretrain", metadata={"help": "folder of the sweep"})
 
@@ -98,15 +92,12 @@ def check_arguments(arguments: Arguments) -> None:
     """Everything that can be known without reading the text."""
     training.check(arguments)
     corpus.check(arguments, needs_data=False)
+    corpus.check_packing(arguments)
+    measuring.check(arguments)
     at_least(arguments, 1, "layers", "width", "heads")
-    at_least(arguments, 0, "retrieval_trials")
+    each_once(arguments, "schemes", "seeds")
     if arguments.width % arguments.heads:
         raise UsageError(f"--width {arguments.width} must be a multiple of --heads {arguments.heads}")
-    if min(arguments.eval_lengths, default=0) < 8:
-        raise UsageError("--eval-lengths must be at least 8 tokens")
-    arguments.eval_lengths = sorted(set(arguments.eval_lengths))
-    if arguments.distill or arguments.transfer_steps or arguments.recovery_steps:
-        raise UsageError("--distill, --transfer-steps and --recovery-steps need a trained base: see extend_context.py")
     if arguments.scheme_args and len(arguments.schemes) > 1:
         raise UsageError("--scheme-args is for one scheme, --schemes names several")
     for name in arguments.schemes:
@@ -126,18 +117,17 @@ def scheme_of(arguments: Arguments, name: str) -> hf_posenc.Scheme:
 
 def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, Any]:
     """One model, top to bottom."""
-    arguments.seed = seed
     accelerator = training.accelerator_for(arguments, output)
     set_seed(seed)
     tokenizer = load(AutoTokenizer, arguments.tokenizer) if arguments.tokenizer else byte_tokenizer()
-    with accelerator.main_process_first():
-        documents = corpus.documents(tokenizer, arguments, None if arguments.data else standard_library(), sys.maxsize)
-    train, held_out = corpus.split(documents, tokenizer, arguments)
-    plan = training.phases(arguments, train, arguments.packing, arguments.train_length)
-    if min(len(plan[0].windows), len(stream(held_out).tokens)) < max(arguments.batch_size, arguments.eval_lengths[-1]):
+    text = read_text(arguments, tokenizer, accelerator)
+    data = text.to_dict(arguments)
+    windows = Windows(text.train, arguments.train_length, arguments.packing)
+    plan = [Phase(windows, arguments.steps, 0, arguments.batch_size, seed)]
+    if len(windows) < arguments.batch_size or data["held_out_tokens"] < arguments.eval_lengths[-1]:
         raise UsageError(
-            f"the text has {len(stream(train).tokens):,} tokens to train on and {len(stream(held_out).tokens):,} held "
-            "out, fewer than a batch or the longest of --eval-lengths need"
+            f"the text has {data['training_tokens']:,} tokens to train on and {data['held_out_tokens']:,} held out, "
+            "fewer than a batch or the longest of --eval-lengths need"
         )
     config = GPT2Config(
         vocab_size=len(tokenizer),
@@ -155,7 +145,7 @@ def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, A
     )
     model = GPT2LMHeadModel(config).to(accelerator.device)
     model.loss_type = "ForCausalLM"
-    check_vocabulary(model, train, held_out)
+    check_vocabulary(model, text.train, text.held_out)
     hf_posenc.patch_model(model, scheme_of(arguments, name), seed=seed)
     if not (answers := hf_posenc.verify(model)):
         raise RuntimeError(f"the patch does not do what it should:\n{answers}")
@@ -166,12 +156,7 @@ def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, A
         "command": sys.argv,
         "seed": seed,
         **provenance(accelerator),
-        "data": {
-            "description": corpus.describe(arguments),
-            "documents": len(documents),
-            "training_tokens": len(stream(train).tokens),
-            "held_out_tokens": len(stream(held_out).tokens),
-        },
+        "data": data,
         "base": {
             "name": "from scratch",
             "model_type": "gpt2",
@@ -182,7 +167,7 @@ def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, A
         "verify": str(answers),
         "seconds": seconds,
     }
-    curve_text = stream(held_out).tokens[: max(CURVE_TOKENS, arguments.train_length)]
+    curve_text = stream(text.held_out).tokens[: max(CURVE_TOKENS, arguments.train_length)]
     wrapped, results["training"] = training.fine_tune(
         accelerator,
         model,
@@ -196,7 +181,7 @@ def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, A
     limit = patch_of(model).scheme.limit
     with stopwatch(seconds, "after"):
         results["after"] = measure_model(
-            model, held_out=held_out, arguments=arguments, accelerator=accelerator, limit=limit
+            model, held_out=text.held_out, arguments=arguments, accelerator=accelerator, limit=limit
         )
         results["retrieval_after"] = retrieval(model, arguments, accelerator, limit)
     if arguments.keep_weights:

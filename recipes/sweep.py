@@ -35,10 +35,15 @@ def complete(
     """
     for seed in seeds:
         for variant in variants:
-            target = folder / "runs" / variant / f"seed-{seed}"
+            target = place(folder, variant, seed)
             if not (target / "results.json").is_file():
                 print(f"\n=== {variant}, seed {seed} ===", flush=True)
                 one(variant, seed, target)
+
+
+def place(folder: Path, variant: str, seed: int) -> Path:
+    """Folder of a run."""
+    return folder / "runs" / variant / f"seed-{seed}"
 
 
 def read(folder: Path) -> Runs:

@@ -7,20 +7,22 @@ recipe has beside it: measurement before and after, recovery from the base, a re
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import corpus
 import torch
-from corpus import DataArguments, Windows
-from options import UsageError, hyperparameters, load, parse
+from corpus import TextArguments, Windows
+from options import UsageError, at_least, hyperparameters, load, parse
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
+from transformers.trainer_utils import get_last_checkpoint
 
 import hf_posenc
 
 
 @dataclass
-class Arguments(DataArguments):
+class Arguments(TextArguments):
     """What to train on what; the rest is transformers' TrainingArguments, set below."""
 
     model: str | None = field(default=None, metadata={"help": "stock checkpoint, folder or Hub id; required"})
@@ -53,14 +55,17 @@ def main(argv: list[str] | None = None) -> Trainer:
     try:
         if arguments.model is None:
             raise UsageError("--model DIR_OR_ID is missing")
-        if arguments.packing != "concatenate":
-            raise UsageError("--packing documents is for extend_context.py: this example has labels of whole windows")
+        at_least(arguments, 1, "steps")
+        at_least(arguments, 2, "train_length")
+        there = get_last_checkpoint(arguments.output) if Path(arguments.output).is_dir() else None
+        if arguments.resume and there is None:
+            raise UsageError(f"--resume: there is no checkpoint in {arguments.output} to go on from: leave it out")
         corpus.check(arguments, needs_data=True)
         tokenizer = load(AutoTokenizer, arguments.model)
         model = load(AutoModelForCausalLM, arguments.model)
         hf_posenc.patch_model(model, arguments.scheme, **hyperparameters(arguments.scheme_args))
         documents = corpus.documents(tokenizer, arguments, None, arguments.steps * arguments.train_length)
-        windows = Windows(documents, arguments.train_length, arguments.packing)
+        windows = Windows(documents, arguments.train_length, "concatenate")
         if not len(windows):
             raise UsageError(f"the text has fewer than --train-length {arguments.train_length} tokens")
     except (UsageError, hf_posenc.HfPosencError, TypeError, ValueError) as error:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from corpus import IGNORED, Document, Windows, order
-from options import UsageError, at_least, one_of
+from options import UsageError, at_least, one_of, option
 from peft import PeftModel
 from recovery import Recovery
 from torch import Tensor, nn
@@ -42,13 +42,6 @@ class TrainingArguments:
 
     train_length: int = field(default=1024, metadata={"help": "context length to fine-tune at, in tokens"})
     steps: int = field(default=150, metadata={"help": "optimizer steps"})
-    recovery_steps: int = field(
-        default=0,
-        metadata={"help": "of these, the first ones at --recovery-length: it is cheaper to win the loss back there"},
-    )
-    recovery_length: int | None = field(
-        default=None, metadata={"help": "their context length; by default the one the base was trained at"}
-    )
     batch_size: int = field(
         default=1,
         metadata={"help": "sequences of --train-length per forward and process (shorter ones: as many tokens)"},
@@ -56,7 +49,7 @@ class TrainingArguments:
     gradient_accumulation: int = field(default=2, metadata={"help": "forwards per optimizer step"})
     learning_rate: float = field(default=1e-3, metadata={"help": "peak, after warm-up and before the decay"})
     schedule: str = field(default="cosine", metadata={"help": " | ".join(SCHEDULES)})
-    warmup_steps: int = field(default=10, metadata={"help": "steps of linear warm-up"})
+    warmup_steps: int = field(default=10, metadata={"help": "steps of linear warm-up; at most all of --steps"})
     weight_decay: float = field(
         default=0.01, metadata={"help": "on matrices; vectors and position parameters get none"}
     )
@@ -70,17 +63,6 @@ class TrainingArguments:
     context_parallel: int = field(
         default=1, metadata={"help": "processes that share each sequence, for contexts that do not fit on one"}
     )
-    distill: float = field(
-        default=0.0,
-        metadata={
-            "help": "weight of the KL divergence from the unpatched base's predictions, inside its trained window, "
-            "beside the text's own loss; 0 turns it off"
-        },
-    )
-    transfer_steps: int = field(
-        default=0,
-        metadata={"help": "of the recovery steps, the first ones match the base's attention outputs layer by layer"},
-    )
     eval_every: int = field(
         default=0, metadata={"help": "steps between points of the recovery curve (held-out loss); 0 for none"}
     )
@@ -88,36 +70,65 @@ class TrainingArguments:
         default=0, metadata={"help": "steps between states that --resume goes on from; 0: only when interrupted"}
     )
     tracker: str = field(default="none", metadata={"help": " | ".join(TRACKERS)})
-    seed: int = field(default=0, metadata={"help": "seed of everything that is random"})
+    split_seed: int = field(
+        default=0, metadata={"help": "which documents are held out; apart from the seed of a run, so that runs compare"}
+    )
+
+
+@dataclass
+class RecoveryArguments:
+    """How to win back what the swap costs, with the base at hand."""
+
+    recovery_steps: int = field(
+        default=0,
+        metadata={"help": "of --steps, the first ones at --recovery-length: it is cheaper to win the loss back there"},
+    )
+    recovery_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "their context length; by default the one the base was trained at, or --train-length if that is less"
+        },
+    )
+    distill: float = field(
+        default=0.0,
+        metadata={
+            "help": "weight of the KL divergence from the unpatched base's predictions, inside its trained window, "
+            "beside the text's own loss; 0 turns it off"
+        },
+    )
 
 
 def check(arguments: TrainingArguments) -> None:
     """What can be known without text and model."""
     at_least(arguments, 1, "steps", "batch_size", "gradient_accumulation", "context_parallel")
     at_least(arguments, 2, "train_length")
-    at_least(arguments, 0, "warmup_steps", "weight_decay", "distill", "eval_every", "save_every", "transfer_steps")
-    at_least(arguments, 0, "recovery_steps")
+    at_least(arguments, 0, "warmup_steps", "weight_decay", "eval_every", "save_every")
     for name in ("learning_rate", "max_grad_norm"):
         if not getattr(arguments, name) > 0:
-            raise UsageError(f"--{name.replace('_', '-')} must be positive, not {getattr(arguments, name)}")
+            raise UsageError(f"{option(name)} must be positive, not {getattr(arguments, name)}")
     one_of(arguments, "mixed_precision", (None, "no", "bf16", "fp16"))
     one_of(arguments, "schedule", SCHEDULES)
     one_of(arguments, "tracker", TRACKERS)
     # Accelerate itself would go on without a tracker that is missing.
     if arguments.tracker != "none" and importlib.util.find_spec(arguments.tracker) is None:
         raise UsageError(f"--tracker {arguments.tracker}: pip install 'hf_posenc[{arguments.tracker}]'")
-    if arguments.context_parallel > 1 and (arguments.distill or arguments.transfer_steps):
-        raise UsageError(
-            "--context-parallel is not for --distill and --transfer-steps: the base is asked for whole windows"
-        )
+
+
+def check_recovery(arguments: Any) -> None:
+    """The same of `RecoveryArguments`."""
+    at_least(arguments, 0, "recovery_steps", "distill")
     if arguments.recovery_steps > arguments.steps:
         raise UsageError(
             f"--recovery-steps {arguments.recovery_steps} are the first of all --steps {arguments.steps}, not more"
         )
-    if arguments.transfer_steps > arguments.recovery_steps:
+    if arguments.recovery_length is None:
+        return
+    at_least(arguments, 2, "recovery_length")
+    if not arguments.recovery_steps:
+        raise UsageError(f"--recovery-length {arguments.recovery_length} is of --recovery-steps, and there are none")
+    if arguments.recovery_length > arguments.train_length:
         raise UsageError(
-            f"--transfer-steps {arguments.transfer_steps} are the first of --recovery-steps "
-            f"{arguments.recovery_steps}, not more"
+            f"--recovery-length {arguments.recovery_length} is beyond --train-length {arguments.train_length}"
         )
 
 
@@ -125,7 +136,8 @@ def accelerator_for(arguments: TrainingArguments, folder: Path) -> Accelerator:
     """One that accumulates as asked and tracks where asked.
 
     Raises:
-        UsageError: if processes were started that accelerate does not join: each would train on its own.
+        UsageError: if processes were started that accelerate does not join: each would train on its own; if
+            `context_parallel` does not divide them.
     """
     accelerator = Accelerator(
         # Without this, several processes on a machine without a GPU would not know of each other. DeepSpeed has its own way.
@@ -141,6 +153,8 @@ def accelerator_for(arguments: TrainingArguments, folder: Path) -> Accelerator:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != accelerator.num_processes:
         raise UsageError(f"{started} processes were started, but accelerate runs {accelerator.num_processes} of them")
+    if started % arguments.context_parallel:
+        raise UsageError(f"--context-parallel {arguments.context_parallel} does not divide the {started} processes")
     return accelerator
 
 
@@ -152,6 +166,7 @@ class Phase:
     steps: int
     first_step: int
     rows: int  # sequences per forward and process
+    seed: int  # of the order of the windows
 
     @property
     def length(self) -> int:
@@ -159,7 +174,7 @@ class Phase:
         return self.windows.length
 
 
-def phases(arguments: TrainingArguments, found: list[Document], packing: str, trained_length: int) -> list[Phase]:
+def phases(arguments: Any, found: list[Document], trained_length: int) -> list[Phase]:
     """Recovery at a short length, then the length that is wanted; equal tokens per step."""
     short = min(arguments.recovery_length or trained_length, arguments.train_length)
     planned = [(short, arguments.recovery_steps), (arguments.train_length, arguments.steps - arguments.recovery_steps)]
@@ -167,7 +182,8 @@ def phases(arguments: TrainingArguments, found: list[Document], packing: str, tr
     for length, steps in planned:
         if steps:
             rows = max(1, arguments.batch_size * arguments.train_length // length)
-            result.append(Phase(Windows(found, length, packing), steps, first, rows))
+            windows = Windows(found, length, arguments.packing)
+            result.append(Phase(windows, steps, first, rows, arguments.seed))
             first += steps
     return result
 
@@ -254,6 +270,9 @@ def fine_tune(
         accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan[-1].rows
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     sharing = Sharing.of(accelerator, arguments)
+    if arguments.tracker != "none":
+        flat = {key: value for key, value in vars(arguments).items() if isinstance(value, (int, float, str, bool))}
+        accelerator.init_trackers("hf_posenc", flat)
     progress = Progress()
     accelerator.register_for_checkpointing(progress, schedule)
     if resume and (state := newest_state(folder)):
@@ -303,6 +322,8 @@ def fine_tune(
     if evaluate and arguments.eval_every:
         progress.curve.append({"tokens": progress.tokens, "loss": evaluate(wrapped)})
     wrapped.eval()
+    for tracker in accelerator.trackers:  # not end_training, which ends the process group as well
+        tracker.finish()
     return wrapped, {
         "steps": arguments.steps,
         "tokens": progress.tokens,
@@ -381,7 +402,7 @@ def one_step(
     forwards, processes = arguments.gradient_accumulation, accelerator.num_processes
     per_forward = phase.rows * sharing.size
     first = (step - phase.first_step) * forwards * per_forward
-    chosen = order(arguments.seed, len(phase.windows), first, first + forwards * per_forward)
+    chosen = order(phase.seed, len(phase.windows), first, first + forwards * per_forward)
     batches = [
         sharing.part(phase.windows.batch(chosen[start : start + phase.rows]))
         for start in range(sharing.rank * phase.rows, len(chosen), per_forward)

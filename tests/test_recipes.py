@@ -177,6 +177,28 @@ WRONG = {
     "its value": ({"scheme": "shaw", "scheme_args": "max_distance=0"}, "max_distance"),
     "no value": ({"scheme": "shaw", "scheme_args": "max_distance"}, "--scheme-args takes name=value, not max_distance"),
     "a table too short": ({"scheme": "learned", "scheme_args": "num_positions=40"}, "ends at 40 positions"),
+    "recovery length of no steps": (
+        {"recovery_length": 16},
+        "--recovery-length 16 is of --recovery-steps, and there are",
+    ),
+    "recovery beyond": (
+        {"recovery_length": 64, "recovery_steps": 1},
+        "--recovery-length 64 is beyond --train-length 48",
+    ),
+    "a dataset's option": ({"data_name": "en"}, "--data-name is not for text from"),
+    "a table's option": ({"text_column": "story"}, "--text-column is not for text from"),
+    "a base that is not trained": ({"base_steps": 3}, "--base-steps is of the embedded base, and the base is --model"),
+    "no repository": ({"private": ""}, "--private is of the repository that --push-to names, and there is none"),
+    "a control on the Hub": (
+        {"scheme": "unpatched", "push_to": "me/x", "train_length": 32},
+        "--push-to takes patched models, and --scheme unpatched makes none",
+    ),
+    "workers of a stream": ({"streaming": "", "workers": 2}, "--workers is not for --streaming"),
+    "hyper-parameter twice": (
+        {"scheme": "shaw", "scheme_args": "max_distance=3 max_distance=4"},
+        "--scheme-args says max_distance twice",
+    ),
+    "two ways to begin": ({"resume": "", "overwrite": ""}, "choose one"),
     "no such file": ({"data": "nowhere.txt"}, "--data nowhere.txt: no such file"),
     "no data": ({"data": None}, "--model needs --data"),
     "no such model": ({"model": "./nowhere"}, "--model ./nowhere"),
@@ -291,12 +313,18 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
         ("schemes: alibi", "unknown schemes; known are"),
         ("steps: many", "invalid int value: 'many'"),
         ("- a\n- b", "must be a mapping of options, not list"),
+        ("steps: 3\nsteps: 4", "steps is there twice"),
+        ("steps: null", "steps has no value; leave it out for the default, 150"),
+        ("eval_lengths: []", "eval_lengths has no value; leave it out for the default, [256, 512, 1024, 2048]"),
         ("a: [", "run.yaml:"),
     ):
         path.write_text(content)
         with pytest.raises(SystemExit):
             recipe.main(["--config", str(path)])
         assert message in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        recipe.main(["--config", str(path), f"--config={path}"])
+    assert "--config is for one file, not 2" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(SystemExit):
         recipe.main(["--config", "nowhere.yaml"])
     assert "nowhere.yaml" in capsys.readouterr().err
@@ -420,6 +448,35 @@ def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints,
         compare.main([*small(tiny_checkpoints / "llama", text, folder), "--variants", "alibi", variant])
     assert message in " ".join(capsys.readouterr().err.split())
     assert not folder.exists()
+
+
+def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text, capsys):
+    """Which it would overwrite for each of its runs, or push every one of them to the same place."""
+    compare, pretrain = (importlib.import_module(name) for name in ("compare_schemes", "pretrain"))
+    words = small(tiny_checkpoints / "llama", text, tiny_checkpoints / "sweep")
+    for extra in (
+        ["--scheme", "shaw"],
+        ["--seed", "3"],
+        ["--push-to", "me/x"],
+        ["--transfer-steps", "1"],
+        ["--resume"],
+    ):
+        with pytest.raises(SystemExit):
+            compare.main([*words, *extra])
+        assert f"unknown option or stray value: {extra[0]}" in " ".join(capsys.readouterr().err.split())
+    for extra in (["--seed", "3"], ["--distill", "1"], ["--recovery-steps", "1"]):
+        with pytest.raises(SystemExit):
+            pretrain.main([*words[2:], *extra])
+        assert f"unknown option or stray value: {extra[0]}" in " ".join(capsys.readouterr().err.split())
+    for extra, message in (
+        (["--distill", "2", "--variants", "alibi"], "--distill is for variants with +distill or +transfer"),
+        (["--variants", "alibi", "alibi"], "--variants must name each only once, not alibi alibi"),
+        (["--variants", "alibi", "unpatched", "--lora-rank", "2"], "takes neither --scheme-args nor --lora-rank"),
+    ):
+        with pytest.raises(SystemExit):
+            compare.main([*words, *extra])
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tiny_checkpoints / "sweep").exists()
 
 
 def test_where_an_option_reaches_what_plain_reaches(recipes):

@@ -1,0 +1,101 @@
+"""What the recipes measure of a model: both perplexities and retrieval, at every context length."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+from corpus import Document, stream
+from options import UsageError, at_least
+from torch import nn
+
+from hf_posenc.evaluation import induction_copy, measure_context
+from hf_posenc.registry import adapter_for
+
+
+@dataclass
+class MeasuringArguments:
+    """At which context lengths, and how."""
+
+    eval_lengths: list[int] = field(
+        default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "context lengths to measure at, in tokens"}
+    )
+    stride: int | None = field(
+        default=None, metadata={"help": "tokens between sliding windows; by default a quarter of each length"}
+    )
+    retrieval_trials: int = field(
+        default=8, metadata={"help": "trials per length and lag of the retrieval test (induction copy); 0 for none"}
+    )
+
+
+def check(arguments: Any) -> None:
+    """What can be known without text and model; lengths come out sorted, each once."""
+    at_least(arguments, 0, "retrieval_trials")
+    if not arguments.eval_lengths or min(arguments.eval_lengths) < 8:
+        raise UsageError("--eval-lengths must be at least 8 tokens")
+    arguments.eval_lengths = sorted(set(arguments.eval_lengths))
+    stride = arguments.stride
+    if stride is not None and not (
+        1 <= stride < arguments.eval_lengths[0] and all(length % stride == 0 for length in arguments.eval_lengths)
+    ):
+        raise UsageError(
+            f"--stride {stride} must divide every one of --eval-lengths and be below the shortest, "
+            f"{arguments.eval_lengths[0]}"
+        )
+    if arguments.eval_tokens < arguments.eval_lengths[-1]:
+        raise UsageError(
+            f"--eval-tokens {arguments.eval_tokens} is less than the longest of --eval-lengths, "
+            f"{arguments.eval_lengths[-1]}"
+        )
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Number of positions in a stock model's own learned table, None if it has none."""
+    adapter = adapter_for(model.config.model_type)
+    if adapter.position_table is None:
+        return None
+    table = model.base_model.get_submodule(adapter.decoder).get_submodule(adapter.position_table)
+    return table.num_embeddings - adapter.table_offset
+
+
+def measure_model(
+    model: nn.Module, *, held_out: list[Document], arguments: Any, accelerator: Accelerator, limit: int | None
+) -> list[dict[str, Any]]:
+    """One row per length: both perplexities and the rest, or why there is none.
+
+    Held-out documents are measured in a row, or, where they were packed apart, each on its own.
+    """
+    found = held_out if arguments.packing == "documents" else [stream(held_out)]
+    possible = [length for length in arguments.eval_lengths if limit is None or length <= limit]
+    rows = measure_context(
+        model,
+        [document.tokens for document in found],
+        lengths=possible,
+        stride=arguments.stride,
+        byte_counts=[document.bytes for document in found],
+        distributed=accelerator.num_processes > 1,
+        progress=accelerator.is_main_process,
+    )
+    impossible = [
+        {"length": length, "impossible": f"its table ends at {limit} positions"}
+        for length in arguments.eval_lengths
+        if length not in possible
+    ]
+    return [row.to_dict() for row in rows] + impossible
+
+
+def retrieval(
+    model: nn.Module, arguments: MeasuringArguments, accelerator: Accelerator, limit: int | None
+) -> list[dict[str, Any]]:
+    """Can it copy what it has seen, this far back? A grid over length and lag."""
+    lengths = [length for length in arguments.eval_lengths if limit is None or length <= limit]
+    if not arguments.retrieval_trials or not lengths:
+        return []
+    cells = induction_copy(
+        model,
+        lengths=lengths,
+        trials=arguments.retrieval_trials,
+        seed=0,
+        distributed=accelerator.num_processes > 1,
+        progress=accelerator.is_main_process,
+    )
+    return [cell.to_dict() for cell in cells]
