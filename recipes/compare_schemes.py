@@ -3,7 +3,8 @@
     accelerate launch recipes/compare_schemes.py --config recipes/configs/compare_stories.yaml --model DIR --data FILE
 
 Every run is one results.json under OUTPUT/runs; OUTPUT/summary.md, summary.json and the figures are made from them.
-Started again, it makes the runs that are missing and goes on with the one that was interrupted.
+Started again, it makes the runs that are missing and goes on with the one that was interrupted; runs of other arguments,
+another text or another base it refuses.
 """
 
 import shutil
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import extend_context
+import identity
 import sweep
+import training
 from accelerate import PartialState
 from extend_context import UNPATCHED
 from options import UsageError, each_once, load, parse, refuse
 from training import Diverged, Interrupted
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
 from hf_posenc.registry import scheme_class
@@ -57,17 +60,34 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     before: list[dict[str, Any]] = []
 
     def one(variant: str, seed: int, target: Path) -> dict[str, Any]:
-        results = extend_context.run(run_arguments(arguments, variant, seed, target), before=before or None)
+        given = extend_context.Sweep(text, identities[variant, seed], before or None)
+        results = extend_context.run(run_arguments(arguments, variant, seed, target), given)
         before[:] = results["before"]
         if not arguments.keep_weights and PartialState().is_main_process:
             shutil.rmtree(target / "model")
         return results
 
     try:
-        check_arguments(arguments)
+        schemes = check_arguments(arguments)
+        accelerator = training.accelerator_for(arguments, folder)
+        text = extend_context.read_text(arguments, load(AutoTokenizer, arguments.model), accelerator)
+        identities = {
+            (variant, seed): identity.of(
+                arguments,
+                text,
+                variant=variant,
+                seed=seed,
+                scheme=extend_context.name_of(schemes[variant]),
+                **identity.launched(accelerator),
+            )
+            for seed in arguments.seeds
+            for variant in arguments.variants
+        }
+        sweep.check(folder, identities)
         for runs in sweep.read(folder).values():
             before[:] = runs[0]["before"]
-        sweep.complete(folder, arguments.variants, arguments.seeds, one)
+        sweep.complete(folder, identities, one)
+        summary = sweep.summarize(folder, f"Schemes on {arguments.model}")
     except (UsageError, hf_posenc.HfPosencError) as error:
         parser.error(str(error))
     except Diverged as error:
@@ -75,19 +95,23 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     except Interrupted as stop:
         print(f"\n{stop}. The same command goes on.", file=sys.stderr)
         raise SystemExit(stop.status) from None
-    summary = sweep.summarize(folder, f"Schemes on {arguments.model or 'the embedded base'}")
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. {sweep.KEPT}", file=sys.stderr)
+        raise SystemExit(130) from None
     print(sweep.markdown(summary))
     return summary
 
 
-def check_arguments(arguments: Arguments) -> None:
-    """All variants, before the first is run."""
+def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme | None]:
+    """All variants, before the first is run; returns their schemes."""
     if not any({"distill", "transfer"} & set(variant.split("+")) for variant in arguments.variants):
         refuse(arguments, "distill", "is for variants with +distill or +transfer, and there are none")
     each_once(arguments, "variants", "seeds")
+    schemes = {}
     for variant in arguments.variants:
         target = sweep.place(Path(arguments.output), variant, arguments.seeds[0])
-        extend_context.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
+        schemes[variant] = extend_context.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
+    return schemes
 
 
 def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -> extend_context.Arguments:
@@ -124,7 +148,7 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
     changes: dict[str, Any] = {"scheme": scheme, "scheme_args": extra, "seed": seed, "output": str(target)}
     changes["distill"] = arguments.distill if {"distill", "transfer"} & set(options) else 0.0
     changes["transfer_steps"] = arguments.recovery_steps // 4 if "transfer" in options else 0
-    changes["resume"] = (target / "progress.json").is_file()
+    changes["resume"] = (target / "progress.json").is_file() and not (target / "results.json").is_file()
     changes["overwrite"] = not changes["resume"]
     return extend_context.Arguments(**(same | changes))
 

@@ -26,6 +26,7 @@ import accelerate
 import card
 import corpus
 import datasets
+import identity
 import measuring
 import peft
 import report
@@ -37,7 +38,7 @@ from accelerate.utils import set_seed
 from corpus import DataArguments, Document, Text, stream
 from embedded import CONTEXT, byte_model, byte_tokenizer, standard_library, train_base
 from measuring import MeasuringArguments, measure_model, position_limit, retrieval
-from options import UsageError, at_least, hyperparameters, load, option, parse, refuse
+from options import UsageError, at_least, hyperparameters, load, parse, refuse
 from recovery import check_transfer, teacher_of
 from torch import nn
 from training import Diverged, Interrupted, RecoveryArguments, TrainingArguments
@@ -95,10 +96,6 @@ class Arguments(SharedArguments):
     )
 
 
-# Arguments that may differ when a run is resumed: they change nothing in the result.
-FREE = ("output", "overwrite", "resume", "push_to", "private", "save_every", "tracker", "workers")
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Runs the recipe and returns what it wrote to results.json."""
     arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
@@ -119,16 +116,24 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         raise SystemExit(130) from None
 
 
-def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+@dataclass
+class Sweep:
+    """What the runs of a sweep need not make again."""
+
+    text: Text
+    identity: dict[str, Any]
+    before: list[dict[str, Any]] | None = None
+
+
+def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     """The recipe, top to bottom.
 
     Args:
         arguments: checked here.
-        before: the base's measurements, where somebody has made them already.
+        sweep: what a sweep has made already: the text, what the run is of, the base's measurements.
     """
     scheme = check_arguments(arguments)
     output = Path(arguments.output)
-    earlier = earlier_progress(arguments)
     accelerator = training.accelerator_for(arguments, output)
     say = accelerator.print
     set_seed(arguments.seed)
@@ -136,7 +141,13 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
 
     say(f"Reading {corpus.describe(arguments)}")
     tokenizer = load(AutoTokenizer, arguments.model) if arguments.model else byte_tokenizer()
-    text = read_text(arguments, tokenizer, accelerator)
+    text = sweep.text if sweep else read_text(arguments, tokenizer, accelerator)
+    of = (
+        sweep.identity
+        if sweep
+        else identity.of(arguments, text, scheme=name_of(scheme), **identity.launched(accelerator))
+    )
+    earlier = earlier_progress(arguments, of)
     with loaded_whole(accelerator):
         model = (
             load(AutoModelForCausalLM, arguments.model, dtype=torch.float32)
@@ -159,6 +170,7 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
 
     results: dict[str, Any] = {
         "recipe": "extend_context",
+        "identity": of,
         "arguments": asdict(arguments),
         "command": sys.argv,
         "seed": arguments.seed,
@@ -173,6 +185,10 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
         "seconds": {},
     }
     seconds = results["seconds"]
+    if accelerator.is_main_process and not earlier:
+        discard(output)
+        write_json(output / "progress.json", results)
+    accelerator.wait_for_everyone()
     if arguments.model is None:
         if earlier and (output / "base" / "config.json").is_file():
             model = load(AutoModelForCausalLM, str(output / "base"), dtype=torch.float32).to(accelerator.device)
@@ -187,18 +203,17 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
     if earlier:
         results |= {key: earlier[key] for key in ("before", "retrieval_before", "seconds") if key in earlier}
         seconds = results["seconds"]
-    elif before is not None:
-        results["before"] = before
+    elif sweep and sweep.before:
+        results["before"] = sweep.before
     if "before" not in results:
         say(f"Measuring {arguments.model or 'the embedded base'} as it is")
         with stopwatch(seconds, "before"):
             results["before"] = measure(model, limit=position_limit(model))
             results["retrieval_before"] = retrieval(model, arguments, accelerator, position_limit(model))
     if accelerator.is_main_process:
-        if not earlier:
-            discard(output)
         write_json(output / "progress.json", results)
     accelerator.wait_for_everyone()
+    set_seed(arguments.seed)  # whatever was made before, and whatever was there already
 
     teacher = None
     if arguments.distill or arguments.transfer_steps:
@@ -249,7 +264,7 @@ def run(arguments: Arguments, before: list[dict[str, Any]] | None = None) -> dic
         report.write(output / "report.html", results)
         write_json(output / "results.json", results)
         (output / "progress.json").unlink()
-        discard(output, results=False)
+        discard(output, finished=True)
     say(
         f"\n{report.table(results)}\n\ncheckpoint  {output / 'model'}\nreport      {output / 'report.html'}\n"
         f"results     {output / 'results.json'}"
@@ -312,35 +327,38 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     output = Path(arguments.output)
     if output.exists() and not output.is_dir():
         raise UsageError(f"--output {output} is a file")
+    unfinished = (output / "progress.json").is_file()
+    if arguments.resume and (output / "results.json").is_file():
+        raise UsageError(f"--resume: the run in {output} has ended, its results are in {output / 'results.json'}")
+    if arguments.resume and not unfinished:
+        raise UsageError(f"--resume: there is no interrupted run in {output}; without --resume one begins")
     if output.is_dir() and any(output.iterdir()) and not (arguments.overwrite or arguments.resume):
-        instead = "--resume" if (output / "progress.json").is_file() else "--overwrite"
+        instead = "--resume" if unfinished else "--overwrite"
         raise UsageError(f"--output {output} is not empty: choose another folder, or {instead}")
     return scheme
 
 
-def earlier_progress(arguments: Arguments) -> dict[str, Any] | None:
-    """What an interrupted run of the same arguments left, if that is asked for and there is one."""
+def name_of(scheme: hf_posenc.Scheme | None) -> dict[str, Any]:
+    """A scheme with all its hyper-parameters, given or not."""
+    return {"name": UNPATCHED} if scheme is None else {"name": scheme.name, **scheme.hyperparameters()}
+
+
+def earlier_progress(arguments: Arguments, of: dict[str, Any]) -> dict[str, Any] | None:
+    """What an interrupted run of the same identity left, if it is to be gone on with."""
     folder = Path(arguments.output)
     if not arguments.resume:
         return None
-    if (folder / "results.json").is_file():
-        raise UsageError(f"--resume: the run in {folder} has ended, its results are in {folder / 'results.json'}")
-    if not (folder / "progress.json").is_file():
-        return None
-    earlier = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
-    now = json.loads(json.dumps(asdict(arguments)))
-    if changed := [key for key in now if key not in FREE and now[key] != earlier["arguments"].get(key)]:
-        said = ", ".join(f"{option(key)} was {earlier['arguments'].get(key)}, is {now[key]}" for key in changed)
-        raise UsageError(f"--resume: the run in {folder} had other arguments: {said}")
-    return earlier
+    identity.hold(folder, of, "resume with those, or choose another --output")
+    return json.loads((folder / "progress.json").read_text(encoding="utf-8"))
 
 
-def discard(folder: Path, results: bool = True) -> None:
-    """States of an earlier run that nobody goes on with and, unless they are this run's, its results."""
+def discard(folder: Path, finished: bool = False) -> None:
+    """States that nobody goes on with and, unless it has finished, what another run left here and this one would take."""
     for state in training.states(folder):
         shutil.rmtree(state)
-    if results:
+    if not finished:
         (folder / "results.json").unlink(missing_ok=True)
+        shutil.rmtree(folder / "base", ignore_errors=True)
 
 
 def check_lengths(plan: list[training.Phase], text: Text, arguments: Arguments, accelerator: Accelerator) -> None:

@@ -4,27 +4,30 @@
 
 The from-scratch counterpart of compare_schemes.py, as in Press et al. 2021 (arXiv:2108.12409): a decoder of GPT-2's shape
 that reads bytes, without any position encoding but the one named. Every run is one results.json under OUTPUT/runs; the
-summary and the figures are made from them. Started again, it makes the runs that are missing.
+summary and the figures are made from them. Started again, it makes the runs that are missing, and
+refuses runs of other arguments.
 """
 
-import shutil
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import corpus
+import identity
 import measuring
 import sweep
 import training
 from accelerate.utils import set_seed
-from corpus import DataArguments, Windows, stream
+from corpus import DataArguments, Text, Windows, stream
 from embedded import byte_tokenizer
 from extend_context import (
     CURVE_TOKENS,
     check_vocabulary,
     count,
+    discard,
     hyper,
+    name_of,
     provenance,
     read_text,
     save,
@@ -73,9 +76,27 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     folder = Path(arguments.output)
     try:
         check_arguments(arguments)
+        accelerator = training.accelerator_for(arguments, folder)
+        tokenizer = load(AutoTokenizer, arguments.tokenizer) if arguments.tokenizer else byte_tokenizer()
+        text = read_text(arguments, tokenizer, accelerator)
+        identities = {
+            (name, seed): identity.of(
+                arguments,
+                text,
+                variant=name,
+                seed=seed,
+                scheme=name_of(scheme_of(arguments, name)),
+                **identity.launched(accelerator),
+            )
+            for seed in arguments.seeds
+            for name in arguments.schemes
+        }
         sweep.complete(
-            folder, arguments.schemes, arguments.seeds, lambda name, seed, target: run(arguments, name, seed, target)
+            folder,
+            identities,
+            lambda name, seed, target: run(arguments, name, seed, target, tokenizer, text, identities[name, seed]),
         )
+        summary = sweep.summarize(folder, f"From scratch, trained at {arguments.train_length}")
     except (UsageError, hf_posenc.HfPosencError) as error:
         parser.error(str(error))
     except Diverged as error:
@@ -83,7 +104,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     except Interrupted as stop:
         print(f"\n{stop}. The same command goes on.", file=sys.stderr)
         raise SystemExit(stop.status) from None
-    summary = sweep.summarize(folder, f"From scratch, trained at {arguments.train_length}")
+    except KeyboardInterrupt:
+        print(f"\nInterrupted. {sweep.KEPT}", file=sys.stderr)
+        raise SystemExit(130) from None
     print(sweep.markdown(summary))
     return summary
 
@@ -115,12 +138,12 @@ def scheme_of(arguments: Arguments, name: str) -> hf_posenc.Scheme:
         raise UsageError(f"--schemes {name}: {error}") from None
 
 
-def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, Any]:
+def run(
+    arguments: Arguments, name: str, seed: int, output: Path, tokenizer: Any, text: Text, of: dict[str, Any]
+) -> dict[str, Any]:
     """One model, top to bottom."""
     accelerator = training.accelerator_for(arguments, output)
     set_seed(seed)
-    tokenizer = load(AutoTokenizer, arguments.tokenizer) if arguments.tokenizer else byte_tokenizer()
-    text = read_text(arguments, tokenizer, accelerator)
     data = text.to_dict(arguments)
     windows = Windows(text.train, arguments.train_length, arguments.packing)
     plan = [Phase(windows, arguments.steps, 0, arguments.batch_size, seed)]
@@ -152,6 +175,7 @@ def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, A
     seconds: dict[str, float] = {}
     results: dict[str, Any] = {
         "recipe": "pretrain",
+        "identity": of,
         "arguments": asdict(arguments),
         "command": sys.argv,
         "seed": seed,
@@ -167,6 +191,11 @@ def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, A
         "verify": str(answers),
         "seconds": seconds,
     }
+    if accelerator.is_main_process:
+        if identity.file_of(output) is None:  # nobody knows what they are of
+            discard(output)
+        write_json(output / "progress.json", results)
+    accelerator.wait_for_everyone()
     curve_text = stream(text.held_out).tokens[: max(CURVE_TOKENS, arguments.train_length)]
     wrapped, results["training"] = training.fine_tune(
         accelerator,
@@ -174,7 +203,7 @@ def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, A
         plan,
         arguments,
         folder=output,
-        resume=True,  # a state there is of this run: the sweep's folder names variant and seed
+        resume=True,  # a state there is of this run: the sweep has looked at what it is of
         evaluate=lambda trained: non_overlapping_perplexity(trained, curve_text, length=arguments.train_length).loss,
     )
     model = accelerator.unwrap_model(wrapped)
@@ -188,8 +217,8 @@ def run(arguments: Arguments, name: str, seed: int, output: Path) -> dict[str, A
         save(accelerator, wrapped, tokenizer, output)
     if accelerator.is_main_process:
         write_json(output / "results.json", results)
-        for state in training.states(output):
-            shutil.rmtree(state)
+        (output / "progress.json").unlink()
+        discard(output, finished=True)
     accelerator.wait_for_everyone()
     return results
 

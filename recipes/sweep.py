@@ -10,35 +10,50 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import identity
 from extend_context import write_json
+from options import UsageError
 from report import METHODS
 
 from hf_posenc.analysis import plots
 
 Runs = dict[str, list[dict[str, Any]]]
+KEPT = "Finished runs are kept, and of the one that was interrupted its newest state: the same command goes on."
 
 
 def complete(
-    folder: Path, variants: Sequence[str], seeds: Sequence[int], one: Callable[[str, int, Path], dict[str, Any]]
+    folder: Path,
+    identities: dict[tuple[str, int], dict[str, Any]],
+    one: Callable[[str, int, Path], dict[str, Any]],
 ) -> None:
     """Makes every run that has no results yet, seed by seed, so that a half-done sweep compares all variants.
 
     Args:
         folder: of the sweep.
-        variants: names.
-        seeds: of the runs.
+        identities: what each run is of, by variant and seed, in the order to make them.
         one: makes a run from variant, seed and folder, and leaves results.json there.
+
+    Raises:
+        UsageError: if the folder holds runs of something else; nothing is run then.
     """
-    for seed in seeds:
-        for variant in variants:
-            target = place(folder, variant, seed)
-            if not (target / "results.json").is_file():
-                print(f"\n=== {variant}, seed {seed} ===", flush=True)
-                one(variant, seed, target)
+    check(folder, identities)
+    for variant, seed in identities:
+        target = place(folder, variant, seed)
+        if not (target / "results.json").is_file():
+            print(f"\n=== {variant}, seed {seed} ===", flush=True)
+            one(variant, seed, target)
+
+
+def check(folder: Path, identities: dict[tuple[str, int], dict[str, Any]]) -> None:
+    """UsageError unless the runs that are asked for are of just that, and all others of the same sweep."""
+    shared = identity.common(next(iter(identities.values())))
+    asked = {place(folder, variant, seed): wanted for (variant, seed), wanted in identities.items()}
+    for target in sorted(folder.glob("runs/*/seed-*")):
+        identity.hold(target, asked.get(target, shared), "choose another --output, or remove that folder")
 
 
 def place(folder: Path, variant: str, seed: int) -> Path:
@@ -57,6 +72,9 @@ def read(folder: Path) -> Runs:
 def summarize(folder: Path, title: str) -> dict[str, Any]:
     """Writes summary.json, summary.md and the figures; returns the summary."""
     runs = read(folder)
+    if not runs:
+        raise UsageError(f"there are no results in {folder / 'runs'}")
+    check_one_sweep(folder, runs)
     first = next(iter(runs.values()))[0]
     trained = first["base"]["trained_length"]
     summary: dict[str, Any] = {"title": title, "base": first["base"], "variants": {}}
@@ -112,6 +130,16 @@ def summarize(folder: Path, title: str) -> dict[str, Any]:
     if recovery:
         plots.save(plots.loss_curve(recovery, title=f"{title}: held-out loss"), folder / "recovery.png")
     return summary
+
+
+def check_one_sweep(folder: Path, runs: Runs) -> None:
+    """UsageError if the runs are not of one sweep: their rows would say different things."""
+    said = [results["identity"] for found in runs.values() for results in found if "identity" in results]
+    for other in said:
+        if wrong := identity.differences(identity.common(said[0]), identity.common(other)):
+            raise UsageError(f"the runs in {folder} are not of one sweep: {wrong}")
+    if silent := sum(len(found) for found in runs.values()) - len(said):
+        print(f"{silent} runs in {folder} do not say what they are of: an older version made them", file=sys.stderr)
 
 
 def at(results: dict[str, Any], length: int) -> dict[str, Any]:
@@ -198,5 +226,8 @@ def shown(value: dict[str, float]) -> str:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        known = json.loads((Path(name) / "summary.json").read_text(encoding="utf-8"))
-        print(markdown(summarize(Path(name), known["title"])))
+        try:
+            known = json.loads((Path(name) / "summary.json").read_text(encoding="utf-8"))
+            print(markdown(summarize(Path(name), known["title"])))
+        except (OSError, UsageError) as error:
+            raise SystemExit(f"{error}") from None

@@ -6,13 +6,16 @@ Trainer knows nothing of the patch and need not: checkpoints reload as what they
 recipe has beside it: measurement before and after, recovery from the base, a report.
 """
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import corpus
+import identity
 import torch
-from corpus import TextArguments, Windows
+from corpus import Text, TextArguments, Windows
+from extend_context import write_json
 from options import UsageError, at_least, hyperparameters, load, parse
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
@@ -57,9 +60,14 @@ def main(argv: list[str] | None = None) -> Trainer:
             raise UsageError("--model DIR_OR_ID is missing")
         at_least(arguments, 1, "steps")
         at_least(arguments, 2, "train_length")
-        there = get_last_checkpoint(arguments.output) if Path(arguments.output).is_dir() else None
+        output = Path(arguments.output)
+        there = get_last_checkpoint(output) if output.is_dir() else None
         if arguments.resume and there is None:
-            raise UsageError(f"--resume: there is no checkpoint in {arguments.output} to go on from: leave it out")
+            raise UsageError(f"--resume: there is no checkpoint in {output} to go on from: leave it out")
+        if there and not arguments.resume:
+            raise UsageError(
+                f"--output {output} holds checkpoints: --resume goes on from them, or choose another folder"
+            )
         corpus.check(arguments, needs_data=True)
         tokenizer = load(AutoTokenizer, arguments.model)
         model = load(AutoModelForCausalLM, arguments.model)
@@ -68,6 +76,16 @@ def main(argv: list[str] | None = None) -> Trainer:
         windows = Windows(documents, arguments.train_length, "concatenate")
         if not len(windows):
             raise UsageError(f"the text has fewer than --train-length {arguments.train_length} tokens")
+        of = identity.of(
+            arguments,
+            Text(len(documents), documents, []),
+            scheme=model.config.position_encoding,
+            processes=int(os.environ.get("WORLD_SIZE", "1")),
+        )
+        if arguments.resume:
+            identity.hold(output, of, "resume with those, or choose another --output")
+        else:
+            write_json(output / "progress.json", {"identity": of})
     except (UsageError, hf_posenc.HfPosencError, TypeError, ValueError) as error:
         parser.error(str(error))
     trainer = Trainer(

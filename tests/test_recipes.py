@@ -15,6 +15,10 @@ import hf_posenc
 from hf_posenc.evaluation import measure_context
 
 
+class Stop(Exception):
+    pass
+
+
 @pytest.fixture
 def recipe(recipes):
     return importlib.import_module("extend_context")
@@ -424,7 +428,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     made = []
     run = compare.extend_context.run
     monkeypatch.setattr(
-        compare.extend_context, "run", lambda arguments, **rest: made.append(arguments.output) or run(arguments, **rest)
+        compare.extend_context, "run", lambda arguments, *rest: made.append(arguments.output) or run(arguments, *rest)
     )
     again = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
     assert made == [str(folder / "runs" / "alibi" / "seed-1")]
@@ -504,6 +508,94 @@ def test_pretrain(recipes, tiny_checkpoints, text):
     assert results["after"][1]["impossible"] == "its table ends at 16 positions"
     assert results["scheme"]["name"] == "learned"
     assert results["training"]["loss"][0] == pytest.approx(5.5, abs=0.5)  # ln 257: it knew nothing
+
+
+def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, text, capsys, monkeypatch):
+    """Runs of other arguments, of another text or another base are named and refused, finished or not."""
+    pretrain = importlib.import_module("pretrain")
+    folder = tiny_checkpoints / "scratch"
+
+    def words(**changes):
+        options = {"data": text, "separator": r"\f", "eval_tokens": 200, "output": folder, "layers": 1, "width": 16}
+        options |= {"heads": 2, "train_length": 16, "steps": 4, "batch_size": 2, "eval_lengths": "16 32"}
+        options |= {"retrieval_trials": 0, "schemes": "shaw", "seeds": "0"} | changes
+        return [w for k, v in options.items() for w in (f"--{k.replace('_', '-')}", *str(v).split(" "))]
+
+    def refused(message, **changes):
+        with pytest.raises(SystemExit) as stop:
+            pretrain.main(words(**changes))
+        assert stop.value.code == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert message in said
+        assert "choose another --output, or remove that folder" in said
+
+    first = pretrain.main(words())
+    one_step = pretrain.training.one_step
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain.training, "one_step", lambda *_: pytest.fail("trained"))
+        moved = text.with_name("moved.txt")
+        text.rename(moved)
+        assert (
+            pretrain.main(words(data=moved, save_every=3)) == first
+        )  # the same text; and when states are written is free
+        text.write_text(moved.read_text())
+        refused("--train-length was 16, is 8", train_length=8)
+        refused("--layers was 1, is 2, --steps was 4, is 3", steps=3, layers=2)
+        refused("--scheme was", scheme_args="max_distance=3")
+        refused("'max_distance': 3,", scheme_args="max_distance=3")
+        refused("--steps was 4, is 3", schemes="alibi", steps=3)  # not asked for again, but it would be in the table
+        refused("--learning-rate was 0.003, is 0.1", seeds="1", learning_rate=0.1)
+        text.write_text(text.read_text().replace("import", "export"))
+        refused("another text")
+        text.write_text(moved.read_text())
+    assert set(pretrain.main(words(scheme_args="max_distance=32"))["variants"]) == {"shaw"}  # that is the default
+    assert set(pretrain.main(words(schemes="alibi"))["variants"]) == {"alibi", "shaw"}
+
+    def stopping(accelerator, wrapped, optimizer, phase, step, *rest):
+        if step == 3:
+            raise Stop
+        return one_step(accelerator, wrapped, optimizer, phase, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain.training, "one_step", stopping)
+        with pytest.raises(Stop):
+            pretrain.main(words(schemes="nope", save_every=2))
+    assert pretrain.training.states(folder / "runs" / "nope" / "seed-0")
+    refused("--max-grad-norm was 1.0, is 2.0", schemes="nope", max_grad_norm=2)
+    assert len(pretrain.main(words(schemes="nope"))["variants"]) == 3
+    path = folder / "runs" / "shaw" / "seed-0" / "results.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "identity"}))
+    refused("does not say what it is of")
+
+    compare = importlib.import_module("compare_schemes")
+    folder = tiny_checkpoints / "sweep"
+    common = small(tiny_checkpoints / "llama", text, folder)
+    compare.main([*common, "--variants", "alibi", "--seeds", "0"])
+    for extra, message in (
+        (["--variants", "nope", "--steps", "2"], "--steps was 3, is 2"),
+        (["--variants", "alibi", "--lora-rank", "2"], "--lora-rank was 0, is 2"),
+    ):
+        with pytest.raises(SystemExit):
+            compare.main([*common, "--seeds", "0", *extra])
+        assert message in " ".join(capsys.readouterr().err.split())
+    model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    model.lm_head.weight.data[0] += 1
+    model.save_pretrained(tiny_checkpoints / "llama")
+    with pytest.raises(SystemExit):
+        compare.main([*common, "--variants", "alibi", "--seeds", "0"])
+    assert "another base" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_table_is_of_one_sweep(recipes, tmp_path):
+    """Also where it is made from the results alone."""
+    sweep, options = importlib.import_module("sweep"), importlib.import_module("options")
+    for seed, steps in ((0, 10), (1, 20)):
+        target = sweep.place(tmp_path, "alibi", seed)
+        target.mkdir(parents=True)
+        results = {"identity": {"variant": "alibi", "seed": seed, "steps": steps}, "before": []}
+        (target / "results.json").write_text(json.dumps(results))
+    with pytest.raises(options.UsageError, match="are not of one sweep: --steps was 10, is 20"):
+        sweep.summarize(tmp_path, "two sweeps")
 
 
 def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):

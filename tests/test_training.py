@@ -198,6 +198,15 @@ def test_resuming_needs_the_same_arguments(recipe, tiny_checkpoints, text, monke
     with pytest.raises(SystemExit):
         recipe.main([*options(folder, text, folder / "out", learning_rate=1), "--resume"])
     assert "--learning-rate was 0.001, is 1.0" in capsys.readouterr().err
+    said = text.read_text()
+    text.write_text(said + "more")
+    with pytest.raises(SystemExit):
+        recipe.main([*options(folder, text, folder / "out"), "--resume"])
+    assert "had other arguments: another text" in " ".join(capsys.readouterr().err.split())
+    text.write_text(said)
+    with pytest.raises(SystemExit):
+        recipe.main([*options(folder, text, folder / "elsewhere"), "--resume"])
+    assert "there is no interrupted run in" in " ".join(capsys.readouterr().err.split())
     recipe.main([*options(folder, text, folder / "out"), "--resume"])
     with pytest.raises(SystemExit):
         recipe.main([*options(folder, text, folder / "out"), "--resume"])
