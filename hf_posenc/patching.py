@@ -147,11 +147,14 @@ def patch_model(
     config = model.config
     plan, native = surgery.resolved(surgery.make_plan(model, wanted, attention), config)
     surgery.check_forwards(plan)
+    device = next(model.parameters()).device
 
     undo = surgery.Undo()
     try:
-        owners = surgery.operate(undo, plan, config)
-        _initialize(owners, native, seed, model)
+        # Whatever the caller's default device is; new rotations of a model on the meta device have values all the same.
+        with torch.device("cpu" if device.type == "meta" else device):
+            owners = surgery.operate(undo, plan, config)
+            _initialize(owners, native, seed, model)
         _rename(undo, model, plan.scheme)
         surgery.set_attribute(
             undo, model.base_model, "_posenc_patch", surgery.Patch(plan.scheme, attention, undo, plan.found.layers)

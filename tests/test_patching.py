@@ -488,3 +488,17 @@ def test_describe_says_what_is_there(family, variant):
         assert key in text
     unpatch_model(model)
     assert hf_posenc.describe(model) == stock
+
+
+@every_variant
+def test_the_default_device_and_dtype_do_not_matter(variant):
+    scheme, hyperparameters = VARIANTS[variant]
+    expected = logits(patch_model(tiny("gpt2"), scheme, seed=0, **hyperparameters))
+    model = tiny("gpt2")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            patch_model(model, scheme, seed=0, **hyperparameters)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert logits(model).equal(expected)

@@ -5,7 +5,15 @@ import torch
 from families import tiny
 from snapshots import assert_same, snapshot
 
-from hf_posenc import NotPatchedError, available_schemes, from_pretrained, patch_model, unpatch_model, verify
+from hf_posenc import (
+    NotPatchedError,
+    UnsupportedModelError,
+    available_schemes,
+    from_pretrained,
+    patch_model,
+    unpatch_model,
+    verify,
+)
 from hf_posenc.adapters import resolve
 from hf_posenc.registry import adapter_for
 from hf_posenc.schemes.base import PositionModule, ScoreModule
@@ -131,7 +139,7 @@ def test_a_layer_without_its_scheme_cannot_run(scheme):
     """Worse than a report: a forward pass that would ignore positions raises, in verify as anywhere."""
     model = patch_model(tiny("llama"), scheme, seed=0)
     del parts(model).attentions[1].posenc
-    with pytest.raises(ValueError, match="carries no position encoding"):
+    with pytest.raises(UnsupportedModelError, match="layer 1 of PosEncLlamaModel is not patched"):
         verify(model)
 
 
