@@ -5,7 +5,8 @@
 
 Measure, patch, fine-tune, measure again, report, save: OUTPUT/report.html, OUTPUT/results.json and OUTPUT/model (reload
 with `hf_posenc.from_pretrained`). Plain `python` runs it in one process. Everything that can be wrong with the arguments
-is found before anything long starts; Ctrl-C saves, and `--resume` goes on exactly where it was.
+is found before anything long starts; Ctrl-C saves, and `--resume` goes on exactly where it was: it trains no base again
+that was trained, measures nothing again that was measured.
 """
 
 import json
@@ -104,16 +105,37 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     except (UsageError, hf_posenc.HfPosencError) as error:
         parser.error(str(error))
     except Interrupted as stop:
-        print(f"\n{stop}. Everything is in {stop.folder}: the same command with --resume goes on.", file=sys.stderr)
+        print(f"\n{stop}. Everything is in {stop.folder}: {again(arguments)} goes on.", file=sys.stderr)
         raise SystemExit(stop.status) from None
     except Diverged as error:
         raise SystemExit(f"{error}") from None
     except OSError as error:
-        print(f"\n{error}. What was written before is kept; with room, --resume goes on.", file=sys.stderr)
+        print(f"\n{error}. {kept(arguments)}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        print("\nInterrupted outside the fine-tuning: the same command with --resume goes on.", file=sys.stderr)
+        print(f"\nInterrupted. {kept(arguments)}", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def again(arguments: Arguments) -> str:
+    """The command that goes on, in words."""
+    return "the same command with --resume" + (" instead of --overwrite" if arguments.overwrite else "")
+
+
+def kept(arguments: Arguments) -> str:
+    """What there is of a run that was stopped, and how to go on: no more than what is in its folder."""
+    output = Path(arguments.output)
+    if (output / "results.json").is_file():
+        return f"The run has ended, and its results are kept in {output}."
+    if not (output / "progress.json").is_file():
+        return "Nothing was finished that could be kept: the same command begins again."
+    if state := training.newest_state(output):
+        return f"The fine-tuning is kept in {state}: {again(arguments)} goes on from there."
+    if "before" in json.loads((output / "progress.json").read_text(encoding="utf-8")):
+        return f"The measurements of the base are kept in {output}: {again(arguments)} goes on with the fine-tuning."
+    if (output / "base" / "config.json").is_file():
+        return f"The trained base is kept in {output / 'base'}: {again(arguments)} goes on by measuring it."
+    return f"Nothing was finished that could be kept: {again(arguments)} begins again."
 
 
 @dataclass
@@ -159,6 +181,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     trained_length = position_limit(model) or model.config.max_position_embeddings
     plan = training.phases(arguments, text.train, trained_length)
     check_lengths(plan, text, arguments, accelerator)
+    check_curve(text, arguments, trained_length)
     data = text.to_dict(arguments)
     say(
         f"  {data['documents']:,} documents; {data['training_tokens']:,} tokens to train on, "
@@ -379,6 +402,16 @@ def check_lengths(plan: list[training.Phase], text: Text, arguments: Arguments, 
                 f"({accelerator.num_processes} x {phase.rows} x {phase.length}): give more text, a shorter "
                 "--train-length or a smaller --batch-size"
             )
+
+
+def check_curve(text: Text, arguments: TrainingArguments, length: int) -> None:
+    """The recovery curve is measured in windows of this length."""
+    measured = len(stream(text.held_out).tokens)
+    if arguments.eval_every and measured < length:
+        raise UsageError(
+            f"--eval-every: a point of the curve needs {length} held-out tokens and there are {measured:,}: more "
+            "--eval-tokens, or --eval-every 0"
+        )
 
 
 def check_vocabulary(model: nn.Module, *texts: list[Document]) -> None:

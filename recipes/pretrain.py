@@ -23,6 +23,7 @@ from corpus import DataArguments, Text, Windows, stream
 from embedded import byte_tokenizer
 from extend_context import (
     CURVE_TOKENS,
+    check_curve,
     check_vocabulary,
     count,
     discard,
@@ -152,6 +153,7 @@ def run(
             f"the text has {data['training_tokens']:,} tokens to train on and {data['held_out_tokens']:,} held out, "
             "fewer than a batch or the longest of --eval-lengths need"
         )
+    check_curve(text, arguments, arguments.train_length)
     config = GPT2Config(
         vocab_size=len(tokenizer),
         n_positions=arguments.train_length,

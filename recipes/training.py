@@ -238,7 +238,8 @@ def fine_tune(
         model: the patched model, on the device, not wrapped.
         plan: from `phases`.
         arguments: rates, schedule and the rest.
-        folder: where states go, `folder/state-000100` and so on; only the newest is kept.
+        folder: where states go, `folder/state-000100` and so on; only the newest is kept. The caller removes it once
+            what follows the training is done.
         resume: go on from the newest state, if there is one.
         teacher: the unpatched base, if `distill` or `transfer_steps` ask for it.
         trained_length: tokens of its trained window.
@@ -319,6 +320,8 @@ def fine_tune(
                     saved = save_state(accelerator, folder, progress.step)
                     if signum:
                         raise Interrupted(signum, saved)
+    if newest_state(folder) != folder / state_name(progress.step):
+        save_state(accelerator, folder, progress.step)  # what comes now takes long too, and may be interrupted
     if evaluate and arguments.eval_every:
         progress.curve.append({"tokens": progress.tokens, "loss": evaluate(wrapped)})
     wrapped.eval()
@@ -453,7 +456,7 @@ def peak_memory(accelerator: Accelerator) -> int:
 
 def save_state(accelerator: Accelerator, folder: Path, step: int) -> Path:
     """Everything to go on from, whole or not at all; the states before are removed once it is there."""
-    state, partial = folder / f"state-{step:06d}", folder / "state.partial"
+    state, partial = folder / state_name(step), folder / "state.partial"
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
     accelerator.wait_for_everyone()
@@ -468,6 +471,11 @@ def save_state(accelerator: Accelerator, folder: Path, step: int) -> Path:
                 shutil.rmtree(folder)
     accelerator.wait_for_everyone()
     return state
+
+
+def state_name(step: int) -> str:
+    """Folder of the state after so many steps."""
+    return f"state-{step:06d}"
 
 
 def states(folder: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 #
 #   bash scripts/quickstart.sh                                    the embedded default: minutes on two cores, no download
 #                                                                 but the installation
+#   bash scripts/quickstart.sh --resume                           goes on with the newest run that was interrupted
 #   bash scripts/quickstart.sh --model DIR --data FILE...         your checkpoint and text
 #   bash scripts/quickstart.sh --help                             every option of recipes/extend_context.py
 #
@@ -12,18 +13,45 @@ PROJECT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$PROJECT/scripts/setup_env.sh"
 setup_env recipes
 
-# Default of --output: a fresh folder each time, so that a second run neither fails nor overwrites the first.
+# Default of --output: a fresh folder each time, so that a second run neither fails nor overwrites the first; with --resume
+# the newest one whose run has not ended.
 output=""
+resume=""
+config=""
 arguments=("$@")
 while [ $# -gt 0 ]; do
     case "$1" in
         --output) output="${2:-}" ;;
         --output=*) output="${1#--output=}" ;;
+        --config) config="${2:-}" ;;
+        --config=*) config="${1#--config=}" ;;
+        --resume) case "${2:-}" in [Ff]alse | no | 0) ;; *) resume=yes ;; esac ;;
         --help | -h) exec "$ENV_PYTHON" "$PROJECT/recipes/extend_context.py" --help ;;
     esac
     shift
 done
-if [ -z "$output" ]; then
+if [ -z "$output" ] && [ -f "$config" ]; then # a file may say both too; what is wrong with it the recipe will say
+    {
+        read -r output || true
+        read -r resume || true
+    } < <("$ENV_PYTHON" -c 'import sys, yaml
+said = yaml.safe_load(open(sys.argv[1]))
+print(said.get("output") or "", "yes" if said.get("resume") else sys.argv[2], sep="\n")' "$config" "$resume" 2>/dev/null)
+fi
+if [ -z "$output" ] && [ -n "$resume" ]; then
+    for file in $(ls -t runs/quickstart/progress.json runs/quickstart-[0-9]*/progress.json 2>/dev/null); do
+        if [ ! -e "${file%/*}/results.json" ]; then
+            output="${file%/*}"
+            break
+        fi
+    done
+    if [ -z "$output" ]; then
+        say "error: --resume: there is no interrupted run in runs/quickstart*. Without --resume one begins; --output names another."
+        exit 2
+    fi
+    say "Going on with $output"
+    arguments+=(--output "$output")
+elif [ -z "$output" ]; then
     output="runs/quickstart"
     number=2
     while [ -e "$output" ]; do

@@ -210,6 +210,10 @@ WRONG = {
         {"eval_lengths": 4000, "eval_tokens": 4000, "train_length": 48},
         "the held-out text has 3,612 tokens, the longest of --eval-lengths needs 4,000",
     ),
+    "text too short for the curve": (
+        {"eval_every": 1, "eval_lengths": 16, "eval_tokens": 20},
+        "--eval-every: a point of the curve needs 32 held-out tokens and there are 20",
+    ),
     "text too short to train": (
         {"train_length": 2000, "batch_size": 3},
         "one batch needs 6,000 (1 x 3 x 2000)",

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -232,6 +233,128 @@ def test_a_signal_saves_first(recipe, tiny_checkpoints, text, monkeypatch, capsy
     resumed = recipe.main([*options(folder, text, folder / "cut"), "--resume"])
     assert metrics(resumed) == metrics(whole)
     assert_same_weights(folder / "whole", folder / "cut")
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["all", "lora"])
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
+def test_ctrl_c_outside_the_training_says_what_is_kept(recipe, tiny_checkpoints, text, monkeypatch, capsys, rank):
+    """And that is then not made again: the base, its measurements, the fine-tuning. The numbers are those of one go."""
+    folder = tiny_checkpoints
+    common = {"model": None, "base_steps": 3, "lora_rank": rank, "steps": 2, "recovery_steps": 0, "eval_every": 1}
+    common |= {"eval_tokens": 300}
+    whole = recipe.main(options(folder, text, folder / "whole", **common))
+    words, out = options(folder, text, folder / "cut", **common), folder / "cut"
+    made, stop_at = [], None
+
+    def counted(name, function):
+        def call(*arguments, **keywords):
+            made.append(name)
+            if name == stop_at:
+                raise KeyboardInterrupt
+            return function(*arguments, **keywords)
+
+        return call
+
+    monkeypatch.setattr(recipe, "train_base", counted("base", recipe.train_base))
+    monkeypatch.setattr(recipe, "measure_model", counted("measurement", recipe.measure_model))
+    monkeypatch.setattr(recipe.training, "one_step", counted("step", recipe.training.one_step))
+    go_on = "the same command with --resume"
+    for where, expected, message in (
+        ("base", ["base"], f"Nothing was finished that could be kept: {go_on} begins again."),
+        (
+            "measurement",
+            ["base", "measurement"],
+            f"The trained base is kept in {out}/base: {go_on} goes on by measuring",
+        ),
+        ("step", ["measurement", "step"], f"The measurements of the base are kept in {out}: {go_on} goes on with the"),
+        (
+            "measurement",
+            ["step", "step", "measurement"],
+            f"The fine-tuning is kept in {out}/state-000002: {go_on} goes",
+        ),
+    ):
+        stop_at = where
+        with pytest.raises(SystemExit) as stop:
+            recipe.main(words)
+        assert stop.value.code == 130
+        assert message in " ".join(capsys.readouterr().err.split())
+        assert made == expected
+        made.clear()
+        words = [*options(folder, text, out, **common), "--resume"]
+    stop_at = None
+    resumed = recipe.main(words)
+    assert made == ["measurement"]
+    assert metrics(resumed) == metrics(whole)
+    assert_same_weights(folder / "whole", out)
+
+
+def test_a_base_of_another_run_is_not_taken(recipe, tiny_checkpoints, text, monkeypatch):
+    """A run that is written over leaves nothing that the new one could go on with."""
+    folder = tiny_checkpoints
+    common = {"model": None, "steps": 2, "recovery_steps": 0}
+    recipe.main(options(folder, text, folder / "out", **common, base_steps=2))
+    expected = recipe.main(options(folder, text, folder / "whole", **common, base_steps=3))
+    with pytest.raises(Stop):
+        main_with(
+            monkeypatch,
+            recipe,
+            recipe,
+            "train_base",
+            lambda *_, **__: (_ for _ in ()).throw(Stop),
+            [*options(folder, text, folder / "out", **common, base_steps=3), "--overwrite"],
+        )
+    resumed = recipe.main([*options(folder, text, folder / "out", **common, base_steps=3), "--resume"])
+    assert metrics(resumed) == metrics(expected)
+
+
+def test_quickstart_chooses_the_folder(tmp_path):
+    """A fresh one for each run; with --resume the newest whose run has not ended; or what the user says, in a file too."""
+    project, work = tmp_path / "project", tmp_path / "work"
+    (project / "scripts").mkdir(parents=True)
+    work.mkdir()
+    source = Path(__file__).parents[1] / "scripts" / "quickstart.sh"
+    (project / "scripts" / "quickstart.sh").write_text(source.read_text())
+    # Instead of an environment: a Python that says what it was to run.
+    (project / "scripts" / "setup_env.sh").write_text(
+        f'say() {{ printf "%s\n" "$*" >&2; }}\nsetup_env() {{ ENV_PYTHON="{project}/python"; }}\n'
+    )
+    python = project / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "ran $@" >&2\n')
+    python.chmod(0o755)
+
+    def quickstart(*words):
+        command = ["bash", str(project / "scripts" / "quickstart.sh"), *map(str, words)]
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    status, said = quickstart("--resume")
+    assert status == 2
+    assert "there is no interrupted run in runs/quickstart*" in said
+    for number, (folder, files) in enumerate(
+        (
+            ("quickstart", ("progress.json",)),
+            ("quickstart-3", ("progress.json",)),  # the second was removed
+            ("quickstart-4", ("results.json",)),
+            ("quickstart-5", ("progress.json", "results.json")),
+            ("quickstart-mine", ("progress.json",)),
+        )
+    ):
+        for name in files:
+            (work / "runs" / folder).mkdir(parents=True, exist_ok=True)
+            (work / "runs" / folder / name).touch()
+            os.utime(work / "runs" / folder / name, (number, number))
+    assert quickstart("--resume", "--steps", "3")[1].endswith("--resume --steps 3 --output runs/quickstart-3\n")
+    (work / "runs/quickstart-3/progress.json").unlink()
+    assert quickstart("--resume")[1].endswith("--resume --output runs/quickstart\n")
+    assert quickstart("--steps", "3")[1].endswith("--steps 3 --output runs/quickstart-2\n")
+    assert quickstart("--resume", "--output", "mine")[1].endswith("--resume --output mine\n")
+    file = work / "run.yaml"
+    file.write_text("output: elsewhere\n")
+    assert quickstart("--config", file)[1].endswith(f"--config {file}\n")
+    file.write_text("resume: true\n")
+    assert quickstart("--config", file)[1].endswith(f"--config {file} --output runs/quickstart\n")
+    file.write_text("steps: 3\n")
+    assert quickstart("--config", file)[1].endswith(f"--config {file} --output runs/quickstart-2\n")
 
 
 def test_a_loss_that_is_no_number_keeps_the_last_good_state(recipe, tiny_checkpoints, text, monkeypatch):
