@@ -59,8 +59,35 @@ PAGED = (
 )
 
 BIDIRECTIONAL = (
-    "config.is_causal is False: no scheme here defines distances to keys that come later. Set config.is_causal "
-    "back to True, or unpatch the model"
+    "is_causal is False: no scheme here defines distances to keys that come later. Set config.is_causal "
+    "back to True and do not pass is_causal, or unpatch the model"
+)
+
+PASSED_OVER = {
+    "cache": "of paged attention, refused by itself",
+    "use_cache": "the keys and values that arrive are those of the cache already",
+    "cache_position": "the slots are in the channel",
+    "sliding_window": "the window is in the channel",
+    "is_causal": "refused if it is False",
+    "cu_seq_lens_q": "documents are in the channel, and compared with these",
+    "cu_seq_lens_k": "the same as those of the queries without a cache",
+    "max_length_q": "lengths that flash attention wants to know",
+    "max_length_k": "lengths that flash attention wants to know",
+    "seq_idx": "documents, for layers that have a state instead of attention",
+    "output_attentions": "decides which engine is chosen",
+    "output_hidden_states": "read by the model",
+    "output_router_logits": "read by the model",
+    "return_dict": "read by the model",
+    "token_type_ids": "read by embeddings, where a family has them",
+    "num_items_in_batch": "read by the loss",
+    "shift_labels": "read by the loss",
+    "ignore_index": "read by the loss",
+}
+"""What models hand down to attention that does not change what ours computes, and why."""
+
+UNKNOWN_DOCUMENTS = (
+    "cu_seq_lens_q divides the batch into documents that the position channel does not know of: pass position_ids that "
+    "start again at each document too, without attention_mask and with use_cache=False"
 )
 
 
@@ -122,7 +149,7 @@ def scheme_attention(
         dropout: probability that an attention weight is dropped.
         softcap: cap on the scores.
         position_ids: (B|1, Q).
-        **kwargs: what families pass besides; a sliding window is in the channel already.
+        **kwargs: what families pass besides, see `PASSED_OVER`.
 
     Returns:
         output (B, Q, H, D) and weights (B, H, Q, L) or None.
@@ -130,6 +157,7 @@ def scheme_attention(
     Raises:
         ValueError: if the module has no scheme, the mask did not arrive, heads are missing (tensor parallelism), or
             chosen position ids meet a filled cache.
+        TypeError: for an argument that is not known here and not None: attention sinks (`s_aux`), for one.
         NotImplementedError: for paged attention.
     """
     if kwargs.get("cache") is not None:
@@ -143,6 +171,14 @@ def scheme_attention(
         )
     if attention_mask is None:
         raise ValueError(NO_MASK)
+    if unknown := sorted(key for key in kwargs.keys() - PASSED_OVER.keys() if kwargs[key] is not None):
+        raise TypeError(
+            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which the one of hf_posenc does not "
+            "know and would ignore. If it is an argument of your own call of the model, leave it out; otherwise use a "
+            "scheme that keeps the stock attention (nope, sinusoidal, learned, rope)"
+        )
+    if kwargs.get("is_causal") is False:
+        raise ValueError(BIDIRECTIONAL)
     heads = getattr(module.config, "num_attention_heads", query.shape[1])
     if query.shape[1] != heads:
         raise ValueError(f"{query.shape[1]} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
@@ -150,6 +186,8 @@ def scheme_attention(
         where = positions.read(attention_mask, query.shape[2], key.shape[2])
     else:
         key, value, where = exchange(key, value, attention_mask, kwargs.get("sliding_window"))
+    if (starts := kwargs.get("cu_seq_lens_q")) is not None:
+        positions.ensure(where.divided_at(starts[1:-1]), UNKNOWN_DOCUMENTS)
     if query.shape[2] == key.shape[2] or torch.compiler.is_compiling():
         where = where.follow(position_ids)
     elif attention_mask.__dict__.get("posenc_checked") is not position_ids:

@@ -117,6 +117,18 @@ class Positions:
         """Return the logits (B, H, Q, L) with invisible keys at the dtype's minimum."""
         return logits.masked_fill(~self.visible(), torch.finfo(logits.dtype).min)
 
+    def divided_at(self, starts: Tensor) -> Tensor:
+        """Return whether a new document starts at each of some tokens, one bool.
+
+        Args:
+            starts: (N,) integers that count the tokens of all rows, one row after the other.
+        """
+        rows, length = self.query_segment.shape
+        segment, starts = self.query_segment.flatten(), starts.long()
+        first = starts % length == 0  # of a row
+        starts = starts % (rows * length)  # one row may stand for all
+        return (first | (segment[starts] != segment[starts - 1])).all()
+
     def follow(self, position_ids: Tensor | None) -> Positions:
         """Let position ids that the caller chose himself (gapped, randomised) replace the counted ones.
 
@@ -176,6 +188,10 @@ class DensePositions:
         if self.seen.is_floating_point():
             return logits + self.seen
         return logits.masked_fill(~self.seen, torch.finfo(logits.dtype).min)
+
+    def divided_at(self, starts: Tensor) -> Tensor:
+        """Return True, (): a mask that is given pair by pair says all there is to say of documents."""
+        return torch.ones((), dtype=torch.bool, device=starts.device)
 
     def follow(self, position_ids: Tensor | None) -> DensePositions:
         """Measure distances between the given position ids where queries and keys are the same tokens.

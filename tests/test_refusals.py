@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed
 import transformers
+from families import FAMILIES as ALL_FAMILIES
 from families import LENGTH, tiny, tokens
 from snapshots import assert_same, logits, snapshot
 from torch import nn
@@ -622,3 +623,64 @@ def test_layers_and_decoders_may_have_forwards_of_their_own(family, variant, rep
     patch_model(model, scheme, **options)
     assert logits(model).equal(expected)
     assert logits(unpatch_model(model)).equal(stock)
+
+
+# ---------------------------------------------------------------------------------------- arguments that reach attention
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_an_argument_that_attention_does_not_know(family):
+    model, ids = patch_model(tiny(family), "alibi"), tokens(2, 12)
+    with pytest.raises(TypeError, match="hands future_feature, s_aux to its attention"):
+        model(ids, s_aux=torch.zeros(4), future_feature=True, another=None)
+
+
+# What transformers, accelerate and TRL are seen to hand down.
+HANDED_DOWN = {
+    "cache_position": torch.arange(12),
+    "token_type_ids": torch.zeros(2, 12, dtype=torch.long),
+    "labels": tokens(2, 12),
+    "num_items_in_batch": torch.tensor(20),
+    "shift_labels": tokens(2, 12),
+    "ignore_index": 7,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "output_router_logits": False,
+    "use_cache": False,
+    "is_causal": True,
+    "return_dict": True,
+    "seq_idx": torch.zeros(2, 12, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_arguments_that_attention_may_pass_over(family):
+    model, ids = patch_model(tiny(family), "alibi"), tokens(2, 12)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for name, value in HANDED_DOWN.items():
+            labels = {} if name not in ("shift_labels", "ignore_index") else {"labels": ids}
+            if (family, name) == ("gpt2", "token_type_ids"):
+                continue  # GPT-2 embeds them
+            torch.testing.assert_close(model(ids, **{name: value}, **labels).logits, expected, atol=1e-5, rtol=0)
+
+
+def test_bidirectional_attention_by_an_argument():
+    with pytest.raises(ValueError, match="is_causal"):
+        patch_model(tiny("llama"), "alibi")(tokens(), is_causal=False)
+
+
+def test_documents_that_only_flash_attention_would_see():
+    """Lengths of packed documents, as DataCollatorWithFlattening makes them, with position ids and without."""
+    model, ids = patch_model(tiny("llama"), "alibi"), tokens(1, 12)
+    lengths = torch.tensor([0, 5, 12], dtype=torch.int32)
+    flash = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 7, "max_length_k": 7}
+    restarting = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with torch.no_grad():
+        packed = model(ids, position_ids=restarting, use_cache=False, **flash).logits
+        torch.testing.assert_close(packed[:, 5:], model(ids[:, 5:]).logits, atol=1e-5, rtol=0)
+        whole = torch.tensor([0, 12], dtype=torch.int32)
+        model(ids, **{**flash, "cu_seq_lens_q": whole})
+        for missing in ({}, {"position_ids": restarting, "use_cache": True}):
+            with pytest.raises(ValueError, match="documents"):
+                model(ids, **flash, **missing)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from families import tiny
 from snapshots import assert_same, snapshot
+from transformers.models.llama import modeling_llama
 
 from hf_posenc import (
     NotPatchedError,
@@ -116,6 +117,36 @@ def test_one_dead_layer_is_caught_and_named(family, scheme):
     assert not report
     assert [layer.ok for layer in report.layers] == [True, False]
     assert report.problems == ("layer 1 ignores positions",)
+
+
+@pytest.mark.parametrize("scheme", SCORES)
+def test_a_part_of_the_attention_that_is_left_out_is_caught(scheme, monkeypatch):
+    """A base whose own attention has sinks, which nothing hands to ours: they take a share of every weight."""
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    assert verify(model)
+    stock = modeling_llama.eager_attention_forward
+
+    def with_sinks(module, query, key, value, mask, **kwargs):
+        output, weights = stock(module, query, key, value, mask, **kwargs)
+        return output * (0.8 if module.layer_idx == 1 else 1), weights
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", with_sinks)
+    before = snapshot(model)
+    report = verify(model)
+    assert_same(snapshot(model), before)
+    assert not report
+    assert [problem[:7] for problem in report.problems] == ["layer 1"]
+    assert "own eager attention by 25.0%" in report.problems[0]
+
+
+@pytest.mark.parametrize("scheme", SCORES)
+def test_sinks_that_arrive_are_no_silent_loss(scheme):
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    attention = parts(model).attentions[0]
+    forward = attention.forward
+    attention.forward = lambda *args, **kwargs: forward(*args, **kwargs, s_aux=torch.zeros(4))
+    with pytest.raises(TypeError, match="s_aux"):
+        verify(model)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
