@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate.hooks import AlignDevicesHook, SequentialHook
+from peft import PeftMixedModel, PeftModel
 from torch import nn
 from torch.distributed import is_available as distributed_is_available
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -43,8 +44,16 @@ def parse_scheme(scheme: str | Scheme, hyperparameters: dict[str, Any]) -> Schem
 
 
 def patch_of(model: nn.Module) -> surgery.Patch | None:
-    """Return what is known of a patched model, or None for a stock one."""
+    """Return what is known of a patched model, also below an adapter of PEFT, or None for a stock one."""
+    model = without_adapter(model)
     return getattr(model, "base_model", model).__dict__.get("_posenc_patch")
+
+
+def without_adapter(model: Any) -> Any:
+    """Return the model that PEFT has wrapped, with the adapter's layers inside; any other model as it is."""
+    if isinstance(model, PeftMixedModel):
+        return model.base_model.model
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def check_unwrapped(model: Any, action: str) -> None:
@@ -167,7 +176,7 @@ def patch_model(
 
 def _check_model(model: Any) -> None:
     check_unwrapped(model, "patch the model")
-    if type(model).__name__.startswith("Peft"):
+    if without_adapter(model) is not model:
         raise UnsupportedModelError(
             f"{type(model).__name__} wraps the model: patch the base model first, then add the adapter with "
             'LoraConfig(modules_to_save=["posenc"]) so that new position parameters are trained and saved'
@@ -238,6 +247,12 @@ def unpatch_model(model: Model) -> Model:
             that would have to be taken away.
     """
     check_unwrapped(model, "unpatch the model")
+    if without_adapter(model) is not model:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wraps the model, and its adapter was trained on the positions that would go: take "
+            "it off first with model = model.merge_and_unload(), or model.unload() (which drops it; for prompts "
+            "model.get_base_model()), then unpatch what that returns"
+        )
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched")
@@ -264,6 +279,10 @@ def unpatch_model(model: Model) -> Model:
 def patched(model: Model, scheme: str | Scheme, **arguments: Any) -> Iterator[Model]:
     """Patch a model for the length of a `with` block, also when the body raises.
 
+    At the end the model is stock, whatever the body did: nothing is left to do where the body has unpatched it, and
+    what it has patched it with instead is undone. If it cannot be unpatched, an error of the body is still the one that
+    is raised, with a note.
+
     Args:
         model: as for `patch_model`.
         scheme: as for `patch_model`.
@@ -275,7 +294,17 @@ def patched(model: Model, scheme: str | Scheme, **arguments: Any) -> Iterator[Mo
     patch_model(model, scheme, **arguments)
     try:
         yield model
-    finally:
+    except BaseException as error:
+        try:
+            _make_stock(model)
+        except Exception as failure:
+            error.add_note(f"After this the model could not be unpatched: {failure}")
+        raise
+    _make_stock(model)
+
+
+def _make_stock(model: PreTrainedModel) -> None:
+    if patch_of(model) is not None:
         unpatch_model(model)
 
 
@@ -283,13 +312,14 @@ def describe(model: PreTrainedModel) -> str:
     """Return a few readable lines: scheme, hyper-parameters, where it acts, attention, limit.
 
     Args:
-        model: patched or stock.
+        model: patched or stock; of one that PEFT has wrapped, what is inside.
 
     Raises:
         UnsupportedModelError: for a stock model of a family without adapter, and for one that is wrapped
             (DistributedDataParallel) or sharded (FSDP).
     """
     check_unwrapped(model, "describe the model")
+    model = without_adapter(model)
     patch = patch_of(model)
     family = surgery.base_model_type(model.config)
     if patch is None:
@@ -331,7 +361,7 @@ def which_engine(
     On a GPU the answer may take seconds: FlexAttention is compiled and tried before it is said to be used.
 
     Args:
-        model: patched.
+        model: patched, also below an adapter of PEFT.
         length: number of queries.
         keys: number of keys, with what is cached, and then without gradients; None means `length`.
         batch_size: of the call.
@@ -348,6 +378,7 @@ def which_engine(
         ValueError: if the engine that was asked for when patching cannot compute such a call.
     """
     check_unwrapped(model, "ask for the engine")
+    model = without_adapter(model)
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched")

@@ -15,7 +15,7 @@ from . import positions, surgery
 from .adapters.base import resolve
 from .attention import NAME, IdentityRotary
 from .errors import NotPatchedError
-from .patching import check_in_place, check_unwrapped, patch_of
+from .patching import check_in_place, check_unwrapped, patch_of, without_adapter
 from .registry import adapter_for
 from .schemes.base import PositionModule, ScoreModule
 
@@ -109,7 +109,7 @@ def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report
     caches are left as they were.
 
     Args:
-        model: patched, on any device, in any mode.
+        model: patched, on any device, in any mode; with an adapter of PEFT around it, the adapter's layers take part.
         length: tokens to use.
         seed: of the tokens and of the trial parameters.
 
@@ -122,6 +122,7 @@ def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report
         ValueError: if `length` is under 4, or from the model's own forward pass.
     """
     check_unwrapped(model, "verify the model")
+    model = without_adapter(model)
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: there is nothing to verify")

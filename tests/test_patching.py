@@ -107,6 +107,44 @@ def test_patched_undoes_itself_also_after_an_exception(family, scheme):
     assert_same(snapshot(model), before)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_patched_whose_body_unpatches(family):
+    """It ends with a stock model, and the error that is raised is the body's."""
+    model = tiny(family)
+    before = snapshot(model)
+    with patched(model, "alibi"):
+        unpatch_model(model)
+    assert_same(snapshot(model), before)
+    with patched(model, "alibi"):
+        unpatch_model(model)
+        patch_model(model, "nope")
+    assert_same(snapshot(model), before)
+    with pytest.raises(KeyError, match="of the body"), patched(model, "alibi"):
+        fail_after(lambda: unpatch_model(model))
+    assert_same(snapshot(model), before)
+
+
+def fail_after(action):
+    action()
+    raise KeyError("of the body")
+
+
+def test_an_error_of_the_body_comes_before_one_of_unpatching():
+    model = tiny("gpt2")
+    attention = model.transformer.h[0].attn
+
+    def wrap():
+        attention.forward = torch.no_grad()(attention.forward)
+
+    with pytest.raises(KeyError, match="of the body") as raised, patched(model, "rope"):
+        fail_after(wrap)
+    assert "could not be unpatched" in raised.value.__notes__[0]
+    del attention.forward
+    unpatch_model(model)
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="forward of its own"), patched(model, "rope"):
+        wrap()
+
+
 def test_patched_passes_arguments_on():
     model = tiny("gpt2")
     with patched(model, "shaw", max_distance=5, attention="reference", seed=3):

@@ -5,10 +5,18 @@ import copy
 import pytest
 import torch
 from families import FAMILIES, tiny, tokens
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from situations import BASES, CASES, DIFFERENT, SCHEMES, assert_same, distance, patched_model
 
-from hf_posenc import UnsupportedModelError, patch_model, unpatch_model
+from hf_posenc import (
+    NotPatchedError,
+    UnsupportedModelError,
+    describe,
+    patch_model,
+    unpatch_model,
+    verify,
+    which_engine,
+)
 
 # peft 0.21 asks for it by the name that transformers 5.23 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -103,3 +111,46 @@ def test_unpatch_after_merging_keeps_the_update(case, family):
     merged = unpatch_model(adapted(model, family).merge_and_unload())
     expected = adapted(copy.deepcopy(tiny(family)), family).merge_and_unload()
     assert_same(full(merged, ids), full(expected, ids))
+
+
+KINDS = {
+    "lora": lambda: LoraConfig(target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM", modules_to_save=["posenc"]),
+    "ia3": lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "prefix": lambda: PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "prompt": lambda: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["alibi-trainable", "shaw", "rope", "learned-every_layer"])
+def test_a_wrapped_model_is_looked_through(case, kind, mixed):
+    if mixed and kind != "lora":
+        pytest.skip("PEFT mixes LoRA and its kin only")
+    model = patched_model(case, "llama")
+    said, engine = describe(model), which_engine(model, 16)
+    parameters = [line for line in said.splitlines() if "parameters" in line]
+    wrapped = get_peft_model(model, KINDS[kind](), mixed=mixed)
+    assert verify(wrapped).ok
+    assert which_engine(wrapped, 16) == engine
+    assert describe(wrapped).splitlines()[0] == said.splitlines()[0]
+    if kind != "lora":  # which holds a copy of each position parameter beside it
+        assert parameters[0] in describe(wrapped)
+    before = logits_of(wrapped)
+    with pytest.raises(UnsupportedModelError, match=r"merge_and_unload\(\).*then unpatch what that returns"):
+        unpatch_model(wrapped)
+    assert logits_of(wrapped).equal(before)
+
+
+def test_a_wrapped_stock_model_is_not_patched():
+    wrapped = get_peft_model(tiny("llama"), KINDS["lora"]())
+    with pytest.raises(NotPatchedError, match="not patched"):
+        verify(wrapped)
+    with pytest.raises(NotPatchedError, match="not patched"):
+        which_engine(wrapped, 16)
+    assert "stock positions" in describe(wrapped)
+
+
+@torch.no_grad()
+def logits_of(wrapped):
+    return wrapped(input_ids=tokens(2, LENGTH)).logits
