@@ -28,6 +28,8 @@ from . import (
 )
 from .analysis import plots, probe
 from .evaluation import measure_context
+from .evaluation.context import stride_of
+from .patching import parse_scheme
 from .registry import scheme_class
 
 
@@ -39,13 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0; 1 where the answer is no (`inspect` of what cannot be loaded, `verify` that fails); 2 for an
-        error.
+        error; 130 after Ctrl-C.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
     logging.set_verbosity_error()
     try:
         return int(options.run(options))
+    except KeyboardInterrupt:
+        print(f"\nhf-posenc {options.command}: interrupted", file=sys.stderr)
+        return 130
     except (HfPosencError, ImportError, OSError, TypeError, ValueError) as error:
         print(f"hf-posenc {options.command}: {error}", file=sys.stderr)
         return 2
@@ -63,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("inspect", help="say what a checkpoint is, without reading its weights")
     command.add_argument("checkpoint", help="directory or Hub id")
-    command.add_argument("--revision")
+    command.add_argument("--revision", help="branch, tag or commit of a checkpoint on the Hub")
     command.set_defaults(run=_inspect)
 
     command = commands.add_parser("verify", help="load a patched checkpoint and ask every layer for its positions")
@@ -93,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("kind", choices=PLOTS, metavar="KIND", help=f"one of {', '.join(PLOTS)}")
     command.add_argument("output", type=Path, help=f"picture to write: {', '.join(plots.FORMATS)} by its suffix")
     command.add_argument("sources", nargs="+", metavar="SOURCE", help="scheme, checkpoint directory or Hub id")
-    command.add_argument("--length", type=int, default=128, help="tokens: positions or distances to show (default 128)")
+    command.add_argument("--length", type=int, help=f"tokens: positions or distances to show (default {LENGTH})")
     command.add_argument("--trained-length", type=int, help="of a scheme's base, 512 by default; of wavelengths")
     command.add_argument("--text", type=Path, help="text for a model to read; by default tokens are drawn at random")
     command.add_argument("--title", help="above the picture; by default the sources")
@@ -123,13 +128,16 @@ def _schemes(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    found = inspect(options.checkpoint, **({"revision": options.revision} if options.revision else {}))
+    checkpoint = hub.place(options.checkpoint)
+    if options.revision and os.path.isdir(checkpoint):
+        raise ValueError(f"--revision is of a checkpoint on the Hub, and {checkpoint} is a folder: leave it out")
+    found = inspect(checkpoint, **({"revision": options.revision} if options.revision else {}))
     print(found)
     return 0 if found.problem is None else 1
 
 
 def _verify(options: argparse.Namespace) -> int:
-    model = from_pretrained(options.checkpoint)
+    model = from_pretrained(hub.place(options.checkpoint))
     print(describe(model))
     report = verify(model)
     print(report)
@@ -139,17 +147,28 @@ def _verify(options: argparse.Namespace) -> int:
 def _patch(options: argparse.Namespace) -> int:
     if options.output.exists():
         raise FileExistsError(f"{options.output} exists already")
-    model = from_pretrained(
-        options.checkpoint, scheme=options.scheme, seed=options.seed, **dict(_setting(text) for text in options.set)
-    )
+    scheme = parse_scheme(options.scheme, _settings(options))  # only what is the scheme's own, before anything is read
+    checkpoint = hub.place(options.checkpoint)
+    model = from_pretrained(checkpoint, scheme=scheme, seed=options.seed)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError):  # a checkpoint without one
         tokenizer = None
     model.save_pretrained(options.output, tokenizer=tokenizer)
     print(describe(model))
     print(f"saved in {options.output}" + ("" if tokenizer else ", without a tokenizer: the checkpoint has none"))
     return 0
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what `--set` says, by name."""
+    found: dict[str, Any] = {}
+    for text in options.set:
+        name, value = _setting(text)
+        if name in found:
+            raise ValueError(f"--set says {name} twice")
+        found[name] = value
+    return found
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -163,26 +182,74 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    texts = [path.read_text(encoding="utf-8") for path in options.text]
-    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(options.checkpoint).to(options.device)
-    rows = measure_context(
-        model,
-        [torch.tensor(tokenizer(text, verbose=False).input_ids, dtype=torch.long) for text in texts],
-        lengths=options.lengths,
-        stride=options.stride,
-        byte_counts=[len(text.encode()) for text in texts],
-        progress=sys.stderr.isatty(),
-    )
+    """Measure length by length: each row is printed when it is there."""
+    for length in options.lengths:
+        stride_of(length, options.stride)
+    if options.json and not options.json.parent.is_dir():
+        raise FileNotFoundError(f"--json {options.json}: there is no folder {options.json.parent}")
+    device = _device(options.device)
+    texts = [_read(path) for path in options.text]
+    checkpoint = hub.place(options.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).to(device)
+    documents = [torch.tensor(tokenizer(text, verbose=False).input_ids, dtype=torch.long) for text in texts]
+    total = sum(len(document) for document in documents)
+    print(f"measuring {total:,} tokens on {device}; every length reads all of them", file=sys.stderr, flush=True)
+    print(f"{'context':>10} {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}", flush=True)
+    rows = []
+    for length in options.lengths:
+        (row,) = measure_context(
+            model,
+            documents,
+            lengths=[length],
+            stride=options.stride,
+            byte_counts=[len(text.encode()) for text in texts],
+            progress=sys.stderr.isatty(),
+        )
+        sliding, fresh = row.sliding.perplexity, row.non_overlapping.perplexity
+        print(f"{row.length:>10} {sliding:>16.3f} {fresh:>16.3f} {row.bits_per_byte:>14.3f}", flush=True)
+        rows.append(row.to_dict())
     if options.json:
         staged = options.json.with_name(options.json.name + ".partial")
-        staged.write_text(json.dumps([row.to_dict() for row in rows], indent=2) + "\n", encoding="utf-8")
+        staged.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         os.replace(staged, options.json)
-    print(f"{'context':>10} {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}")
-    for row in rows:
-        sliding, fresh = row.sliding.perplexity, row.non_overlapping.perplexity
-        print(f"{row.length:>10} {sliding:>16.3f} {fresh:>16.3f} {row.bits_per_byte:>14.3f}")
     return 0
+
+
+def _read(path: Path) -> str:
+    """Return a text file's content; the error names the file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {path}") from None
+    except (IsADirectoryError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not readable as UTF-8 text: {error}") from None
+
+
+def _device(name: str) -> torch.device:
+    """Return the device, after trying it; ValueError in one line where it cannot be used."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).cpu()
+    except (AssertionError, NotImplementedError, RuntimeError) as error:  # what torch raises, by device and build
+        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+LENGTH = 128
+"""Tokens that `plot` shows."""
+
+READ = {
+    "vectors": (("length", "trained_length", "set"), ("length",)),
+    "similarity": (("length", "trained_length", "set"), ("length",)),
+    "decay": (("length", "trained_length", "set"), ("length", "text")),
+    "biases": (("length", "trained_length", "set"), ("length", "text")),
+    "wavelengths": (("trained_length", "set"), ("trained_length",)),
+    "precision": (("length", "set"), ()),
+    "attention": ((), ("length", "text")),
+    "order": ((), ("length", "text")),
+}
+"""Options that each kind of plot reads for a scheme, and for a checkpoint."""
 
 
 PLOTS = ("vectors", "similarity", "decay", "biases", "wavelengths", "attention", "order", "precision")
@@ -196,7 +263,19 @@ def _plot(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.kind} is drawn of one scheme or model, not of {len(options.sources)}")
     if len(set(options.sources)) < len(options.sources):
         raise ValueError("a scheme or model was named twice")
-    settings = dict(_setting(text) for text in options.set)
+    read = {name for source in options.sources for name in READ[options.kind][source not in available_schemes()]}
+    for name in ("length", "trained_length", "text", "set"):
+        if getattr(options, name) not in (None, []) and name not in read:
+            what = " and ".join(options.sources)
+            raise ValueError(f"--{name.replace('_', '-')} changes nothing in {options.kind} of {what}: leave it out")
+    if options.length is None:
+        options.length = LENGTH
+    for path in filter(None, (options.output, options.numbers)):
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+    if options.output.suffix.lower().removeprefix(".") not in plots.FORMATS:
+        raise ValueError(f"a figure is saved as {', '.join(plots.FORMATS)}, not as {options.output.name!r}")
+    settings = _settings(options)
     # A checkpoint is called by the name of its directory; two of one name keep their whole paths.
     short = {source: Path(source).name if Path(source).is_dir() else source for source in options.sources}
     names = short if len(set(short.values())) == len(short) else {source: source for source in options.sources}
@@ -226,18 +305,19 @@ def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]
     kind, length = options.kind, options.length
     if source in available_schemes():
         trained: dict[str, Any] = {"trained_length": options.trained_length or probe.TRAINED_LENGTH}
+        scheme = parse_scheme(source, settings)
         if kind in ("vectors", "similarity"):
-            return _vectors(source, analysis.scheme_vectors(source, length, **trained, **settings))
+            return _vectors(source, analysis.scheme_vectors(scheme, length, **trained))
         if kind in ("decay", "biases"):
-            return analysis.decay(source, length, **trained, **settings)
+            return analysis.decay(scheme, length, **trained)
         if kind == "wavelengths":
-            return analysis.frequencies(source, **trained, **settings)
+            return analysis.frequencies(scheme, **trained)
         if kind == "precision":
-            return analysis.precision_audit(length, scheme=source, **settings)
+            return analysis.precision_audit(length, scheme=scheme)
         raise ValueError(f"{kind} is measured in a model: name a checkpoint, not the scheme {source}")
     if settings:
         raise ValueError(f"--set is for schemes, and {source} is a checkpoint")
-    model = AutoModelForCausalLM.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(hub.place(source))
     if kind in ("vectors", "similarity"):
         return _vectors(source, analysis.position_vectors(model, length))
     if kind == "wavelengths":
@@ -264,7 +344,7 @@ def _tokens(options: argparse.Namespace, source: str, model: PreTrainedModel) ->
         print(f"{source} reads {options.length} random tokens; --text names something to read")
         size = model.get_input_embeddings().weight.shape[0]
         return torch.randint(size, (options.length,), generator=torch.Generator().manual_seed(0))
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(source)(options.text.read_text())["input_ids"])
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(source)(_read(options.text))["input_ids"])
     if len(tokens) < options.length:
         raise ValueError(f"{options.text} has {len(tokens)} tokens, {options.length} were asked for")
     return tokens[: options.length]

@@ -79,6 +79,23 @@ Saved by hf_posenc {entry["hf_posenc_version"]}.
 """
 
 
+def place(name: str) -> str:
+    """Return a checkpoint's name as it is, if it can be one.
+
+    Args:
+        name: a folder or a Hub id.
+
+    Raises:
+        FileNotFoundError: if it can only be meant as a folder, and there is none.
+    """
+    path = Path(name)
+    if path.is_file():
+        raise FileNotFoundError(f"{name} is a file: name the folder of a checkpoint")
+    if not path.is_dir() and (name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1):
+        raise FileNotFoundError(f"there is no folder {name} (on the Hub it would be NAME or ORGANIZATION/NAME)")
+    return name
+
+
 def _metadata(scheme: str) -> ModelCardData:
     return ModelCardData(
         library_name=LIBRARY, pipeline_tag="text-generation", tags=[LIBRARY, scheme, "position-encoding"]
@@ -117,10 +134,14 @@ def push(
         huggingface_hub's CommitInfo.
 
     Raises:
-        FileNotFoundError: if the folder has no config.json.
+        FileNotFoundError: if there is no such folder, or it has no config.json.
         ValueError: if it is not a checkpoint of this package.
         huggingface_hub.errors.HfHubHTTPError: what the Hub refuses.
     """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}: name the one that a patched model was saved in")
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} is no checkpoint: it has no config.json")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if "position_encoding" not in config:
         raise ValueError(f"{folder} is a stock {config.get('model_type')} checkpoint: push it with its own tools")

@@ -10,6 +10,7 @@ import yaml
 from transformers import HfArgumentParser
 
 import hf_posenc
+from hf_posenc import hub
 
 T = TypeVar("T")
 
@@ -143,6 +144,6 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
 def load(cls: Any, name: str, **arguments: Any) -> Any:
     """What the checkpoint holds of this class: its tokenizer, its config, its weights."""
     try:
-        return cls.from_pretrained(name, **arguments)
+        return cls.from_pretrained(hub.place(name), **arguments)
     except (OSError, ValueError, hf_posenc.HfPosencError) as error:
         raise UsageError(f"--model {name}: {error}") from None

@@ -1,6 +1,8 @@
 """The command: what it prints, what it returns, and that it says what is wrong without a traceback."""
 
 import json
+import re
+import sys
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from situations import patched_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import hf_posenc
+from hf_posenc import cli
 from hf_posenc.cli import main
 from hf_posenc.evaluation import sliding_window_perplexity
 
@@ -87,6 +90,31 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         (["patch", "STOCK", "shav", "OUT"], "choose from alibi"),
         (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance=0"], "max_distance must be positive"),
         (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance"], "NAME=VALUE"),
+        (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance=3", "--set", "max_distance=4"], "max_distance twice"),
+        (["push", "NOWHERE", "me/x"], "there is no folder"),
+        (["push", "HERE", "me/x"], "it has no config.json"),
+        (["inspect", "NOWHERE"], "there is no folder"),
+        (["inspect", "STOCK", "--revision", "main"], "--revision is of a checkpoint on the Hub"),
+        (["verify", "./nowhere"], "there is no folder ./nowhere"),
+        (["verify", "STOCK/config.json"], "is a file: name the folder"),
+        (["patch", "~/nowhere", "alibi", "OUT"], "there is no folder ~/nowhere"),
+        (["evaluate", "a/b/c", "TEXT"], "there is no folder a/b/c"),
+        (["evaluate", "STOCK", "NOWHERE"], "there is no file"),
+        (["evaluate", "STOCK", "HERE"], "is not readable as UTF-8 text"),
+        (["evaluate", "STOCK", "TEXT", "--device", "toaster"], "--device toaster cannot be used here: "),
+        (["evaluate", "STOCK", "TEXT", "--device", "meta"], "--device meta cannot be used here: "),
+        (["evaluate", "STOCK", "TEXT", "--json", "NOWHERE/a.json"], "there is no folder"),
+        (["evaluate", "STOCK", "TEXT", "--lengths", "16", "24", "--stride", "16"], "stride must divide"),
+        (
+            ["plot", "wavelengths", "HERE/a.png", "rope", "--length", "9"],
+            "--length changes nothing in wavelengths of rope",
+        ),
+        (["plot", "decay", "HERE/a.png", "rope", "--text", "TEXT"], "--text changes nothing in decay of rope"),
+        (["plot", "precision", "HERE/a.png", "alibi", "--trained-length", "9"], "--trained-length changes nothing"),
+        (["plot", "order", "HERE/a.png", "STOCK", "--set", "a=1"], "--set changes nothing in order of"),
+        (["plot", "decay", "HERE/a.bmp", "rope"], "a figure is saved as"),
+        (["plot", "decay", "NOWHERE/a.png", "rope"], "there is no folder"),
+        (["plot", "decay", "HERE/a.png", "rope", "--set", "seed=1"], "rope has no hyper-parameter seed; it has"),
         (["patch", "OURS", "alibi", "OUT"], "patched already"),
         (["verify", "STOCK"], "say which scheme"),
         (["push", "STOCK", "me/stock"], "is a stock llama checkpoint"),
@@ -94,9 +122,61 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
     ],
 )
 def test_wrong_calls(arguments, message, stock, ours, tmp_path, capsys):
-    places = {"STOCK": stock, "OURS": ours, "OUT": str(tmp_path / "out")}
-    assert main([places.get(argument, argument) for argument in arguments]) == 2
+    places = {"STOCK": stock, "OURS": ours, "OUT": tmp_path / "out", "NOWHERE": tmp_path / "nowhere", "HERE": tmp_path}
+    (tmp_path / "text.txt").write_text("Call me Ishmael.")
+    places["TEXT"] = tmp_path / "text.txt"
+    words = [re.sub(r"^[A-Z]+(?=/|$)", lambda found: str(places[found[0]]), argument) for argument in arguments]
+    assert main(words) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.startswith(f"hf-posenc {arguments[0]}: ")
     assert not (tmp_path / "out").exists()
+    assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("setting", ["trust_remote_code=True", "dtype=bfloat16", "device_map=auto", "max_distanc=3"])
+def test_patch_sets_only_hyperparameters(setting, stock, tmp_path, capsys, monkeypatch):
+    """Nothing reaches transformers' own loader, which is not even called."""
+    monkeypatch.setattr(cli, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    assert main(["patch", stock, "shaw", str(tmp_path / "out"), "--set", setting]) == 2
+    name = setting.partition("=")[0]
+    expected = (
+        f"hf-posenc patch: shaw has no hyper-parameter {name}; it has max_distance, share_heads, share_layers, values\n"
+    )
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this is about a machine without CUDA")
+def test_a_missing_gpu_is_one_line(stock, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("Call me Ishmael.")
+    assert main(["evaluate", stock, str(tmp_path / "text.txt"), "--device", "cuda"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hf-posenc evaluate: --device cuda cannot be used here: ")
+
+
+def test_evaluate_says_what_it_does(tmp_path, capsys, tiny_checkpoints, monkeypatch):
+    """Before the first number, and each row as soon as it is measured; on a terminal with a bar."""
+    text = tmp_path / "a.txt"
+    text.write_text("Call me Ishmael. Some years ago, never mind how long precisely, I thought I would sail.")
+    printed, bars, measure = [], [], cli.measure_context
+
+    def measured(*arguments, **keywords):
+        printed.append(capsys.readouterr())
+        bars.append(keywords["progress"])
+        return measure(*arguments, **keywords)
+
+    monkeypatch.setattr(cli, "measure_context", measured)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["evaluate", str(tiny_checkpoints / "llama"), str(text), "--lengths", "16", "32"]) == 0
+    assert "measuring 87 tokens on cpu" in printed[0].err
+    assert printed[1].out.split()[0] == "16"
+    assert bars == [True, True]
+
+
+def test_ctrl_c_is_no_traceback(stock, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "from_pretrained", interrupted)
+    assert main(["verify", stock]) == 130
+    assert capsys.readouterr().err == "\nhf-posenc verify: interrupted\n"

@@ -137,7 +137,7 @@ def measure_context(
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     if distributed and not dist.is_initialized():
         raise RuntimeError("distributed=True needs torch.distributed.init_process_group first")
-    strides = [_stride(length, stride) for length in lengths]
+    strides = [stride_of(length, stride) for length in lengths]
     total_bytes = sum(byte_counts) if byte_counts is not None else None
     with evaluating(model), torch.no_grad():
         trial = next(document for document in documents if len(document) > 1)
@@ -164,7 +164,8 @@ def short_context_regression(
     return {row.length: row.sliding.loss - reference[row.length] for row in after if row.length in reference}
 
 
-def _stride(length: int, stride: int | None) -> int:
+def stride_of(length: int, stride: int | None) -> int:
+    """Return the stride at a length, chosen if None; ValueError if it does not fit."""
     if length < 2:
         raise ValueError(f"length must be at least 2, not {length}: a window of one token predicts nothing")
     if stride is None:
