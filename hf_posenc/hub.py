@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from .registry import scheme_class
 LIBRARY = "hf_posenc"
 """`library_name` and tag of our checkpoints on the Hub."""
 
+_LOADED = re.compile(r"""hf_posenc\.from_pretrained\(\s*(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""")
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
 # The card is made anew, the rest is a trainer's state.
 _NOT_UPLOADED = (
@@ -51,7 +53,9 @@ def card(config: dict[str, Any], base_model: str | None = None) -> str:
     head = _metadata(scheme)
     head.base_model = base_model
     rows = "\n".join(
-        f"| `{key}` | `{value!r}` |" for key, value in entry.items() if key not in ("scheme", "hf_posenc_version")
+        f"| {code(key, cell=True)} | {code(repr(value), cell=True)} |"
+        for key, value in entry.items()
+        if key not in ("scheme", "hf_posenc_version")
     )
     table = f"| hyper-parameter | value |\n|---|---|\n{rows}\n" if rows else "It has no hyper-parameters.\n"
     about = (scheme_class(scheme).__doc__ or "").strip().split("\n")[0]
@@ -59,9 +63,9 @@ def card(config: dict[str, Any], base_model: str | None = None) -> str:
 {head.to_yaml()}
 ---
 
-# {base} with {scheme} positions
+# {plain(base)} with {plain(scheme)} positions
 
-This is not a stock {base} model: its position encoding was replaced by `{scheme}`. {about}
+This is not a stock {plain(base)} model: its position encoding was replaced by {code(scheme)}. {about}
 
 {table}
 ## Load it
@@ -75,8 +79,42 @@ model = hf_posenc.from_pretrained("FOLDER_OR_HUB_ID")
 
 `AutoModelForCausalLM` loads it too, after `import hf_posenc`. Stock classes refuse it: they would run it with other
 positions.
-Saved by hf_posenc {entry["hf_posenc_version"]}.
+Saved by hf_posenc {plain(entry["hf_posenc_version"])}.
 """
+
+
+def plain(value: object) -> str:
+    """Return a value as one line of Markdown that shows it as it is: no markup, no HTML, no end of a table's cell.
+
+    Args:
+        value: shown as `str` does.
+    """
+    text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"(?<!\w)_|_(?!\w)|[\\`*\[\]|~#$!]", lambda found: "\\" + found[0], text)
+
+
+def code(value: object, *, cell: bool = False) -> str:
+    """Return a value as an inline code span of Markdown, in which nothing is markup.
+
+    Args:
+        value: shown as `str` does, in one line.
+        cell: for a cell of a table, where a pipe would end it.
+    """
+    text = " ".join(str(value).split()) or " "
+    fence = "`" * (_backticks(text) + 1)
+    pad = " " if "`" in (text[0], text[-1]) else ""
+    span = f"{fence}{pad}{text}{pad}{fence}"
+    return span.replace("|", "\\|") if cell else span
+
+
+def fenced(text: str) -> str:
+    """Return lines as a code block of Markdown that nothing in them ends."""
+    fence = "`" * max(3, _backticks(text) + 1)
+    return f"{fence}\n{text}\n{fence}"
+
+
+def _backticks(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)
 
 
 def place(name: str) -> str:
@@ -117,7 +155,7 @@ def push(
     """Upload a checkpoint's folder in one commit: what was there before is whole until the new one is.
 
     Weight files of the repository that the folder does not have are deleted in the same commit. A card that is there
-    already is kept; only its metadata are completed.
+    already is kept; only its metadata are completed. In the folder's own card the example loads the repository.
 
     Args:
         folder: a checkpoint saved by a patched model; it is only read.
@@ -153,6 +191,9 @@ def push(
     if text is None:
         own = folder / "README.md"
         text = own.read_text(encoding="utf-8") if own.is_file() else card(config)
+        # The example loads what it is a card of, and shows nobody a folder of this machine.
+        where = json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else "")
+        text = _LOADED.sub(lambda _: f"hf_posenc.from_pretrained({where})", text)
     content = ModelCard(text, ignore_metadata_errors=True)
     assert isinstance(content.data, ModelCardData)
     ours = _metadata(config["position_encoding"]["scheme"])

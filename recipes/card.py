@@ -1,6 +1,7 @@
 """The model card of a run, made from its results.json alone: a number that was not measured cannot appear."""
 
 import json
+import shlex
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -9,6 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from report import curves_by_position, perplexity_rows
 
 from hf_posenc.analysis import plots
+from hf_posenc.hub import code, fenced, plain
 from hf_posenc.registry import scheme_class
 
 TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
@@ -33,25 +35,29 @@ def card(results: dict[str, Any], repository: str) -> str:
         KeyError: a number that the template names is missing from the results.
     """
     base, scheme, training, arguments = (results[key] for key in ("base", "scheme", "training", "arguments"))
-    title = f"{Path(base['name']).name} with {scheme['name']}"
+    name = Path(base["name"]).name
+    title = f"{name} with {scheme['name']}"
     about = (scheme_class(scheme["name"]).__doc__ or "").split("\n\n    Args:")[0]
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         metadata=metadata(results, title).to_yaml(),
-        title=title,
-        base_name=base["name"],
-        scheme=scheme["name"],
-        train_length=arguments["train_length"],
-        trained_length=base["trained_length"],
-        repository=repository,
+        title=plain(title),
+        base_name=plain(name),
+        scheme=code(scheme["name"]),
+        train_length=plain(arguments["train_length"]),
+        trained_length=plain(base["trained_length"]),
+        repository=json.dumps(repository),
         about="\n".join(line.strip() for line in about.splitlines()),
         hyperparameters=markdown_table(
-            [("hyper-parameter", "value"), *((key, f"`{value!r}`") for key, value in scheme.items() if key != "name")]
+            [
+                ("hyper-parameter", "value"),
+                *((plain(key), code(repr(value), cell=True)) for key, value in scheme.items() if key != "name"),
+            ]
         )
         if len(scheme) > 1
         else "It has no hyper-parameters.",
-        verification="```\n" + results["verify"] + "\n```",
+        verification=fenced(results["verify"]),
         held_out=f"{results['data']['held_out_tokens']:,}",
-        data=results["data"]["description"],
+        data=plain(results["data"]["description"]),
         perplexities=markdown_table(perplexity_rows(results)),
         retrieval=retrieval(results),
         failure=failure(results),
@@ -62,12 +68,12 @@ def card(results: dict[str, Any], repository: str) -> str:
                 ("optimizer", f"AdamW, {training['steps']} steps, learning rate {arguments['learning_rate']}"),
                 ("weights", f"LoRA of rank {arguments['lora_rank']}" if arguments["lora_rank"] else "all"),
                 ("speed", f"{training['tokens_per_second']:,.0f} tokens per second"),
-                ("hardware", f"{results['hardware']['processes']} x {results['hardware']['device']}"),
-                ("versions", ", ".join(f"{name} {value}" for name, value in results["versions"].items())),
+                ("hardware", plain(f"{results['hardware']['processes']} x {results['hardware']['device']}")),
+                ("versions", plain(", ".join(f"{name} {value}" for name, value in results["versions"].items()))),
             ]
         ),
-        command=" ".join(results["command"]),
-        seed=results["seed"],
+        command=fenced(shlex.join(results["command"])),
+        seed=plain(results["seed"]),
     )
 
 
@@ -76,7 +82,7 @@ def metadata(results: dict[str, Any], title: str) -> ModelCardData:
     arguments = results["arguments"]
     scheme = results["scheme"]["name"]
     measured = [row for row in results["after"] if "sliding" in row]
-    on_the_hub = len(arguments["data"]) == 1 and not Path(arguments["data"][0]).suffix
+    on_the_hub = results["data"].get("kind") == "hub"
     description = arguments["data"][0] if on_the_hub else "held-out text of the run"
     return ModelCardData(
         model_name=title,

@@ -1,5 +1,6 @@
 """Text for the recipes: read, tokenised, split into training and held-out documents, packed into windows."""
 
+import gzip
 import hashlib
 import pickle
 import random
@@ -22,6 +23,12 @@ FORMATS = {
     ".jsonl": "json",
     ".parquet": "parquet",
 }
+READ_OF = {
+    "data_name": ("hub",),
+    "data_split": ("hub", "splits"),
+    "text_column": ("hub", "splits", "saved", "json", "parquet"),
+}
+"""Options that only some kinds of text have."""
 IGNORED = -100
 """Target of a token that nothing should predict: the first of a document, and what follows a window's last token."""
 
@@ -33,12 +40,13 @@ class TextArguments:
     data: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, or one dataset id of the Hub; "
-            "without --model: the standard library's sources"
+            "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one folder of "
+            "save_to_disk, or one dataset id of the Hub; without any, where a recipe allows it: the standard library's "
+            "sources"
         },
     )
     data_name: str | None = field(default=None, metadata={"help": "configuration of a dataset of the Hub"})
-    data_split: str = field(default="train", metadata={"help": "its split"})
+    data_split: str = field(default="train", metadata={"help": "split of a dataset that has several"})
     text_column: str = field(default="text", metadata={"help": "column that holds the text, if not a text file"})
     separator: str = field(
         default="",
@@ -88,26 +96,48 @@ def check(arguments: TextArguments, needs_data: bool) -> None:
             raise UsageError("--workers is not for --streaming, which tokenises one document after the other")
     if needs_data and not arguments.data:
         raise UsageError("--model needs --data FILE..., text to fine-tune and measure on")
+    kind = kind_of(arguments)
+    for name, read_of in READ_OF.items():
+        if kind not in read_of:
+            refuse(arguments, name, f"is not for text from {describe(arguments)}")
+
+
+def kind_of(arguments: TextArguments) -> str:
+    """What the text is in: `text`, `json` or `parquet` files, a `saved` dataset or several `splits` of one, the `hub`."""
     kinds = set()
     for name in arguments.data:
-        if Path(name).is_dir():
-            raise UsageError(f"--data {name}: is a folder, name its files")
-        if Path(name).is_file():
-            kinds.add(FORMATS.get(Path(name).suffix, "text"))
-        elif looks_like_a_file(name) or len(arguments.data) > 1:
+        kinds.add(kind_of_place(name))
+        if "hub" in kinds and len(arguments.data) > 1:
             raise UsageError(f"--data {name}: no such file")
-        else:
-            kinds.add("hub")
     if len(kinds) > 1:
         raise UsageError(f"--data: files of one kind at a time, not {' and '.join(sorted(kinds))}")
     kind = kinds.pop() if kinds else "text"
-    for name, read_of in (
-        ("data_name", ("hub",)),
-        ("data_split", ("hub",)),
-        ("text_column", ("hub", "json", "parquet")),
-    ):
-        if kind not in read_of:
-            refuse(arguments, name, f"is not for text from {describe(arguments)}")
+    if kind in ("saved", "splits") and len(arguments.data) > 1:
+        raise UsageError(
+            f"--data: one saved dataset at a time, not {len(arguments.data)}; of files there may be several"
+        )
+    return kind
+
+
+def kind_of_place(name: str) -> str:
+    """The same of one of them."""
+    path = Path(name)
+    if (path / "dataset_dict.json").is_file():
+        return "splits"
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return "saved"
+    if path.is_dir():
+        raise UsageError(
+            f"--data {name}: is a folder, and no dataset that save_to_disk of datasets has written: name its files"
+        )
+    if path.is_file():
+        kind = FORMATS.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix, "text")
+        if path.suffix == ".gz" and kind == "parquet":
+            raise UsageError(f"--data {name}: parquet files are compressed inside: gunzip it first")
+        return kind
+    if looks_like_a_file(name):
+        raise UsageError(f"--data {name}: no such file")
+    return "hub"
 
 
 def check_packing(arguments: DataArguments) -> None:
@@ -118,7 +148,7 @@ def check_packing(arguments: DataArguments) -> None:
 
 def looks_like_a_file(name: str) -> bool:
     """Whether it is meant as a path and not as a dataset id: it has a suffix that is read here, or more than one `/`."""
-    return Path(name).suffix in set(FORMATS) - {""} or name.count("/") > 1 or name.startswith((".", "/", "~"))
+    return Path(name).suffix in {".gz", *FORMATS} - {""} or name.count("/") > 1 or name.startswith((".", "/", "~"))
 
 
 def describe(arguments: TextArguments) -> str:
@@ -157,25 +187,35 @@ def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None
 def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str]:
     """The texts as they are stored."""
     paths = [Path(name) for name in arguments.data]
-    kind = FORMATS.get(paths[0].suffix, "text") if paths and paths[0].is_file() else None
+    kind = kind_of(arguments)
     if files is not None or kind == "text":
         for path in paths if files is None else files:
             try:
-                yield path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
+                with (
+                    gzip.open(path, "rt", encoding="utf-8")
+                    if path.suffix == ".gz"
+                    else path.open(encoding="utf-8") as file
+                ):
+                    yield file.read()
+            except (OSError, EOFError, UnicodeDecodeError) as error:
                 if files is None:
                     raise UsageError(f"--data {path}: not readable as UTF-8 text ({error})") from None
         return
     try:
-        rows = (
-            datasets.load_dataset(
-                kind, data_files=[str(path) for path in paths], split="train", streaming=arguments.streaming
-            )
-            if kind
-            else datasets.load_dataset(
+        if kind in ("saved", "splits"):
+            rows = datasets.load_from_disk(arguments.data[0])
+            if kind == "splits":
+                if arguments.data_split not in rows:
+                    raise UsageError(f"--data-split {arguments.data_split}: {paths[0]} has {', '.join(rows)}")
+                rows = rows[arguments.data_split]
+        elif kind == "hub":
+            rows = datasets.load_dataset(
                 arguments.data[0], arguments.data_name, split=arguments.data_split, streaming=arguments.streaming
             )
-        )
+        else:
+            rows = datasets.load_dataset(
+                kind, data_files=[str(path) for path in paths], split="train", streaming=arguments.streaming
+            )
         for row in rows:
             if not isinstance(row.get(arguments.text_column), str):
                 raise UsageError(
@@ -303,6 +343,7 @@ class Text:
         """What a run's results say of it."""
         return {
             "description": describe(arguments),
+            "kind": kind_of(arguments),
             "documents": self.documents,
             "training_tokens": len(stream(self.train).tokens),
             "held_out_tokens": len(stream(self.held_out).tokens),

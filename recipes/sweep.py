@@ -20,6 +20,7 @@ from options import UsageError
 from report import METHODS
 
 from hf_posenc.analysis import plots
+from hf_posenc.hub import plain
 
 Runs = dict[str, list[dict[str, Any]]]
 KEPT = "Finished runs are kept, and of the one that was interrupted its newest state: the same command goes on."
@@ -185,9 +186,12 @@ def markdown(summary: dict[str, Any]) -> str:
     """The tables, as they are."""
     variants = summary["variants"]
     lengths = sorted({length for entry in variants.values() for length in entry["sliding"]}, key=int)
-    lines = [f"# {summary['title']}", ""]
+    lines = [f"# {plain(summary['title'])}", ""]
     base = summary["base"]
-    lines += [f"Base: {base['name']}, {base['parameters']:,} weights, trained at {base['trained_length']} tokens.", ""]
+    lines += [
+        f"Base: {plain(base['name'])}, {base['parameters']:,} weights, trained at {base['trained_length']} tokens.",
+        "",
+    ]
     for method, name in METHODS:
         lines += [
             f"## Perplexity, {name}",
@@ -203,7 +207,7 @@ def markdown(summary: dict[str, Any]) -> str:
             lines.append("| base, before | | " + " | ".join(values) + " |")
         for label, entry in variants.items():
             values = [shown(entry[method][length]) if length in entry[method] else "-" for length in lengths]
-            lines.append(f"| {label} | {len(entry['seeds'])} | " + " | ".join(values) + " |")
+            lines.append(f"| {plain(label)} | {len(entry['seeds'])} | " + " | ".join(values) + " |")
         lines.append("")
     lines += ["## Cost, recovery and retrieval", ""]
     lines += [
@@ -215,7 +219,7 @@ def markdown(summary: dict[str, Any]) -> str:
         share = f"{entry['reaches_plain_at']['share']:.0%} of its tokens" if "reaches_plain_at" in entry else "-"
         copied = ", ".join(f"{length}: {value['mean']:.2f}" for length, value in entry["retrieval"].items()) or "-"
         speed = f"{entry['tokens_per_second']['mean']:,.0f}"
-        lines.append(f"| {label} | {entry['tokens']:,} | {speed} | {end} | {share} | {copied} |")
+        lines.append(f"| {plain(label)} | {entry['tokens']:,} | {speed} | {end} | {share} | {copied} |")
     return "\n".join([*lines, ""])
 
 

@@ -1,5 +1,6 @@
 """Text for the recipes: reading, the split, packing, and the order of windows."""
 
+import gzip
 import importlib
 import itertools
 import json
@@ -30,19 +31,63 @@ def test_files_of_every_kind_give_the_same_documents(corpus, tokenizer, tmp_path
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"story": text}) for text in texts), encoding="utf-8")
     import datasets
 
-    datasets.Dataset.from_dict({"story": texts}).to_parquet(tmp_path / "a.parquet")
+    rows = datasets.Dataset.from_dict({"story": texts})
+    rows.to_parquet(tmp_path / "a.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"first": rows.select([0]), "second": rows}).save_to_disk(tmp_path / "splits")
+    for name in ("a.txt", "a.jsonl"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
     for name, options in (
         ("a.txt", {"separator": r"\n\n"}),
         ("a.jsonl", {"text_column": "story"}),
         ("a.parquet", {"text_column": "story"}),
         ("a.jsonl", {"text_column": "story", "streaming": True}),
+        ("a.txt.gz", {"separator": r"\n\n"}),
+        ("a.jsonl.gz", {"text_column": "story"}),
+        ("saved", {"text_column": "story"}),
+        ("saved", {"text_column": "story", "streaming": True}),
+        ("splits", {"text_column": "story", "data_split": "second"}),
     ):
         arguments = corpus.DataArguments(data=[str(tmp_path / name)], **options)
+        corpus.check(arguments, needs_data=True)
         documents = corpus.documents(tokenizer, arguments, None, 10**6)
         assert texts_of(documents, tokenizer) == texts
         assert [document.bytes for document in documents] == [3, 9, 11]
         # Bytes, and the mark that ends a document.
         assert documents[0].tokens.tolist() == [*tokenizer("one").input_ids, 256]
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["folder"], {}, "is a folder, and no dataset that save_to_disk of datasets has written: name its files"),
+        (["saved"], {"data_split": "test"}, "--data-split is not for text from"),
+        (["splits"], {"data_split": "test"}, "--data-split test: .*splits has first, second"),
+        (["saved", "saved"], {}, "one saved dataset at a time, not 2"),
+        (["a.txt", "b"], {}, "--data .*b: no such file"),
+        (["a.txt", "saved"], {}, "files of one kind at a time, not saved and text"),
+        (["a.parquet.gz"], {}, "parquet files are compressed inside: gunzip it first"),
+        (["broken.txt.gz"], {}, "broken.txt.gz: not readable as UTF-8 text"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_what_to_do(corpus, tokenizer, tmp_path, names, options, message):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["one"]})
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"first": rows, "second": rows}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "folder").mkdir()
+    for name in ("a.txt", "a.parquet.gz"):
+        (tmp_path / name).write_text("one")
+    (tmp_path / "broken.txt.gz").write_bytes(gzip.compress(b"one")[:-9])
+    arguments = corpus.DataArguments(data=[str(tmp_path / name) for name in names], **options)
+
+    def read():
+        corpus.check(arguments, needs_data=True)
+        corpus.documents(tokenizer, arguments, None, 1)
+
+    with pytest.raises(corpus.UsageError, match=message):
+        read()
 
 
 def test_repeated_documents_count_once(corpus, tokenizer, tmp_path):

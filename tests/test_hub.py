@@ -187,6 +187,44 @@ def test_the_command_and_the_script(hub, client, tmp_path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
 
 
+def test_a_pushed_card_loads_from_where_it_is(hub, client, tmp_path):
+    """A recipe's card and the package's own: no folder of this machine, and no placeholder."""
+    patched_model("alibi", "llama").save_pretrained(tmp_path / "model")
+    folder = str(tmp_path / "model")
+    (tmp_path / "model/README.md").write_text(f'Mine\n\nmodel = hf_posenc.from_pretrained("{folder}")\n')
+    run(
+        client(
+            f"""
+            from hf_posenc import hub
+            from pathlib import Path
+            hub.push(Path({folder!r}), "own")
+            hub.push(Path({folder!r}), "branched", revision="trial")
+            patched_model("alibi", "llama").push_to_hub("made")
+            """
+        )
+    )
+    own = hub.files("tester/own")["README.md"].decode()
+    assert own.endswith('Mine\n\nmodel = hf_posenc.from_pretrained("tester/own")\n')
+    branched = hub.files("tester/branched", "trial")["README.md"].decode()
+    assert 'hf_posenc.from_pretrained("tester/branched", revision="trial")' in branched
+    made = hub.files("tester/made")["README.md"].decode()
+    assert 'model = hf_posenc.from_pretrained("tester/made")' in made
+    assert "FOLDER_OR_HUB_ID" not in made
+    assert folder not in own + branched + made
+
+
+def test_the_packages_card_escapes(tmp_path):
+    config = {
+        "model_type": "posenc_<b>llama",
+        "position_encoding": {"scheme": "alibi", "slopes": "a|b`c`<script>", "hf_posenc_version": "0<script>"},
+    }
+    card = hub_module.card(config)
+    assert "| `slopes` | ``'a\\|b`c`<script>'`` |" in card  # within a code span it is shown
+    assert "0&lt;script&gt;" in card
+    assert "# &lt;b&gt;llama with alibi positions" in card
+    assert "<script>" not in card.replace("<script>'``", "")
+
+
 def test_save_pretrained_pushes_too(hub, client):
     run(
         client(

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 import subprocess
 import sys
 
@@ -125,6 +126,59 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
     del results["after"][0]["sliding"]["perplexity"]
     with pytest.raises(KeyError):
         cards.card(results, "me/name")
+
+
+NASTY = "a|b `c` ``` <script>alert(1)</script> *d* _e_ [f](g) # h\n---\n```\n<img src=x>"
+
+
+def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
+    """What stands in a name, a path or a hyper-parameter is no markup, no HTML, no cell and no YAML."""
+    import card as cards
+
+    results = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme="shaw"))
+    plain = cards.card(results, "me/x")
+    results["data"] |= {"description": NASTY, "kind": "hub"}
+    results["arguments"]["data"] = [NASTY]
+    results["scheme"]["max_distance"] = NASTY
+    results["base"]["name"] = NASTY.replace("/", "-")
+    results["command"] = ["recipe.py", NASTY]
+    results["verify"] += "\n" + NASTY
+    card = cards.card(results, NASTY)
+    _, head, body = re.split(r"^---$", card, maxsplit=2, flags=re.MULTILINE)
+    said = yaml.safe_load(head)
+    assert said["datasets"] == [NASTY]
+    assert said["model-index"][0]["results"][0]["dataset"]["name"] == NASTY
+    shown = without_code(body)
+    assert "<script" not in shown
+    assert "<img" not in shown
+    assert "](g)" not in shown.replace("\\[f\\](g)", "")
+    assert [line for line in shown.splitlines() if line.startswith("#")] == [
+        line.replace("llama with shaw", shown.splitlines()[2][2:])
+        for line in without_code(plain.partition("\n---\n")[2]).splitlines()
+        if line.startswith("#")
+    ]
+    table = [line for line in body.splitlines() if line.startswith("| max_distance ")]
+    assert len(table) == 1
+    assert len(re.findall(r"(?<!\\)\|", table[0])) == 3
+    # A sweep's table too.
+    sweep = importlib.import_module("sweep")
+    summary = {"title": NASTY, "base": {"name": NASTY, "parameters": 1, "trained_length": 2}, "variants": {}}
+    assert "<script" not in sweep.markdown(summary)
+
+
+def without_code(markdown):
+    """Without code blocks and spans, which show what they hold as it is (CommonMark 4.5 and 6.1)."""
+    lines, fence = [], None
+    for line in markdown.splitlines():
+        ticks = re.match("`*", line)[0]
+        if fence is None and len(ticks) >= 3 and "`" not in line[len(ticks) :]:
+            fence = ticks
+        elif fence is not None and line.strip("`") == "" and len(ticks) >= len(fence):
+            fence = None
+        elif fence is None:
+            lines.append(re.sub(r"(?<![\\`])(`+)(?!`).+?(?<!`)\1(?!`)", "", line))
+    assert fence is None
+    return "\n".join(lines)
 
 
 def test_fine_tuning_learns_and_repeats(recipe, tiny_checkpoints, text):
