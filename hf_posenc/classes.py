@@ -53,6 +53,9 @@ DIGESTS = "hf_posenc_digests"
 
 What was changed by accident would otherwise load as another model. They stop nobody who changes them too."""
 
+ADAPTER_ENTRY = "position_encoding"
+"""Key of `auto_mapping` in adapter_config.json that holds the patched base's entry. PEFT keeps the dict as it is."""
+
 STUB = "modeling_hf_posenc"
 """The file beside a checkpoint that `trust_remote_code=True` runs: it imports our classes, and nothing else."""
 
@@ -411,6 +414,13 @@ class PosEncMixin:
         """Return False: transformers would leave modules without parameters of their own out of initialisation."""
         return False
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; where PEFT leaves the configs of its adapters, have each name the base, to be saved."""
+        if name == "peft_config" and isinstance(value, dict):
+            for adapter, config in value.items():
+                value[adapter] = name_base(self, config)
+        super().__setattr__(name, value)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionModule):
             module.reset_parameters()
@@ -440,6 +450,30 @@ class PosEncMixin:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: transformers would copy our source into the next checkpoint."""
+
+
+def name_base(model: PreTrainedModel, config: Any) -> Any:
+    """Return a PEFT config that says which patched base its adapter is trained on; `load_adapter` compares it.
+
+    PEFT keeps what it says for configs with a `task_type`, and drops it for others. Configs of adapters that sit inside
+    the model get it by themselves; those of prompts and prefixes are given to this function before `get_peft_model`.
+
+    Args:
+        model: patched.
+        config: of any class of PEFT; it stays as it is. One that names a base already keeps it.
+
+    Returns:
+        A copy of the config.
+    """
+    said = config.auto_mapping or {}
+    config = copy.copy(config)
+    config.auto_mapping = {
+        "base_model_class": type(model).__name__,
+        "parent_library": type(model).__module__,
+        ADAPTER_ENTRY: dict(model.config.position_encoding),
+        **said,
+    }
+    return config
 
 
 def would_drop(scheme: Scheme, attn_implementation: str | None) -> str:

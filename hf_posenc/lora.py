@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from peft import LoraConfig, PeftModel
-from peft.utils.constants import EMBEDDING_LAYER_NAMES
+from huggingface_hub import hf_hub_download
+from peft import LoraConfig, PeftConfig, PeftModel
+from peft.utils.constants import CONFIG_NAME, EMBEDDING_LAYER_NAMES
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .adapters.base import resolve
-from .errors import CheckpointError, NotPatchedError
-from .patching import patch_of
+from .attention import ORIGINAL_LENGTH
+from .classes import ADAPTER_ENTRY as ENTRY
+from .classes import name_base
+from .errors import CheckpointError, NotPatchedError, UnsupportedModelError
+from .patching import patch_of, without_adapter
 from .registry import adapter_for
 from .schemes.base import PositionModule
 from .surgery import base_model_type
-
-ENTRY = "position_encoding"
-"""Key of `auto_mapping` in adapter_config.json that holds the patched base's entry. PEFT keeps the dict as it is."""
 
 
 def lora_config(
@@ -77,60 +80,204 @@ def lora_config(
     tied = embeddings and model.config.tie_word_embeddings and adapter.token_embedding in EMBEDDING_LAYER_NAMES
     options.setdefault("ensure_weight_tying", tied)
     options.setdefault("task_type", "CAUSAL_LM")
-    mapping = {
-        "base_model_class": type(model).__name__,
-        "parent_library": type(model).__module__,
-        ENTRY: dict(model.config.position_encoding),
-    }
-    return LoraConfig(modules_to_save=whole or None, auto_mapping=mapping, **options)
+    config: LoraConfig = name_base(model, LoraConfig(modules_to_save=whole or None, **options))
+    return config
 
 
 def load_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **kwargs: Any) -> PeftModel:
-    """Load an adapter onto the patched base that it was trained on, and onto no other.
+    """Load an adapter of any kind of PEFT's onto the base that it was trained on, and onto no other.
+
+    What counts is what the adapter says of its base: the entry that `lora_config` and `name_base` write, and patched
+    models write for adapters that sit inside them; else the config of the base that it names, as far as that is on this
+    machine; else the name itself, if it is this model's. An adapter that says nothing is refused.
 
     Args:
-        model: patched.
+        model: patched, or stock for an adapter that was trained on a stock one.
         adapter: the adapter's directory, or a Hub id.
-        **kwargs: of `peft.PeftModel.from_pretrained`.
+        **kwargs: of `peft.PeftModel.from_pretrained`; `subfolder`, `revision`, `token`, `cache_dir`, ... say where the
+            adapter is for the check as well.
 
     Returns:
         The model, wrapped.
 
     Raises:
-        CheckpointError: if the model is not patched as the adapter's base was.
+        CheckpointError: if the model is not patched as the adapter's base was, the adapter does not say how that was,
+            or its adapter_config.json is none.
+        UnsupportedModelError: if the model has an adapter already.
+        OSError: if there is no such adapter, or it cannot be read.
+        TypeError: for an option that PEFT does not have.
     """
-    check_adapter(model, adapter)
-    return PeftModel.from_pretrained(model, adapter, **kwargs)
+    if unknown := sorted(set(kwargs) - _OPTIONS):
+        raise TypeError(f"load_adapter and peft.PeftModel.from_pretrained have no option {', '.join(unknown)}")
+    if without_adapter(model) is not model:
+        raise UnsupportedModelError(
+            f"this {type(model).__name__} has an adapter, and load_adapter takes a model without. To add another: "
+            "hf_posenc.lora.check_adapter(model.get_base_model(), folder), then model.load_adapter(folder, name)"
+        )
+    where = {key: value for key, value in kwargs.items() if key in _WHERE}
+    raw = _read(adapter, where)
+    _check(model, raw, adapter, where)
+    if kwargs.get("config") is None:
+        kwargs["config"] = _config(raw, adapter)
+    try:
+        return PeftModel.from_pretrained(model, adapter, **kwargs)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"hf_posenc: PEFT cannot put the adapter {adapter} on this model: {type(error).__name__}: {error}"
+        ) from error
 
 
-def check_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str]) -> None:
+_WHERE = frozenset(inspect.signature(hf_hub_download).parameters) - {"repo_id", "filename"}
+_OPTIONS = (
+    _WHERE
+    | set(inspect.signature(PeftModel.from_pretrained).parameters)
+    | set(inspect.signature(PeftModel.load_adapter).parameters)
+    | {"device_map", "max_memory", "offload_folder", "offload_dir", "offload_index", "use_safetensors", "adapters"}
+) - {"self", "model", "model_id", "kwargs"}
+
+
+def check_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **where: Any) -> None:
     """Check that an adapter was trained on a base patched like this model.
 
     Args:
         model: patched or stock.
         adapter: the adapter's directory, or a Hub id.
+        **where: `subfolder`, `revision`, `token`, `cache_dir`, ... as huggingface_hub has them.
 
     Raises:
-        CheckpointError: if not.
+        CheckpointError: if not, or if the adapter does not say.
+        OSError: if there is no such adapter, or it cannot be read.
     """
-    trained_on = _scheme((_read(adapter).get("auto_mapping") or {}).get(ENTRY))
-    here = _scheme(getattr(model.config, ENTRY, None))
-    if trained_on != here:
+    _check(model, _read(adapter, where), adapter, where)
+
+
+def _check(model: PreTrainedModel, raw: dict[str, Any], adapter: str | os.PathLike[str], where: dict[str, Any]) -> None:
+    here = getattr(model.config, ENTRY, None)
+    mapping, name = raw.get("auto_mapping") or {}, raw.get("base_model_name_or_path") or ""
+    if not isinstance(mapping, dict) or not isinstance(name, str) or not isinstance(mapping.get(ENTRY, {}), dict):
         raise CheckpointError(
-            f"hf_posenc: the adapter {adapter} was trained on {trained_on or 'stock positions'}, this model has "
-            f"{here or 'stock positions'}"
+            f"hf_posenc: adapter_config.json of {adapter}: auto_mapping must be an object, and so must its {ENTRY}; "
+            "base_model_name_or_path must be text"
+        )
+    cls = str(mapping.get("base_model_class") or "")
+    if ENTRY in mapping:
+        trained_on: Any = mapping[ENTRY]
+    elif (config := _base_config(name, raw.get("revision"), where)) is not None:
+        trained_on = config.get(ENTRY) if str(config.get("model_type")).startswith("posenc_") else None
+    elif name and name == model.__dict__.get("name_or_path"):
+        return
+    elif cls and not cls.startswith("PosEnc"):
+        trained_on = None
+    else:
+        said = f"the base {name!r}, which is not on this machine" if name else "no base"
+        said += f", and only that it was a {cls}" if cls else ""
+        raise CheckpointError(
+            f"hf_posenc: the adapter {adapter} names {said}: it cannot be told whether it was trained on "
+            f"{_said(here)}. Adapters name their base if their config has a task_type and they sit inside the model; "
+            "for prompts and prefixes hf_posenc.lora.name_base(model, config) writes it. If you know that it fits, "
+            "peft.PeftModel.from_pretrained(model, adapter) loads it unchecked"
+        )
+    if not _same(trained_on, here):
+        raise CheckpointError(
+            f"hf_posenc: the adapter {adapter} was trained on {_said(trained_on)}, this model has {_said(here)}"
         )
 
 
-def _scheme(entry: dict[str, Any] | None) -> dict[str, Any]:
-    return {key: value for key, value in (entry or {}).items() if key != "hf_posenc_version"}
+def _said(entry: Any) -> str:
+    shown = {key: value for key, value in entry.items() if key != "hf_posenc_version"} if entry else None
+    return str(shown) if shown else "stock positions"
 
 
-def _read(adapter: str | os.PathLike[str]) -> dict[str, Any]:
-    path = Path(adapter) / "adapter_config.json"
+def _same(trained_on: Any, here: dict[str, Any] | None) -> bool:
+    """Return whether two entries, each None for stock positions, name one scheme with the same hyper-parameters."""
+    if not trained_on or not here or not isinstance(trained_on, dict):
+        return not trained_on and not here
+    then, now = ({k: v for k, v in entry.items() if k != "hf_posenc_version"} for entry in (trained_on, here))
+    if then.get("scheme") == now["scheme"] == "rope" and set(then) == set(now):  # 0.1 left the base's own unsaid
+        return all(_said_of_rope(key, value, now[key]) for key, value in then.items())
+    return bool(json.loads(json.dumps(then)) == json.loads(json.dumps(now)))
+
+
+def _said_of_rope(key: str, then: Any, now: Any) -> bool:
+    if then == now:
+        return True
+    if isinstance(now, dict) and "rope_type" not in now and not (isinstance(then, dict) and set(then) == set(now)):
+        return all(_said_of_rope(key, then, each) for each in now.values())
+    if key == "scaling":
+        if then is None:
+            return bool(now == "none")
+        filled = isinstance(then, dict) and isinstance(now, dict) and {**now, **then} == now
+        return bool(filled and set(now) - set(then) <= {ORIGINAL_LENGTH})
+    return then is None
+
+
+def _base_config(name: str, revision: Any, where: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the config of the base that an adapter names, from a folder or the cache of downloads, or None."""
+    if not name:
+        return None
+    path: str | None = str(Path(name) / "config.json")
+    if not os.path.isfile(str(path)):
+        try:
+            cache, own = where.get("cache_dir"), revision if isinstance(revision, str) else None
+            path = hf_hub_download(name, "config.json", revision=own, cache_dir=cache, local_files_only=True)
+        except (OSError, ValueError):  # not there, or no name of a repository
+            return None
+    return _object(Path(str(path)))
+
+
+def _read(adapter: str | os.PathLike[str], where: dict[str, Any]) -> dict[str, Any]:
+    """Return what adapter_config.json holds; nothing that it names is imported."""
+    path = Path(adapter) / (where.get("subfolder") or "") / CONFIG_NAME
     if not path.is_file():
-        from huggingface_hub import hf_hub_download
+        if os.path.isdir(adapter):
+            raise FileNotFoundError(f"hf_posenc: {path.parent} has no {CONFIG_NAME}")
+        path = Path(hf_hub_download(str(adapter), CONFIG_NAME, **where))
+    raw = _object(path)
+    if raw.get("megatron_config"):
+        raise CheckpointError(f"hf_posenc: {path}: megatron_config would have PEFT import the module that it names")
+    return raw
 
-        path = Path(hf_hub_download(str(adapter), "adapter_config.json"))
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"hf_posenc: {path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"hf_posenc: {path} holds no JSON object")
+    return found
+
+
+def _config(raw: dict[str, Any], adapter: str | os.PathLike[str]) -> PeftConfig:
+    """Return the config of an adapter, as PEFT makes it."""
+    known = {key: value for key, value in raw.items() if key != "runtime_config"}
+    try:
+        if not isinstance(raw.get("peft_type"), str):
+            raise TypeError(f"peft_type must be text, not {raw.get('peft_type')!r}")
+        config = PeftConfig.from_peft_type(**PeftConfig.check_kwargs(**known))
+        hints = get_type_hints(type(config))
+        if wrong := sorted(key for key in set(known) & set(hints) if not _is_a(known[key], hints[key])):
+            raise TypeError(", ".join(f"{key} cannot be {known[key]!r:.80}" for key in wrong))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"hf_posenc: {CONFIG_NAME} of {adapter} makes no adapter: {type(error).__name__}: {error}"
+        ) from error
     return config
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Return whether a value of JSON is of an annotated type; of types that JSON does not have, any value is."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_is_a(value, each) for each in inside)
+    if origin is Literal:
+        return value in inside
+    if origin in (list, set, tuple):
+        return isinstance(value, list) and all(_is_a(each, inside[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(each, inside[1]) for each in value.values())
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if hint in (str, bool, list, dict, type(None)) else True

@@ -179,7 +179,8 @@ def _check_model(model: Any) -> None:
     if without_adapter(model) is not model:
         raise UnsupportedModelError(
             f"{type(model).__name__} wraps the model: patch the base model first, then add the adapter with "
-            'LoraConfig(modules_to_save=["posenc"]) so that new position parameters are trained and saved'
+            'hf_posenc.lora_config(model), or LoraConfig(task_type="CAUSAL_LM", modules_to_save=["posenc"]), so that '
+            "new position parameters are trained and saved"
         )
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(model).__name__}")

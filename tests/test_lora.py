@@ -8,15 +8,25 @@ import textwrap
 import warnings
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 from families import FAMILIES, tiny, tokens
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from situations import CASES, SCHEMES, assert_same, distance, patched_model
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_posenc
-from hf_posenc import CheckpointError, NotPatchedError, from_pretrained, load_adapter, lora_config, unpatch_model
+from hf_posenc import (
+    CheckpointError,
+    NotPatchedError,
+    UnsupportedModelError,
+    from_pretrained,
+    load_adapter,
+    lora_config,
+    unpatch_model,
+)
 from hf_posenc.schemes.base import PositionModule
 
 IDS = tokens(2, 20)
@@ -140,6 +150,195 @@ def test_target_modules_are_found_by_model_type():
 def test_a_stock_model_is_refused():
     with pytest.raises(NotPatchedError, match=r"peft\.LoraConfig"):
         lora_config(tiny("llama"))
+
+
+# ---------------------------------------------------------------------------------------------- every kind that PEFT has
+
+TARGETS = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
+VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}
+INSIDE = {
+    "lora": lambda: peft.LoraConfig(**TARGETS),
+    "posenc": lambda: peft.LoraConfig(**TARGETS, modules_to_save=["posenc"]),
+    "dora": lambda: peft.LoraConfig(**TARGETS, use_dora=True),
+    "ia3": lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]),
+    "vera": lambda: peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=4),
+    "loha": lambda: peft.LoHaConfig(**TARGETS, r=2),
+    "lokr": lambda: peft.LoKrConfig(**TARGETS, r=2),
+    "oft": lambda: peft.OFTConfig(**TARGETS, oft_block_size=4),
+    "adalora": lambda: peft.AdaLoraConfig(**TARGETS, total_step=10),
+}
+PROMPTS = {
+    "prefix": lambda: peft.PrefixTuningConfig(**VIRTUAL),
+    "prompt": lambda: peft.PromptTuningConfig(**VIRTUAL),
+    "p_tuning": lambda: peft.PromptEncoderConfig(**VIRTUAL, encoder_hidden_size=8),
+}
+KINDS = {**INSIDE, **PROMPTS}
+
+
+def drawn(model, config):
+    """Wrap a model in an adapter that does something."""
+    wrapped = get_peft_model(model, config).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in sorted((n, p) for n, p in wrapped.named_parameters() if p.requires_grad):
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return wrapped
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("live", [True, False], ids=["live", "loaded"])
+def test_an_adapter_of_any_kind_knows_its_base(kind, live, tmp_path):
+    """Of a model that was patched in memory, or loaded from a checkpoint, which the adapter then names."""
+    patched_model("shaw", "llama").save_pretrained(tmp_path / "base")
+
+    def base():
+        return patched_model("shaw", "llama") if live else from_pretrained(tmp_path / "base")
+
+    model, config = base(), KINDS[kind]()
+    given = {**vars(config)}
+    wrapped = drawn(model, hf_posenc.lora.name_base(model, config) if live and kind in PROMPTS else config)
+    assert config.auto_mapping is given["auto_mapping"] is None  # a config of the user's stays what it is
+    wrapped.save_pretrained(tmp_path / "here/adapter")
+    expected = logits(wrapped)
+    adapter = tmp_path / "here/adapter"
+    assert distance(expected[:, -20:], logits(base())) > 1e-3  # prompts come before the tokens
+    assert logits(load_adapter(base(), adapter)).equal(expected)
+    assert logits(load_adapter(base(), tmp_path / "here", subfolder="adapter")).equal(expected)
+    for other in (tiny("llama"), patched_model("alibi", "llama"), patched_model("shaw-shared", "llama")):
+        with pytest.raises(CheckpointError, match=r"was trained on .*'scheme': 'shaw'"):
+            load_adapter(other, adapter)
+
+
+@pytest.mark.parametrize("kind", ["lora", "ia3", "prompt"])
+def test_an_adapter_of_a_stock_base(kind, tmp_path):
+    tiny("llama").save_pretrained(tmp_path / "base")
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    wrapped = drawn(base, KINDS[kind]())
+    wrapped.save_pretrained(tmp_path / "adapter")
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"was trained on stock positions, this model has .*'scheme': 'alibi'"):
+        load_adapter(hf_posenc.patch_model(again, "alibi"), tmp_path / "adapter")
+    unpatch_model(again)
+    assert logits(load_adapter(again, tmp_path / "adapter")).equal(logits(wrapped))
+
+
+def test_an_adapter_that_says_nothing_of_its_base(tmp_path):
+    drawn(patched_model("shaw", "llama"), PROMPTS["prompt"]()).save_pretrained(tmp_path / "prompt")
+    with pytest.raises(CheckpointError, match=r"names no base: it cannot be told.*name_base.*loads it unchecked"):
+        load_adapter(patched_model("shaw", "llama"), tmp_path / "prompt")
+    # Without a task type PEFT writes the class of the base, and nothing else.
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    drawn(patched_model("shaw", "llama"), config).save_pretrained(tmp_path / "lora")
+    with pytest.raises(
+        CheckpointError, match=r"names no base, and only that it was a PosEncLlamaForCausalLM.*task_type"
+    ):
+        load_adapter(patched_model("shaw", "llama"), tmp_path / "lora")
+    drawn(tiny("llama"), config).save_pretrained(tmp_path / "stock")
+    with pytest.raises(CheckpointError, match="was trained on stock positions"):
+        load_adapter(patched_model("shaw", "llama"), tmp_path / "stock")
+    edit(tmp_path / "prompt", base_model_name_or_path="someone/elsewhere")
+    with pytest.raises(CheckpointError, match="names the base 'someone/elsewhere', which is not on this machine"):
+        load_adapter(patched_model("shaw", "llama"), tmp_path / "prompt")
+    same = patched_model("shaw", "llama")
+    same.name_or_path = "someone/elsewhere"  # as of a model that was loaded by that name
+    load_adapter(same, tmp_path / "prompt")
+
+
+def test_where_the_adapter_is_reaches_the_check(tmp_path, monkeypatch):
+    drawn(patched_model("shaw", "llama"), INSIDE["lora"]()).save_pretrained(tmp_path)
+    asked = []
+
+    def download(repo_id, filename, **where):
+        asked.append((repo_id, where))
+        return str(tmp_path / filename)
+
+    monkeypatch.setattr(hf_posenc.lora, "hf_hub_download", download)
+    options = {"subfolder": "sub", "revision": "v1", "token": "hf_x", "cache_dir": "/tmp/x", "local_files_only": True}
+    with pytest.raises(CheckpointError, match="was trained on"):
+        load_adapter(tiny("llama"), "me/adapter", **options)
+    assert asked == [("me/adapter", options)]
+    with pytest.raises(TypeError, match="have no option adaptr_name"):
+        load_adapter(tiny("llama"), "me/adapter", adaptr_name="x")
+
+
+def edit(folder, **values):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '"text"', "[" * 100_000, "\ud800", "{}"],
+    ids=["empty", "cut", "list", "null", "text", "deep", "surrogate", "nothing"],
+)
+def test_an_adapter_config_that_is_none(text, tmp_path):
+    patched_model("shaw", "llama").save_pretrained(tmp_path)
+    base = from_pretrained(tmp_path)
+    drawn(base, INSIDE["lora"]()).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter/adapter_config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    with pytest.raises(CheckpointError, match="hf_posenc: "):
+        load_adapter(from_pretrained(tmp_path), tmp_path / "adapter")
+
+
+WRONG = {
+    "auto_mapping": ["x", 5, {"position_encoding": "alibi"}, {"position_encoding": [1]}, {"position_encoding": {}}],
+    "base_model_name_or_path": [5, ["x"], {"a": 1}],
+    "peft_type": [None, 5, "NO_SUCH", ["LORA"], {}],
+    "task_type": [5, "NO_SUCH", ["CAUSAL_LM"]],
+    "megatron_config": [{"x": 1}, "x"],
+    "layers_to_transform": ["x"],
+    "target_modules": [5, [5], {"a": 1}],
+    "r": ["x", 1.5, True, [4], None],
+    "modules_to_save": ["posenc", 3],
+    "rank_pattern": [[], {"q_proj": "x"}],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+def test_wrong_values_in_an_adapter_config(key, value, tmp_path):
+    """Nothing that an adapter's config names is imported."""
+    base = patched_model("shaw", "llama")
+    drawn(base, INSIDE["lora"]()).save_pretrained(tmp_path)
+    modules = set(sys.modules)
+    edit(tmp_path, **{key: value, "megatron_core": "antigravity"})
+    with pytest.raises(CheckpointError, match="hf_posenc: "):
+        load_adapter(patched_model("shaw", "llama"), tmp_path)
+    assert "antigravity" not in set(sys.modules) - modules
+
+
+def test_a_folder_without_an_adapter(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no adapter_config\.json"):
+        load_adapter(patched_model("shaw", "llama"), tmp_path)
+
+
+def test_a_second_adapter(tmp_path):
+    wrapped = drawn(patched_model("shaw", "llama"), INSIDE["lora"]())
+    wrapped.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"check_adapter\(model\.get_base_model\(\), folder\)"):
+        load_adapter(wrapped, tmp_path)
+    hf_posenc.lora.check_adapter(wrapped.get_base_model(), tmp_path)
+    wrapped.load_adapter(tmp_path, "second")
+
+
+OLD_ROPE = {"scheme": "rope", "rope_theta": None, "layout": "half", "partial_rotary_factor": None, "scaling": None}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_an_adapter_of_0_1_0_on_rope(family, tmp_path):
+    """It holds null where the base's own was meant, and null for no scaling."""
+    wrapped = drawn(hf_posenc.patch_model(tiny(family), "rope", rope_theta=50.0), INSIDE["lora"]())
+    wrapped.save_pretrained(tmp_path)
+    for entry in ({**OLD_ROPE, "rope_theta": 50.0}, OLD_ROPE):
+        edit(tmp_path, auto_mapping={"position_encoding": {**entry, "hf_posenc_version": "0.1.0"}})
+        load_adapter(hf_posenc.patch_model(tiny(family), "rope", rope_theta=50.0), tmp_path)
+    linear = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(CheckpointError, match="was trained on"):
+        load_adapter(hf_posenc.patch_model(tiny(family), "rope", scaling=linear), tmp_path)
+    edit(tmp_path, auto_mapping={"position_encoding": {**OLD_ROPE, "scaling": linear, "hf_posenc_version": "0.1.0"}})
+    load_adapter(hf_posenc.patch_model(tiny(family), "rope", scaling=linear), tmp_path)
+    with pytest.raises(CheckpointError, match="was trained on"):
+        load_adapter(hf_posenc.patch_model(tiny(family), "rope", scaling={**linear, "factor": 3.0}), tmp_path)
 
 
 DISTRIBUTED = """
