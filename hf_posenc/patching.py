@@ -352,7 +352,6 @@ def which_engine(
     length: int,
     *,
     keys: int | None = None,
-    batch_size: int = 1,
     dtype: torch.dtype | None = None,
     dropout: float = 0.0,
     weights: bool = False,
@@ -365,7 +364,6 @@ def which_engine(
         model: patched, also below an adapter of PEFT.
         length: number of queries.
         keys: number of keys, with what is cached, and then without gradients; None means `length`.
-        batch_size: of the call.
         dtype: of queries and keys; None means the model's.
         dropout: probability that an attention weight is dropped.
         weights: whether the attention weights are wanted.
@@ -376,13 +374,18 @@ def which_engine(
     Raises:
         NotPatchedError: if the model is not patched.
         UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP).
-        ValueError: if the engine that was asked for when patching cannot compute such a call.
+        ValueError: if there is no such call, or the engine that was asked for when patching cannot compute it.
     """
     check_unwrapped(model, "ask for the engine")
     model = without_adapter(model)
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched")
+    if length < 1 or (keys is not None and keys < length) or not 0 <= dropout < 1:
+        raise ValueError(
+            f"there is no call of {length} queries, {keys} keys and dropout {dropout}: length must be at least 1, keys "
+            "at least length, dropout at least 0 and below 1"
+        )
     own = str(model.config._attn_implementation)
     if not isinstance(patch.scheme, ScoreScheme):
         return Choice(own, f"{patch.scheme.name} keeps the model's own attention")
@@ -390,8 +393,8 @@ def which_engine(
     attention, dims = plan.found.attentions[0], plan.dims
     place = next(model.parameters()).device
     like = torch.empty(0, dtype=dtype or model.dtype, device=place)
-    query = like.new_empty(()).expand(batch_size, dims.num_heads, length, dims.head_dim)
-    key = like.new_empty(()).expand(batch_size, dims.num_key_value_heads, keys or length, dims.head_dim)
+    query = like.new_empty(()).expand(1, dims.num_heads, length, dims.head_dim)
+    key = like.new_empty(()).expand(1, dims.num_key_value_heads, keys or length, dims.head_dim)
     call = Call(
         attention.posenc.owner() if isinstance(attention.posenc, Shared) else attention.posenc,
         query,

@@ -100,7 +100,7 @@ class Report:
 
 
 @torch.no_grad()
-def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report:
+def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) -> Report:
     """Move the positions under a patched model and report, per layer and for the whole, whether the output answers.
 
     Each layer is run again on the hidden states it had, with only its position inputs changed (the positions reversed),
@@ -110,7 +110,7 @@ def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report
 
     Args:
         model: patched, on any device, in any mode; with an adapter of PEFT around it, the adapter's layers take part.
-        length: tokens to use.
+        length: tokens to use; None means 16, or as many positions as the scheme has.
         seed: of the tokens and of the trial parameters.
 
     Returns:
@@ -119,7 +119,7 @@ def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report
     Raises:
         NotPatchedError: if the model is not patched.
         UnsupportedModelError: if it is wrapped (DistributedDataParallel), sharded (FSDP) or offloaded.
-        ValueError: if `length` is under 4, or from the model's own forward pass.
+        ValueError: if `length` is under 4 or beyond the positions of the scheme, or from the model's own forward pass.
     """
     check_unwrapped(model, "verify the model")
     model = without_adapter(model)
@@ -127,11 +127,12 @@ def verify(model: PreTrainedModel, *, length: int = 16, seed: int = 0) -> Report
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: there is nothing to verify")
     check_in_place(model, "verify the model", one_device=False)
-    if length < 4:
-        raise ValueError(f"length must be at least 4, not {length}")
     scheme = patch.scheme
-    if scheme.limit is not None:
-        length = min(length, scheme.limit)
+    limit = scheme.limit
+    if length is None:
+        length = 16 if limit is None else min(16, limit)
+    elif length < 4 or (limit is not None and length > limit):
+        raise ValueError(f"length must be at least 4{'' if limit is None else f' and at most {limit}'}, not {length}")
     adapter = adapter_for(surgery.base_model_type(model.config))
     found = resolve(adapter, model)
     generator = torch.Generator().manual_seed(seed)

@@ -636,5 +636,5 @@ def test_parameter_names_in_a_checkpoint(family, case_id, keys):
     for n in (0, 1):
         places[f"a{n}"] = f"{decoder}.{attention.format(n)}.posenc"
         places[f"l{n}"] = f"{decoder}.{attention.format(n).rpartition('.')[0]}.posenc"
-    marker = f"{places['l0'].removesuffix('posenc')}hf_posenc_{case.scheme}"
-    assert set(model.state_dict()) - stock == {marker, *(key.format(**places) for key in keys)}
+    markers = {f"{places[layer].removesuffix('posenc')}hf_posenc_{case.scheme}" for layer in ("l0", "l1")}
+    assert set(model.state_dict()) - stock == markers | {key.format(**places) for key in keys}

@@ -70,6 +70,10 @@ class Learned(EmbeddingScheme):
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
         """Return the scheme with `num_positions` and `initialization` decided; ValueError where they cannot be had."""
+        if self.placement == "input" and not self.share_layers:
+            raise ValueError(
+                "learned: share_layers=False is for placement='every_layer': there is one table at the input"
+            )
         rows = 0 if native.table is None else native.table.shape[0]
         wanted = self.num_positions or rows or native.max_positions
         choice = self.initialization or ("sinusoidal" if rows == 0 else "native" if wanted <= rows else "hierarchical")

@@ -72,7 +72,10 @@ class Sinusoidal(EmbeddingScheme):
         return self.placement == "every_layer", True
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
-        """Return the scheme with `scale` a number; ValueError where `match` has nothing to measure."""
+        """Return the scheme with `scale` a number; ValueError if it cannot be, or if a hyper-parameter is not read."""
+        unread = ("alpha", 2.0) if self.frequencies == "exponential" else ("base", 10000.0)
+        if getattr(self, unread[0]) != unread[1]:
+            raise ValueError(f"sinusoidal: {unread[0]} is not read by frequencies={self.frequencies!r}: leave it out")
         if self.scale != "match":
             return self
         rms = native.token_rms

@@ -1,0 +1,360 @@
+"""Nothing that a caller passes is ignored: each keyword of each public function changes something, or is refused.
+
+A function, a keyword or a hyper-parameter that is new fails here until it has an entry.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from dataclasses import fields
+
+import peft
+import pytest
+import torch
+import transformers
+from families import tiny, tokens
+
+import hf_posenc
+from hf_posenc import available_schemes, patch_model
+from hf_posenc.registry import scheme_class
+
+# -------------------------------------------------------------------------------------------------------- hyper-parameters
+
+# Two values of each; the second is not the default.
+VALUES = {
+    "nope": {},
+    "alibi": {"slopes": (None, [0.5, 0.1, 0.2, 0.3]), "trainable": (False, True)},
+    "da_transformer": {"relu": (True, False)},
+    "learned": {
+        "num_positions": (None, 32),
+        "placement": ("input", "every_layer"),
+        "share_layers": (True, False),
+        "initialization": (None, "normal"),
+    },
+    "rope": {
+        "rope_theta": (None, 50.0),
+        "layout": ("half", "interleaved"),
+        "partial_rotary_factor": (None, 0.5),
+        "scaling": (None, {"rope_type": "linear", "factor": 3.0}),
+    },
+    "shaw": {
+        "max_distance": (32, 3),
+        "share_heads": (True, False),
+        "share_layers": (False, True),
+        "values": (True, False),
+    },
+    "sinusoidal": {
+        "base": (10000.0, 50.0),
+        "layout": ("interleaved", "split"),
+        "frequencies": ("exponential", "power"),
+        "alpha": (2.0, 3.0),
+        "trainable": (False, True),
+        "placement": ("input", "every_layer"),
+        "scale": ("match", 0.5),
+    },
+    "transformer_xl": {"share_biases": (False, True)},
+}
+PAIRS = [
+    (scheme, name, other)
+    for scheme, values in VALUES.items()
+    for name in values
+    for other in ("", *values)
+    if other != name
+]
+
+
+def outcome(family, scheme, **hyperparameters):
+    """Return what a patched model is: names and values of its parameters, and what it computes; None if refused."""
+    model = tiny(family)
+    try:
+        patch_model(model, scheme, seed=0, **hyperparameters)
+    except (TypeError, ValueError):
+        return None
+    with torch.no_grad():
+        logits = model(tokens(1, 20), use_cache=False).logits
+    return {**{name: p.detach() for name, p in model.named_parameters()}, "logits": logits}
+
+
+def differ(one, other):
+    return one.keys() != other.keys() or any(
+        value.shape != other[key].shape or not value.equal(other[key]) for key, value in one.items()
+    )
+
+
+def test_every_hyperparameter_is_here():
+    for scheme in available_schemes():
+        assert set(VALUES[scheme]) == {field.name for field in fields(scheme_class(scheme))}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("scheme", "name", "other"), PAIRS)
+def test_a_hyperparameter_counts_whatever_the_others_are(scheme, name, other, family):
+    """Beside the other value of each other one: it changes the model, or is refused there."""
+    beside = {other: VALUES[scheme][other][1]} if other else {}
+    first, second = (outcome(family, scheme, **beside, **{name: value}) for value in VALUES[scheme][name])
+    assert first is None or second is None or differ(first, second)
+
+
+@pytest.mark.parametrize(("scheme", "name"), [(scheme, name) for scheme, values in VALUES.items() for name in values])
+def test_a_hyperparameter_counts_somewhere(scheme, name):
+    """And is not refused everywhere."""
+    found = []
+    for family, other in itertools.product(("gpt2", "llama"), ("", *VALUES[scheme])):
+        if other != name:
+            beside = {other: VALUES[scheme][other][1]} if other else {}
+            first, second = (outcome(family, scheme, **beside, **{name: value}) for value in VALUES[scheme][name])
+            found.append(first is not None and second is not None and differ(first, second))
+    assert any(found)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hyperparameters"),
+    [
+        ("sinusoidal", {"alpha": 3.0}),
+        ("sinusoidal", {"frequencies": "power", "base": 50.0}),
+        ("learned", {"share_layers": False}),
+    ],
+)
+def test_a_hyperparameter_that_another_makes_useless(scheme, hyperparameters):
+    model = tiny("gpt2")
+    with pytest.raises(ValueError, match=next(reversed(hyperparameters))):
+        patch_model(model, scheme, **hyperparameters)
+
+
+# ------------------------------------------------------------------------------------------------------- public functions
+
+ENTRIES = {}
+
+
+def shows(function, *keywords):
+    """Enter a test of a function's keywords; `**` stands for those that it hands on."""
+
+    def enter(test):
+        for keyword in keywords:
+            ENTRIES[function, keyword] = test
+        return test
+
+    return enter
+
+
+def refuses(error, function, *arguments, **keywords):
+    with pytest.raises(error):
+        function(*arguments, **keywords)
+
+
+@shows("patch_model", "model")
+def _(folder):
+    refuses(hf_posenc.UnsupportedModelError, patch_model, torch.nn.Linear(2, 2), "alibi")
+
+
+@shows("patch_model", "scheme", "attention", "**")
+def _(folder):
+    model = tiny("llama")
+    refuses(hf_posenc.UnknownSchemeError, patch_model, model, "albi")
+    refuses(ValueError, patch_model, model, "alibi", attention="fast")
+    refuses(ValueError, patch_model, model, "nope", attention="chunked")
+    refuses(TypeError, patch_model, model, "shaw", max_distnce=3)
+    assert hf_posenc.which_engine(patch_model(model, "alibi", attention="chunked"), 8).engine == "chunked"
+
+
+@shows("patch_model", "seed")
+def _(folder):
+    one, two = (outcome_of_seed(seed) for seed in (1, 2))
+    assert not one.equal(two)
+    refuses(TypeError, patch_model, tiny("llama"), "shaw", seed="1")
+
+
+def outcome_of_seed(seed):
+    return patch_model(tiny("llama"), "shaw", seed=seed).model.layers[0].self_attn.posenc.key_embeddings
+
+
+@shows("patched", "model", "scheme", "**")
+def _(folder):
+    model = tiny("llama")
+    with hf_posenc.patched(model, "shaw", max_distance=3, seed=1, attention="reference"):
+        assert model.model.layers[0].self_attn.posenc.key_embeddings.shape[0] == 4
+        assert hf_posenc.which_engine(model, 4096).engine == "reference"
+    with pytest.raises(TypeError, match="max_distnce"), hf_posenc.patched(model, "shaw", max_distnce=3):
+        pass
+
+
+@shows("unpatch_model", "model")
+def _(folder):
+    refuses(hf_posenc.NotPatchedError, hf_posenc.unpatch_model, tiny("llama"))
+
+
+@shows("describe", "model")
+def _(folder):
+    model = tiny("llama")
+    stock = hf_posenc.describe(model)
+    assert hf_posenc.describe(patch_model(model, "alibi")) != stock
+
+
+@shows("which_engine", "model", "length", "keys", "dtype", "dropout", "weights")
+def _(folder):
+    model = patch_model(tiny("llama"), "alibi")
+    engine = {
+        "short": hf_posenc.which_engine(model, 16),
+        "long": hf_posenc.which_engine(model, 4096),
+        "step": hf_posenc.which_engine(model, 1, keys=4096),
+        "double": hf_posenc.which_engine(model, 4096, dtype=torch.float64),
+        "dropout": hf_posenc.which_engine(model, 4096, dropout=0.1),
+        "weights": hf_posenc.which_engine(model, 4096, weights=True),
+        "model": hf_posenc.which_engine(patch_model(tiny("llama"), "shaw"), 4096),
+    }
+    names = {key: choice.engine for key, choice in engine.items()}
+    assert names.pop("long") not in names.values()
+    for wrong in (
+        {"length": 0},
+        {"length": 8, "keys": 7},
+        {"length": 8, "dropout": 1.0},
+        {"length": 8, "dropout": -0.1},
+    ):
+        refuses(ValueError, hf_posenc.which_engine, model, **wrong)
+        refuses(ValueError, hf_posenc.which_engine, patch_model(tiny("llama"), "nope"), **wrong)
+
+
+@shows("verify", "model", "length", "seed")
+def _(folder):
+    model = patch_model(tiny("gpt2"), "learned", num_positions=12)
+    report = hf_posenc.verify(model)
+    assert hf_posenc.verify(model, length=8) != report
+    assert hf_posenc.verify(model, seed=1) != report
+    assert hf_posenc.verify(patch_model(tiny("gpt2"), "nope")) != report
+    for length in (3, 13):
+        refuses(ValueError, hf_posenc.verify, model, length=length)
+
+
+@shows("lora_config", "model", "norms", "embeddings", "positions", "**")
+def _(folder):
+    model = patch_model(tiny("llama"), "shaw")
+
+    def whole(**options):
+        return set(hf_posenc.lora_config(model, **options).modules_to_save or ())
+
+    everything = whole()
+    assert all(whole(**{name: False}) < everything for name in ("norms", "embeddings", "positions"))
+    assert hf_posenc.lora_config(model, r=3).r == 3
+    assert "mlp" in whole(modules_to_save=["mlp"])
+    refuses(TypeError, hf_posenc.lora_config, model, rank=3)
+    refuses(hf_posenc.NotPatchedError, hf_posenc.lora_config, tiny("llama"))
+
+
+@shows("load_adapter", "model", "adapter", "**")
+def _(folder):
+    model = patch_model(tiny("llama"), "alibi")
+    peft.get_peft_model(model, hf_posenc.lora_config(model)).save_pretrained(folder / "adapter")
+    refuses(hf_posenc.CheckpointError, hf_posenc.load_adapter, tiny("llama"), folder / "adapter")
+    refuses(OSError, hf_posenc.load_adapter, patch_model(tiny("llama"), "alibi"), folder)
+    refuses(TypeError, hf_posenc.load_adapter, patch_model(tiny("llama"), "alibi"), folder / "adapter", nam="x")
+    base = patch_model(tiny("llama"), "alibi")
+    wrapped = hf_posenc.load_adapter(base, folder, subfolder="adapter", adapter_name="mine", is_trainable=True)
+    assert list(wrapped.peft_config) == ["mine"]
+    assert any(parameter.requires_grad for parameter in wrapped.parameters())
+
+
+# What from_pretrained, inspect and export_stock take.
+
+
+@shows("from_pretrained", "name_or_path", "scheme", "**")
+def _(folder):
+    tiny("llama").save_pretrained(folder / "stock")
+    refuses(OSError, hf_posenc.from_pretrained, folder / "nowhere", scheme="shaw")
+    refuses(hf_posenc.CheckpointError, hf_posenc.from_pretrained, folder / "stock")
+    model = hf_posenc.from_pretrained(folder / "stock", scheme="shaw", max_distance=3, dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert model.config.position_encoding["max_distance"] == 3
+    refuses(TypeError, hf_posenc.from_pretrained, folder / "stock", scheme="shaw", max_distnce=3)
+    refuses(TypeError, hf_posenc.from_pretrained, folder / "stock", scheme="alibi", max_distance=3)
+    model.save_pretrained(folder / "patched")
+    refuses(hf_posenc.CheckpointError, hf_posenc.from_pretrained, folder / "patched", scheme="shaw")
+    refuses(TypeError, hf_posenc.from_pretrained, folder / "patched", max_distance=3)
+
+
+@shows("from_pretrained", "attention", "seed")
+def _(folder):
+    tiny("llama").save_pretrained(folder / "stock")
+    one, two = (hf_posenc.from_pretrained(folder / "stock", scheme="shaw", seed=seed) for seed in (1, 2))
+    assert not one.model.layers[0].self_attn.posenc.key_embeddings.equal(
+        two.model.layers[0].self_attn.posenc.key_embeddings
+    )
+    one.save_pretrained(folder / "patched")
+    for where, options in ((folder / "stock", {"scheme": "shaw"}), (folder / "patched", {})):
+        model = hf_posenc.from_pretrained(where, attention="reference", **options)
+        assert hf_posenc.which_engine(model, 4096).engine == "reference"
+        assert {layer.self_attn.posenc_engine for layer in model.model.layers} == {"reference"}
+        refuses(ValueError, hf_posenc.from_pretrained, where, attention="fast", **options)
+    refuses(hf_posenc.CheckpointError, hf_posenc.from_pretrained, folder / "patched", seed=3)
+
+
+@shows("inspect", "name_or_path")
+def _(folder):
+    patch_model(tiny("llama"), "alibi").save_pretrained(folder / "some/where")
+    refuses(OSError, hf_posenc.inspect, folder)
+    assert hf_posenc.inspect(folder / "some/where").scheme == "alibi"
+
+
+@shows("inspect", "**")
+def _(folder):
+    patch_model(tiny("llama"), "alibi").save_pretrained(folder / "some/where")
+    assert hf_posenc.inspect(folder / "some", subfolder="where").scheme == "alibi"
+    refuses(TypeError, hf_posenc.inspect, folder / "some/where", revison="main")
+
+
+@shows("export_stock", "num_positions")
+def _(folder):
+    refuses(ValueError, hf_posenc.export_stock, patch_model(tiny("llama"), "rope"), folder / "rope", num_positions=5)
+
+
+@shows("export_stock", "model", "directory", "**")
+def _(folder):
+    refuses(hf_posenc.NotPatchedError, hf_posenc.export_stock, tiny("llama"), folder / "stock")
+    model = patch_model(tiny("gpt2"), "sinusoidal")
+    for count in (40, 50):
+        hf_posenc.export_stock(model, folder / str(count), num_positions=count, max_shard_size="20KB")
+        assert transformers.GPT2Config.from_pretrained(folder / str(count)).n_positions == count
+        assert len(list((folder / str(count)).glob("*.safetensors"))) > 1
+
+
+ELSEWHERE = {
+    ("context_group", "size"): "test_distributed",
+    ("context_parallel", "model"): "test_distributed",
+    ("context_parallel", "group"): "test_distributed",
+    ("shard_sequence", "batch"): "test_distributed",
+    ("shard_sequence", "group"): "test_distributed",
+    ("shard_sequence", "balanced"): "test_distributed",
+}
+"""What takes several processes, and the file that starts them."""
+
+
+def public_keywords():
+    """Every keyword of every public function."""
+    for name in hf_posenc.__all__:
+        function = getattr(hf_posenc, name)
+        if inspect.isfunction(function):
+            for keyword, parameter in inspect.signature(function).parameters.items():
+                yield name, "**" if parameter.kind is parameter.VAR_KEYWORD else keyword
+
+
+def test_every_keyword_is_here():
+    assert set(public_keywords()) == set(ENTRIES) | set(ELSEWHERE)
+
+
+STILL_IGNORED = {
+    ("from_pretrained", "attention"),
+    ("from_pretrained", "seed"),
+    ("inspect", "**"),
+    ("export_stock", "num_positions"),
+}
+"""On a patched checkpoint the first two, a misspelt option, and the number of rows where no table is exported."""
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "entry",
+    [pytest.param(e, marks=pytest.mark.xfail(strict=False) if e in STILL_IGNORED else ()) for e in ENTRIES],
+    ids="-".join,
+)
+def test_a_keyword_counts(entry, tmp_path):
+    ENTRIES[entry](tmp_path)
