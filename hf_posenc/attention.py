@@ -9,6 +9,8 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +32,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import output_capturing
 
 from . import positions
-from .engines import choice
+from .call import Call
+from .engines import dispatch
 from .registry import adapter_for
-from .schemes.base import Dims, Engine, ScoreModule
+from .schemes.base import Dims, ScoreModule
 from .schemes.rope import PROPORTIONAL, Rope, apply_rotary, by_layer_type
 
 NAME = "hf_posenc"
@@ -93,35 +96,8 @@ UNKNOWN_DOCUMENTS = (
 
 def check_engine(attention: str) -> None:
     """Raise ValueError unless this is a value of `patch_model(..., attention=...)`: `auto` or an engine's name."""
-    if attention != "auto" and attention not in choice.NAMES:
-        raise ValueError(f"unknown attention {attention!r}; choose from auto, {', '.join(choice.NAMES)}")
-
-
-def engine_for(attention: str, *, weights: bool = False) -> Engine:
-    """Return what computes a call by the engine that suits it.
-
-    Args:
-        attention: `auto` or an engine's name.
-        weights: whether the attention weights are wanted.
-    """
-
-    def engine(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        where: Any,
-        *,
-        scaling: float,
-        vector_scaling: float,
-        softcap: float | None,
-        dropout: float,
-    ) -> tuple[Tensor, Tensor | None]:
-        call = choice.Call(module, query, key, where, softcap, dropout, weights)
-        chosen = choice.choose(attention, call)
-        return choice.run(chosen, call, value, scaling=scaling, vector_scaling=vector_scaling)
-
-    return engine
+    if attention != "auto":
+        dispatch.named(attention)
 
 
 def scheme_attention(
@@ -194,17 +170,7 @@ def scheme_attention(
         # With a cache this only checks: once for all layers, which get the same two tensors.
         where.follow(position_ids)
         attention_mask.__dict__["posenc_checked"] = position_ids
-    if "posenc" not in module._modules:
-        return stock_attention(
-            query,
-            key,
-            value,
-            where,
-            scaling=module.scaling if scaling is None else scaling,
-            softcap=softcap,
-            dropout=dropout,
-        )
-    return module.posenc(
+    call = Call(
         query,
         key,
         value,
@@ -213,58 +179,32 @@ def scheme_attention(
         vector_scaling=module.scaling,
         softcap=softcap,
         dropout=dropout,
-        engine=engine_for(
-            module.posenc_engine,
-            weights=_wants_weights(module, kwargs),
-        ),
+        weights=_wants_weights(module, kwargs),
     )
+    if "posenc" not in module._modules:
+        return stock_attention(call)
+    return module.posenc(call, partial(dispatch.attend, wanted=module.posenc_engine))
 
 
-def stock_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    where: positions.Positions,
-    *,
-    scaling: float,
-    softcap: float | None,
-    dropout: float,
-) -> tuple[Tensor, Tensor | None]:
+def stock_attention(call: Call) -> tuple[Tensor, Tensor | None]:
     """Attend without a scheme, where queries and keys are not the same tokens: inside context parallelism.
 
     Args:
-        query: (B, H, Q, D).
-        key: (B, K, L, D).
-        value: (B, K, L, D).
-        where: of these queries and keys; only what is visible counts.
-        scaling: factor of the scores.
-        softcap: cap on the scores.
-        dropout: probability that an attention weight is dropped.
+        call: of whose positions only what is visible counts.
 
     Returns:
         output (B, Q, H, D), and None.
     """
-    if softcap is not None:  # which no stock kernel has
-        engine = engine_for("auto")
-        return engine(
-            ScoreModule(),
-            query,
-            key,
-            value,
-            where,
-            scaling=scaling,
-            vector_scaling=scaling,
-            softcap=softcap,
-            dropout=dropout,
-        )
+    if call.softcap is not None:  # which no stock kernel has
+        return ScoreModule()(replace(call, weights=False), dispatch.attend)
     output = nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        where.visible(),
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=key.shape[1] != query.shape[1],
+        call.query,
+        call.key,
+        call.value,
+        call.visible(),
+        dropout_p=call.dropout,
+        scale=call.scaling,
+        enable_gqa=call.groups != 1,
     )
     return output.transpose(1, 2).contiguous(), None
 

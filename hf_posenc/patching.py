@@ -15,8 +15,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
 from . import surgery
+from .call import Call
 from .classes import PosEncMixin, config_class, entry_of, lacks_loss_type, model_class
-from .engines.choice import Call, Choice, choose
+from .engines.dispatch import Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from .positions import Positions
 from .registry import available_schemes, check_registered, scheme_class
@@ -132,8 +133,8 @@ def patch_model(
     Args:
         model: a stock transformers model of a supported family, with or without a head.
         scheme: a name (`available_schemes()`) or a `Scheme` instance.
-        attention: engine for schemes that change attention scores: `auto`, or one of `hf_posenc.engines.choice.NAMES`,
-            which then computes every call or refuses it.
+        attention: engine for schemes that change attention scores: `auto`, or one of
+            `hf_posenc.engines.dispatch.NAMES`, which then computes every call or refuses it.
         seed: for new parameters that start at random; None draws from torch's generator.
         **hyperparameters: of the scheme, see its class.
 
@@ -395,17 +396,21 @@ def which_engine(
     like = torch.empty(0, dtype=dtype or model.dtype, device=place)
     query = like.new_empty(()).expand(1, dims.num_heads, length, dims.head_dim)
     key = like.new_empty(()).expand(1, dims.num_key_value_heads, keys or length, dims.head_dim)
-    call = Call(
-        attention.posenc.owner() if isinstance(attention.posenc, Shared) else attention.posenc,
-        query,
-        key,
-        Positions.causal(length, keys or length, place),
-        getattr(model.config, "attn_logit_softcapping", None),
-        dropout,
-        weights,
-    )
+    module = attention.posenc.owner() if isinstance(attention.posenc, Shared) else attention.posenc
     cached = keys is not None and keys > length  # as in generation, which takes no gradients
     with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
+        call = Call(
+            query,
+            key,
+            key,
+            Positions.causal(length, keys or length, place),
+            scaling=attention.scaling,
+            softcap=getattr(model.config, "attn_logit_softcapping", None),
+            dropout=dropout,
+            weights=weights,
+            module=module,
+            form=module.form(query),
+        )
         return choose(patch.attention, call)
 
 

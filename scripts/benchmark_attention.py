@@ -37,8 +37,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hf_posenc
+from hf_posenc.call import Call
 from hf_posenc.engines import banded, toeplitz
-from hf_posenc.engines.choice import NAMES, Call, choose, run, why_not
+from hf_posenc.engines.dispatch import ENGINES, Engine
+from hf_posenc.forms import Bias, Slopes
 from hf_posenc.patching import patch_of
 from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
@@ -94,34 +96,30 @@ def candidates(
     module, scaling = module_of(scheme, heads, device), 64**-0.5
     repeats = heads // groups
     positions = Positions.causal(q.shape[2], length, device)
-    call = Call(module, q, k, positions)
+    call = Call(q, k, v, positions, scaling=scaling, module=module, form=module.form(q))
 
-    def engine(name: str) -> Run:
-        chosen = choose(name, call)
+    def run(engine: Engine) -> Run:
         # A module of its own: what one keeps between steps of generation the prompt of another would drop.
-        own = replace(call, module=copy.deepcopy(module))
-        return lambda: run(chosen, own, v, scaling=scaling, vector_scaling=scaling)[0]
+        own = copy.deepcopy(module)
+        return lambda: engine.attend(replace(call, module=own, form=own.form(q)))[0]
 
     def naive() -> Tensor:
-        distance, hidden = positions.distance(), ~positions.visible()
-        every_k, every_v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        scores = module.scores(q.float(), every_k.float(), distance.clamp(min=0), scaling, scaling, lambda s: s)
-        return module.mix(scores.masked_fill(hidden, -torch.inf).softmax(-1), every_v.float(), distance.clamp(min=0))
+        wide = call.widened()
+        return wide.formula.mix(wide, wide.formula.scores(wide).masked_fill(~wide.visible(), -torch.inf).softmax(-1))
 
     found: dict[str, Run] = {
         "plain": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=phase != "decode", enable_gqa=repeats > 1)
     }
     with torch.set_grad_enabled(phase == "forward+backward"):
-        for name in NAMES:
-            if name == "flex" and device == "cpu":  # it compiles every shape, and has no backward
+        for engine in ENGINES:
+            if engine.name == "flex" and device == "cpu":  # it compiles every shape, and has no backward
                 continue
-            if why_not(name, call) is None and (name != "reference" or q.shape[2] * length <= DENSE):
-                found[name] = engine(name)
+            if engine.why_not(call) is None and (engine.name != "reference" or q.shape[2] * length <= DENSE):
+                found[engine.name] = run(engine)
     if q.shape[2] * length <= DENSE:
         found["naive"] = naive
-        bias = module.bias(length, q.float())
-        if bias is not None:
-            mask = bias[:, positions.distance()[0, 0].clamp(min=0).long()].masked_fill(
+        if isinstance(call.form, (Bias, Slopes)):
+            mask = call.form.table(length)[:, positions.distance()[0, 0].clamp(min=0).long()].masked_fill(
                 ~positions.visible()[0], -torch.inf
             )
             mask = mask[None].detach().to(dtype)

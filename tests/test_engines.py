@@ -27,20 +27,24 @@ from test_situations import (  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import NotPatchedError, patch_model, which_engine
-from hf_posenc.engines import banded, choice, chunked, clipped, decode, reference, rescaled, skewed, toeplitz
-from hf_posenc.engines.choice import Call, choose, run, why_not
+from hf_posenc.call import Call
+from hf_posenc.engines import banded, chunked, clipped, decode, dispatch, reference, rescaled, skewed, toeplitz
+from hf_posenc.engines.dispatch import choose, named
+from hf_posenc.engines.spans import SpanEngine
+from hf_posenc.forms import Factors, RelativeKeys
 from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import Dims
 
-FLOORS = choice.FLOORS
+FLOORS = {engine: engine.floors for engine in dispatch.ENGINES}
 HEAD_DIM = 16
 SCALING = HEAD_DIM**-0.5
 
 
 @pytest.fixture(autouse=True)
 def never_short(monkeypatch):
-    monkeypatch.setattr(choice, "FLOORS", {})
+    for engine in dispatch.ENGINES:
+        monkeypatch.setattr(engine, "floors", {})
     monkeypatch.setattr(toeplitz, "ROWS", 32)
     monkeypatch.setattr(toeplitz, "MANY_ROWS", 48)
     monkeypatch.setattr(toeplitz, "LONG", 96)
@@ -146,8 +150,9 @@ EXPECTED_REFUSALS = {
     # The far keys are computed without a mask: the engine would need one for them to carry windows.
     ("clipped", "it has no sliding windows"),
     *(
-        (engine, "padded keys in a cache, padding inside a document, or position_ids with gaps")
-        for engine in choice.BY_SPANS
+        (engine.name, "padded keys in a cache, padding inside a document, or position_ids with gaps")
+        for engine in dispatch.ENGINES
+        if isinstance(engine, SpanEngine)
     ),
 }
 ROWS = [(engine, module) for engine, modules in ENGINES.items() for module in modules]
@@ -168,17 +173,22 @@ def inputs(positions, heads, groups, dtype, batch=2):
     return [each.to(dtype).requires_grad_() for each in (q, k, v)]
 
 
+def call_of(module, q, k, v, positions, **options):
+    """A call that has reached a scheme's module."""
+    return Call(q, k, v, positions, **{"scaling": SCALING, **options}, module=module, form=module.form(q))
+
+
 def results(engine, module, positions, tensors, shown, weight):
     """Return output and the gradients of inputs and parameters."""
     q, k, v = tensors
     if engine == "reference":
-        output, _ = reference.attend(module, q, k, v, positions, scaling=SCALING, vector_scaling=SCALING)
+        output, _ = reference.attend(call_of(module, q, k, v, positions))
     else:
-        call = Call(module, q, k, positions)
-        if (reason := why_not(engine, call)) is not None:
+        call = call_of(module, q, k, v, positions)
+        if (reason := named(engine).why_not(call)) is not None:
             assert (engine, reason) in EXPECTED_REFUSALS
             pytest.skip(reason)
-        output, weights = run(choose(engine, call), call, v, scaling=SCALING, vector_scaling=SCALING)
+        output, weights = dispatch.attend(call, engine)
         assert weights is None
     if shown is not None:
         output = output * shown[:, :, None, None]
@@ -234,7 +244,7 @@ def test_a_saturation_whose_exponential_overflows(engine, weight):
         distance = torch.arange(60, dtype=torch.float64)
         v, wd = module.saturation.detach().double()[:, None], weight * distance
         plain = (1 + v.exp()) / (1 + (v - wd).exp())  # equation (5), which float64 can hold
-        assert (module.factors(60, tensors[0])[0].detach() / plain - 1).abs().max() < 1e-4
+        assert (module.form(tensors[0]).table(60).detach() / plain - 1).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
@@ -259,16 +269,17 @@ def eager_attention(module, q, k, v, positions):
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     distance = positions.distance()[0, 0].clamp(min=0).long()
     length = k.shape[2]
-    if (relative := module.relative_keys(length, q)) is not None:
-        r, u, position_bias = (each.to(q.dtype) for each in relative)
+    form = module.form(q)
+    if isinstance(form, RelativeKeys):
+        r, u, position_bias = (each.to(q.dtype) for each in (form.table(length), form.content_bias, form.position_bias))
         by_distance = ((q + position_bias[:, None]) @ r.mT).gather(-1, distance.expand(*q.shape[:3], -1))
         scores = ((q + u[:, None]) @ k.mT + by_distance).float() * SCALING
     else:
         scores = (q @ k.mT).float() * SCALING
-        if (rescaling := module.factors(length, q)) is not None:
-            scores = (scores.relu() if rescaling[1] else scores) * rescaling[0][:, distance]
+        if isinstance(form, Factors):
+            scores = (scores.relu() if form.relu else scores) * form.table(length)[:, distance]
         else:
-            scores = scores + module.bias(length, q)[:, distance]
+            scores = scores + form.table(length)[:, distance]
     weights = scores.masked_fill(~positions.visible(), -math.inf).softmax(-1)
     return (weights.to(v.dtype) @ v).transpose(1, 2)
 
@@ -293,9 +304,7 @@ def test_rounded_is_as_accurate_as_eager_attention(case, situation):
 
 
 def step(engine, module, positions, tensors, **options):
-    q, k, v = tensors
-    call = Call(module, q, k, positions, **options)
-    return run(choose(engine, call), call, v, scaling=SCALING, vector_scaling=0.7 * SCALING)
+    return dispatch.attend(call_of(module, *tensors, positions, vector_scaling=0.7 * SCALING, **options), engine)
 
 
 @torch.no_grad()
@@ -306,7 +315,7 @@ def step(engine, module, positions, tensors, **options):
 def test_a_step_of_generation(case, situation, heads, groups, options, monkeypatch):
     positions, _ = SITUATIONS[situation]()
     module, tensors = MODULES[case](heads), inputs(positions, heads, groups, torch.float32)
-    assert choose("auto", Call(module, *tensors[:2], positions, **options)).engine == "decode"
+    assert choose("auto", call_of(module, *tensors, positions, **options)).engine == "decode"
     wide = [each.double() for each in tensors]
     expected, weights = step("reference", copy.deepcopy(module).double(), positions, wide, **options)
     for dtype, tolerance, products in (
@@ -480,8 +489,7 @@ def test_nothing_grows_with_the_square_of_the_length(engine, case):
 def test_a_second_derivative_is_refused(engine, case):
     dtype = torch.bfloat16 if engine == "rounded" else torch.float32
     module, tensors = MODULES[case](4), inputs(Positions.causal(40), 4, 1, dtype)
-    call = Call(module, tensors[0], tensors[1], Positions.causal(40))
-    output, _ = run(choose(engine, call), call, tensors[2], scaling=SCALING, vector_scaling=SCALING)
+    output, _ = dispatch.attend(call_of(module, *tensors, Positions.causal(40)), engine)
     (gradient,) = torch.autograd.grad(output.square().sum(), tensors[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
@@ -492,8 +500,7 @@ def test_a_second_derivative_is_refused(engine, case):
 
 def call(case="alibi", length=40, dtype=torch.float32, **options):
     positions = Positions.causal(length)
-    q, k, _ = inputs(positions, 4, 1, dtype)
-    return Call(MODULES[case](4), q, k, positions, **options)
+    return call_of(MODULES[case](4), *inputs(positions, 4, 1, dtype), positions, **options)
 
 
 @pytest.mark.parametrize(
@@ -532,7 +539,8 @@ def test_the_choice_and_its_reason(given, engine, reason):
     ],
 )
 def test_short_calls_go_to_simpler_engines(case, length, dtype, engine, monkeypatch):
-    monkeypatch.setattr(choice, "FLOORS", FLOORS)
+    for engine_, floors in FLOORS.items():
+        monkeypatch.setattr(engine_, "floors", floors)
     chosen = choose("auto", call(case, length, dtype))
     assert chosen.engine == engine
 
@@ -542,11 +550,11 @@ def test_an_engine_that_was_asked_for_is_taken_or_refused():
     for engine in ("banded", "toeplitz"):
         with pytest.raises(ValueError, match=f"attention='{engine}' cannot compute this call: .*'auto'"):
             choose(engine, call("shaw"))
-    assert why_not("reference", call("shaw", weights=True)) is None
+    assert named("reference").why_not(call("shaw", weights=True)) is None
     assert choose("rounded", call(dtype=torch.bfloat16)).engine == "rounded"
     with pytest.raises(ValueError, match="it rounds products to bfloat16"):
         choose("rounded", call())
-    with pytest.raises(ValueError, match="vectors of clipped distances"):
+    with pytest.raises(ValueError, match="biases of distance, factors of distance and relative keys only"):
         choose("rounded", call("shaw", dtype=torch.bfloat16))
 
 
@@ -555,13 +563,14 @@ def test_an_engine_that_was_asked_for_is_taken_or_refused():
 def test_padding_in_a_filled_cache_is_for_engines_with_masks(queries, engine):
     positions, valid = left_padded(40, 5)
     later = chunked.cut(positions, slice(40 - queries, 40), slice(0, 40))
-    q, k, _ = inputs(later, 4, 1, torch.float32)
-    assert choose("auto", Call(MODULES["alibi"](4), q, k, later)).engine == engine
+    tensors = inputs(later, 4, 1, torch.float32)
+    assert choose("auto", call_of(MODULES["alibi"](4), *tensors, later)).engine == engine
     assert not valid.all()
 
 
 def test_which_engine(monkeypatch):
-    monkeypatch.setattr(choice, "FLOORS", FLOORS)
+    for engine_, floors in FLOORS.items():
+        monkeypatch.setattr(engine_, "floors", floors)
     model = patch_model(tiny("llama"), "alibi")
     assert which_engine(model, 4096).engine == "banded"
     assert which_engine(model, 1, keys=4096).engine == "decode"

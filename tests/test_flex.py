@@ -8,12 +8,12 @@ import pytest
 import torch
 from families import tiny, tokens
 from situations import randomize
-from test_engines import HEAD_DIM, MODULES, SCALING, SITUATIONS, compare, inputs, seeded
+from test_engines import HEAD_DIM, MODULES, SCALING, SITUATIONS, call_of, compare, inputs, seeded
 from torch.nn.attention import flex_attention as upstream
 
 from hf_posenc import patch_model
-from hf_posenc.engines import choice, flex, reference, trial
-from hf_posenc.engines.choice import Call, choose, run, why_not
+from hf_posenc.engines import dispatch, flex, reference, selftest
+from hf_posenc.engines.dispatch import choose, named
 from hf_posenc.positions import Positions, pack, unpack
 
 CASES = ("alibi", "alibi-trainable", "shaw-keys-only", "da_transformer")
@@ -54,14 +54,16 @@ def dense(monkeypatch):
 
 
 def by_flex(module, positions, tensors, shown, weight, kernel, softcap=None):
-    output = flex.attend(module, *tensors, positions, scaling=SCALING, softcap=softcap, kernel=kernel).transpose(1, 2)
+    output = flex.attend(
+        module.form(tensors[0]), *tensors, positions, scaling=SCALING, softcap=softcap, kernel=kernel
+    ).transpose(1, 2)
     return _with_gradients(module, output, tensors, shown, weight)
 
 
 def by_reference(module, positions, tensors, shown, weight, softcap=None):
     module = copy.deepcopy(module).double()
     tensors = [t.detach().double().requires_grad_() for t in tensors]
-    output, _ = reference.attend(module, *tensors, positions, scaling=SCALING, vector_scaling=SCALING, softcap=softcap)
+    output, _ = reference.attend(call_of(module, *tensors, positions, softcap=softcap))
     return _with_gradients(module, output, tensors, shown, weight)
 
 
@@ -191,8 +193,8 @@ def test_reach_is_unknown_with_other_keys_or_bad_numbers():
 
 
 def call(case, **options):
-    q, k, _ = inputs(Positions.causal(40), 4, 1, torch.float32)
-    return Call(MODULES[case](4), q, k, Positions.causal(40), **options)
+    tensors = inputs(Positions.causal(40), 4, 1, torch.float32)
+    return call_of(MODULES[case](4), *tensors, Positions.causal(40), **options)
 
 
 class Elsewhere(torch.Tensor):
@@ -205,7 +207,7 @@ class Elsewhere(torch.Tensor):
 
 def elsewhere(case, **options):
     given = call(case, **options)
-    return Call(given.module, given.query.as_subclass(Elsewhere), given.key, given.positions, **options)
+    return dataclasses.replace(given, query=given.query.as_subclass(Elsewhere))
 
 
 @pytest.mark.parametrize(
@@ -220,20 +222,20 @@ def elsewhere(case, **options):
 )
 @torch.no_grad()
 def test_refusals(given, reason):
-    assert reason in why_not("flex", given)
+    assert reason in named("flex").why_not(given)
     with pytest.raises(ValueError, match="attention='flex' cannot compute this call"):
         choose("flex", given)
 
 
 def test_no_backward_on_a_cpu():
-    assert "no backward on a CPU" in why_not("flex", call("alibi"))
+    assert "no backward on a CPU" in named("flex").why_not(call("alibi"))
     with torch.no_grad():
-        assert why_not("flex", call("alibi")) is None
+        assert named("flex").why_not(call("alibi")) is None
         assert choose("auto", call("alibi")).engine != "flex"
 
 
 def test_short_calls_are_not_worth_compiling(monkeypatch):
-    monkeypatch.setattr(flex, "why_not", lambda module, query, softcap: None)
+    monkeypatch.setattr(flex, "why_not", lambda form, query: None)
     assert choose("flex", elsewhere("alibi")).engine == "flex"
     assert choose("auto", elsewhere("alibi")).engine == "reference"
 
@@ -244,13 +246,14 @@ def test_short_calls_are_not_worth_compiling(monkeypatch):
 @pytest.fixture
 def untried(monkeypatch):
     """Nothing was tried yet, and no call is too short."""
-    monkeypatch.setattr(trial, "_TRIED", {})
-    monkeypatch.setattr(choice, "FLOORS", {})
+    monkeypatch.setattr(selftest, "_TRIED", {})
+    for engine in dispatch.ENGINES:
+        monkeypatch.setattr(engine, "floors", {})
 
 
 def kind(form, **options):
     given = {"dtype": torch.float32, "size": 16, "grouped": True, "capped": False, "gradients": True}
-    return trial.Kind(form, **(given | options), device=torch.device("cpu"))
+    return selftest.Kind(form, **(given | options), device=torch.device("cpu"))
 
 
 FORMS = ("linear", "added", "rescaled", "rescaled and clipped", "labelled")
@@ -261,7 +264,7 @@ FORMS = ("linear", "added", "rescaled", "rescaled and clipped", "labelled")
 @pytest.mark.filterwarnings("error:FlexAttention failed")
 def test_right_kernels_pass(form, options, dense, untried, monkeypatch):
     monkeypatch.setattr(flex, "compiled", lambda device: dense)
-    assert trial.fault(kind(form, **options)) is None
+    assert selftest.fault(kind(form, **options)) is None
 
 
 def failing(*args, **kwargs):
@@ -293,7 +296,7 @@ def corrupt(what, dense):
 def test_wrong_kernels_fail(what, gradients, finding, dense, untried, monkeypatch):
     monkeypatch.setattr(flex, "compiled", lambda device: corrupt(what, dense) if what else failing)
     with pytest.warns(UserWarning, match="FlexAttention failed its trial on cpu") as caught:
-        found = [trial.fault(kind("added", gradients=gradients)) for _ in range(2)]
+        found = [selftest.fault(kind("added", gradients=gradients)) for _ in range(2)]
     assert all(finding in each for each in found)
     assert len(caught) == 1  # not again for the same kind
     assert finding in str(caught[0].message)
@@ -309,17 +312,17 @@ def test_wrong_gradients_fail(dense, untried, monkeypatch):
 
     monkeypatch.setattr(flex, "compiled", lambda device: kernel)
     with pytest.warns(UserWarning, match="the gradient of the key is off by"):
-        assert trial.fault(kind("linear")) is not None
-    assert trial.fault(kind("linear", gradients=False)) is None
+        assert selftest.fault(kind("linear")) is not None
+    assert selftest.fault(kind("linear", gradients=False)) is None
 
 
 @pytest.mark.parametrize(("found", "engine"), [(None, "flex"), ("it failed", "chunked")])
 @pytest.mark.parametrize("form", FORMS)
 def test_auto_takes_what_passed(form, found, engine, untried, monkeypatch):
     asked = []
-    monkeypatch.setattr(trial, "fault", lambda kind: asked.append(kind) or found)
-    example = trial._Example(form, torch.rand(4, HEAD_DIM))
-    chosen = choose("auto", dataclasses.replace(elsewhere("alibi"), module=example))
+    monkeypatch.setattr(selftest, "fault", lambda kind: asked.append(kind) or found)
+    example = selftest._example(form, torch.rand(4, HEAD_DIM))
+    chosen = choose("auto", dataclasses.replace(elsewhere("alibi"), form=example))
     assert chosen.engine == engine
     assert found is None or "not flex: it failed" in chosen.reason
     assert [each.form for each in asked] == [form]
@@ -328,18 +331,18 @@ def test_auto_takes_what_passed(form, found, engine, untried, monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_the_kind_of_a_call(case):
     q, k, _ = inputs(Positions.causal(40), 4, 2, torch.bfloat16)
-    learning = trial.kind_of(MODULES[case](4), q, k, None)
+    learning = selftest.kind_of(MODULES[case](4).form(q), q, k, None)
     forms = {"alibi": "linear", "alibi-trainable": "added", "shaw-keys-only": "labelled"}
     expected = kind(forms.get(case, "rescaled and clipped"), dtype=torch.bfloat16, size=HEAD_DIM)
     assert learning == expected
     with torch.no_grad():
-        reading = trial.kind_of(MODULES[case](4), q, k[:, :1].expand(-1, 4, -1, -1), 30.0)
+        reading = selftest.kind_of(MODULES[case](4).form(q), q, k[:, :1].expand(-1, 4, -1, -1), 30.0)
     form = "linear" if case == "alibi-trainable" else expected.form  # what no gradient is needed of need be no table
     assert reading == dataclasses.replace(expected, form=form, grouped=False, capped=True, gradients=False)
 
 
 def test_on_a_cpu_nothing_is_tried(untried, monkeypatch):
-    monkeypatch.setattr(trial, "fault", lambda kind: pytest.fail("tried"))
+    monkeypatch.setattr(selftest, "fault", lambda kind: pytest.fail("tried"))
     with torch.no_grad():
         assert choose("auto", call("alibi")).engine == "banded"
 
@@ -347,9 +350,9 @@ def test_on_a_cpu_nothing_is_tried(untried, monkeypatch):
 def test_what_passed_is_used_while_a_graph_is_captured(dense, untried, monkeypatch):
     capturing = dataclasses.replace(kind("linear"), device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert "not tried before" in trial.fault(capturing)
-    monkeypatch.setitem(trial._TRIED, capturing, None)
-    assert trial.fault(capturing) is None
+    assert "not tried before" in selftest.fault(capturing)
+    monkeypatch.setitem(selftest._TRIED, capturing, None)
+    assert selftest.fault(capturing) is None
 
 
 def test_checkpointing_does_not_see_the_trial(dense, untried, monkeypatch):
@@ -357,7 +360,7 @@ def test_checkpointing_does_not_see_the_trial(dense, untried, monkeypatch):
     x = torch.ones(3, requires_grad=True)
 
     def block(x):  # tried in the first pass only
-        assert trial.fault(kind("added")) is None
+        assert selftest.fault(kind("added")) is None
         return x.exp()
 
     with torch.autocast("cpu", torch.bfloat16), torch.random.fork_rng():
@@ -378,11 +381,8 @@ def test_compiled_on_a_cpu(case):
     for name in ("causal", "packed", "padded", "prefill"):
         positions = large(name)
         tensors = [t.detach() for t in inputs(positions, 4, 2, torch.float32, batch=3)]
-        given = Call(module, tensors[0], tensors[1], positions)
-        actual, _ = run(choose("flex", given), given, tensors[2], scaling=SCALING, vector_scaling=SCALING)
-        expected, _ = reference.attend(
-            module.double(), *(t.double() for t in tensors), positions, scaling=SCALING, vector_scaling=SCALING
-        )
+        actual, _ = dispatch.attend(call_of(module, *tensors, positions), "flex")
+        expected, _ = reference.attend(call_of(module.double(), *(t.double() for t in tensors), positions))
         module.float()
         shown = positions.query_valid[:, :, None, None]
         assert ((actual - expected) * shown).abs().max() <= 1e-5
@@ -392,7 +392,7 @@ def test_compiled_on_a_cpu(case):
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "labelled"])
 @pytest.mark.filterwarnings("error:FlexAttention failed")
 def test_compiled_kernels_pass_the_trial_on_a_cpu(form, untried):
-    assert trial.fault(kind(form, gradients=False)) is None
+    assert selftest.fault(kind(form, gradients=False)) is None
 
 
 @pytest.mark.gpu
@@ -403,7 +403,7 @@ def test_compiled_kernels_pass_the_trial_on_a_cpu(form, untried):
 @pytest.mark.filterwarnings("error:FlexAttention failed")
 def test_kernels_pass_the_trial(form, dtype, gradients, untried):
     given = {"dtype": dtype, "size": 64, "grouped": False, "capped": False, "gradients": gradients}
-    assert trial.fault(trial.Kind(form, **given, device=torch.device("cuda", 0))) is None
+    assert selftest.fault(selftest.Kind(form, **given, device=torch.device("cuda", 0))) is None
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from families import tiny, tokens
 from torch import nn
 
 from hf_posenc import available_schemes, patch_model
+from hf_posenc.call import Call
 from hf_posenc.engines import reference
 from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
@@ -142,7 +143,7 @@ def run(case, dims, inputs, parameters, dtype, *, prescaled=False, softcap=None)
     leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
     queries, keys = inputs["query"].shape[2], inputs["key"].shape[2]
     scaling = dims.head_dim**-0.5
-    output, weights = module(
+    call = Call(
         leaves["query"] * scaling if prescaled else leaves["query"],
         leaves["key"],
         leaves["value"],
@@ -150,8 +151,8 @@ def run(case, dims, inputs, parameters, dtype, *, prescaled=False, softcap=None)
         scaling=1.0 if prescaled else scaling,
         vector_scaling=scaling if prescaled else None,
         softcap=softcap,
-        engine=reference.attend,
     )
+    output, weights = module(call, reference.attend)
     return output, weights, {**leaves, **own}
 
 
@@ -202,7 +203,7 @@ def test_alibi_slopes_of_any_number_of_heads(num_heads):
     dims = Dims(num_heads, num_heads, 2, 2 * num_heads, 1)
     module, _ = build(next(case for case in CASES if case.id == "alibi-default"), dims)
     zeros = torch.zeros(1, num_heads, 2, 2, dtype=torch.float64)
-    weights = module(zeros, zeros, zeros, Positions.causal(2), scaling=1.0, engine=reference.attend)[1]
+    weights = module(Call(zeros, zeros, zeros, Positions.causal(2), scaling=1.0), reference.attend)[1]
     slopes = (weights[0, :, 1, 1] / weights[0, :, 1, 0]).log()
     assert_close(slopes, torch.tensor(paper_slopes(num_heads), dtype=torch.float64), torch.float64, "slopes")
 

@@ -40,10 +40,7 @@ def test_without_lm_eval_the_extra_is_named(monkeypatch, model, tokenizer):
 def test_a_model_that_does_not_answer_is_refused(monkeypatch, tokenizer):
     model = hf_posenc.patch_model(tiny("llama"), "alibi")
     for layer in model.model.layers:  # what a silent no-op looks like
-        monkeypatch.setattr(layer.self_attn.posenc, "penalty", lambda like: torch.zeros(4))
-        monkeypatch.setattr(
-            layer.self_attn.posenc, "scores", lambda q, k, d, s, v, cap: cap(q @ k.transpose(-1, -2) * s)
-        )
+        monkeypatch.setattr(layer.self_attn.posenc, "form", lambda like: None)
     with pytest.raises(hf_posenc.HfPosencError, match="does not pass verify"):
         harness_model(model, tokenizer)
     learned = hf_posenc.patch_model(tiny("gpt2"), "learned", num_positions=40)

@@ -14,6 +14,8 @@ LAYERS = (
     ("errors",),
     ("positions", "files"),
     ("registry",),
+    ("call",),
+    ("forms",),
     ("engines", "schemes", "adapters"),
     ("attention", "hub"),
     ("surgery",),
@@ -32,6 +34,8 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 CORE = {
     "errors": set(),
     "positions": set(),
+    "call": set(),
+    "forms": set(),
     "registry": set(),
     "engines": set(),
     "adapters": set(),

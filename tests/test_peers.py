@@ -15,6 +15,7 @@ from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
 from transformers.models.xlnet.modeling_xlnet import XLNetModel
 
 from hf_posenc import patch_model, patched
+from hf_posenc.call import Call
 from hf_posenc.engines import reference
 from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
@@ -163,7 +164,7 @@ def test_alibi_has_the_bias_of_mpt_and_bloom(num_heads):
     length = 9
     module = scheme_class("alibi")().build(Dims(num_heads, num_heads, 4, 4 * num_heads, 1))
     zeros = torch.zeros(1, num_heads, length, 4)
-    weights = module(zeros, zeros, zeros, Positions.causal(length), scaling=0.5, engine=reference.attend)[1]
+    weights = module(Call(zeros, zeros, zeros, Positions.causal(length), scaling=0.5), reference.attend)[1]
     mpt = build_mpt_alibi_tensor(num_heads, length)
     bloom = build_alibi_tensor(torch.ones(1, length, dtype=torch.long), num_heads, torch.float32)
     for bias in (mpt, bloom):
@@ -366,9 +367,8 @@ def test_transformer_xl_is_the_relative_attention_of_xlnet(attn_type, queries, k
 
     def ours(**changed):
         module.load_state_dict({**weights, **changed})
-        return module(
-            query, key, value, Positions.causal(queries, keys), scaling=HEAD_DIM**-0.5, engine=reference.attend
-        )[0]
+        call = Call(query, key, value, Positions.causal(queries, keys), scaling=HEAD_DIM**-0.5)
+        return module(call, reference.attend)[0]
 
     assert_peers(
         ours(),

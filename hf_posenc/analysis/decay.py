@@ -120,9 +120,9 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
 
         def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             owner = module.owner() if isinstance(module, Shared) else module
-            query = args[0].double().mean((0, 2))
+            query, scaling = args[0].query.double().mean((0, 2)), args[0].scaling
             length = query.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-            rows.append(_of_scores(owner, query, d, kwargs["scaling"], query / length**2 / kwargs["scaling"]).cpu())
+            rows.append(_of_scores(owner, query, d, scaling, query / length**2 / scaling).cpu())
 
         hooks = [a.posenc.register_forward_pre_hook(record, with_kwargs=True) for a in found.attentions]
         try:
@@ -171,10 +171,8 @@ def _of_scores(
     module: ScoreModule, query: Tensor, distances: Tensor, scaling: float, key: Tensor | None = None
 ) -> Tensor:
     """Return (H, n) scores of a query (H, D) against the same key at each distance."""
-    q = query[None, :, None]
-    k = (query if key is None else key)[None, :, None].expand(-1, -1, len(distances), -1)
-    where = distances.to(query.device)[None, None, None]
-    return module.scores(q, k, where, scaling, scaling, lambda scores: scores)[0, :, 0].double()
+    keys = (query if key is None else key)[None, :, None].expand(-1, -1, len(distances), -1)
+    return probe.scores_at(module, query[None, :, None], keys, distances, scaling)[0, :, 0].double()
 
 
 # ------------------------------------------------------------------------------------------------- sums as integrals

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 
+from ..forms import Bias, Slopes
 from ..schemes.base import Dims, Scheme, ScoreModule
 from . import probe
 
@@ -84,9 +85,10 @@ def precision_audit(
     keys = torch.ones(1, length, dtype=torch.int64)
     found = []
     for dtype in dtypes:
-        bias = module.to(dtype).bias(length, torch.empty(0, dtype=dtype)) if isinstance(module, ScoreModule) else None
-        if bias is None:
+        form = module.to(dtype).form(torch.empty(0, dtype=dtype)) if isinstance(module, ScoreModule) else None
+        if not isinstance(form, (Bias, Slopes)):
             raise ValueError(f"{resolved.name} has no bias by distance; alibi has")
+        bias = form.table(length)
         # Theirs grow with the key's index, ours fall with the distance: softmax cannot tell, and the count is the same.
         theirs = {"bloom": bloom_alibi(keys, num_heads, dtype), "falcon": falcon_alibi(keys, num_heads, dtype)}
         for method, values in {"hf_posenc": bias.detach(), **theirs}.items():

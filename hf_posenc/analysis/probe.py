@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +14,23 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from .. import surgery
 from ..adapters.base import Resolved, resolve
-from ..attention import NAME, IdentityRotary, PartialRotary, check_scalings, engine_for, make_rotary
+from ..attention import NAME, IdentityRotary, PartialRotary, check_scalings, make_rotary
+from ..call import Call
+from ..engines import dispatch
 from ..patching import parse_scheme
+from ..positions import DensePositions
 from ..registry import adapter_for
-from ..schemes.base import Dims, EmbeddingScheme, Native, PositionEmbedding, Reference, Scheme, ScoreScheme, Shared
+from ..schemes.base import (
+    Dims,
+    EmbeddingScheme,
+    Native,
+    PositionEmbedding,
+    Reference,
+    Scheme,
+    ScoreModule,
+    ScoreScheme,
+    Shared,
+)
 from ..schemes.rope import Rope
 
 DIMS = Dims(num_heads=8, num_key_value_heads=8, head_dim=64, hidden_size=512, num_layers=1)
@@ -162,6 +177,26 @@ def rotations(rotary: nn.Module, positions: Tensor, layer_type: str | None = Non
     return cos[0, :, :pairs].double().cpu(), sin[0, :, :pairs].double().cpu()
 
 
+def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor, scaling: float) -> Tensor:
+    """Return the scores of a query against one key per distance.
+
+    Args:
+        module: of a scheme on attention scores.
+        query: (B, H, 1, D).
+        key: (B, H, n, D).
+        distances: (n,) integers >= 0.
+        scaling: factor of the scores.
+
+    Returns:
+        (B, H, 1, n), float32 or float64.
+    """
+    pairs = distances.to(query.device)[None, None, None]
+    positions = DensePositions(pairs, torch.ones_like(pairs, dtype=torch.bool))
+    call = Call(query, key, key, positions, scaling=scaling, module=module, form=module.form(query)).widened()
+    scores: Tensor = call.formula.scores(call)
+    return scores
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every module in evaluation mode, and back in the mode that each was in."""
@@ -189,7 +224,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
     ours = model.config._attn_implementation == NAME
 
     def take_reference(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "engine": engine_for("reference", weights=True)}
+        return (replace(args[0], weights=True), partial(dispatch.attend, wanted="reference")), kwargs
 
     def show(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..forms import ClippedVectors
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule
 from ..schemes.sinusoidal import Waves
 from . import probe
@@ -149,9 +150,7 @@ def _signature(module: nn.Module, positions: Tensor, dims: Dims) -> Tensor:
             torch.rand(4, dims.num_heads, 1, dims.head_dim, generator=generator, dtype=torch.float64) for _ in range(2)
         )
         keys = key.expand(-1, -1, len(positions), -1)
-        scaling = dims.head_dim**-0.5
-        scores = module.scores(query, keys, positions[None, None, None], scaling, scaling, lambda scores: scores)
-        return scores.flatten(0, 2).T.double()
+        return probe.scores_at(module, query, keys, positions, dims.head_dim**-0.5).flatten(0, 2).T.double()
     return torch.cat(probe.rotations(module, positions), -1)
 
 
@@ -245,7 +244,9 @@ def _dimensions(module: nn.Module | None, scheme: Scheme, dims: Dims) -> Propert
     name = "dimensions"
     if module is None:
         return Property(name, "not applicable", "no dimension has positions")
-    if scheme.limit is not None or (isinstance(module, ScoreModule) and module.clipped_vectors() is not None):
+    if scheme.limit is not None or (
+        isinstance(module, ScoreModule) and isinstance(module.form(torch.empty(0)), ClippedVectors)
+    ):
         return Property(name, "no", "a table of one axis: another axis needs another table, trained")
     axis = torch.tensor([0, 3, 11, 40])
     shift = 5

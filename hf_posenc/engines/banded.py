@@ -28,7 +28,10 @@ import math
 import torch
 from torch import Tensor
 
+from ..call import Call
+from ..forms import Slopes
 from . import toeplitz
+from .spans import SpanEngine
 
 EPSILON = 2.0**-24
 """Largest share of a row's weight that may be left out: half a unit in the last place of float32."""
@@ -41,6 +44,18 @@ AT_ONCE = 2**18
 
 KEY_STEP = 64
 """Windows are rounded up to this many keys."""
+
+
+class Banded(SpanEngine):
+    """A linear penalty per head (ALiBi), exactly; sliding windows."""
+
+    name = "banded"
+    forms = (Slopes,)
+    wrong_form = "the scheme is no linear penalty per head"
+
+    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.part`."""
+        return attend(query, key, value, call.form.slopes, scaling=call.scaling, window=window)
 
 
 def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: int, epsilon: float = EPSILON) -> Tensor:

@@ -15,54 +15,54 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..call import Call
 from ..positions import Positions
 from . import reference
+from .base import Engine, why_not_in_blocks
 
 SCORES = 2**21
 """Scores of one chunk, over batch and heads: 8 MiB in float32, what the caches of a CPU hold."""
 
 
-def attend(
-    module: reference.Formula,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Positions,
-    *,
-    scaling: float,
-    vector_scaling: float,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, None]:
-    """Attend as `reference.attend` does, in O(L) memory; the arguments are the same.
+class Chunked(Engine):
+    """Every scheme, and every mask but a user's own 4-D one; no weights; not while compiling. O(L) memory."""
+
+    name = "chunked"
+
+    def why_not(self, call: Call) -> str | None:
+        """Return why the engine cannot carry a call, or None if it can."""
+        return why_not_in_blocks(call)
+
+    def attend(self, call: Call) -> tuple[Tensor, None]:
+        """Attend a few queries at a time, see `attend`."""
+        return attend(call), None
+
+
+def attend(call: Call) -> Tensor:
+    """Attend as `reference.attend` does, in O(L) memory.
+
+    Args:
+        call: with compact positions.
 
     Returns:
-        output (B, Q, H, D) in the query's dtype, and None: the weights are never all there.
+        output (B, Q, H, D) in the query's dtype.
     """
+    positions = call.positions
+    assert isinstance(positions, Positions)
 
-    def part(q: Tensor, k: Tensor, v: Tensor, where: Positions) -> Tensor:
-        return reference.attend(
-            module,
-            q,
-            k,
-            v,
-            where,
-            scaling=scaling,
-            vector_scaling=vector_scaling,
-            softcap=softcap,
-            dropout=dropout,
-        )[0]
+    def part(query: Tensor, key: Tensor, value: Tensor, where: Positions) -> Tensor:
+        return reference.attend(replace(call, query=query, key=key, value=value, positions=where))[0]
 
     training = torch.is_grad_enabled()
-    batch, heads, queries, _ = query.shape
-    rows = max(16, min(queries, SCORES // (batch * heads * key.shape[2])))
+    batch, heads, queries, _ = call.query.shape
+    rows = max(16, min(queries, SCORES // (batch * heads * call.key.shape[2])))
     parts = []
     for start in range(0, queries, rows):
         here = slice(start, min(start + rows, queries))
         seen = _seen(positions, here)
-        arguments = query[:, :, here], key[:, :, seen], value[:, :, seen], cut(positions, here, seen)
-        parts.append(checkpoint(part, *arguments, use_reentrant=False) if training else part(*arguments))
-    return torch.cat(parts, 1), None
+        given = call.query[:, :, here], call.key[:, :, seen], call.value[:, :, seen], cut(positions, here, seen)
+        parts.append(checkpoint(part, *given, use_reentrant=False) if training else part(*given))
+    return torch.cat(parts, 1)
 
 
 def cut(positions: Positions, queries: slice, keys: slice) -> Positions:

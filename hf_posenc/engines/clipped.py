@@ -24,6 +24,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..call import Call
+from ..forms import ClippedVectors
+from ..positions import Positions
+from .spans import SpanEngine
+
 ROWS = 128
 """Queries per chunk: the near part costs rows + m keys of each."""
 
@@ -32,6 +37,25 @@ CHUNKS = 8
 
 SMALLEST = -80.0
 """Logarithm below which a weight is 0: from there on `exp` is several times slower, and float32 ends at -87."""
+
+
+class Clipped(SpanEngine):
+    """Vectors of clipped distances (Shaw); no sliding windows."""
+
+    name = "clipped"
+    forms = (ClippedVectors,)
+    wrong_form = "the scheme has no vectors of clipped distances"
+
+    def why_not_form(self, call: Call) -> str | None:
+        """Return why the engine does not take the scheme's form, or None if it does."""
+        if (reason := super().why_not_form(call)) is not None:
+            return reason
+        assert isinstance(call.positions, Positions)
+        return "it has no sliding windows" if int(call.positions.window.min()) < call.key.shape[2] else None
+
+    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.part`."""
+        return attend(query, key, value, call.form.keys, call.form.values, scaling=call.scaling)
 
 
 def attend(

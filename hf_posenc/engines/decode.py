@@ -19,13 +19,15 @@ products with positions in any case.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..positions import Positions
-from . import processor
+from ..call import Call
+from ..forms import Bias, ClippedVectors, Factors, RelativeKeys, Slopes, at_distance
+from ..positions import DensePositions
+from . import cpu
+from .base import Engine
 
 QUERIES = 16
 """Most queries of a call: the mask is dense, and with more of them other engines read the keys in blocks."""
@@ -35,23 +37,61 @@ SHORT = 4096
 """Keys up to which vectors for values (Shaw) are cheaper by matrix products than by the kernel."""
 
 
-class Formula(Protocol):
-    """What the engine needs of a scheme's module: one of these, see `hf_posenc.schemes.base.ScoreModule`."""
+class Decode(Engine):
+    """A few queries on the keys of a cache, without gradients, for every form here, every device and dtype.
 
-    def penalty(self, like: Tensor) -> Tensor | None:
-        """Return the slopes (H,)."""
+    With padding, weights, soft cap and dropout; while compiling, for one query.
+    """
 
-    def bias(self, length: int, like: Tensor) -> Tensor | None:
-        """Return the biases (H, length)."""
+    name = "decode"
+    forms = (Bias, Slopes, Factors, ClippedVectors, RelativeKeys)
 
-    def clipped_vectors(self) -> tuple[Tensor, Tensor | None] | None:
-        """Return the tables for keys and values."""
+    def considered(self, call: Call) -> bool:
+        """Return whether this is a step of generation."""
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        return queries <= QUERIES and queries < keys and not torch.is_grad_enabled()
 
-    def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool] | None:
-        """Return factors (H, length), and whether scores are clipped at 0."""
+    def floor(self, call: Call) -> int:
+        """Return 0 for relative keys: what is kept of them between steps is worth it at any length."""
+        return 0 if isinstance(call.form, RelativeKeys) else super().floor(call)
 
-    def relative_keys(self, length: int, like: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return `r` (H, length, D), `u` and `v` (H, D)."""
+    def why_not(self, call: Call) -> str | None:
+        """Return why the engine cannot carry a call, or None if it can."""
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        # A size of 1 is never dynamic: while compiling no other comparison leaves the graph open to other lengths.
+        if queries > 1 and (torch.compiler.is_compiling() or queries > QUERIES):
+            return f"it is for {1 if torch.compiler.is_compiling() else QUERIES} queries at most"
+        if queries >= keys or torch.is_grad_enabled():
+            return "it is for queries on the keys of a cache, without gradients"
+        if isinstance(call.positions, DensePositions):
+            return "the mask is given pair by pair"
+        return None if isinstance(call.form, self.forms) else "the scheme has none of the forms it knows"
+
+    def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
+        """Attend without gradients, see `Engine.attend`."""
+        query, softcap, dropout = call.query, call.softcap, call.dropout
+        with torch.autocast(query.device.type, enabled=False):
+            # Under autocast their dtypes may differ.
+            key, value = call.key.to(query.dtype), call.value.to(query.dtype)
+            # Negative only where the key is invisible. With a cache no distance is L or more, but between position ids
+            # of the caller's own, which do not come with one while compiling.
+            most = key.shape[2] - 1 if torch.compiler.is_compiling() else None
+            distance, visible = call.positions.distance().clamp(0, most), call.positions.visible()
+            terms = _terms(call, distance, visible)
+            additive = terms.factors is None and softcap is None and dropout == 0
+            # What the kernel hides has to be found again for vectors of values: many small operations.
+            additive &= terms.value_table is None or key.shape[2] > SHORT
+            if (
+                additive
+                and not (call.weights or torch.compiler.is_compiling())
+                and query.device.type == "cpu"
+                and (query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and not products_are_faster()))
+            ):
+                output, found = _by_kernel(terms, key, value, distance, visible, call.scaling), None
+            else:
+                output, found = _by_products(terms, key, value, distance, visible, call.scaling, softcap, dropout)
+        output = output.transpose(1, 2).to(query.dtype).contiguous()
+        return output, found.to(query.dtype) if call.weights and found is not None else None
 
 
 @dataclass
@@ -75,89 +115,43 @@ class Terms:
     value_table: Tensor | None = None
 
 
-def attend(
-    module: Formula,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Positions,
-    *,
-    scaling: float,
-    vector_scaling: float,
-    softcap: float | None = None,
-    dropout: float = 0.0,
-    weights: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend as `reference.attend` does; the arguments are the same, of a module with one of the forms above.
-
-    Without gradients.
-
-    Returns:
-        output (B, Q, H, D), and the weights (B, H, Q, L) after dropout if they are wanted; in the query's dtype.
-    """
-    with torch.autocast(query.device.type, enabled=False):
-        key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast they may differ
-        # Negative only where the key is invisible. With a cache no distance is L or more, but between position ids of
-        # the caller's own, which do not come with one while compiling.
-        most = key.shape[2] - 1 if torch.compiler.is_compiling() else None
-        distance, visible = positions.distance().clamp(0, most), positions.visible()
-        terms = _terms(module, query, distance, visible, scaling, vector_scaling)
-        additive = terms.factors is None and softcap is None and dropout == 0
-        # What the kernel hides has to be found again for vectors of values: many small operations.
-        additive &= terms.value_table is None or key.shape[2] > SHORT
-        if (
-            additive
-            and not (weights or torch.compiler.is_compiling())
-            and query.device.type == "cpu"
-            and (query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and not products_are_faster()))
-        ):
-            output, found = _by_kernel(terms, key, value, distance, visible, scaling), None
-        else:
-            output, found = _by_products(terms, key, value, distance, visible, scaling, softcap, dropout)
-    output = output.transpose(1, 2).to(query.dtype).contiguous()
-    return output, found.to(query.dtype) if weights and found is not None else None
-
-
 def products_are_faster() -> bool:
     """Return whether this CPU multiplies bfloat16 matrices much faster than the flash kernel attends with few queries.
 
     Measured at 8192 keys: 4 to 10 times on a processor with AVX512-BF16 alone; with AMX the kernel is as fast.
     """
-    return processor.multiplies_bfloat16() and not processor.has_amx()
+    return cpu.multiplies_bfloat16() and not cpu.has_amx()
 
 
-def _terms(
-    module: Formula, query: Tensor, distance: Tensor, visible: Tensor, scaling: float, vector_scaling: float
-) -> Terms:
+def _terms(call: Call, distance: Tensor, visible: Tensor) -> Terms:
+    query, scaling, form = call.query, call.scaling, call.form
     like = query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32))
     # The minimum, not -inf: a row that sees nothing, which is padding, then sees everything, as in the reference.
     hidden = like.new_zeros(distance.shape).masked_fill_(~visible, torch.finfo(like.dtype).min)
 
-    def at_distance(table: Tensor) -> Tensor:  # (H, distances) -> (B|1, H, Q, L)
+    def by_pair(table: Tensor) -> Tensor:  # (H, distances) -> (B|1, H, Q, L)
         if _counts_down(distance):
             return table[:, : distance.shape[-1]].flip(1)[None, :, None]
-        return table.index_select(1, distance.flatten()).view(-1, *distance[:, 0].shape).transpose(0, 1)
+        return at_distance(table, distance)
 
-    if (slopes := module.penalty(like)) is not None:
-        return Terms(query, torch.addcmul(hidden, slopes[:, None, None], distance.to(like.dtype), value=-1))
-    if (tables := module.clipped_vectors()) is not None:
-        by_label = (query.to(like.dtype) * scaling) @ tables[0].to(like.dtype).mT
+    if isinstance(form, Slopes):
+        return Terms(query, torch.addcmul(hidden, form.slopes[:, None, None], distance.to(like.dtype), value=-1))
+    if isinstance(form, ClippedVectors):
+        by_label = (query.to(like.dtype) * scaling) @ form.keys.to(like.dtype).mT
         inside = by_label.gather(-1, _labels(distance, by_label))
-        return Terms(query, hidden, inside, value_table=tables[1])
+        return Terms(query, hidden, inside, value_table=form.values)
     length = distance.shape[-1] if torch.compiler.is_compiling() else int(distance.amax()) + 1
-    if (table := module.bias(length, like)) is not None:
-        return Terms(query, at_distance(table) + hidden)
-    if (rescaling := module.factors(length, like)) is not None:
-        return Terms(query, hidden, factors=at_distance(rescaling[0]), relu=rescaling[1])
-    keep = not torch.compiler.is_compiling()
-    relative = module.relative_keys(length, query if keep else like, keep=keep)
-    if relative is None:
-        raise TypeError(f"{type(module).__name__} has none of the forms that this engine knows")
-    r, u, v = (each.to(query.dtype) for each in relative)
+    if isinstance(form, Bias):
+        return Terms(query, by_pair(form.table(length)) + hidden)
+    if isinstance(form, Factors):
+        return Terms(query, hidden, factors=by_pair(form.table(length)), relu=form.relu)
+    assert isinstance(form, RelativeKeys)
+    table = form.table(length) if torch.compiler.is_compiling() else form.kept(length, query)
+    r, u, v = (each.to(query.dtype) for each in (table, form.content_bias, form.position_bias))
     # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
-    ratio = vector_scaling / scaling
-    by_distance = ((query + ratio * v[:, None]) @ r.mT).to(like.dtype) * scaling
-    return Terms(query + ratio * u[:, None], hidden, by_distance.gather(-1, _labels(distance, by_distance)))
+    by_distance = ((query + call.ratio * v[:, None]) @ r.mT).to(like.dtype) * scaling
+    at = _labels(distance, by_distance)
+    return Terms(query + call.ratio * u[:, None], hidden, by_distance.gather(-1, at))
 
 
 def _counts_down(distance: Tensor) -> bool:

@@ -29,7 +29,7 @@ The kernels are compiled by torch.compile with `fullgraph=True`: more than `GRAP
 change to uncompiled attention, which would need Q x L numbers; `TORCH_LOGS=recompiles` reports each one.
 
 Accuracy class: flash attention in the dtype of the inputs, scores and tables in float32. Tested on CPUs against the
-reference engine, and on the user's device by `trial` before it is taken unasked; nothing was measured on a GPU.
+reference engine, and on the user's device by `selftest` before it is taken unasked; nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ..call import Call
+from ..forms import Bias, ClippedVectors, Factors, Form, Slopes
 from ..positions import Positions
 from .banded import EPSILON
+from .base import Engine, why_not_in_blocks
 
 BLOCK = 128
 """Queries and keys per block."""
@@ -61,29 +64,55 @@ INVISIBLE = torch.iinfo(torch.int32).min
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Formula(Protocol):
-    """What the engine needs of a scheme's module, see `hf_posenc.schemes.base.ScoreModule`."""
+class Flex(Engine):
+    """ALiBi, DA-Transformer and Shaw without vectors for values, on CUDA; soft cap, every mask but a user's 4-D one.
 
-    def penalty(self, like: Tensor) -> Tensor | None:
-        """Return the slopes (H,) if all the scheme does is `- slope * distance`."""
+    On a CPU only if asked for, with a C++ compiler and without gradients. No weights, no dropout. O(L) memory.
+    """
 
-    def bias(self, length: int, like: Tensor) -> Tensor | None:
-        """Return the biases (H, length) if all the scheme does is to add one per distance."""
+    name = "flex"
+    forms = (Bias, Slopes, Factors, ClippedVectors)
 
-    def clipped_vectors(self) -> tuple[Tensor, Tensor | None] | None:
-        """Return the tables for keys and values if all the scheme does is to add vectors of clipped distances."""
+    def considered(self, call: Call) -> bool:
+        """Return whether the call is on CUDA."""
+        return call.query.device.type == "cuda"
 
-    def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool] | None:
-        """Return the factors (H, length) and whether negative scores count as 0, if all it does is to rescale."""
+    def why_not(self, call: Call) -> str | None:
+        """Return why the engine cannot carry a call, or None if it can."""
+        if (reason := why_not_in_blocks(call)) is not None:
+            return reason
+        if call.dropout > 0:
+            return "attention dropout needs the weights"
+        return why_not(call.form, call.query)
+
+    def distrust(self, call: Call) -> str | None:
+        """Return what the self-test on this device found, or None if it was passed."""
+        from . import selftest  # which uses this module
+
+        return selftest.fault(selftest.kind_of(call.form, call.query, call.key, call.softcap))
+
+    def attend(self, call: Call) -> tuple[Tensor, None]:
+        """Compute a call, see `Engine.attend`."""
+        assert isinstance(call.positions, Positions)
+        with torch.autocast(call.query.device.type, enabled=False):
+            output = attend(
+                call.form,
+                call.query,
+                call.key,
+                call.value,
+                call.positions,
+                scaling=call.scaling,
+                softcap=call.softcap,
+            )
+        return output.transpose(1, 2), None
 
 
-def why_not(module: Formula, query: Tensor, softcap: float | None = None) -> str | None:
-    """Return why the engine cannot compute a scheme on these queries, or None if it can.
+def why_not(form: Form | None, query: Tensor) -> str | None:
+    """Return why the engine cannot compute a form on these queries, or None if it can.
 
     Args:
-        module: the scheme's module.
+        form: how the scores depend on distance.
         query: (B, H, Q, D).
-        softcap: cap on the scores or None.
     """
     if query.device.type not in ("cuda", "cpu"):
         return f"it is written for CUDA, the tensors are on {query.device.type}"
@@ -93,19 +122,20 @@ def why_not(module: Formula, query: Tensor, softcap: float | None = None) -> str
         return f"the kernel takes float32, bfloat16 and float16, not {query.dtype}"
     if query.device.type == "cuda" and query.shape[-1] < SMALLEST_HEAD:
         return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {query.shape[-1]}"
-    vectors = module.clipped_vectors()
-    if vectors is not None and query.device.type == "cpu":
-        return "torch cannot compile products per query and label for a CPU once lengths vary"
-    if vectors is not None and vectors[1] is not None:
-        return "it has no vectors for values: how much each label weighs is known to no kernel that hides the weights"
-    rescaling = module.factors(1, query)
-    bias = module.bias(1, query)
-    if vectors is None and rescaling is None and bias is None:
+    if isinstance(form, ClippedVectors):
+        if query.device.type == "cpu":
+            return "torch cannot compile products per query and label for a CPU once lengths vary"
+        if form.values is not None:
+            return (
+                "it has no vectors for values: how much each label weighs is known to no kernel that hides the weights"
+            )
+        read = [form.keys, query]
+    elif isinstance(form, (Bias, Slopes, Factors)):
+        read = [form.table(1)]
+    else:
         return "the scheme is neither a table of distances nor vectors of clipped distances for keys"
-    if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled():
-        read = [t for t in (bias, rescaling and rescaling[0], vectors and vectors[0]) if t is not None]
-        if any(t.requires_grad for t in read) or (vectors is not None and query.requires_grad):
-            return "it sums gradients of tables by atomic addition, and deterministic algorithms were asked for"
+    if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled() and any(t.requires_grad for t in read):
+        return "it sums gradients of tables by atomic addition, and deterministic algorithms were asked for"
     return None
 
 
@@ -162,12 +192,12 @@ def labelled(by_label: Tensor, query_place: Tensor, key_place: Tensor, caps: Ten
 
 
 def score_mod(
-    module: Formula, query: Tensor, positions: Positions, scaling: float, softcap: float | None = None
+    form: Form, query: Tensor, positions: Positions, scaling: float, softcap: float | None = None
 ) -> ScoreMod:
     """Return what the scheme does to the scores.
 
     Args:
-        module: the scheme's module, one that `why_not` has nothing against.
+        form: one that `why_not` has nothing against.
         query: (B, H, Q, D).
         positions: of the queries and keys.
         scaling: factor of the scores.
@@ -181,21 +211,21 @@ def score_mod(
     )
     # A tensor, since a number would become a symbol as soon as a second one is seen, which score_mod does not take.
     caps = None if softcap is None else torch.full(query.shape[1:2], softcap, device=query.device)
-    vectors = module.clipped_vectors()
-    if vectors is not None:
+    if isinstance(form, ClippedVectors):
         # (m + 1, D) or (H, m + 1, D); the products in float32, since they are scores
-        return labelled(query.float() @ vectors[0].float().transpose(-1, -2) * scaling, query_place, key_place, caps)
-    slopes = module.penalty(query)
-    if slopes is not None and not (slopes.requires_grad and torch.is_grad_enabled()):
-        return linear(slopes.float().contiguous(), query_place, key_place, caps)
+        return labelled(query.float() @ form.keys.float().mT * scaling, query_place, key_place, caps)
+    if is_linear(form):
+        return linear(form.slopes.float().contiguous(), query_place, key_place, caps)
     length = longest(positions)
-    rescaling = module.factors(length, query)
-    if rescaling is not None:
-        table, relu = rescaling
-        return rescaled(table.float().contiguous(), query_place, key_place, relu, caps)
-    bias = module.bias(length, query)
-    assert bias is not None
-    return added(bias.float().contiguous(), query_place, key_place, caps)
+    if isinstance(form, Factors):
+        return rescaled(form.table(length).float().contiguous(), query_place, key_place, form.relu, caps)
+    assert isinstance(form, (Bias, Slopes))
+    return added(form.table(length).float().contiguous(), query_place, key_place, caps)
+
+
+def is_linear(form: Form) -> TypeGuard[Slopes]:
+    """Return whether a form needs no table: slopes that are not being learned."""
+    return isinstance(form, Slopes) and not (form.slopes.requires_grad and torch.is_grad_enabled())
 
 
 def longest(positions: Positions) -> int:
@@ -330,7 +360,7 @@ def compiled(device: str) -> Callable[..., Any]:
 
 
 def attend(
-    module: Formula,
+    form: Form,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -343,7 +373,7 @@ def attend(
     """Attend.
 
     Args:
-        module: the scheme's module, one that `why_not` has nothing against.
+        form: one that `why_not` has nothing against.
         query: (B, H, Q, D).
         key: (B, K, L, D), K divides H.
         value: (B, K, L, D).
@@ -356,12 +386,11 @@ def attend(
         (B, H, Q, D) in the query's dtype; rows that see no key are 0.
     """
     key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast they may differ
-    change = score_mod(module, query, positions, scaling, softcap)
+    change = score_mod(form, query, positions, scaling, softcap)
     with torch.no_grad():
-        slopes = module.penalty(query)
         reach = None
-        if slopes is not None and softcap is None and query.shape[2] == key.shape[2]:
-            reach = reaches(query, key, slopes, positions, scaling)
+        if isinstance(form, Slopes) and softcap is None and query.shape[2] == key.shape[2]:
+            reach = reaches(query, key, form.slopes, positions, scaling)
         mask = block_mask(positions, query.shape[0], reach)
     with torch._dynamo.config.patch(recompile_limit=GRAPHS):
         output: Tensor = (kernel or compiled(query.device.type))(

@@ -3,7 +3,7 @@
 No flash kernel takes a factor on its scores (DA-Transformer), so a chunk of them is made, (rows, L), small enough for
 the caches. With the rows in reverse order the factor of row `r` and key `j` depends on `r + j` only (see `toeplitz`):
 it is read from a table of O(L) numbers through a strided view, and neither distances nor exponentials are computed per
-score. A bias of distance is read in the same way, for products that are rounded (`blocks`); `toeplitz` is cheaper for
+score. A bias of distance is read in the same way, for products that are rounded (`chunks`); `toeplitz` is cheaper for
 others. Backward: a chunk is computed again; a table's gradient is the sum along each diagonal, as in `toeplitz`.
 
 Accuracy class: float32 throughout, bfloat16 inputs widened one head at a time; rounded, "eager".
@@ -19,14 +19,30 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import blocks
-from .blocks import add_product, by_pair, softmax_backward
+from ..call import Call
+from ..forms import Factors
+from . import chunks
+from .chunks import add_product, by_pair, softmax_backward
+from .spans import SpanEngine
 
 ROWS = 256
 """Most queries per chunk. More waste the upper half of a larger block, fewer leave threads too little to share."""
 
 SCORES = 2**22
 """Scores of a chunk, 16 MiB of them, above which it has fewer queries."""
+
+
+class Rescaled(SpanEngine):
+    """Factors of distance on the scores (DA-Transformer); sliding windows."""
+
+    name = "rescaled"
+    forms = (Factors,)
+    wrong_form = "the scheme does not rescale scores by distance"
+
+    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.part`."""
+        factors, relu = call.form.table(key.shape[2]), call.form.relu
+        return attend(query, key, value, factors, None, scaling=call.scaling, relu=relu, window=window)
 
 
 def attend(
@@ -91,14 +107,14 @@ class _Work:
     ) -> None:
         self.scaling, self.relu = settings.scaling, settings.relu
         heads, queries = query.shape[1:3]
-        self.factors = None if factors is None else blocks.reversed_table(factors * settings.scaling, 0.0)
+        self.factors = None if factors is None else chunks.reversed_table(factors * settings.scaling, 0.0)
         # Where a key is hidden the bias is -inf, so that no score is visited once more to be masked.
         bias = query.new_zeros(heads, keys, dtype=torch.float32) if bias is None else bias
-        self.bias = blocks.reversed_table(blocks.windowed(bias, settings.window), -math.inf)
+        self.bias = chunks.reversed_table(chunks.windowed(bias, settings.window), -math.inf)
         self.dtype = query.dtype if settings.rounded else torch.float32
         reach: list[Any] = [None] * heads if settings.reach is None else settings.reach
-        self.chunks = [blocks.chunks(queries, keys, settings.window, settings.rows, each) for each in reach]
-        self.block = blocks.Block(min(settings.rows, queries) * keys, self.dtype, buffers)
+        self.chunks = [chunks.split(queries, keys, settings.window, settings.rows, each) for each in reach]
+        self.block = chunks.Block(min(settings.rows, queries) * keys, self.dtype, buffers)
 
     def rescale(self, h: int, first: int, last: int, scores: Tensor) -> Tensor:
         """Multiply scores (rows, keys) by their factors, in place."""
@@ -157,7 +173,7 @@ class _Rescaled(torch.autograd.Function):
         )
         queries, length = query.shape[2], key.shape[2]
         learned = of_factors is not None or of_bias is not None
-        diagonals = blocks.Diagonals(min(ctx.settings.rows, queries), length) if learned else None
+        diagonals = chunks.Diagonals(min(ctx.settings.rows, queries), length) if learned else None
         for b in range(query.shape[0]):
             for h in range(query.shape[1]):
                 q, k, v, g = (each[b, h].to(work.dtype) for each in (query, key, value, gradient))

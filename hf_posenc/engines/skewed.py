@@ -8,7 +8,7 @@ distances, where `-inf` is written, as in the columns of distances outside a sli
 as well, and the flash kernel of the CPU takes it as its mask. Backward, and where products are rounded: the first term
 is added to the view; a chunk is computed again, and the gradient is written through the same view, which turns it back.
 
-Accuracy class: float32 throughout, bfloat16 inputs widened one head at a time; rounded (`blocks`), "eager".
+Accuracy class: float32 throughout, bfloat16 inputs widened one head at a time; rounded (`chunks`), "eager".
 """
 
 from __future__ import annotations
@@ -20,11 +20,43 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import blocks
-from .blocks import add_product, softmax_backward
+from ..call import Call
+from ..forms import RelativeKeys
+from . import chunks
+from .chunks import add_product, softmax_backward
+from .spans import SpanEngine
 
 ROWS = 256
 """Queries per chunk. The flash kernel takes 64 of them at a time from 192 on, and 32 below, which costs a third."""
+
+
+class Skewed(SpanEngine):
+    """Products of queries with vectors of distance (Transformer-XL); sliding windows."""
+
+    name = "skewed"
+    forms = (RelativeKeys,)
+    wrong_form = "the scheme has no products of queries with vectors of distance"
+
+    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.part`."""
+        return by_form(call, query, key, value, window)
+
+
+def by_form(call: Call, query: Tensor, key: Tensor, value: Tensor, window: int, *, rounded: bool = False) -> Tensor:
+    """Attend with the relative keys of a call's form; the other arguments are those of `attend`."""
+    form: RelativeKeys = call.form
+    return attend(
+        query,
+        key,
+        value,
+        form.table(key.shape[2]),
+        form.content_bias,
+        form.position_bias,
+        scaling=call.scaling,
+        vector_scaling=call.scaling * call.ratio,
+        window=window,
+        rounded=rounded,
+    )
 
 
 def attend(
@@ -71,10 +103,10 @@ class _Work:
     def __init__(self, queries: int, key: Tensor, buffers: int, window: int, rounded: bool, rows: int) -> None:
         keys, self.window = key.shape[2], window
         self.dtype = key.dtype if rounded else torch.float32
-        self.chunks = blocks.chunks(queries, keys, window, rows)
+        self.chunks = chunks.split(queries, keys, window, rows)
         rows = min(rows, queries)
-        self.later = blocks.later(rows)
-        self.block = blocks.Block(rows * keys, self.dtype, buffers)
+        self.later = chunks.later(rows)
+        self.block = chunks.Block(rows * keys, self.dtype, buffers)
         self.by_distance = torch.zeros(rows * (keys + rows), dtype=self.dtype)
 
     def position_terms(self, b: Tensor, falling: Tensor) -> Tensor:

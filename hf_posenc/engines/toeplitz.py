@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import blocks
+from ..call import Call
+from ..forms import Bias, Slopes
+from . import chunks
+from .spans import SpanEngine
 
 ROWS = 256
 """Queries per chunk. Fewer cost more kernel calls, more waste the upper half of a larger block on the diagonal."""
@@ -33,6 +36,20 @@ MANY_ROWS = 768
 
 LONG = 8 * MANY_ROWS
 """Queries from which what larger chunks waste on the diagonal is less than what they gain."""
+
+
+class Toeplitz(SpanEngine):
+    """Any additive bias of distance; sliding windows."""
+
+    name = "toeplitz"
+    forms = (Bias, Slopes)
+    wrong_form = "the scheme is no additive bias of distance"
+
+    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.part`."""
+        table = chunks.windowed(call.form.table(key.shape[2]), window)
+        return attend(query, key, value, table, scaling=call.scaling)
+
 
 Piece = tuple[int, int, int, int, int]
 """First and last + 1 query row, first and last + 1 head, first key: one kernel call."""
@@ -92,11 +109,11 @@ class _Toeplitz(torch.autograd.Function):
         pieces: tuple[Piece, ...],
     ) -> Tensor:
         shift = key.shape[2] - query.shape[2]
-        reversed_ = blocks.reversed_table(table.detach(), -math.inf)
+        reversed_ = chunks.reversed_table(table.detach(), -math.inf)
         output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         for i, end, h, h_end, j in pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
-            mask = blocks.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
+            mask = chunks.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
             part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, heads, i:end].flip(2),
                 key[:, heads, keys],
@@ -117,15 +134,15 @@ class _Toeplitz(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, table, output, sums = ctx.saved_tensors
         shift, length = key.shape[2] - query.shape[2], key.shape[2]
-        reversed_ = blocks.reversed_table(table, -math.inf)
+        reversed_ = chunks.reversed_table(table, -math.inf)
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         of_reversed = diagonals = None
         if ctx.needs_input_grad[3]:
             of_reversed = torch.zeros_like(reversed_)
-            diagonals = blocks.Diagonals(max(end - i for i, end, *_ in ctx.pieces), length)
+            diagonals = chunks.Diagonals(max(end - i for i, end, *_ in ctx.pieces), length)
         for i, end, h, h_end, j in ctx.pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
-            mask = blocks.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
+            mask = chunks.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
             g, q, o = (each[:, heads, i:end].flip(2) for each in (gradient, query, output))
             k, v = key[:, heads, keys], value[:, heads, keys]
             total = sums[:, heads, i:end].flip(2).contiguous()
@@ -145,7 +162,7 @@ class _Toeplitz(torch.autograd.Function):
 def _add_scores(
     sums: Tensor,
     at: int,
-    diagonals: blocks.Diagonals,
+    diagonals: chunks.Diagonals,
     mask: Tensor,
     scaling: float,
     total: Tensor,

@@ -1,7 +1,6 @@
 """ALiBi: a linear penalty on distance."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import ClassVar
@@ -9,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..forms import Slopes
 from ..registry import register_scheme
 from .base import Dims, ScoreModule, ScoreScheme, compute_dtype, init, parameter
 
@@ -100,21 +100,9 @@ class LinearBias(ScoreModule):
         if self.slopes is not None:
             init.copy_(self.slopes, torch.tensor(self.start).to(self.slopes))
 
-    def penalty(self, like: Tensor) -> Tensor:
-        """Return the slopes (H,) on the device of `like`, in float32 (float64 beside float64)."""
+    def form(self, like: Tensor) -> Slopes:
+        """Return the slopes, see `ScoreModule.form`."""
         dtype = compute_dtype(like)
         if self.slopes is not None:
-            return self.slopes.to(dtype)
-        return torch.tensor(self.start, dtype=dtype, device=like.device)
-
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        distance: Tensor,
-        scaling: float,
-        vector_scaling: float,
-        cap: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Return the logits, see `ScoreModule.scores`."""
-        return cap(query @ key.transpose(-1, -2) * scaling) - self.penalty(query)[:, None, None] * distance
+            return Slopes(self.slopes.to(dtype))
+        return Slopes(torch.tensor(self.start, dtype=dtype, device=like.device))

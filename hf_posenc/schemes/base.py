@@ -7,17 +7,15 @@ head size, `E` hidden size, `N` layers; `d = i - j >= 0` distance of query `i` f
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..positions import DensePositions, Positions
-
-Engine = Callable[..., tuple[Tensor, Tensor | None]]
-"""What computes a call: `hf_posenc.engines.reference.attend`, or anything that takes the same arguments."""
+from ..call import Call
+from ..forms import Form
 
 
 @dataclass(frozen=True)
@@ -110,114 +108,47 @@ class PositionModule(nn.Module):
 
 
 class ScoreModule(PositionModule):
-    """Sits on an attention module as `posenc` and computes its attention.
+    """Sits on an attention module as `posenc`, and has the formula of the attention scores.
 
-    A scheme overrides `scores` and, if it also changes what is summed, `mix`. Engines call these, or know the scheme
-    better.
+    A scheme whose scores depend on the distance in one of the ways in `hf_posenc.forms` says so in `form`, and gets
+    every engine that takes this form. Any other scheme writes out `scores`, and `mix` if it also changes what is
+    summed, and runs on the engines that take every formula. Without either, this is attention without positions.
     """
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: Positions | DensePositions,
-        *,
-        scaling: float,
-        engine: Engine,
-        vector_scaling: float | None = None,
-        softcap: float | None = None,
-        dropout: float = 0.0,
+        self, call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
-            query: (B, H, Q, D).
-            key: (B, K, L, D), K divides H.
-            value: (B, K, L, D).
-            positions: of these queries and keys.
-            scaling: factor of every term that contains the query, 1/sqrt(D) as a rule.
-            engine: how to compute it, see `Engine`.
-            vector_scaling: factor of terms without the query; None means `scaling`. They differ where the base model
-                hands over queries that are already scaled.
-            softcap: cap on the scores, `cap * tanh(score / cap)`; None means none.
-            dropout: probability that an attention weight is dropped.
+            call: what is to be computed.
+            attend: computes it.
 
         Returns:
-            output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) if the engine has them.
+            output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) if the call wants them.
         """
-        return engine(
-            self,
-            query,
-            key,
-            value,
-            positions,
-            scaling=scaling,
-            vector_scaling=scaling if vector_scaling is None else vector_scaling,
-            softcap=softcap,
-            dropout=dropout,
-        )
+        return attend(replace(call, module=self, form=self.form(call.query)))
 
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        distance: Tensor,
-        scaling: float,
-        vector_scaling: float,
-        cap: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Return the logits before masking.
+    def form(self, like: Tensor) -> Form | None:
+        """Return how the scores depend on distance, or None if that is no form.
 
         Args:
-            query: (B, H, Q, D), float32 or float64.
-            key: (B, H, L, D), repeated to H heads.
-            distance: (B|1, 1, Q, L) integers >= 0.
-            scaling: factor of terms that contain the query.
-            vector_scaling: factor of terms that do not.
-            cap: the model's soft cap on scores, or the identity. It belongs on what is a product of vectors, not on a
-                bias.
-
-        Returns:
-            (B, H, Q, L).
-        """
-        return cap(query @ key.transpose(-1, -2) * scaling)
-
-    def penalty(self, like: Tensor) -> Tensor | None:
-        """Return the slopes (H,), on the device of `like`, if all the scheme does is `- slope * distance`."""
-        return None
-
-    def bias(self, length: int, like: Tensor) -> Tensor | None:
-        """Return the biases (H, length) of distances 0, 1, ... if all the scheme does is to add them to the scores."""
-        slopes = self.penalty(like)
-        if slopes is None:
-            return None
-        return -slopes[:, None] * torch.arange(length, dtype=slopes.dtype, device=slopes.device)
-
-    def clipped_vectors(self) -> tuple[Tensor, Tensor | None] | None:
-        """Return the tables (m + 1, D) or (H, m + 1, D) for keys and values by distance clipped at m, or None."""
-        return None
-
-    def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool] | None:
-        """Return factors (H, length) of distances 0, 1, ... if all the scheme does is to multiply the scores by them.
-
-        The second value says whether negative scores are clipped at 0 before.
+            like: has the device, and the dtype beside which positions are computed (`compute_dtype`).
         """
         return None
 
-    def relative_keys(self, length: int, like: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return `r` (H, length, D), `u` and `v` (H, D) if the scores are `(q + u) . k + (q + v) . r_d`, scaled.
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores before masking, (B, H, Q, L).
 
         Args:
-            length: number of distances, from 0.
-            like: has the dtype and device.
-            keep: whether to keep `r` for the next call: a step of generation asks for nearly the same each time.
+            call: widened: float32 or float64, keys repeated to H heads. What a query does not see (`call.visible()`) is
+                masked afterwards.
         """
-        return None
+        return call.products()
 
-    def mix(self, weights: Tensor, value: Tensor, distance: Tensor) -> Tensor:
-        """Return the weighted sum of values, (B, H, Q, D), from weights (B, H, Q, L) and values (B, H, L, D)."""
-        return weights @ value
+    def mix(self, call: Call, weights: Tensor) -> Tensor:
+        """Return the weighted sum of values, (B, H, Q, D), from weights (B, H, Q, L) of a widened call."""
+        return weights @ call.value
 
 
 class PositionEmbedding(PositionModule):
@@ -373,7 +304,6 @@ def parameter(*shape: int) -> nn.Parameter:
 __all__ = [
     "Dims",
     "EmbeddingScheme",
-    "Engine",
     "Native",
     "PositionEmbedding",
     "PositionModule",

@@ -1,7 +1,6 @@
 """DA-Transformer: scores rescaled by a learned function of distance."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from ..forms import Factors
 from ..registry import register_scheme
 from .base import Dims, ScoreModule, ScoreScheme, compute_dtype, init, parameter
 
@@ -62,31 +62,19 @@ class DistanceRescaling(ScoreModule):
         init.zeros_(self.distance_weight)
         init.zeros_(self.saturation)
 
-    def factor(self, distance: Tensor, like: Tensor) -> Tensor:
-        """Return `f_h(d)`, (B|1, H, Q, L), in the dtype of `like`.
+    def form(self, like: Tensor) -> Factors:
+        """Return the factors, see `ScoreModule.form`."""
+        return Factors(lambda count: self.factors(count, like), self.relu)
+
+    def factors(self, count: int, like: Tensor) -> Tensor:
+        """Return `f_h(d)` of distances 0, 1, ..., (H, count), in the dtype that positions have beside `like`.
 
         By its logarithm, `softplus(v) - softplus(v - w d)`, since `exp(v)` overflows where `f` is an ordinary number.
         What is larger than the root of the largest number is cut there: times a score it would be infinite, times a
         score of 0 no number at all.
         """
-        weight, saturation = (p.to(like.dtype)[:, None, None] for p in (self.distance_weight, self.saturation))
+        dtype = compute_dtype(like)
+        distance = torch.arange(count, dtype=dtype, device=like.device)
+        weight, saturation = (p.to(dtype)[:, None] for p in (self.distance_weight, self.saturation))
         logarithm = logsigmoid(weight * distance - saturation) - logsigmoid(-saturation)
-        return logarithm.clamp(max=math.log(torch.finfo(like.dtype).max) / 2).exp()
-
-    def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool]:
-        """Return `f_h(d)` of distances 0, 1, ..., (H, length), and whether negative scores are clipped."""
-        distance = torch.arange(length, dtype=compute_dtype(like), device=like.device)
-        return self.factor(distance, distance)[:, 0], self.relu
-
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        distance: Tensor,
-        scaling: float,
-        vector_scaling: float,
-        cap: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Return the logits, see `ScoreModule.scores`."""
-        content = cap(query @ key.transpose(-1, -2) * scaling)
-        return (content.relu() if self.relu else content) * self.factor(distance, query)
+        return logarithm.clamp(max=math.log(torch.finfo(dtype).max) / 2).exp()

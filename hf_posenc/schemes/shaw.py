@@ -1,12 +1,11 @@
 """Shaw et al.: learned vectors for clipped distances, in keys and values."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
+from ..forms import ClippedVectors
 from ..registry import register_scheme
 from .base import Dims, PositionModule, ScoreModule, ScoreScheme, init, parameter
 
@@ -70,35 +69,6 @@ class ClippedDistanceVectors(ScoreModule):
         if self.value_embeddings is not None:
             init.normal_(self.value_embeddings, std=0.02)
 
-    def clipped_vectors(self) -> tuple[Tensor, Tensor | None]:
-        """Return the tables for keys and values."""
-        return self.key_embeddings, self.value_embeddings
-
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        distance: Tensor,
-        scaling: float,
-        vector_scaling: float,
-        cap: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Return the logits, see `ScoreModule.scores`."""
-        table = self.key_embeddings.to(query.dtype)
-        by_label = query @ table.transpose(-1, -2)  # (B, H, Q, max_distance + 1)
-        content = query @ key.transpose(-1, -2)
-        return cap((content + by_label.gather(-1, self.labels(distance, content))) * scaling)
-
-    def mix(self, weights: Tensor, value: Tensor, distance: Tensor) -> Tensor:
-        """Return the weighted sum of values and value vectors, see `ScoreModule.mix`."""
-        output = weights @ value
-        if self.value_embeddings is None:
-            return output
-        table = self.value_embeddings.to(weights.dtype)
-        # Keys with one label share one vector: add their weights first, then multiply once.
-        by_label = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
-        return output + by_label.scatter_add(-1, self.labels(distance, weights), weights) @ table
-
-    def labels(self, distance: Tensor, like: Tensor) -> Tensor:
-        """Return clipped distances as int64 indices of the shape of `like`, (B, H, Q, L)."""
-        return distance.clamp(max=self.key_embeddings.shape[-2] - 1).to(torch.int64).expand(like.shape)
+    def form(self, like: Tensor) -> ClippedVectors:
+        """Return the tables, see `ScoreModule.form`."""
+        return ClippedVectors(self.key_embeddings, self.value_embeddings)

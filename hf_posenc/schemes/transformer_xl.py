@@ -1,12 +1,12 @@
 """Transformer-XL: content and position terms with sinusoids of the distance."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..forms import RelativeKeys
 from ..registry import register_scheme
 from .base import (
     Dims,
@@ -146,40 +146,24 @@ class RelativeSinusoids(ScoreModule):
             init.zeros_(self.content_bias)
             init.zeros_(self.position_bias)
 
-    def scores(
-        self,
-        query: Tensor,
-        key: Tensor,
-        distance: Tensor,
-        scaling: float,
-        vector_scaling: float,
-        cap: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Return the logits, see `ScoreModule.scores`."""
-        self.drop_kept()
-        u, v = self.biases(query)
-        # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
-        ratio = vector_scaling / scaling
-        content = (query + ratio * u[:, None]) @ key.transpose(-1, -2)
-        projected = self.projected_sinusoids(self.distances(distance, key), key)
-        by_distance = (query + ratio * v[:, None]) @ projected.transpose(-1, -2)  # (B, H, Q, distances)
-        return cap((content + by_distance.gather(-1, distance.to(torch.int64).expand(content.shape))) * scaling)
-
-    def relative_keys(self, length: int, like: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `W R_d` of distances 0, 1, ..., (H, length, D), and `u`, `v` (H, D).
-
-        In float32 or float64; `keep`, without gradients only, keeps and returns `W R_d` in the dtype of `like`.
-        """
+    def form(self, like: Tensor) -> RelativeKeys:
+        """Return `W R_d`, `u` and `v`, see `ScoreModule.form`."""
         wide = like.new_empty(0, dtype=compute_dtype(like))
-        if not keep:
-            if length:
-                self.drop_kept()
-            return self.projected_sinusoids(length, wide), *self.biases(wide)
+
+        def table(count: int) -> Tensor:
+            self.drop_kept()
+            return self.projected_sinusoids(count, wide)
+
+        return RelativeKeys(table, *self.biases(wide), self.kept_sinusoids)
+
+    def kept_sinusoids(self, count: int, like: Tensor) -> Tensor:
+        """Return `W R_d` of distances 0, 1, ..., (H, count, D) in the dtype of `like`, without gradients."""
         kept, weight = self.kept, self.position_projection.detach()
-        if kept is None or not kept.serves(weight, length, like):
-            table = self.projected_sinusoids(-(-length // STEP) * STEP, wide).to(like.dtype).contiguous()
+        if kept is None or not kept.serves(weight, count, like):
+            wide = like.new_empty(0, dtype=compute_dtype(like))
+            table = self.projected_sinusoids(-(-count // STEP) * STEP, wide).to(like.dtype).contiguous()
             kept = self.kept = Kept(table, weight.clone())
-        return kept.table[:, :length], *self.biases(wide)
+        return kept.table[:, :count]
 
     def drop_kept(self) -> None:
         """Free what was kept between steps of generation: another call comes, so it has ended."""
@@ -196,20 +180,8 @@ class RelativeSinusoids(ScoreModule):
             return self.shared_biases()(like)
         return self.content_bias.to(like), self.position_bias.to(like)
 
-    def distances(self, distance: Tensor, key: Tensor) -> int:
-        """Return a number of distances, from 0, that holds all that occur."""
-        if not torch.compiler.is_compiling():
-            return int(distance.amax()) + 1
-        # Without reading values: no distance exceeds the number of keys, except between position ids of the caller's
-        # own.
-        count = key.shape[-2]
-        torch._assert_async((distance < count).all(), "gapped position_ids cannot be compiled with transformer_xl")
-        return count
-
     def projected_sinusoids(self, count: int, like: Tensor) -> Tensor:
         """Return `W R_d` for distances 0 .. count-1, (H, count, D), in the dtype of `like`."""
-        if count == 0:  # only the form is asked for
-            return like.new_empty(self.dims.num_heads, 0, self.dims.head_dim)
         size = self.dims.hidden_size
         frequencies = geometric_frequencies(size, 10000.0, like.device)
         weight = self.position_projection.to(like.dtype)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..forms import Bias, ClippedVectors, Factors, Form, Slopes
 from ..positions import Positions, pack, unpack
 from . import flex
 
@@ -59,27 +60,26 @@ _TRIED: dict[Kind, str | None] = {}
 """What was found, in this process."""
 
 
-def kind_of(module: flex.Formula, query: Tensor, key: Tensor, softcap: float | None) -> Kind:
-    """Return what kind of call this is, of a module that `flex.why_not` has nothing against.
+def kind_of(form: Form, query: Tensor, key: Tensor, softcap: float | None) -> Kind:
+    """Return what kind of call this is, of a form that `flex.why_not` has nothing against.
 
     Args:
-        module: the scheme's module.
+        form: how the scores depend on distance.
         query: (B, H, Q, D).
         key: (B, K, L, D).
         softcap: cap on the scores or None.
     """
     gradients = torch.is_grad_enabled()
-    slopes, rescaling = module.penalty(query), module.factors(1, query)
-    if module.clipped_vectors() is not None:
-        form = "labelled"
-    elif slopes is not None and not (slopes.requires_grad and gradients):
-        form = "linear"
-    elif rescaling is not None:
-        form = "rescaled and clipped" if rescaling[1] else "rescaled"
+    if isinstance(form, ClippedVectors):
+        kind = "labelled"
+    elif flex.is_linear(form):
+        kind = "linear"
+    elif isinstance(form, Factors):
+        kind = "rescaled and clipped" if form.relu else "rescaled"
     else:
-        form = "added"
+        kind = "added"
     grouped = query.shape[1] != key.shape[1]
-    return Kind(form, query.dtype, query.shape[3], grouped, softcap is not None, gradients, query.device)
+    return Kind(kind, query.dtype, query.shape[3], grouped, softcap is not None, gradients, query.device)
 
 
 def fault(kind: Kind) -> str | None:
@@ -119,25 +119,15 @@ def _compare(kind: Kind) -> str | None:
     return None
 
 
-class _Example:
-    """A scheme's module of one form: see `flex.Formula`."""
-
-    def __init__(self, form: str, table: Tensor) -> None:
-        self.form, self.table = form, table
-
-    def penalty(self, like: Tensor) -> Tensor | None:
-        return self.table[:, 0] if self.form == "linear" else None
-
-    def bias(self, length: int, like: Tensor) -> Tensor | None:
-        if self.form == "linear":
-            return -self.table[:, :1] * torch.arange(length, device=self.table.device)
-        return self.table[:, :length] if self.form == "added" else None
-
-    def factors(self, length: int, like: Tensor) -> tuple[Tensor, bool] | None:
-        return (self.table[:, :length], self.form.endswith("clipped")) if self.form.startswith("rescaled") else None
-
-    def clipped_vectors(self) -> tuple[Tensor, Tensor | None] | None:
-        return (self.table, None) if self.form == "labelled" else None
+def _example(form: str, table: Tensor) -> Form:
+    """Return a form of the kind with these numbers."""
+    if form == "labelled":
+        return ClippedVectors(table, None)
+    if form == "linear":
+        return Slopes(table[:, 0])
+    if form == "added":
+        return Bias(lambda count: table[:, :count])
+    return Factors(lambda count: table[:, :count], form.endswith("clipped"))
 
 
 Compute = Callable[[Kind, Tensor, Tensor, Tensor, Tensor, Positions], Tensor]
@@ -202,7 +192,7 @@ def _positions(device: torch.device) -> Positions:
 
 def _by_flex(kind: Kind, q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Positions) -> Tensor:
     softcap = SOFTCAP if kind.capped else None
-    return flex.attend(_Example(kind.form, table), q, k, v, positions, scaling=SCALING, softcap=softcap)
+    return flex.attend(_example(kind.form, table), q, k, v, positions, scaling=SCALING, softcap=softcap)
 
 
 def _written_out(kind: Kind, q: Tensor, k: Tensor, v: Tensor, table: Tensor, positions: Positions) -> Tensor:

@@ -18,7 +18,7 @@ Chunk = tuple[int, int, int, int]
 """First and last + 1 query, first and last + 1 key that any of them sees."""
 
 
-def chunks(queries: int, keys: int, window: int, rows: int, reach: list[int] | None = None) -> list[Chunk]:
+def split(queries: int, keys: int, window: int, rows: int, reach: list[int] | None = None) -> list[Chunk]:
     """Return the chunks of plain causal attention; the last query sits on the last key.
 
     Args:

@@ -1,0 +1,95 @@
+"""One call of attention as one object, from the attention function of transformers to the engine that computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .positions import DensePositions, Positions
+
+
+@dataclass(frozen=True)
+class Call:
+    """What attention is asked to compute: `B` rows, `H` query heads, `K` key-value heads, `Q` queries, `L` keys.
+
+    Attributes:
+        query: (B, H, Q, D).
+        key: (B, K, L, D), cached keys included; K divides H.
+        value: (B, K, L, D).
+        positions: of these queries and keys, and what each query may see.
+        scaling: factor of every term that contains the query, 1/sqrt(D) as a rule.
+        vector_scaling: factor of terms without the query; None means `scaling`. They differ where the base model hands
+            over queries that are already scaled.
+        softcap: `cap * tanh(score / cap)` on what is a product of vectors; None means none.
+        dropout: probability that an attention weight is dropped.
+        weights: whether the caller wants the attention weights (B, H, Q, L).
+        module: the scheme's module, which writes out `scores` and `mix`; None until the call reaches it.
+        form: how its scores depend on distance (`hf_posenc.forms`), or None if that is no form.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    positions: Positions | DensePositions
+    scaling: float
+    vector_scaling: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    weights: bool = False
+    module: Any = None
+    form: Any = None
+
+    @property
+    def formula(self) -> Any:
+        """What has `scores` and `mix`: the form, or where there is none the scheme's module."""
+        return self.module if self.form is None else self.form
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def ratio(self) -> float:
+        """Factor of terms without the query, relative to that of terms with it."""
+        return 1.0 if self.vector_scaling is None else self.vector_scaling / self.scaling
+
+    def widened(self) -> Call:
+        """Return the call in float32 (float64 stays) with keys and values repeated to H heads."""
+        dtype = torch.promote_types(self.query.dtype, torch.float32)
+        query, key, value = (each.to(dtype) for each in (self.query, self.key, self.value))
+        if self.groups > 1:
+            key, value = (each.repeat_interleave(self.groups, 1) for each in (key, value))
+        return replace(self, query=query, key=key, value=value)
+
+    def distance(self) -> Tensor:
+        """Return query position minus key position, integers (B|1, 1, Q, L), 0 where the key comes later."""
+        return self.positions.distance().clamp(min=0)
+
+    def visible(self) -> Tensor:
+        """Return which keys each query may attend to, bool (B|1, 1|H, Q, L)."""
+        return self.positions.visible()
+
+    def distances(self) -> int:
+        """Return a number of distances, from 0, that holds all that occur; reads values from the device.
+
+        While compiling nothing is read: no distance exceeds the number of keys, except between position ids of the
+        caller's own, and those raise when the compiled code runs.
+        """
+        if not torch.compiler.is_compiling():
+            return int(self.distance().amax()) + 1
+        keys = self.key.shape[2]
+        message = "position_ids with gaps cannot be compiled with a scheme that has a table of distances"
+        torch._assert_async((self.distance() < keys).all(), message)
+        return keys
+
+    def cap(self, scores: Tensor) -> Tensor:
+        """Return scores with the model's soft cap, if it has one. A bias is added after it, like a mask."""
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+    def products(self) -> Tensor:
+        """Return the scores of attention without positions, (B, H, Q, L); of a widened call."""
+        return self.cap(self.query @ self.key.mT * self.scaling)

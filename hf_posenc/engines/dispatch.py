@@ -1,0 +1,116 @@
+"""Which engine computes a call: the first, fastest first, that can carry it exactly; and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..call import Call
+from . import cpu
+from .banded import Banded
+from .base import Engine
+from .chunked import Chunked
+from .clipped import Clipped
+from .decode import Decode
+from .flex import Flex
+from .reference import Reference
+from .rescaled import Rescaled
+from .rounded import Rounded
+from .skewed import Skewed
+from .toeplitz import Toeplitz
+
+ENGINES: tuple[Engine, ...] = (
+    Decode({None: 1024}),
+    Banded({torch.float32: 1024**2, torch.bfloat16: (4096 if cpu.has_amx() else 1024) ** 2}),
+    Toeplitz({None: 128**2}),
+    Clipped({None: 256**2}),
+    Rescaled({None: 256**2}),
+    Skewed({None: 256**2}),
+    Flex({None: 1024**2}),
+    Chunked({None: 512**2}),
+    Reference(),
+    Rounded(),
+)
+"""Every engine, fastest first.
+
+Where two cross was measured by scripts/benchmark_attention.py on two cores of a Xeon with AMX and of a Zen 5 EPYC; not
+so that of `flex`, whose kernels take seconds to compile, which short calls do not pay back.
+"""
+
+NAMES = tuple(engine.name for engine in ENGINES)
+"""Their names."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine and why it was chosen.
+
+    Attributes:
+        engine: its name.
+        reason: what kept the faster ones from it, in words.
+    """
+
+    engine: str
+    reason: str
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return f"{self.engine}: {self.reason}"
+
+
+def named(name: str) -> Engine:
+    """Return an engine by its name; ValueError, naming the choices, if there is none."""
+    for engine in ENGINES:
+        if engine.name == name:
+            return engine
+    raise ValueError(f"unknown attention {name!r}; choose from auto, {', '.join(NAMES)}")
+
+
+def choose(wanted: str, call: Call) -> Choice:
+    """Return the engine for a call.
+
+    Args:
+        wanted: `auto` or one of `NAMES`.
+        call: the call, with its form.
+
+    Raises:
+        ValueError: if a wanted engine cannot carry the call; the message says why.
+    """
+    if wanted != "auto":
+        if reason := named(wanted).why_not(call):
+            raise ValueError(f"attention={wanted!r} cannot compute this call: {reason}; use attention='auto'")
+        return Choice(wanted, "asked for")
+    if torch.compiler.is_compiling():  # before sizes are compared, which would fix them in the graph
+        one = call.query.shape[2] == 1 and not call.weights and named("decode").why_not(call) is None
+        return Choice("decode" if one else "reference", "torch.compile traces it")
+    queries, keys = call.query.shape[2], call.key.shape[2]
+    reasons: list[str] = []
+    for engine in ENGINES:
+        if not engine.considered(call):
+            continue
+        if queries * keys < engine.floor(call):
+            reasons.append(f"not {engine.name}: {queries} queries and {keys} keys are too few to gain by it")
+            continue
+        reason = engine.why_not(call) or engine.distrust(call)
+        if reason is None:
+            return Choice(engine.name, "; ".join(reasons) or "the fastest")
+        reasons.append(f"not {engine.name}: {reason}")
+    raise AssertionError("the reference engine carries everything")
+
+
+def attend(call: Call, wanted: str = "auto") -> tuple[Tensor, Tensor | None]:
+    """Compute a call by the engine that suits it.
+
+    Args:
+        call: the call, with its form.
+        wanted: `auto` or one of `NAMES`.
+
+    Returns:
+        output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) or None.
+
+    Raises:
+        ValueError: if a wanted engine cannot carry the call.
+    """
+    return named(choose(wanted, call).engine).attend(call)

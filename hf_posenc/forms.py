@@ -1,0 +1,159 @@
+"""How scores depend on distance: a scheme says which of these forms it has, an engine which of them it takes.
+
+A form holds what a scheme computes from its parameters, and knows its own dense meaning, so that a formula is written
+once: the reference engine computes `scores` and `mix`, the fast engines read the tables. Tables of distances are
+functions of how many are needed, since nobody knows that before a call.
+
+Notation: `H` query heads, `D` head size, `d >= 0` distance, `m` largest distance with a vector of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .call import Call
+
+Table = Callable[[int], Tensor]
+"""Number of distances, from 0 -> a tensor whose dimension 1 they are."""
+
+
+class Form:
+    """How scores depend on distance."""
+
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores of a widened call before masking, (B, H, Q, L)."""
+        raise NotImplementedError(type(self).__name__)
+
+    def mix(self, call: Call, weights: Tensor) -> Tensor:
+        """Return the weighted sum of values (B, H, Q, D), from weights (B, H, Q, L) of a widened call."""
+        return weights @ call.value
+
+
+@dataclass(frozen=True)
+class Bias(Form):
+    """`q . k + b_h(d)`.
+
+    Attributes:
+        table: `b` of the distances 0, 1, ..., (H, number of distances), float32 or float64.
+    """
+
+    table: Table
+
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores, see `Form.scores`."""
+        return call.products() + at_distance(self.table(call.distances()), call.distance())
+
+
+@dataclass(frozen=True)
+class Slopes(Form):
+    """`q . k - m_h d`: a bias that is linear in the distance.
+
+    Attributes:
+        slopes: `m`, (H,), float32 or float64.
+    """
+
+    slopes: Tensor
+
+    def table(self, count: int) -> Tensor:
+        """Return the biases of the distances 0, 1, ..., (H, count)."""
+        distance = torch.arange(count, dtype=self.slopes.dtype, device=self.slopes.device)
+        return -self.slopes[:, None] * distance
+
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores, see `Form.scores`; needs no table, whatever the distances are."""
+        return call.products() - self.slopes[:, None, None] * call.distance()
+
+
+@dataclass(frozen=True)
+class Factors(Form):
+    """`f_h(d) q . k`, or `f_h(d) max(0, q . k)`.
+
+    Attributes:
+        table: `f` of the distances 0, 1, ..., (H, number of distances), float32 or float64.
+        relu: whether negative scores are clipped at 0 first.
+    """
+
+    table: Table
+    relu: bool
+
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores, see `Form.scores`."""
+        content = call.products()
+        return (content.relu() if self.relu else content) * at_distance(self.table(call.distances()), call.distance())
+
+
+@dataclass(frozen=True)
+class ClippedVectors(Form):
+    """`q . (k + a_c)`, and values `v + b_c`, with `c = min(d, m)`.
+
+    Attributes:
+        keys: `a`, (m + 1, D) or (H, m + 1, D).
+        values: `b`, of the same shape, or None.
+    """
+
+    keys: Tensor
+    values: Tensor | None
+
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores, see `Form.scores`."""
+        by_label = call.query @ self.keys.to(call.query.dtype).mT  # (B, H, Q, m + 1)
+        content = call.query @ call.key.mT
+        return call.cap((content + by_label.gather(-1, self._labels(call, content))) * call.scaling)
+
+    def mix(self, call: Call, weights: Tensor) -> Tensor:
+        """Return the weighted sum of values and their vectors, see `Form.mix`."""
+        output = weights @ call.value
+        if self.values is None:
+            return output
+        # Keys with one label share one vector: add their weights first, then multiply once.
+        by_label = weights.new_zeros(*weights.shape[:-1], self.values.shape[-2])
+        by_label = by_label.scatter_add(-1, self._labels(call, weights), weights)
+        return output + by_label @ self.values.to(weights.dtype)
+
+    def _labels(self, call: Call, like: Tensor) -> Tensor:
+        """Return clipped distances as indices of the shape of `like`, (B, H, Q, L) int64."""
+        return call.distance().clamp(max=self.keys.shape[-2] - 1).to(torch.int64).expand(like.shape)
+
+
+@dataclass(frozen=True)
+class RelativeKeys(Form):
+    """`(q + u) . k + (q + v) . r_d`: keys that stand for distances, and biases of the queries.
+
+    Attributes:
+        table: `r` of the distances 0, 1, ..., (H, number of distances, D), float32 or float64.
+        content_bias: `u`, (H, D).
+        position_bias: `v`, (H, D).
+        kept: the same as `table` for a step of generation without gradients, in the dtype that is asked for: it may be
+            what an earlier step has left. (number of distances, like) -> (H, number of distances, D).
+    """
+
+    table: Table
+    content_bias: Tensor
+    position_bias: Tensor
+    kept: Callable[[int, Tensor], Tensor]
+
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores, see `Form.scores`."""
+        # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
+        u, v = (call.ratio * bias.to(call.query.dtype)[:, None] for bias in (self.content_bias, self.position_bias))
+        content = (call.query + u) @ call.key.mT
+        by_distance = (call.query + v) @ self.table(call.distances()).mT  # (B, H, Q, distances)
+        at = call.distance().to(torch.int64).expand(content.shape)
+        return call.cap((content + by_distance.gather(-1, at)) * call.scaling)
+
+
+def at_distance(table: Tensor, distance: Tensor) -> Tensor:
+    """Return the entries of a table at each distance.
+
+    Args:
+        table: (H, number of distances).
+        distance: integers (B|1, 1, Q, L), all of them inside the table.
+
+    Returns:
+        (B|1, H, Q, L).
+    """
+    return table.index_select(1, distance.flatten()).view(-1, *distance[:, 0].shape).transpose(0, 1)
