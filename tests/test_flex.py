@@ -295,7 +295,7 @@ def corrupt(what, dense):
 )
 def test_wrong_kernels_fail(what, gradients, finding, dense, untried, monkeypatch):
     monkeypatch.setattr(flex, "compiled", lambda device: corrupt(what, dense) if what else failing)
-    with pytest.warns(UserWarning, match="FlexAttention failed its trial on cpu") as caught:
+    with pytest.warns(UserWarning, match="FlexAttention failed its self-test on cpu") as caught:
         found = [selftest.fault(kind("added", gradients=gradients)) for _ in range(2)]
     assert all(finding in each for each in found)
     assert len(caught) == 1  # not again for the same kind

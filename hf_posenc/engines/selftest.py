@@ -83,7 +83,7 @@ def kind_of(form: Form, query: Tensor, key: Tensor, softcap: float | None) -> Ki
 
 
 def fault(kind: Kind) -> str | None:
-    """Return why FlexAttention must not compute such calls here, or None if it passes its trial; a fault is warned of.
+    """Return why FlexAttention must not compute such calls here, or None if it passes its self-test; a fault is warned of.
 
     Args:
         kind: of the call.
@@ -96,11 +96,11 @@ def fault(kind: Kind) -> str | None:
         found = thread.submit(_compare, kind).result()
     if found is not None:
         warnings.warn(
-            f"FlexAttention failed its trial on {kind.device} ({kind.form}, {kind.dtype}, heads of {kind.size}): "
+            f"FlexAttention failed its self-test on {kind.device} ({kind.form}, {kind.dtype}, heads of {kind.size}): "
             f"{found}. Another engine computes such calls, exactly but more slowly; which_engine(...) names it.",
             stacklevel=2,
         )
-        found = f"it failed its trial on this device: {found}"
+        found = f"it failed its self-test on this device: {found}"
     _TRIED[kind] = found
     return found
 
