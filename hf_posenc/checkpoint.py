@@ -278,11 +278,14 @@ def export_stock(
     Raises:
         NotPatchedError: if the model is not patched.
         UnsupportedModelError: if no stock class represents it; the message says why.
+        ValueError: if the table has fewer positions than were asked for, or the scheme has no table.
         FileExistsError: if the directory holds a patched checkpoint, whose wires would be lost.
     """
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: save it with save_pretrained")
+    if num_positions is not None and not isinstance(patch.scheme, (Learned, Sinusoidal)):
+        raise ValueError(f"num_positions is for tables of positions, and {patch.scheme.name} has none: leave it out")
     if (Path(directory) / "modeling_hf_posenc.py").exists():
         raise FileExistsError(f"{directory} holds a patched checkpoint; export to another folder")
     stock_model, stock_config = (

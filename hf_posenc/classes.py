@@ -157,7 +157,9 @@ class PosEncConfigMixin:
         saved.pop(_READ, None)
         auto_map = {"AutoConfig": f"{STUB}.{type(self).__name__}"}
         auto_map |= {auto: f"{STUB}.PosEnc{name}" for auto, name in heads_of(self).items()}
-        return {**saved, "position_encoding": self.position_encoding, "auto_map": auto_map, **self._wires()}
+        # A checkpoint of an older version is written anew in the form of this one.
+        entry = {**(self.position_encoding or {}), "hf_posenc_version": VERSION}
+        return {**saved, "position_encoding": entry, "auto_map": auto_map, **self._wires()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the stock class, since this one is made on demand."""
@@ -198,9 +200,13 @@ class PosEncMixin:
         base = self.base_model
         if "_posenc_patch" not in base.__dict__:
             object.__setattr__(base, "_posenc_patch", surgery.Patch(scheme, "auto", None))
-            plan = surgery.make_plan(base, scheme, "auto")
+            try:
+                plan = surgery.make_plan(base, scheme, "auto")
+            except HfPosencError:
+                raise
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
             base._posenc_patch.layers = plan.found.layers
-
             base._posenc_patch.scheme = plan.scheme
             config.position_encoding = {**config.position_encoding, **plan.scheme.hyperparameters()}
             owners = surgery.operate(surgery.Undo(), plan, config)

@@ -18,6 +18,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import EntryNotFoundError
 
+from . import files
 from .registry import scheme_class
 
 LIBRARY = "hf_posenc"
@@ -173,16 +174,54 @@ def push(
 
     Raises:
         FileNotFoundError: if there is no such folder, or it has no config.json.
-        ValueError: if it is not a checkpoint of this package.
+        ValueError: if it is not a checkpoint of this package; `CheckpointError` if its config is malformed.
         huggingface_hub.errors.HfHubHTTPError: what the Hub refuses.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}: name the one that a patched model was saved in")
-    if not (folder / "config.json").is_file():
+
+    def upload(view: Path) -> Any:
+        config = _config_of(view, folder)
+        return _commit(
+            view,
+            config,
+            repo_id,
+            commit_message=commit_message or f"Upload {config['architectures'][0]}",
+            commit_description=commit_description,
+            private=private,
+            token=token,
+            revision=revision,
+            create_pr=create_pr,
+            tags=tags,
+        )
+
+    return files.read(folder, upload)
+
+
+def _config_of(view: Path, folder: Path) -> dict[str, Any]:
+    """Return the config of a patched checkpoint."""
+    if not (view / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is no checkpoint: it has no config.json")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = files.json_object(view / "config.json")
     if "position_encoding" not in config:
         raise ValueError(f"{folder} is a stock {config.get('model_type')} checkpoint: push it with its own tools")
+    return config
+
+
+def _commit(
+    folder: Path,
+    config: dict[str, Any],
+    repo_id: str,
+    *,
+    commit_message: str,
+    commit_description: str | None,
+    private: bool | None,
+    token: bool | str | None,
+    revision: str | None,
+    create_pr: bool,
+    tags: list[str] | None,
+) -> Any:
+    """Upload what lies in a folder that nobody changes meanwhile; the arguments are those of `push`."""
     api = HfApi(token=token)
     repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not revision.startswith("refs/pr"):
@@ -214,7 +253,7 @@ def push(
     return api.create_commit(
         repo,
         [*adds, CommitOperationAdd("README.md", str(content).encode()), *stale],
-        commit_message=commit_message or f"Upload {config['architectures'][0]}",
+        commit_message=commit_message,
         commit_description=commit_description,
         revision=revision,
         create_pr=create_pr,

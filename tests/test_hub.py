@@ -111,6 +111,27 @@ def test_push_and_load(hub, client, tmp_path):
     assert {who for _, path, who in hub.log if path.startswith("/api") and "validate" not in path} == {"Bearer hf_test"}
 
 
+def test_what_is_pushed_after_an_interrupted_save_is_what_loads(hub, client):
+    run(
+        client(
+            """
+            from pathlib import Path
+            patched_model("shaw", "llama").save_pretrained("folder")
+            model = patched_model("alibi", "llama")
+            model.save_pretrained("folder/.hf_posenc-saved")
+            os.remove("folder/.hf_posenc-saved/.hf_posenc-lock")
+            (Path("folder/.hf_posenc-saved") / "remove.json").write_text("[]")
+            assert logits(hf_posenc.from_pretrained("folder")).equal(logits(model))
+            assert hf_posenc.inspect("folder").scheme == "alibi"
+            from hf_posenc.cli import main
+            assert main(["push", "folder", "tester/interrupted"]) == 0
+            assert logits(hf_posenc.from_pretrained("tester/interrupted")).equal(logits(model))
+            """
+        )
+    )
+    assert b"alibi" in hub.files("tester/interrupted")["config.json"]
+
+
 def test_push_over_another_model(hub, client):
     run(
         client(
@@ -182,7 +203,9 @@ def test_the_command_and_the_script(hub, client, tmp_path):
         )
     )
     assert hub.repositories["tester/by-command"].titles[-1] == "hello"
-    assert hub.files("tester/by-command") == hub.files("tester/by-script")
+    by_script = hub.files("tester/by-script")
+    by_script["README.md"] = by_script["README.md"].replace(b"tester/by-script", b"tester/by-command")
+    assert hub.files("tester/by-command") == by_script
     assert "optimizer.pt" not in hub.files("tester/by-command")
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
 

@@ -341,20 +341,7 @@ def test_every_keyword_is_here():
     assert set(public_keywords()) == set(ENTRIES) | set(ELSEWHERE)
 
 
-STILL_IGNORED = {
-    ("from_pretrained", "attention"),
-    ("from_pretrained", "seed"),
-    ("inspect", "**"),
-    ("export_stock", "num_positions"),
-}
-"""On a patched checkpoint the first two, a misspelt option, and the number of rows where no table is exported."""
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    "entry",
-    [pytest.param(e, marks=pytest.mark.xfail(strict=False) if e in STILL_IGNORED else ()) for e in ENTRIES],
-    ids="-".join,
-)
+@pytest.mark.parametrize("entry", ENTRIES, ids="-".join)
 def test_a_keyword_counts(entry, tmp_path):
     ENTRIES[entry](tmp_path)

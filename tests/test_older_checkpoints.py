@@ -7,6 +7,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
+import hf_posenc
 from hf_posenc import from_pretrained, inspect, verify
 
 FOLDERS = sorted(path.parent for path in (Path(__file__).parent / "checkpoints_0_1_0").glob("*/config.json"))
@@ -51,3 +52,4 @@ def test_it_can_be_saved_again(folder, tmp_path):
     from_pretrained(folder).save_pretrained(tmp_path)
     assert_as_it_was(from_pretrained(tmp_path), folder)
     assert inspect(tmp_path).problem is None
+    assert inspect(tmp_path).version == hf_posenc.__version__

@@ -83,7 +83,7 @@ def kind_of(form: Form, query: Tensor, key: Tensor, softcap: float | None) -> Ki
 
 
 def fault(kind: Kind) -> str | None:
-    """Return why FlexAttention must not compute such calls here, or None if it passes its self-test; a fault is warned of.
+    """Return why FlexAttention must not compute such calls here, or None if it passes its self-test; warns of a fault.
 
     Args:
         kind: of the call.
