@@ -496,6 +496,8 @@ READER = """
     from folder_models import states, logits
     from hf_posenc import from_pretrained
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()   # tqdm deadlocks now and then where threads make bars of their own
     folder, seconds, threads = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
     known = [logits(model) for model, _ in states()]
     end, failures, loads = time.monotonic() + seconds, [], []
