@@ -146,7 +146,8 @@ def patch_model(
         UnsupportedModelError: if the model, a setting of it or its attention backend cannot carry the scheme, or
             somebody has replaced the forward that would have to carry it; if it is wrapped, sharded, offloaded or
             spread over devices.
-        AlreadyPatchedError: if the model is patched; `unpatch_model` it first.
+        AlreadyPatchedError: if the model, or another one that has a layer in common with it, is patched;
+            `unpatch_model` that first.
         TypeError: for wrong hyper-parameters.
         ValueError: for hyper-parameters out of range, or an unknown `attention`.
     """
@@ -188,6 +189,12 @@ def _check_model(model: Any) -> None:
     if patch_of(model) is not None or isinstance(model, PosEncMixin):
         name = "another scheme" if (patch := patch_of(model)) is None else patch.scheme.name
         raise AlreadyPatchedError(f"this {type(model).__name__} is patched with {name}; unpatch_model(model) first")
+    for name, module in model.named_modules():
+        if any(key.startswith(surgery.MARKER) for key in module._buffers):
+            raise AlreadyPatchedError(
+                f"{name} of this {type(model).__name__} is a layer of another model that is patched, or a copy of one: "
+                "unpatch that model first, or take the layer of a stock model"
+            )
     check_in_place(model, "patch the model")
 
 

@@ -7,7 +7,7 @@ import torch
 from families import tiny, tokens
 from situations import CASES, SCHEMES, assert_same, patched_model
 
-from hf_posenc import UnsupportedModelError, from_pretrained, patch_model, unpatch_model
+from hf_posenc import AlreadyPatchedError, UnsupportedModelError, from_pretrained, patch_model, unpatch_model
 
 IDS = tokens(2, 20)
 
@@ -88,6 +88,20 @@ def test_an_appended_stock_layer_is_refused(case, family, tmp_path):
     del layers_of(model)[2]
     renumber(model)
     assert logits(model).equal(logits(patched_model(case, family)))
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_layer_of_a_patched_model_in_another_one(copied):
+    """Two models that share a layer: the second patch would change what the first one computes."""
+    first, second = patched_model("shaw", "llama"), tiny("llama", seed=3)
+    before = logits(first)
+    layer = first.model.layers[1]
+    second.model.layers[1] = copy.deepcopy(layer) if copied else layer
+    with pytest.raises(
+        AlreadyPatchedError, match=r"model\.layers\.1 of this LlamaForCausalLM is a layer of another model"
+    ):
+        patch_model(second, "alibi")
+    assert logits(first).equal(before)
 
 
 def test_an_attention_that_was_replaced_is_noticed():
