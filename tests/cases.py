@@ -406,6 +406,37 @@ SHAW = [
 ]
 
 
+# --- t5: Raffel et al. 2020, section 2.1: a learned scalar per head and bucket of the distance is added to the logit. Buckets
+# as in the authors' code (bidirectional=False): n for n < N/2, else N/2 + floor(log(n / (N/2)) / log(max / (N/2)) * N/2)
+
+
+def t5_attention(query, key, value, parameters, *, softmax_scale, cap=identity, num_buckets=32, max_distance=128, **_):
+    half = num_buckets // 2
+
+    def bucket(n):
+        if n < half:
+            return n
+        return min(
+            num_buckets - 1, half + int(math.log(n / half) / math.log(max_distance / half) * (num_buckets - half))
+        )
+
+    def score(h, i, j, q, k):
+        return cap(dot(q, k) * softmax_scale) + parameters["biases"][bucket(i - j), h]
+
+    return attend(query, key, value, score)
+
+
+def t5(name: str, **hyperparameters: Any) -> Case:
+    return Case(id=f"t5-{name}", scheme="t5", hyperparameters=hyperparameters, attention=t5_attention)
+
+
+T5 = [
+    t5("default"),
+    t5("narrow", num_buckets=4, max_distance=6),
+    t5("per-layer", num_buckets=6, max_distance=9, share_layers=False),
+]
+
+
 # --- alibi: Press et al. 2021, section 3: q_i K^T + m [-(i-1), ..., -2, -1, 0]; the slopes of n heads are the geometric
 # sequence that starts at 2^(-8/n) with that same ratio; where n is no power of two, those of the closest smaller power
 # of two, then every other one of twice that power (the authors' code)
@@ -468,4 +499,4 @@ def da_transformer(name: str, **hyperparameters: Any) -> Case:
 DA_TRANSFORMER = [da_transformer("default"), da_transformer("no-relu", relu=False)]
 
 
-CASES: list[Case] = [*NOPE, *SINUSOIDAL, *LEARNED, *ROPE, *TRANSFORMER_XL, *SHAW, *ALIBI, *DA_TRANSFORMER]
+CASES: list[Case] = [*NOPE, *SINUSOIDAL, *LEARNED, *ROPE, *TRANSFORMER_XL, *SHAW, *T5, *ALIBI, *DA_TRANSFORMER]

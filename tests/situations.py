@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
+from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import PositionModule
 
 # case -> (scheme, hyper-parameters); the first row of a scheme stands for it where not every row is run
@@ -33,11 +34,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi": ("alibi", {}),
     "alibi-trainable": ("alibi", {"trainable": True}),
     "da_transformer": ("da_transformer", {}),
+    "t5": ("t5", {"num_buckets": 8, "max_distance": 16}),
 }
 SCHEMES = tuple(case for case in CASES if "-" not in case)
-SCORE_CASES = tuple(
-    case for case, (scheme, _) in CASES.items() if scheme in ("transformer_xl", "shaw", "alibi", "da_transformer")
-)
+SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if scheme_class(scheme).kind == "score")
 SCORE_SCHEMES = tuple(case for case in SCORE_CASES if case in SCHEMES)
 EMBEDDING_SCHEMES = ("sinusoidal", "learned")
 BASES = ("gpt2", "llama")

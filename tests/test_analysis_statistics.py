@@ -127,6 +127,7 @@ EXPECTED = {
     "shaw": ("no", "not applicable", "yes", "yes", "no"),
     "alibi": ("yes", "not applicable", "yes", "yes", "yes"),
     "da_transformer": ("no", "not applicable", "yes", "yes", "no"),
+    "t5": ("no", "not applicable", "yes", "yes", "no"),
 }
 
 

@@ -129,6 +129,7 @@ SITUATIONS = {
 MODULES = {
     "alibi": lambda h: build("alibi", h),
     "alibi-trainable": lambda h: build("alibi", h, trainable=True),
+    "t5": lambda h: build("t5", h, num_buckets=8, max_distance=30),
     "shaw": lambda h: build("shaw", h, max_distance=7),
     "shaw-per-head": lambda h: build("shaw", h, max_distance=40, share_heads=False),
     "shaw-keys-only": lambda h: build("shaw", h, max_distance=1, values=False),
@@ -139,13 +140,13 @@ MODULES = {
 SHAW = ("shaw", "shaw-per-head", "shaw-keys-only")
 ENGINES = {
     "banded": ("alibi", "alibi-trainable"),
-    "toeplitz": ("alibi", "alibi-trainable"),
+    "toeplitz": ("alibi", "alibi-trainable", "t5"),
     "clipped": SHAW,
     "rescaled": ("da_transformer", "da_transformer-signed"),
     "skewed": ("transformer_xl",),
     "chunked": tuple(MODULES),
 }
-ROUNDED = ("alibi", "alibi-trainable", "transformer_xl", "da_transformer", "da_transformer-signed")
+ROUNDED = ("alibi", "alibi-trainable", "t5", "transformer_xl", "da_transformer", "da_transformer-signed")
 EXPECTED_REFUSALS = {
     # The far keys are computed without a mask: the engine would need one for them to carry windows.
     ("clipped", "it has no sliding windows"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from families import tiny, tokens
+from situations import randomize
 
 import hf_posenc
 from hf_posenc import available_schemes, patch_model
@@ -53,6 +54,7 @@ VALUES = {
         "placement": ("input", "every_layer"),
         "scale": ("match", 0.5),
     },
+    "t5": {"num_buckets": (32, 8), "max_distance": (128, 18), "share_layers": (True, False)},
     "transformer_xl": {"share_biases": (False, True)},
 }
 PAIRS = [
@@ -71,9 +73,11 @@ def outcome(family, scheme, **hyperparameters):
         patch_model(model, scheme, seed=0, **hyperparameters)
     except (TypeError, ValueError):
         return None
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         logits = model(tokens(1, 20), use_cache=False).logits
-    return {**{name: p.detach() for name, p in model.named_parameters()}, "logits": logits}
+        trained = randomize(model)(tokens(1, 20), use_cache=False).logits  # of a scheme that starts neutral
+    return {**parameters, "logits": logits, "trained": trained}
 
 
 def differ(one, other):

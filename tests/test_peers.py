@@ -428,3 +428,34 @@ def test_sinusoids_on_gpt2_are_gpt2_with_marians_table():
         interleaved=with_scheme(model, "sinusoidal", ids, {"layout": "interleaved", "scale": 1.0}),
         half_as_large=with_scheme(model, "sinusoidal", ids, {"layout": "split", "scale": 0.5}),
     )
+
+
+# -------------------------------------------------------------------------------------------------------------------- T5
+
+
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20)])
+def test_t5_biases(num_buckets, max_distance):
+    """With queries of zero, weights are the softmax of the bias alone: that of transformers' decoder."""
+    from transformers import T5Config
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    heads, length = 3, 200
+    config = T5Config(
+        d_model=6,
+        d_kv=2,
+        num_heads=heads,
+        relative_attention_num_buckets=num_buckets,
+        relative_attention_max_distance=max_distance,
+        is_decoder=True,
+    )
+    peer = T5Attention(config, has_relative_attention_bias=True)
+    module = scheme_class("t5")(num_buckets=num_buckets, max_distance=max_distance).build(Dims(heads, heads, 2, 6, 1))
+    with torch.no_grad():
+        table = torch.randn(num_buckets, heads, generator=torch.Generator().manual_seed(0))
+        peer.relative_attention_bias.weight.copy_(table)
+        module.biases.copy_(table)
+        theirs = peer.compute_bias(length, length)
+        zeros = torch.zeros(1, heads, length, 2)
+        weights = module(Call(zeros, zeros, zeros, Positions.causal(length), scaling=1.0), reference.attend)[1]
+    expected = theirs[0, :, -1].softmax(-1)
+    assert_peers(weights[0, :, -1], expected, uniform=torch.full((heads, length), 1 / length))
