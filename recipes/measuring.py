@@ -11,6 +11,9 @@ from torch import nn
 from hf_posenc.evaluation import induction_copy, measure_context
 from hf_posenc.registry import adapter_for
 
+SHORTEST_RETRIEVAL = 32
+"""Tokens that a trial of `induction_copy` needs."""
+
 
 @dataclass
 class MeasuringArguments:
@@ -33,6 +36,11 @@ def check(arguments: Any) -> None:
     if not arguments.eval_lengths or min(arguments.eval_lengths) < 8:
         raise UsageError("--eval-lengths must be at least 8 tokens")
     arguments.eval_lengths = sorted(set(arguments.eval_lengths))
+    if arguments.retrieval_trials and arguments.eval_lengths[0] < SHORTEST_RETRIEVAL:
+        raise UsageError(
+            f"--retrieval-trials: the test needs --eval-lengths of at least {SHORTEST_RETRIEVAL} tokens, not "
+            f"{arguments.eval_lengths[0]}: longer ones, or --retrieval-trials 0"
+        )
     stride = arguments.stride
     if stride is not None and not (
         1 <= stride < arguments.eval_lengths[0] and all(length % stride == 0 for length in arguments.eval_lengths)

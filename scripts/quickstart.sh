@@ -61,14 +61,17 @@ elif [ -z "$output" ]; then
     arguments+=(--output "$output")
 fi
 
-# One process, said in full: what is left open accelerate launch fills in with a warning. On a CPU it gets every core.
-launch=(--num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no)
-launch+=(--num_cpu_threads_per_process "$("$ENV_PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')")
+recipe=("$PROJECT/recipes/extend_context.py" "${arguments[@]}")
+code=0
 if [ -n "${ACCELERATE_ARGS:-}" ]; then
     read -r -a launch <<<"$ACCELERATE_ARGS"
+    "$ENV_PYTHON" -m accelerate.commands.launch "${launch[@]}" "${recipe[@]}" || code=$?
+else
+    # One process needs no launcher, which at Ctrl-C would end with a traceback while the recipe is still saving. On a CPU
+    # it gets every core.
+    cores="$("$ENV_PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')"
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}" "$ENV_PYTHON" "${recipe[@]}" || code=$?
 fi
-code=0
-"$ENV_PYTHON" -m accelerate.commands.launch "${launch[@]}" "$PROJECT/recipes/extend_context.py" "${arguments[@]}" || code=$?
 if [ "$code" != 0 ]; then
     exit "$code"
 fi

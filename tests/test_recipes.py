@@ -228,6 +228,10 @@ WRONG = {
     "negative warm-up": ({"warmup_steps": -1}, "--warmup-steps must be at least 0, not -1"),
     "precision": ({"mixed_precision": "int4"}, "no, bf16, fp16, not int4"),
     "tiny length": ({"eval_lengths": "4 16"}, "--eval-lengths must be at least 8 tokens"),
+    "too short for retrieval": (
+        {"retrieval_trials": 1, "eval_lengths": "16 32"},
+        "--retrieval-trials: the test needs --eval-lengths of at least 32 tokens, not 16",
+    ),
     "stride": ({"stride": 16}, "--stride 16 must divide every one of --eval-lengths and be below the shortest, 16"),
     "few eval tokens": ({"eval_tokens": 40}, "--eval-tokens 40 is less than the longest of --eval-lengths, 48"),
     "scheme": ({"scheme": "albi"}, "alibi, da_transformer, learned, nope, rope, shaw, sinusoidal, transformer_xl"),

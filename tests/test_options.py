@@ -1,0 +1,594 @@
+"""No option is ignored: each one changes what comes out, or is refused. An option without a row here fails.
+
+A row of a recipe's table says what to change, and what that does: `numbers` (the results differ, and so does what the run
+says it is of), `refused` (with these words), or a function of its own for what changes no number.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from situations import patched_model
+
+from hf_posenc import cli
+
+SAME: dict = {}
+"""Results of a recipe's plain runs, by recipe and arguments; their numbers do not depend on the folder."""
+
+
+@dataclasses.dataclass
+class Run:
+    """One recipe with one folder of checkpoints and text."""
+
+    recipe: str
+    folder: object
+    text: object
+    patch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture
+
+    def module(self):
+        """The recipe."""
+        return importlib.import_module(self.recipe)
+
+    def words(self, changes):
+        """The command line of its tiny run, with changes; None drops an option."""
+        values = {
+            "data": self.text,
+            "separator": r"\f",
+            "eval_tokens": 200,
+            "eval_lengths": "32 48",
+            "retrieval_trials": 1,
+            "train_length": 48,
+            "steps": 4,
+            "batch_size": 2,
+            "gradient_accumulation": 1,
+            "learning_rate": 1e-2,
+            "warmup_steps": 0,
+            "output": self.folder / "out",
+            **EXTRA[self.recipe](self.folder),
+        }
+        known = {field.name for field in dataclasses.fields(self.module().Arguments)}
+        values = {name: value for name, value in values.items() if name in known} | changes
+        return [
+            word
+            for name, value in values.items()
+            if value is not None
+            for word in (f"--{name.replace('_', '-')}", *(str(value).split(" ") if name in SEVERAL else [str(value)]))
+            if word != "True"
+        ]
+
+    def __call__(self, changes):
+        """Its numbers, and what it says it is of; in a folder that is empty before."""
+        output = self.folder / f"out-{len(list(self.folder.glob('out-*')))}"
+        name = output / "a.json" if self.recipe == "evaluate" else output
+        found = self.module().main(self.words({"output": name, **changes}))
+        if self.recipe == "trainer_example":
+            numbers = [[entry.get("loss"), entry.get("grad_norm")] for entry in found.state.log_history]
+            numbers += [weight.sum().item() for weight in found.model.parameters()]
+            return numbers, json.loads((output / "progress.json").read_text())["identity"]
+        paths = sorted(output.rglob("results.json")) if self.recipe != "evaluate" else [name]
+        results = [json.loads(path.read_text()) for path in paths]
+        keys = ("before", "retrieval_before", "after", "retrieval_after", "measured", "retrieval")
+        numbers = [
+            [
+                [each.get(key) for key in keys],
+                [each.get("training", {}).get(key) for key in ("loss", "curve", "tokens")],
+            ]
+            for each in results
+        ]
+        return json.loads(json.dumps(numbers)), [each.get("identity") for each in results]
+
+    def plain(self, changes):
+        """The same of a run that is made once for all tests."""
+        key = (self.recipe, json.dumps(changes, default=str))
+        if key not in SAME:
+            SAME[key] = self(changes)
+        return SAME[key]
+
+
+SEVERAL = ("eval_lengths", "scheme_args", "schemes", "variants", "seeds", "data")
+EXTRA = {
+    "extend_context": lambda folder: {"model": folder / "llama", "scheme": "shaw"},
+    "compare_schemes": lambda folder: {"model": folder / "llama", "variants": "shaw", "seeds": "0"},
+    "pretrain": lambda folder: {"schemes": "shaw", "seeds": "0", "layers": 1, "width": 16, "heads": 2},
+    "evaluate": lambda folder: {"model": folder / "llama"},
+    "trainer_example": lambda folder: {"model": folder / "llama", "scheme": "shaw"},
+}
+
+
+def numbers(beside=None, **changes):
+    """The results differ from those without, and a run says that it is of something else."""
+
+    def check(run):
+        change = {name: value(run) if callable(value) else value for name, value in changes.items()}
+        (before, was), (after, now) = run.plain(beside or {}), run({**(beside or {}), **change})
+        assert before != after
+        assert was != now or run.recipe == "evaluate"
+
+    return check
+
+
+def refused(message, **changes):
+    """The recipe ends with status 2 and says why."""
+
+    def check(run):
+        with pytest.raises(SystemExit) as stop:
+            run(changes)
+        assert stop.value.code == 2
+        assert message in " ".join(run.capsys.readouterr().err.split())
+
+    return check
+
+
+def free(look, beside=None, **changes):
+    """Something else differs, which `look` finds; the numbers are the same, and so is what the run is of."""
+
+    def check(run):
+        before, was = run.plain(beside or {})
+        seen = look(run)
+        assert run({**(beside or {}), **changes}) == (before, was)
+        assert seen()
+
+    return check
+
+
+def called(where, name, wanted):
+    """Whether a function is called as wanted: `where` gives its owner, `wanted` judges the arguments of one call."""
+
+    def look(run):
+        owner, calls = where(run), []
+        original = getattr(owner, name)
+
+        def call(*arguments, **keywords):
+            calls.append(wanted(*arguments, **keywords))
+            return original(*arguments, **keywords)
+
+        run.patch.setattr(owner, name, call)
+        return lambda: any(calls)
+
+    return look
+
+
+def other_text(run):
+    """Another file."""
+    path = run.folder / "other.txt"
+    path.write_text(run.text.read_text().replace("e", "o"))
+    return path
+
+
+def from_the_hub(**changes):
+    """The option reaches the Hub's loader, and what it gives is what is read."""
+
+    def check(run):
+        import datasets
+
+        calls = []
+
+        def load(name, config=None, *, split, streaming):
+            calls.append((name, config, split))
+            return [{"text": part, "story": part[::-1]} for part in run.text.read_text().split("\f")]
+
+        run.patch.setattr(datasets, "load_dataset", load)
+        plain, changed = run({"data": "me/set"}), run({"data": "me/set", **changes})
+        assert calls[0] != calls[-1] or plain != changed
+
+    return check
+
+
+def checkpointing(run):
+    """Activations are computed again, which changes no number; it counts as if it did."""
+    from transformers import PreTrainedModel
+
+    seen = called(lambda _: PreTrainedModel, "gradient_checkpointing_enable", lambda *_, **__: True)(run)
+    assert run({"gradient_checkpointing": True})[0] == run.plain({})[0]
+    assert seen()
+
+
+def output(run):
+    """It is written there."""
+    run({})
+    assert (run.folder / "out-0").exists()
+
+
+def overwrite(run):
+    """A folder that is not empty is refused without it."""
+    (run.folder / "out-0").mkdir()
+    (run.folder / "out-0" / "thesis.tex").touch()
+    with pytest.raises(SystemExit):
+        run({"output": run.folder / "out-0"})
+    assert run({"output": run.folder / "out-0", "overwrite": True})
+
+
+def pushed(**keywords):
+    """The checkpoint is handed to the Hub's client."""
+
+    def check(run):
+        import hf_posenc
+
+        calls = []
+
+        def push(folder, repository, *, private):
+            calls.append((repository, private))
+            return SimpleNamespace(commit_url="url")
+
+        run.patch.setattr(hf_posenc.hub, "push", push)
+        assert run({"push_to": "me/x", **keywords}) == run.plain({})
+        assert calls == [("me/x", True if "private" in keywords else None)]
+
+    return check
+
+
+def kept_weights(run):
+    """The checkpoint is there, and otherwise is not."""
+    for keywords, expected in (({}, False), ({"keep_weights": True}, True)):
+        place = run.folder / f"kept-{expected}"
+        run({"output": place, **keywords})
+        assert any(place.rglob("*.safetensors")) is expected
+
+
+def lists(name, one, two):
+    """A sweep makes each of its runs."""
+
+    def check(run):
+        assert len(run({name: one})[0]) == 1
+        assert len(run({name: two})[0]) == 2
+
+    return check
+
+
+def other_tokenizer(run):
+    """One that ends no document."""
+    tokenizer = importlib.import_module("embedded").byte_tokenizer()
+    tokenizer.eos_token = tokenizer.bos_token = None
+    tokenizer.save_pretrained(run.folder / "tokenizer")
+    return run.folder / "tokenizer"
+
+
+STORY = {"data_name": from_the_hub(data_name="en"), "data_split": from_the_hub(data_split="test")}
+TEXT = {
+    **STORY,
+    "data": numbers(data=other_text),
+    "text_column": from_the_hub(text_column="story"),
+    "separator": numbers(separator=" "),
+    "streaming": numbers(streaming=True),
+    "workers": free(
+        called(
+            lambda _: importlib.import_module("datasets").Dataset, "map", lambda *_, num_proc=None, **__: num_proc == 1
+        ),
+        workers=1,
+    ),
+}
+MEASURING = {
+    "packing": numbers(packing="documents"),
+    "eval_tokens": numbers(eval_tokens=300),
+    "eval_lengths": numbers(eval_lengths="32 40"),
+    "stride": numbers(stride=8),
+    "retrieval_trials": numbers(retrieval_trials=2),
+}
+TRAINING = {
+    "train_length": numbers(train_length=40),
+    "steps": numbers(steps=3),
+    "batch_size": numbers(batch_size=1),
+    "gradient_accumulation": numbers(gradient_accumulation=2),
+    "learning_rate": numbers(learning_rate=1e-3),
+    "schedule": numbers(schedule="linear"),
+    "warmup_steps": numbers(warmup_steps=2),
+    "weight_decay": numbers(weight_decay=5),
+    "max_grad_norm": numbers(max_grad_norm=0.01),
+    "mixed_precision": numbers(mixed_precision="bf16"),
+    "gradient_checkpointing": checkpointing,
+    "context_parallel": refused("--context-parallel 2 does not divide the 1 processes", context_parallel=2),
+    "eval_every": numbers(eval_every=2),
+    "save_every": free(
+        called(lambda run: importlib.import_module("training"), "save_state", lambda _, __, step: step == 2),
+        save_every=2,
+    ),
+    "tracker": free(
+        called(lambda _: importlib.import_module("accelerate").Accelerator, "init_trackers", lambda *_: True),
+        tracker="tensorboard",
+    ),
+    "split_seed": numbers(split_seed=1),
+}
+SHARED = {
+    **TEXT,
+    **MEASURING,
+    **TRAINING,
+    "recovery_steps": numbers(recovery_steps=2),
+    "recovery_length": numbers({"recovery_steps": 2}, recovery_length=16),
+    "model": numbers(model=lambda run: run.folder / "gpt2"),
+    "lora_rank": numbers(lora_rank=2),
+    "output": output,
+}
+ROWS = {
+    "extend_context": {
+        **SHARED,
+        "distill": numbers(distill=1),
+        "transfer_steps": numbers({"recovery_steps": 2}, transfer_steps=1),
+        "scheme": numbers(scheme="alibi"),
+        "scheme_args": numbers(scheme_args="max_distance=4"),
+        "seed": numbers(seed=1),
+        "overwrite": overwrite,
+        "resume": refused("there is no interrupted run in", resume=True),
+        "push_to": pushed(),
+        "private": pushed(private=True),
+        "base_steps": refused("--base-steps is of the embedded base", base_steps=3),
+    },
+    "compare_schemes": {
+        **SHARED,
+        "distill": numbers({"variants": "shaw+distill"}, distill=2),
+        "variants": lists("variants", "shaw", "shaw alibi"),
+        "seeds": lists("seeds", "0", "0 1"),
+        "keep_weights": kept_weights,
+    },
+    "pretrain": {
+        **TEXT,
+        **MEASURING,
+        **TRAINING,
+        "schemes": lists("schemes", "shaw", "shaw alibi"),
+        "seeds": lists("seeds", "0", "0 1"),
+        "scheme_args": numbers(scheme_args="max_distance=4"),
+        "tokenizer": numbers(tokenizer=other_tokenizer),
+        "layers": numbers(layers=2),
+        "width": numbers(width=32),
+        "heads": numbers(heads=1),
+        "keep_weights": kept_weights,
+        "output": output,
+    },
+    "evaluate": {
+        **{name: row for name, row in TEXT.items() if name != "streaming"},
+        # Streaming reads less of the text and measures the same; tokens are then made one document at a time.
+        "streaming": free(
+            called(lambda _: importlib.import_module("corpus"), "encode", lambda _, texts: len(texts) == 1),
+            streaming=True,
+        ),
+        **MEASURING,
+        "packing": numbers({"eval_tokens": 700}, packing="documents"),
+        "model": numbers(model=lambda run: run.folder / "gpt2"),
+        "adapter": refused("--adapter nowhere", adapter="nowhere"),
+        "dtype": numbers(dtype="bfloat16"),
+        "output": output,
+    },
+    "trainer_example": {
+        **TEXT,
+        "model": numbers(model=lambda run: run.folder / "gpt2"),
+        "scheme": numbers(scheme="alibi"),
+        "scheme_args": numbers(scheme_args="max_distance=4"),
+        "train_length": numbers(train_length=40),
+        "steps": numbers(steps=3),
+        "learning_rate": numbers(learning_rate=1e-3),
+        "output": output,
+        "resume": refused("there is no checkpoint in", resume=True),
+    },
+}
+SLOW = ("compare_schemes", "pretrain")  # a run for each option, as for extend_context.py
+
+
+@pytest.fixture
+def run(request, recipes, tiny_checkpoints, text, monkeypatch, capsys):
+    from accelerate.state import AcceleratorState
+
+    def fresh(**_):
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+    made = Run(request.param, tiny_checkpoints, text, monkeypatch, capsys)
+    main = made.module().main
+    monkeypatch.setattr(made.module(), "main", lambda words: (fresh(), main(words))[1])
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        pytest.param(recipe, name, marks=[pytest.mark.slow] if recipe in SLOW else [], id=f"{recipe}-{name}")
+        for recipe, rows in ROWS.items()
+        for name in rows
+    ],
+    indirect=["run"],
+)
+def test_an_option_of_a_recipe_does_something(run, name):
+    ROWS[run.recipe][name](run)
+
+
+@pytest.mark.parametrize("recipe", ROWS)
+def test_every_option_of_a_recipe_has_a_row(recipes, recipe):
+    assert {field.name for field in dataclasses.fields(importlib.import_module(recipe).Arguments)} == set(ROWS[recipe])
+
+
+def test_every_recipe_has_rows(recipes):
+    """Those that read arguments by name; harness/run.py and the command are below."""
+    found = {path.stem for path in recipes.glob("*.py") if "parse(Arguments, argv" in path.read_text()}
+    assert found == set(ROWS)
+
+
+@pytest.mark.parametrize("recipe", ROWS)
+def test_a_file_says_all_that_the_command_line_says(recipes, recipe, tmp_path):
+    """Every option as a key of a YAML file, and a key that is none of them is refused."""
+    import yaml
+
+    options = importlib.import_module("options")
+    arguments = importlib.import_module(recipe).Arguments
+    parser = importlib.import_module("transformers").HfArgumentParser(arguments)
+    values = {}
+    for action in parser._actions:
+        if action.dest != "help":
+            value = (
+                True if action.type is None or action.const is True else {int: 7, float: 0.7}.get(action.type, "word")
+            )
+            values[action.dest] = [value, value] if action.nargs in ("+", "*") else value
+    assert set(values) == {field.name for field in dataclasses.fields(arguments)}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(values))
+    words = [
+        str(word)
+        for name, value in values.items()
+        for word in (options.option(name), *(value if isinstance(value, list) else [value]))
+    ]
+    read, _ = options.parse(arguments, ["--config", str(file)], "test")
+    said, _ = options.parse(arguments, words, "test")
+    assert read == said
+    assert all(getattr(read, field.name) != default_of(field) for field in dataclasses.fields(arguments))
+    file.write_text("nonsense: 3\n")
+    with pytest.raises(SystemExit):
+        options.parse(arguments, ["--config", str(file)], "test")
+
+
+def default_of(field):
+    """Of a dataclass."""
+    return field.default if field.default is not dataclasses.MISSING else field.default_factory()
+
+
+# ------------------------------------------------------------------------------------------------- other command lines
+
+COMMANDS = {
+    ("schemes",): (),
+    ("inspect",): ("STOCK",),
+    ("verify",): ("OURS",),
+    ("patch",): ("STOCK", "shaw", "OUT/patched"),
+    ("evaluate",): ("STOCK", "TEXT", "--lengths", "16"),
+    ("plot",): ("decay", "OUT/a.png", "rope"),
+    ("push",): ("OURS", "me/x"),
+}
+# With the option, and where another call is needed to show it, that call without.
+OPTIONS = {
+    ("inspect", "checkpoint"): ("OURS",),
+    ("inspect", "revision"): ("STOCK", "--revision", "main"),
+    ("verify", "checkpoint"): ("STOCK",),
+    ("patch", "checkpoint"): ("OTHER", "shaw", "OUT/patched"),
+    ("patch", "scheme"): ("STOCK", "alibi", "OUT/patched"),
+    ("patch", "output"): ("STOCK", "shaw", "OUT/elsewhere"),
+    ("patch", "seed"): ("STOCK", "shaw", "OUT/patched", "--seed", "5"),
+    ("patch", "set"): ("STOCK", "shaw", "OUT/patched", "--set", "max_distance=3"),
+    ("evaluate", "checkpoint"): ("OTHER", "TEXT", "--lengths", "16"),
+    ("evaluate", "text"): ("STOCK", "TEXT", "MORE", "--lengths", "16"),
+    ("evaluate", "lengths"): ("STOCK", "TEXT", "--lengths", "32"),
+    ("evaluate", "stride"): ("STOCK", "TEXT", "--lengths", "16", "--stride", "8"),
+    ("evaluate", "device"): ("STOCK", "TEXT", "--lengths", "16", "--device", "meta"),
+    ("evaluate", "json"): ("STOCK", "TEXT", "--lengths", "16", "--json", "OUT/a.json"),
+    ("plot", "kind"): ("wavelengths", "OUT/a.png", "rope"),
+    ("plot", "output"): ("decay", "OUT/a.svg", "rope"),
+    ("plot", "sources"): ("decay", "OUT/a.png", "alibi"),
+    ("plot", "length"): ("decay", "OUT/a.png", "rope", "--length", "32"),
+    ("plot", "trained_length"): (
+        ("wavelengths", "OUT/a.png", "rope"),
+        ("wavelengths", "OUT/a.png", "rope", "--trained-length", "32"),
+    ),
+    ("plot", "text"): ("decay", "OUT/a.png", "rope", "--text", "TEXT"),
+    ("plot", "title"): ("decay", "OUT/a.png", "rope", "--title", "other"),
+    ("plot", "numbers"): ("decay", "OUT/a.png", "rope", "--numbers", "OUT/a.json"),
+    ("plot", "set"): ("decay", "OUT/a.png", "rope", "--set", "rope_theta=100.0"),
+    ("push", "directory"): ("STOCK", "me/x"),
+    ("push", "repo_id"): ("OURS", "me/y"),
+    ("push", "private"): ("OURS", "me/x", "--private"),
+    ("push", "revision"): ("OURS", "me/x", "--revision", "trial"),
+    ("push", "token"): ("OURS", "me/x", "--token", "secret"),
+    ("push", "message"): ("OURS", "me/x", "--message", "hello"),
+}
+
+
+def actions_of(parser):
+    """What it reads, but for help and version."""
+    return [a for a in parser._actions if not isinstance(a, (argparse._HelpAction, argparse._VersionAction))]
+
+
+def test_every_option_of_the_command_has_a_row():
+    (commands,) = actions_of(cli._parser())
+    assert {(name,) for name in commands.choices} == set(COMMANDS)
+    found = {(name, action.dest) for name, parser in commands.choices.items() for action in actions_of(parser)}
+    assert found == set(OPTIONS)
+
+
+@pytest.fixture
+def places(tmp_path, tiny_checkpoints, monkeypatch):
+    """What the capitals stand for; pushing only says what it would."""
+    patched = patched_model("shaw", "llama")
+    patched.save_pretrained(tmp_path / "ours")
+    (tmp_path / "text.txt").write_text(
+        "Call me Ishmael. Some years ago, never mind how long precisely, I thought I would"
+    )
+
+    def push(folder, repository, **keywords):
+        print(
+            json.loads((folder / "config.json").read_text())["model_type"],
+            repository,
+            sorted(keywords.items(), key=str),
+        )
+        return SimpleNamespace(commit_url="url")
+
+    monkeypatch.setattr(cli.hub, "push", push)
+    return {
+        "STOCK": tiny_checkpoints / "llama",
+        "OTHER": tiny_checkpoints / "gpt2",
+        "OURS": tmp_path / "ours",
+        "TEXT": tmp_path / "text.txt",
+        "MORE": tiny_checkpoints / "llama" / "config.json",
+    }
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids="-".join)
+def test_an_option_of_the_command_does_something(option, places, tmp_path, capsys):
+    """Status, what is printed and what is written are not what they are without."""
+    if option[0] == "plot":
+        pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
+    calls = OPTIONS[option] if isinstance(OPTIONS[option][0], tuple) else (COMMANDS[option[:1]], OPTIONS[option])
+    outcomes = []
+    for number, call in enumerate(calls):
+        out = tmp_path / f"out-{number}"
+        out.mkdir()
+        names = {**places, "OUT": out}
+        words = [str(names[word]) if word in names else word.replace("OUT/", f"{out}/") for word in call]
+        torch.manual_seed(0)
+        status = cli.main([option[0], *words])
+        written = {
+            str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(out.rglob("*"))
+            if path.is_file()
+        }
+        printed = [stream.replace(str(out), "OUT") for stream in capsys.readouterr()]
+        outcomes.append((status, [line for line in printed[0].splitlines() if "s/it" not in line], written))
+    assert outcomes[0][0] == 0
+    assert outcomes[0] != outcomes[1]
+
+
+def test_every_option_of_the_harness_does_something(recipes, tiny_checkpoints, monkeypatch, capsys):
+    """With the harness itself replaced by one that says what it was handed."""
+    monkeypatch.syspath_prepend(str(recipes / "harness"))
+    harness = importlib.import_module("run")
+    calls = []
+
+    def evaluate(model, tasks, bootstrap_iters):
+        calls.append((*model, json.dumps(tasks, default=str)))
+        return {"results": {}}
+
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(simple_evaluate=evaluate))
+    monkeypatch.setattr(
+        harness, "harness_model", lambda model, _, max_length: (type(model).__name__, str(model.device), max_length)
+    )
+    seen = []
+    monkeypatch.setattr(
+        argparse.ArgumentParser,
+        "parse_args",
+        lambda self, argv, parse=argparse.ArgumentParser.parse_args: (
+            seen.append({action.dest for action in actions_of(self)}),
+            parse(self, argv),
+        )[1],
+    )
+    rows = {
+        "checkpoint": [str(tiny_checkpoints / "gpt2")],
+        "tasks": [str(tiny_checkpoints / "llama"), "--tasks", "other"],
+        "max_length": [str(tiny_checkpoints / "llama"), "--max-length", "16"],
+        "device": [str(tiny_checkpoints / "llama"), "--device", "meta"],
+    }
+    harness.main([str(tiny_checkpoints / "llama")])
+    assert seen[0] == set(rows)
+    for words in rows.values():
+        harness.main(words)
+    assert len(set(calls)) == 1 + len(rows)
