@@ -157,8 +157,9 @@ class PosEncConfigMixin:
         saved.pop(_READ, None)
         auto_map = {"AutoConfig": f"{STUB}.{type(self).__name__}"}
         auto_map |= {auto: f"{STUB}.PosEnc{name}" for auto, name in heads_of(self).items()}
-        # A checkpoint of an older version is written anew in the form of this one.
-        entry = {**(self.position_encoding or {}), "hf_posenc_version": VERSION}
+        entry = self.position_encoding
+        if isinstance(entry, dict):  # what an older version wrote is written anew in the form of this one
+            entry = {**entry, "hf_posenc_version": VERSION}
         return {**saved, "position_encoding": entry, "auto_map": auto_map, **self._wires()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:

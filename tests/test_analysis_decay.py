@@ -148,7 +148,7 @@ def decay_of_shaw(model, ids):
     """1 + mean query . a_d / sqrt(D), from queries computed anew layer by layer."""
     queries = []
     hooks = [
-        layer.self_attn.posenc.register_forward_pre_hook(lambda m, args: queries.append(args[0]))
+        layer.self_attn.posenc.register_forward_pre_hook(lambda m, args: queries.append(args[0].query))
         for layer in model.model.layers
     ]
     model(ids, use_cache=False)
