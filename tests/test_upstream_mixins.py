@@ -230,7 +230,10 @@ if SOURCE := os.environ.get("TRANSFORMERS_SOURCE"):
             def get_config(self):
                 self.config_class = self.stock_config
                 with torch.random.fork_rng():
-                    return patch_model(stock(super().get_config()), scheme, **{**hyperparameters, **scale}).config
+                    model = patch_model(stock(super().get_config()), scheme, **{**hyperparameters, **scale})
+                if case not in SCORE_SCHEMES:  # as a config that belongs to no model yet
+                    model.config._attn_implementation_internal = None
+                return model.config
 
         return Tester
 
