@@ -244,6 +244,8 @@ if SOURCE := os.environ.get("TRANSFORMERS_SOURCE"):
             for name, reason in PASSED_OVER.items():
                 if self._testMethodName.startswith(name):
                     self.skipTest(reason)
+            if family == "opt" and "padding_free" in self._testMethodName:
+                self.skipTest("OPT does not detect packed documents; transformers leaves it out, too")
             self.model_tester = tester_of(family, case)(self)
             self.all_model_classes = self.model_tester.all_model_classes
             self.pipeline_model_mapping = self.model_tester.pipeline_model_mapping
