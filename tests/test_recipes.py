@@ -234,7 +234,7 @@ WRONG = {
     ),
     "stride": ({"stride": 16}, "--stride 16 must divide every one of --eval-lengths and be below the shortest, 16"),
     "few eval tokens": ({"eval_tokens": 40}, "--eval-tokens 40 is less than the longest of --eval-lengths, 48"),
-    "scheme": ({"scheme": "albi"}, "alibi, da_transformer, learned, nope, rope, shaw, sinusoidal, transformer_xl"),
+    "scheme": ({"scheme": "albi"}, ", ".join(hf_posenc.available_schemes())),
     "hyper-parameter": ({"scheme": "shaw", "scheme_args": "distance=3"}, "distance"),
     "its value": ({"scheme": "shaw", "scheme_args": "max_distance=0"}, "max_distance"),
     "no value": ({"scheme": "shaw", "scheme_args": "max_distance"}, "--scheme-args takes name=value, not max_distance"),

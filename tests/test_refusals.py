@@ -31,8 +31,8 @@ from hf_posenc import (
 )
 from hf_posenc.registry import scheme_class
 
-SCORES = ("alibi", "da_transformer", "shaw", "transformer_xl")
-STOCK_ATTENTION = ("nope", "sinusoidal", "learned", "rope")
+SCORES = tuple(name for name in available_schemes() if scheme_class(name).kind == "score")
+STOCK_ATTENTION = tuple(name for name in available_schemes() if name not in SCORES)
 FAMILIES = ("gpt2", "llama")
 
 
@@ -100,6 +100,12 @@ def test_an_unknown_hyperparameter(scheme):
 NAN, INF = float("nan"), float("inf")
 # (scheme, hyper-parameter, wrong value, error, what the message says)
 WRONG = [
+    *[("t5", "num_buckets", value, ValueError, ["positive"]) for value in (0, -2)],
+    ("t5", "num_buckets", 7, ValueError, ["even"]),
+    ("t5", "num_buckets", 8.0, TypeError, ["integer"]),
+    ("t5", "max_distance", 16, ValueError, ["above num_buckets / 2 = 16"]),
+    ("t5", "max_distance", "128", TypeError, ["integer"]),
+    ("t5", "share_layers", 1, TypeError, ["True or False"]),
     *[("sinusoidal", "base", value, ValueError, ["positive"]) for value in (0, -2.0, INF, NAN)],
     *[("sinusoidal", "base", value, TypeError, ["number"]) for value in ("10000", None, True)],
     ("sinusoidal", "layout", "half", ValueError, ["interleaved", "split", "'half'"]),

@@ -16,11 +16,11 @@ from hf_posenc import (
     verify,
 )
 from hf_posenc.adapters import resolve
-from hf_posenc.registry import adapter_for
+from hf_posenc.registry import adapter_for, scheme_class
 from hf_posenc.schemes.base import PositionModule, ScoreModule
 
 FAMILIES = ("gpt2", "llama", "gemma2", "opt")
-SCORES = ("alibi", "da_transformer", "shaw", "transformer_xl")
+SCORES = tuple(name for name in available_schemes() if scheme_class(name).kind == "score")
 VARIANTS = {
     **{scheme: (scheme, {}) for scheme in available_schemes()},
     "sinusoidal-every-layer": ("sinusoidal", {"placement": "every_layer"}),
