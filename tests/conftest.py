@@ -13,6 +13,20 @@ torch.set_num_threads(2)
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
+def pytest_collection_modifyitems(config, items):
+    """Runs the situations by forced engines for the schemes that have engines; to the others it would be the same test."""
+    from situations import SCORE_CASES
+
+    def is_again(item):
+        again = item.module.__name__ == "test_engines" and item.function.__module__ == "test_situations"
+        return again and item.callspec.params.get("case", SCORE_CASES[0]) not in SCORE_CASES
+
+    left_out = [item for item in items if is_again(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not is_again(item)]
+
+
 @pytest.fixture
 def recipes(monkeypatch, tmp_path):
     """Lets a test import the recipes as their own folder does, each with a fresh accelerate and an empty cache."""
