@@ -155,3 +155,5 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
 
 if __name__ == "__main__":
     main()
+    # A process that leaves its group to the end of the interpreter is aborted there now and then.
+    PartialState().destroy_process_group()

@@ -15,7 +15,7 @@ from typing import Any
 import corpus
 import measuring
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from corpus import DataArguments, stream
 from extend_context import check_vocabulary, count, provenance, write_json
 from measuring import MeasuringArguments, measure_model, position_limit, retrieval
@@ -119,3 +119,5 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     main()
+    # A process that leaves its group to the end of the interpreter is aborted there now and then.
+    PartialState().destroy_process_group()

@@ -34,7 +34,7 @@ import report
 import torch
 import training
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from corpus import DataArguments, Document, Text, stream
 from embedded import CONTEXT, byte_model, byte_tokenizer, standard_library, train_base
@@ -582,3 +582,5 @@ def count(model: nn.Module, trained: bool = False) -> int:
 
 if __name__ == "__main__":
     main()
+    # A process that leaves its group to the end of the interpreter is aborted there now and then.
+    PartialState().destroy_process_group()

@@ -18,6 +18,7 @@ import identity
 import measuring
 import sweep
 import training
+from accelerate import PartialState
 from accelerate.utils import set_seed
 from corpus import DataArguments, Text, Windows, stream
 from embedded import byte_tokenizer
@@ -227,3 +228,5 @@ def run(
 
 if __name__ == "__main__":
     main()
+    # A process that leaves its group to the end of the interpreter is aborted there now and then.
+    PartialState().destroy_process_group()

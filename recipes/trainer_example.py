@@ -14,6 +14,7 @@ from typing import Any
 import corpus
 import identity
 import torch
+from accelerate import PartialState
 from corpus import Text, TextArguments, Windows
 from extend_context import write_json
 from options import UsageError, at_least, hyperparameters, load, parse
@@ -112,3 +113,5 @@ def main(argv: list[str] | None = None) -> Trainer:
 
 if __name__ == "__main__":
     main()
+    # A process that leaves its group to the end of the interpreter is aborted there now and then.
+    PartialState().destroy_process_group()
