@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from ..forms import Factors
 from ..registry import register_scheme
@@ -69,12 +68,14 @@ class DistanceRescaling(ScoreModule):
     def factors(self, count: int, like: Tensor) -> Tensor:
         """Return `f_h(d)` of distances 0, 1, ..., (H, count), in the dtype that positions have beside `like`.
 
-        By its logarithm, `softplus(v) - softplus(v - w d)`, since `exp(v)` overflows where `f` is an ordinary number.
-        What is larger than the root of the largest number is cut there: times a score it would be infinite, times a
-        score of 0 no number at all.
+        Written as `(a + b) / (a + b exp(-w d))`, where `a = exp(-v)`, `b = 1` for `v > 0`, else `a = 1`, `b = exp(v)`,
+        since `exp(v)` overflows where `f` is an ordinary number. `w d` is cut where `exp` reaches the third root of the
+        largest number (in float32 at 29.6), so that gradients, in which `f` stands squared, are numbers too.
         """
         dtype = compute_dtype(like)
         distance = torch.arange(count, dtype=dtype, device=like.device)
         weight, saturation = (p.to(dtype)[:, None] for p in (self.distance_weight, self.saturation))
-        logarithm = logsigmoid(weight * distance - saturation) - logsigmoid(-saturation)
-        return logarithm.clamp(max=math.log(torch.finfo(dtype).max) / 2).exp()
+        # At v = 0, where it starts, the gradient has to come through one of them: relu's is 0 there, clamp's is 1.
+        a, b = torch.exp(-saturation.relu()), torch.exp(saturation.clamp(max=0))
+        largest = math.log(torch.finfo(dtype).max) / 3
+        return (a + b) / (a + b * torch.exp(-(weight * distance).clamp(-largest, largest)))
