@@ -1,8 +1,8 @@
 """Replace the position handling of Hugging Face causal language models, in place, by any documented scheme."""
 
-from . import adapters, schemes  # noqa: F401  (importing them fills the registries)
-from .checkpoint import export_stock, from_pretrained, inspect
-from .classes import VERSION as __version__
+from . import families, schemes  # noqa: F401  (importing them fills the registries)
+from .api import describe, is_patched, patch_model, patched, schemes_of, unpatch_model, which_engine
+from .checkpoint import from_pretrained, inspect
 from .classes import register_auto as _register_auto
 from .errors import (
     AlreadyPatchedError,
@@ -12,9 +12,10 @@ from .errors import (
     UnknownSchemeError,
     UnsupportedModelError,
 )
+from .export import export_stock
 from .lora import load_adapter, lora_config
+from .model_types.entry import VERSION as __version__
 from .parallel import context_group, context_parallel, shard_sequence
-from .patching import describe, patch_model, patched, unpatch_model, which_engine
 from .registry import available_schemes
 from .schemes.base import Scheme
 from .verification import verify
@@ -35,10 +36,12 @@ __all__ = [
     "export_stock",
     "from_pretrained",
     "inspect",
+    "is_patched",
     "load_adapter",
     "lora_config",
     "patch_model",
     "patched",
+    "schemes_of",
     "shard_sequence",
     "unpatch_model",
     "verify",

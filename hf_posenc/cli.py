@@ -27,9 +27,9 @@ from . import (
     verify,
 )
 from .analysis import plots, probe
+from .api import parse_schemes
 from .evaluation import measure_context
 from .evaluation.context import stride_of
-from .patching import parse_scheme
 from .registry import scheme_class
 
 
@@ -122,8 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 def _schemes(options: argparse.Namespace) -> int:
     for name in available_schemes():
         cls = scheme_class(name)
-        values = ", ".join(f"{key}={value!r}" for key, value in cls().hyperparameters().items())
-        print(f"{name}({values})\n    {(cls.__doc__ or '').strip().splitlines()[0]}")
+        print(f"{cls()}\n    {(cls.__doc__ or '').strip().splitlines()[0]}")
     return 0
 
 
@@ -147,7 +146,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _patch(options: argparse.Namespace) -> int:
     if options.output.exists():
         raise FileExistsError(f"{options.output} exists already")
-    scheme = parse_scheme(options.scheme, _settings(options))  # only what is the scheme's own, before anything is read
+    scheme = parse_schemes(options.scheme, _settings(options))  # only what is the scheme's own, before anything is read
     checkpoint = hub.place(options.checkpoint)
     model = from_pretrained(checkpoint, scheme=scheme, seed=options.seed)
     try:
@@ -305,7 +304,7 @@ def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]
     kind, length = options.kind, options.length
     if source in available_schemes():
         trained: dict[str, Any] = {"trained_length": options.trained_length or probe.TRAINED_LENGTH}
-        scheme = parse_scheme(source, settings)
+        (scheme,) = parse_schemes(source, settings)
         if kind in ("vectors", "similarity"):
             return _vectors(source, analysis.scheme_vectors(scheme, length, **trained))
         if kind in ("decay", "biases"):

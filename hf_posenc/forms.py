@@ -34,6 +34,15 @@ class Form:
 
 
 @dataclass(frozen=True)
+class Content(Form):
+    """`q . k`: attention that knows no distances."""
+
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores, see `Form.scores`."""
+        return call.products()
+
+
+@dataclass(frozen=True)
 class Bias(Form):
     """`q . k + b_h(d)`.
 

@@ -49,26 +49,24 @@ def card(config: dict[str, Any], base_model: str | None = None) -> str:
     Returns:
         Markdown with a YAML head.
     """
-    entry = config["position_encoding"]
-    scheme, base = entry["scheme"], config["model_type"].removeprefix("posenc_")
-    head = _metadata(scheme)
+    named, base = config["position_encoding"]["schemes"], config["model_type"].removeprefix("posenc_")
+    head = _metadata([each["scheme"] for each in named])
     head.base_model = base_model
-    rows = "\n".join(
-        f"| {code(key, cell=True)} | {code(repr(value), cell=True)} |"
-        for key, value in entry.items()
-        if key not in ("scheme", "hf_posenc_version")
-    )
-    table = f"| hyper-parameter | value |\n|---|---|\n{rows}\n" if rows else "It has no hyper-parameters.\n"
-    about = (scheme_class(scheme).__doc__ or "").strip().split("\n")[0]
+    names = " and ".join(plain(each["scheme"]) for each in named)
+    spans = " and ".join(code(each["scheme"]) for each in named)
+    about = "\n\n".join(_about(each) for each in named)
+    some = all(each.get("layers") is not None for each in named)
+    layers = "was replaced in some layers" if some else "was replaced"
     return f"""---
 {head.to_yaml()}
 ---
 
-# {plain(base)} with {plain(scheme)} positions
+# {plain(base)} with {names} positions
 
-This is not a stock {plain(base)} model: its position encoding was replaced by {code(scheme)}. {about}
+This is not a stock {plain(base)} model: its position encoding {layers} by {spans}.
 
-{table}
+{about}
+
 ## Load it
 
 ```python
@@ -80,8 +78,21 @@ model = hf_posenc.from_pretrained("FOLDER_OR_HUB_ID")
 
 `AutoModelForCausalLM` loads it too, after `import hf_posenc`. Stock classes refuse it: they would run it with other
 positions.
-Saved by hf_posenc {plain(entry["hf_posenc_version"])}.
+Saved by hf_posenc {plain(config["position_encoding"]["hf_posenc_version"])}.
 """
+
+
+def _about(scheme: dict[str, Any]) -> str:
+    """Return what a scheme is, and a table of its hyper-parameters; those of every scheme only where they are given."""
+    values = {key: value for key, value in scheme.items() if key != "scheme"}
+    rows = "\n".join(
+        f"| {code(key, cell=True)} | {code(repr(value), cell=True)} |"
+        for key, value in values.items()
+        if key not in ("layers", "window") or value is not None
+    )
+    table = f"| hyper-parameter | value |\n|---|---|\n{rows}" if rows else "It has no hyper-parameters."
+    about = (scheme_class(scheme["scheme"]).__doc__ or "").strip().split("\n")[0]
+    return f"{code(scheme['scheme'])}: {about}\n\n{table}"
 
 
 def plain(value: object) -> str:
@@ -135,10 +146,19 @@ def place(name: str) -> str:
     return name
 
 
-def _metadata(scheme: str) -> ModelCardData:
+def _metadata(schemes: list[str]) -> ModelCardData:
     return ModelCardData(
-        library_name=LIBRARY, pipeline_tag="text-generation", tags=[LIBRARY, scheme, "position-encoding"]
+        library_name=LIBRARY,
+        pipeline_tag="text-generation",
+        tags=list(dict.fromkeys([LIBRARY, *schemes, "position-encoding"])),
     )
+
+
+def _schemes_of(entry: Any) -> list[str]:
+    """Return the names of the schemes in a config's entry; version 0.1 wrote one, without a list."""
+    if not isinstance(entry, dict):
+        return []
+    return [str(each.get("scheme")) for each in entry.get("schemes", [entry]) if isinstance(each, dict)]
 
 
 def push(
@@ -235,7 +255,7 @@ def _commit(
         text = _LOADED.sub(lambda _: f"hf_posenc.from_pretrained({where})", text)
     content = ModelCard(text, ignore_metadata_errors=True)
     assert isinstance(content.data, ModelCardData)
-    ours = _metadata(config["position_encoding"]["scheme"])
+    ours = _metadata(_schemes_of(config["position_encoding"]))
     content.data.library_name = LIBRARY
     content.data.pipeline_tag = content.data.pipeline_tag or ours.pipeline_tag
     content.data.tags = list(dict.fromkeys([*(content.data.tags or []), *(ours.tags or []), *(tags or [])]))

@@ -16,15 +16,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .adapters.base import resolve
-from .attention import ORIGINAL_LENGTH
-from .classes import ADAPTER_ENTRY as ENTRY
-from .classes import name_base
 from .errors import CheckpointError, NotPatchedError, UnsupportedModelError
-from .patching import patch_of, without_adapter
-from .registry import adapter_for
-from .schemes.base import PositionModule
-from .surgery import base_model_type
+from .model_types.entry import ENTRY, named_schemes
+from .model_types.model import name_base
+from .modules import PositionModule
+from .patching.plan import BaseModel
+from .patching.state import patch_of, without_adapter
+from .registry import scheme_class
 
 
 def lora_config(
@@ -53,8 +51,8 @@ def lora_config(
     """
     if patch_of(model) is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: use peft.LoraConfig")
-    adapter = adapter_for(base_model_type(model.config))
-    found = resolve(adapter, model)
+    base = BaseModel.of(model)
+    family, found = base.family, base.found
     projections = {
         name: child
         for attention in found.attentions
@@ -69,15 +67,15 @@ def lora_config(
         if (norms and type(module).__name__.endswith("Norm")) or (positions and isinstance(module, PositionModule)):
             whole.append(name)
     if embeddings:
-        whole.append(adapter.token_embedding)
+        whole.append(family.token_embedding)
     table = found.position_table
-    if adapter.position_table is not None and table is not None and not any(True for _ in table.parameters()):
+    if family.position_table is not None and table is not None and not any(True for _ in table.parameters()):
         # It has nothing to save, but on a stock base it has: PEFT itself then refuses the adapter.
-        whole.append(adapter.position_table)
+        whole.append(family.position_table)
     options.setdefault("target_modules", sorted(projections))
     options.setdefault("fan_in_fan_out", any(isinstance(child, Conv1D) for child in projections.values()))
     # PEFT keeps tied what it knows by name; GPT-2's `wte` it does not: its output embeddings then stay as they were.
-    tied = embeddings and model.config.tie_word_embeddings and adapter.token_embedding in EMBEDDING_LAYER_NAMES
+    tied = embeddings and model.config.tie_word_embeddings and family.token_embedding in EMBEDDING_LAYER_NAMES
     options.setdefault("ensure_weight_tying", tied)
     options.setdefault("task_type", "CAUSAL_LM")
     config: LoraConfig = name_base(model, LoraConfig(modules_to_save=whole or None, **options))
@@ -184,31 +182,21 @@ def _check(model: PreTrainedModel, raw: dict[str, Any], adapter: str | os.PathLi
 
 
 def _said(entry: Any) -> str:
-    shown = {key: value for key, value in entry.items() if key != "hf_posenc_version"} if entry else None
-    return str(shown) if shown else "stock positions"
+    said = [{key: value for key, value in each.items() if value is not None} for each in named_schemes(entry)]
+    return " and ".join(map(str, said)) or "stock positions"
 
 
-def _same(trained_on: Any, here: dict[str, Any] | None) -> bool:
-    """Return whether two entries, each None for stock positions, name one scheme with the same hyper-parameters."""
-    if not trained_on or not here or not isinstance(trained_on, dict):
+def _same(trained_on: Any, here: Any) -> bool:
+    """Return whether two entries, each None for stock positions, name the same schemes with the same values."""
+    then, now = named_schemes(trained_on), named_schemes(here)
+    if not then or not now:
         return not trained_on and not here
-    then, now = ({k: v for k, v in entry.items() if k != "hf_posenc_version"} for entry in (trained_on, here))
-    if then.get("scheme") == now["scheme"] == "rope" and set(then) == set(now):  # 0.1 left the base's own unsaid
-        return all(_said_of_rope(key, value, now[key]) for key, value in then.items())
-    return bool(json.loads(json.dumps(then)) == json.loads(json.dumps(now)))
+    return len(then) == len(now) and all(map(_same_scheme, then, now))
 
 
-def _said_of_rope(key: str, then: Any, now: Any) -> bool:
-    if then == now:
-        return True
-    if isinstance(now, dict) and "rope_type" not in now and not (isinstance(then, dict) and set(then) == set(now)):
-        return all(_said_of_rope(key, then, each) for each in now.values())
-    if key == "scaling":
-        if then is None:
-            return bool(now == "none")
-        filled = isinstance(then, dict) and isinstance(now, dict) and {**now, **then} == now
-        return bool(filled and set(now) - set(then) <= {ORIGINAL_LENGTH})
-    return then is None
+def _same_scheme(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    then, now = (json.loads(json.dumps(each)) for each in (then, now))
+    return then["scheme"] == now["scheme"] and scheme_class(now["scheme"]).say_the_same(then, now)
 
 
 def _base_config(name: str, revision: Any, where: dict[str, Any]) -> dict[str, Any] | None:

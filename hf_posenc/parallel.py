@@ -37,13 +37,14 @@ import torch.distributed as dist
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
-from . import positions, surgery
-from .adapters.base import resolve
-from .attention import NAME, position_channel
+from . import positions
 from .errors import UnsupportedModelError
-from .registry import adapter_for
+from .families.base import resolve
+from .patching.plan import base_model_type
+from .patching.undo import Undo, add_pre_hook, set_attribute
+from .registry import family_for
+from .upstream.masks import NAME, causal_documents, position_channel
 
 IGNORED = -100
 """Label of a token whose prediction does not count, as everywhere in transformers."""
@@ -225,16 +226,16 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(inner).__name__}")
-    found = resolve(adapter_for(surgery.base_model_type(inner.config)), inner)
+    found = resolve(family_for(base_model_type(inner.config)), inner)
     if "posenc_exchange" in found.decoder.__dict__:
         raise ValueError("this model is inside context_parallel already")
     _check_rotary(found.decoder)
-    exchange, undo = Exchange(group), surgery.Undo()
+    exchange, undo = Exchange(group), Undo()
     try:
-        surgery.set_attribute(undo, inner.config, "_attn_implementation_internal", NAME)
+        set_attribute(undo, inner.config, "_attn_implementation_internal", NAME)
         for module in (found.decoder, *found.attentions):
-            surgery.set_attribute(undo, module, "posenc_exchange", exchange)
-        surgery.add_pre_hook(undo, found.decoder, locate_shard)
+            set_attribute(undo, module, "posenc_exchange", exchange)
+        add_pre_hook(undo, found.decoder, locate_shard)
         yield model
     finally:
         undo.roll_back()
@@ -363,7 +364,7 @@ def _whole(ids: Tensor, mask: Tensor | None, rows: int, length: int) -> position
     """Return the positions that one process would find for a whole batch."""
     restarts = ids[:, 1:] - ids[:, :-1] != 1
     seen = None if mask is None else mask.bool()
-    sees = causal_mask_function
+    sees = causal_documents(None)
     if seen is not None:
         if bool((restarts & seen[:, 1:] & seen[:, :-1]).any()):
             raise ValueError(
@@ -372,6 +373,6 @@ def _whole(ids: Tensor, mask: Tensor | None, rows: int, length: int) -> position
             )
     elif bool(restarts.any()):
         segments = nn.functional.pad(restarts.cumsum(-1), (1, 0)).expand(rows, -1)
-        sees = and_masks(causal_mask_function, packed_sequence_mask_function(segments))
+        sees = causal_documents(segments)
     channel = position_channel(rows, length, length, mask_function=sees, attention_mask=seen, device=ids.device)
     return positions.unpack(channel, length).follow(ids)

@@ -117,6 +117,10 @@ class Positions:
         """Return the logits (B, H, Q, L) with invisible keys at the dtype's minimum."""
         return logits.masked_fill(~self.visible(), torch.finfo(logits.dtype).min)
 
+    def within(self, window: int) -> Positions:
+        """Return the same with a sliding window of at most this many tokens."""
+        return replace(self, window=self.window.clamp(max=window))
+
     def divided_at(self, starts: Tensor) -> Tensor:
         """Return whether a new document starts at each of some tokens, one bool.
 
@@ -188,6 +192,13 @@ class DensePositions:
         if self.seen.is_floating_point():
             return logits + self.seen
         return logits.masked_fill(~self.seen, torch.finfo(logits.dtype).min)
+
+    def within(self, window: int) -> DensePositions:
+        """Return the same with a sliding window of at most this many tokens, counted by the distances."""
+        near = self.pairs < window
+        if self.seen.is_floating_point():
+            return replace(self, seen=self.seen.masked_fill(~near, torch.finfo(self.seen.dtype).min))
+        return replace(self, seen=self.seen & near)
 
     def divided_at(self, starts: Tensor) -> Tensor:
         """Return True, (): a mask that is given pair by pair says all there is to say of documents."""

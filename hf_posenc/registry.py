@@ -1,4 +1,4 @@
-"""The two registries: scheme names to scheme classes, model types to adapters.
+"""The two registries: scheme names to scheme classes, model types to families.
 
 Both refuse duplicates, since the later of two registrations would otherwise change models that name the earlier one.
 """
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 from .errors import UnknownSchemeError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from .adapters.base import Adapter
+    from .families.base import Family
     from .schemes.base import Scheme
 
     SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
 
 _SCHEMES: dict[str, type[Scheme]] = {}
-_ADAPTERS: dict[str, Adapter] = {}
+_FAMILIES: dict[str, Family] = {}
 
 
 def register_scheme(cls: SchemeClass) -> SchemeClass:
@@ -72,40 +72,40 @@ def available_schemes() -> tuple[str, ...]:
     return tuple(sorted(_SCHEMES))
 
 
-def register_adapter(adapter: Adapter) -> Adapter:
-    """Makes an adapter available for each of its model types.
+def register_family(family: Family) -> Family:
+    """Makes a family available for each of its model types.
 
     Args:
-        adapter: the adapter.
+        family: the family.
 
     Returns:
-        `adapter`, unchanged.
+        `family`, unchanged.
 
     Raises:
-        ValueError: it names no model type, or a model type is served by another adapter already (nothing is registered
-            then). Registering an equal adapter again is allowed.
+        ValueError: it names no model type, or a model type is served by another family already (nothing is registered
+            then). Registering an equal family again is allowed.
     """
-    if not adapter.model_types:
-        raise ValueError(f"the adapter names no model type, so no model could ever use it: {adapter}")
-    for model_type in adapter.model_types:
-        other = _ADAPTERS.get(model_type, adapter)
-        if other != adapter:
+    if not family.model_types:
+        raise ValueError(f"the family names no model type, so no model could ever use it: {family}")
+    for model_type in family.model_types:
+        other = _FAMILIES.get(model_type, family)
+        if other != family:
             raise ValueError(
-                f"model type {model_type!r} is already served by the adapter for {', '.join(other.model_types)}; "
-                "a model type has exactly one adapter"
+                f"model type {model_type!r} is already served by the family for {', '.join(other.model_types)}; "
+                "a model type has exactly one family"
             )
-    _ADAPTERS.update(dict.fromkeys(adapter.model_types, adapter))
-    return adapter
+    _FAMILIES.update(dict.fromkeys(family.model_types, family))
+    return family
 
 
-def adapter_for(model_type: str) -> Adapter:
-    """The adapter that serves models whose `config.model_type` is `model_type`.
+def family_for(model_type: str) -> Family:
+    """The family that serves models whose `config.model_type` is `model_type`.
 
     Raises:
-        UnsupportedModelError: no adapter serves it; the message lists the model types that are served.
+        UnsupportedModelError: no family serves it; the message lists the model types that are served.
     """
     try:
-        return _ADAPTERS[model_type]
+        return _FAMILIES[model_type]
     except KeyError:
         raise UnsupportedModelError(
             f"model type {model_type!r} is not supported; choose from {', '.join(supported_model_types())}"
@@ -113,8 +113,8 @@ def adapter_for(model_type: str) -> Adapter:
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """All model types that have an adapter, sorted."""
-    return tuple(sorted(_ADAPTERS))
+    """All model types that have a family, sorted."""
+    return tuple(sorted(_FAMILIES))
 
 
 def _location(cls: type) -> str:

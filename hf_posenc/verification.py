@@ -11,13 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from . import positions, surgery
-from .adapters.base import resolve
-from .attention import NAME, IdentityRotary
+from . import positions
 from .errors import NotPatchedError
-from .patching import check_in_place, check_unwrapped, patch_of, without_adapter
-from .registry import adapter_for
-from .schemes.base import PositionModule, ScoreModule
+from .modes import evaluation
+from .modules import PositionModule, WithoutPositions
+from .patching.place import require_attention
+from .patching.plan import BaseModel, layers_of
+from .patching.state import Patch, patch_of, without_adapter
+from .patching.undo import Undo, set_attribute, set_module
+from .patching.wrappers import check_in_place, check_unwrapped
+from .upstream.masks import NAME
+from .upstream.rotary import IdentityRotary
 
 NOTICES = 1e-7
 """Smallest relative change that counts: a layer that ignores positions repeats the same arithmetic, change 0."""
@@ -51,7 +55,7 @@ class Report:
     """What `verify` found. Changes are relative norms: |changed - original| / |original|.
 
     Attributes:
-        scheme: name of the scheme.
+        scheme: name of the scheme, or names of the schemes.
         layers: one report per decoder layer.
         input_response: change of the hidden states that enter the first layer.
         model_response: change of the logits (or last hidden states) when all positions move.
@@ -127,21 +131,20 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: there is nothing to verify")
     check_in_place(model, "verify the model", one_device=False)
-    scheme = patch.scheme
-    limit = scheme.limit
+    limit = patch.limit
     if length is None:
         length = 16 if limit is None else min(16, limit)
     elif length < 4 or (limit is not None and length > limit):
         raise ValueError(f"length must be at least 4{'' if limit is None else f' and at most {limit}'}, not {length}")
-    adapter = adapter_for(surgery.base_model_type(model.config))
-    found = resolve(adapter, model)
+    base = BaseModel.of(model)
+    found = base.found
     generator = torch.Generator().manual_seed(seed)
     vocabulary = found.token_embedding.weight.shape[0]
     tokens = torch.randint(vocabulary, (1, length), generator=generator).to(found.token_embedding.weight.device)
 
-    with _evaluation(model), _unguarded(found.decoder):
+    with evaluation(model), _unguarded(found.decoder):
         backend = model.config._attn_implementation
-        lost = _lost(model, found.attentions, tokens) if scheme.kind == "score" and backend == NAME else {}
+        lost = _lost(model, found.attentions, tokens) if patch.attends and backend == NAME else {}
         standing = _Measurement(model, found.layers, tokens)
         trial = standing
         owners = [module for module in model.modules() if isinstance(module, PositionModule)]
@@ -154,28 +157,21 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
             swapped[0, 0] = (swapped[0, 0] + 1) % vocabulary
         order = _change(_output(model, swapped)[:, -1], standing.output[:, -1])
 
-    everywhere = scheme.kind in ("score", "rotary") or getattr(scheme, "placement", None) == "every_layer"
-    at_input = scheme.kind == "embedding" and not everywhere
-    through_layer = at_input and found.position_table is None  # added by a hook on the first layer
-    unrotated = scheme.kind == "rotary" and adapter.use_rope_flag is not None
+    expected = _answering(patch, base)
     layers = tuple(
-        LayerReport(
-            i,
-            response,
-            live,
-            (through_layer and i == 0)
-            or (everywhere and not (unrotated and not getattr(found.attentions[i], str(adapter.use_rope_flag)))),
-        )
+        LayerReport(i, response, live, expected[i])
         for i, (response, live) in enumerate(zip(standing.layers, trial.layers, strict=True))
     )
+    kept = all(scheme.layers is not None for scheme in patch.schemes) and isinstance(found.position_table, nn.Embedding)
+    at_input = kept or (base.has_table and any(scheme.acts_on.enters_at_input for scheme in patch.schemes))
     problems = [
         f"layer {index}: attention without the scheme differs from the model's own eager attention by {error:.1%}: "
         "something that belongs to the model's attention is left out"
         for index, error in lost.items()
     ]
-    if scheme.kind == "score" and backend != NAME:
+    if patch.attends and backend != NAME:
         problems.append(
-            f"{scheme.name} needs the attention {NAME!r}, but the config says {backend!r}: the scheme is not applied"
+            f"{patch.name} needs the attention {NAME!r}, but the config says {backend!r}: the scheme is not applied"
         )
     for layer in layers:
         if not layer.ok:
@@ -183,15 +179,27 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
                 f"layer {layer.index} "
                 f"{'ignores positions' if layer.expected else 'answers to positions that it should not see'}"
             )
-    if at_input and not through_layer and trial.input <= NOTICES:
+    if at_input and trial.input <= NOTICES:
         problems.append("the hidden states that enter the first layer ignore positions")
     if not at_input and standing.input > NOTICES:
         problems.append(
             "the hidden states that enter the first layer answer to positions: the base's own table is still there"
         )
-    if scheme.kind != "rotary" and found.rotary is not None and not isinstance(found.rotary, IdentityRotary):
+    silenced = not any(scheme.acts_on.rotates or scheme.layers is not None for scheme in patch.schemes)
+    if silenced and found.rotary is not None and not isinstance(found.rotary, IdentityRotary):
         problems.append("queries and keys are rotated: the base's own rotary embedding is still there")
-    return Report(scheme.name, layers, standing.input, standing.model, order, tuple(problems))
+    return Report(patch.name, layers, standing.input, standing.model, order, tuple(problems))
+
+
+def _answering(patch: Patch, base: BaseModel) -> list[bool]:
+    """Return for each layer whether it must answer to its positions."""
+    rotated, first = list(base.found.rotated), base.found.position_table is None
+    expected = list(rotated)  # of layers that keep what the base has
+    for scheme in patch.schemes:
+        for layer in layers_of(scheme, len(rotated)):
+            at_input = scheme.acts_on.enters_at_input  # added by a hook on the first layer where there is no table
+            expected[layer] = first and layer == 0 if at_input else scheme.acts_on.answers(layer, rotated)
+    return expected
 
 
 class _Measurement:
@@ -225,12 +233,13 @@ def _lost(model: PreTrainedModel, attentions: list[nn.Module], tokens: Tensor) -
             ours = isinstance(given, Tensor) and given.ndim == 4
             return positions.read(given, *blank.shape[-2:]).mask(blank) if ours else given
 
-        undo = surgery.Undo()
+        undo = Undo()
         try:
-            surgery.set_module(undo, attention, "posenc", ScoreModule())
-            surgery.set_attribute(undo, attention, "posenc_engine", "reference")
+            set_module(undo, attention, "posenc", WithoutPositions())
+            set_attribute(undo, attention, "posenc_engine", "reference")
+            set_attribute(undo, attention, "posenc_window", None)  # the eager attention has only the base's own
             plain = _first(attention(hidden, *args, **kwargs))
-            surgery.set_attribute(undo, attention.config, "_attn_implementation_internal", "eager")
+            set_attribute(undo, attention.config, "_attn_implementation_internal", "eager")
             masked = {key: eager_mask(given) for key, given in kwargs.items()}
             own = _first(attention(hidden, *(eager_mask(given) for given in args), **masked))
         finally:
@@ -275,24 +284,12 @@ def _change(changed: Tensor, original: Tensor) -> float:
 
 
 @contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, and back in the mode that each was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-@contextmanager
 def _unguarded(decoder: nn.Module) -> Iterator[None]:
     """Let a model with a stock backend run, to measure that it ignores its scheme."""
     hooks = decoder._forward_pre_hooks
     kept = dict(hooks)
     for number, hook in kept.items():
-        if hook is surgery.require_attention:
+        if hook is require_attention:
             del hooks[number]
     try:
         yield

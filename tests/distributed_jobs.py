@@ -585,5 +585,5 @@ def fewer_heads() -> None:
     model = build("llama", "alibi")
     attention = model.model.layers[0].self_attn
     heads = torch.randn(2, 2, 8, 8, dtype=torch.float64)
-    channel = hf_posenc.attention.position_channel(2, 8, 8)
-    hf_posenc.attention.scheme_attention(attention, heads, heads, heads, channel)
+    channel = hf_posenc.upstream.masks.position_channel(2, 8, 8)
+    hf_posenc.upstream.attention.scheme_attention(attention, heads, heads, heads, channel)

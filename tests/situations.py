@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", {"num_buckets": 8, "max_distance": 16}),
 }
 SCHEMES = tuple(case for case in CASES if "-" not in case)
-SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if scheme_class(scheme).kind == "score")
+SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if scheme_class(scheme)().acts_on.attends)
 SCORE_SCHEMES = tuple(case for case in SCORE_CASES if case in SCHEMES)
 EMBEDDING_SCHEMES = ("sinusoidal", "learned")
 BASES = ("gpt2", "llama")

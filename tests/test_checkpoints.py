@@ -26,8 +26,8 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc import CheckpointError, UnknownSchemeError, export_stock, from_pretrained, inspect, patch_model
-from hf_posenc.classes import DIGESTS
 from hf_posenc.files import LOCK, PENDING, STAGING, complete
+from hf_posenc.model_types.digests import DIGESTS
 from hf_posenc.schemes.base import PositionModule
 
 SAVED = ("gpt2", "llama", "opt", "gemma2", "gpt_neox")
@@ -162,8 +162,8 @@ def test_resized_embeddings_and_other_heads(case, family, tmp_path):
 def test_every_head_of_every_family_has_a_class():
     found = 0
     for family in FAMILIES:
-        config = hf_posenc.classes.config_class(type(tiny(family).config))
-        for auto, name in hf_posenc.classes.heads_of(config).items():
+        config = hf_posenc.model_types.config.config_class(type(tiny(family).config))
+        for auto, name in hf_posenc.model_types.config.heads_of(config).items():
             cls = getattr(transformers, auto)._model_mapping[config]
             assert cls is getattr(hf_posenc.classes, f"PosEnc{name}")
             assert issubclass(cls, getattr(transformers, name))
@@ -411,21 +411,24 @@ def test_trainer_resumes(tmp_path):
 
 
 def without(key):
-    return lambda config: config["position_encoding"].pop(key)
+    return lambda config: config["position_encoding"]["schemes"][0].pop(key)
 
 
 def with_entry(**values):
-    return lambda config: config["position_encoding"].update(values)
+    return lambda config: config["position_encoding"]["schemes"][0].update(values)
 
 
 BAD_CONFIGS = {
     "no entry": (lambda config: config.pop("position_encoding"), "no position_encoding"),
-    "no scheme": (without("scheme"), "no position_encoding.scheme"),
+    "no scheme": (without("scheme"), "no position_encoding.schemes"),
     "a typo in the scheme": (with_entry(scheme="shav"), "unknown scheme 'shav'; choose from alibi"),
     "an unknown key": (with_entry(max_distanse=3), "no hyper-parameter max_distanse"),
     "a missing key": (without("max_distance"), "lacks max_distance of shaw"),
     "a value out of range": (with_entry(max_distance=-1), "max_distance"),
-    "an entry that is no dict": (lambda config: config.update(position_encoding="shaw"), "no position_encoding.scheme"),
+    "an entry that is no dict": (
+        lambda config: config.update(position_encoding="shaw"),
+        "no position_encoding.schemes",
+    ),
 }
 
 
@@ -566,7 +569,7 @@ def test_inspect_reads_no_weights(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     found = inspect(tmp_path)
     assert (found.base, found.architecture, found.scheme) == ("gpt2", "PosEncGPT2LMHeadModel", "shaw")
-    assert found.hyperparameters["max_distance"] == 5
+    assert found.schemes[0]["max_distance"] == 5
     assert found.version == hf_posenc.__version__
     assert found.problem is None
     assert "shaw(max_distance=5" in str(found)
@@ -729,7 +732,7 @@ def test_rope_is_exported(family, scaling, tmp_path):
     model = patch_model(tiny(family), "rope", rope_theta=100.0, scaling=scaling)
     export_stock(model, tmp_path)
     stock = type(tiny(family)).from_pretrained(tmp_path)
-    assert not isinstance(stock, hf_posenc.classes.PosEncMixin)
+    assert not isinstance(stock, hf_posenc.model_types.model.PosEncMixin)
     assert_same(logits(stock), logits(model))
     if scaling:  # GPT-NeoX turns one pair here, whose frequency is 1 whatever rope_theta is
         assert distance(logits(stock), logits(tiny(family))) > 1e-2

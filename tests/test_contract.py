@@ -19,8 +19,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from hf_posenc.adapters import resolve
-from hf_posenc.registry import adapter_for
+from hf_posenc.families import resolve
+from hf_posenc.registry import family_for
 
 NAME = "contract_probe"
 LEARNED = ("gpt2", "opt")
@@ -71,7 +71,7 @@ def probed(family, **config):
 
 
 def found_in(model):
-    return resolve(adapter_for(model.config.model_type), model)
+    return resolve(family_for(model.config.model_type), model)
 
 
 def ids(batch=2, length=12):
@@ -398,7 +398,7 @@ class TestMaskFunctions:
 
 
 class TestLayers:
-    """Embeddings at every layer go through a pre-hook on decoder layers, which reads `position_ids`: surgery.py."""
+    """Embeddings at every layer go through a pre-hook on decoder layers, which reads `position_ids`: patching/place.py."""
 
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("checkpointing", [False, True])
@@ -454,7 +454,7 @@ class TestLayers:
 
 
 class TestPositionModules:
-    """Rotary modules and learned tables are replaced by modules that are called the same way: surgery.py."""
+    """Rotary modules and learned tables are replaced by modules that are called the same way: patching/place.py."""
 
     @pytest.mark.parametrize("family", ROTARY)
     def test_rotary_calls(self, family):
@@ -502,7 +502,7 @@ class TestPositionModules:
         """
         model, found = probed(family, **({"rope_parameters": FULL_ROTATION} if family in PARTIAL else {}))
         found.rotary.register_forward_hook(lambda _, args, pair: (pair[0][..., :4], pair[1][..., :4]))
-        adapter = adapter_for(model.config.model_type)
+        adapter = family_for(model.config.model_type)
         if adapter.slices_rotary and adapter.rotary_size is None:
             model(torch.full((1, 12), 7))
             _, query, *_ = probe.attention_calls[0]
@@ -516,7 +516,7 @@ class TestPositionModules:
         model, found = probed("phi", rope_parameters={**FULL_ROTATION, "partial_rotary_factor": 0.5})
         assert [attention.rotary_ndims for attention in found.attentions] == [4, 4]
         for attention in found.attentions:
-            setattr(attention, adapter_for("phi").rotary_size, 2)
+            setattr(attention, family_for("phi").rotary_size, 2)
         found.rotary.register_forward_hook(lambda _, args, pair: (pair[0][..., :2], pair[1][..., :2]))
         model(torch.full((1, 12), 7))
         _, query, *_ = probe.attention_calls[0]
@@ -559,7 +559,7 @@ class TestPositionModules:
 
     def test_offset_of_opt(self):
         table = found_in(tiny("opt")).position_table
-        assert table.offset == adapter_for("opt").table_offset == 2
+        assert table.offset == family_for("opt").table_offset == 2
         output = table(torch.ones(1, 3), 0, position_ids=torch.tensor([[0, 1, 2]]))
         assert torch.equal(output[0], table.weight[2:5])
 

@@ -507,7 +507,7 @@ READER = """
                 model = loader(folder)
                 if not any(logits(model).equal(each) for each in known):
                     failures.append("a mix")
-                loads.append(type(model.base_model._posenc_patch.scheme).__name__)
+                loads.append(type(hf_posenc.schemes_of(model)[0]).__name__)
             except BaseException as error:
                 failures.append(repr(error)[:300])
     print("ready", flush=True)
@@ -663,7 +663,7 @@ def test_the_original_is_what_is_pushed_after_an_interrupted_save(tmp_path):
     patched_model("shaw", "llama").save_pretrained(tmp_path)
     patched_model("alibi", "llama").save_pretrained(tmp_path / PENDING)
     seen = hf_posenc.files.read(tmp_path, lambda folder: json.loads((folder / "config.json").read_text()))
-    assert seen["position_encoding"]["scheme"] == inspect(tmp_path).scheme == "alibi"
+    assert seen["position_encoding"]["schemes"][0]["scheme"] == inspect(tmp_path).scheme == "alibi"
 
 
 def test_a_patched_model_saved_over_a_stock_one_never_loads_as_stock(tmp_path):

@@ -37,8 +37,8 @@ SHAPES = {
 }
 
 
-def of_kind(*kinds: str) -> list[Case]:
-    return [case for case in CASES if scheme_class(case.scheme).kind in kinds]
+SCORES = [case for case in CASES if scheme_class(case.scheme)().acts_on.attends]
+TABLES = [case for case in CASES if case.table is not None]
 
 
 def over(cases: list[Case]):
@@ -157,7 +157,7 @@ def run(case, dims, inputs, parameters, dtype, *, prescaled=False, softcap=None)
 
 
 @DTYPES
-@with_shapes(of_kind("score"))
+@with_shapes(SCORES)
 def test_scores(case, shape, dtype):
     dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, shape)
     output, weights, leaves = run(case, dims, inputs, parameters, dtype)
@@ -168,7 +168,7 @@ def test_scores(case, shape, dtype):
         assert_close(gradient, slopes[name], dtype, f"gradient of {name}")
 
 
-@over(of_kind("score"))
+@over(SCORES)
 def test_scores_of_queries_that_are_scaled_already(case):
     """OPT multiplies queries by 1/sqrt(D) itself; terms without a query (Transformer-XL's u.k) keep their factor."""
     shape = "gqa-4-2"
@@ -179,7 +179,7 @@ def test_scores_of_queries_that_are_scaled_already(case):
         assert_close(gradient, slopes[name], torch.float64, f"gradient of {name}")
 
 
-@over(of_kind("score"))
+@over(SCORES)
 def test_scores_under_a_soft_cap(case):
     """Gemma 2 caps scores by tanh: what is a product of vectors is capped, a bias or factor on it is not."""
     dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, "gqa-4-2", softcap=1.5)
@@ -189,7 +189,7 @@ def test_scores_under_a_soft_cap(case):
         assert_close(gradient, slopes[name], torch.float64, f"gradient of {name}")
 
 
-@over(of_kind("score"))
+@over(SCORES)
 def test_weights_are_a_distribution_over_visible_keys(case):
     dims, inputs, parameters, *_ = slow_scores(case.id, "gqa-4-2")
     _, weights, _ = run(case, dims, inputs, parameters, torch.float64)
@@ -320,7 +320,7 @@ def embedding(case: Case, size: int, dtype: torch.dtype, native: Native):
 
 @DTYPES
 @pytest.mark.parametrize("size", [16, 15], ids=["even", "odd"])
-@over(of_kind("embedding"))
+@over(TABLES)
 def test_embeddings(case, size, dtype):
     native = NATIVE if size == 16 else Native(table=None, token_rms=0.3, max_positions=12)
     match = native.token_rms if native.table is None else native.table.square().mean().sqrt().item()
@@ -341,7 +341,7 @@ def test_embeddings(case, size, dtype):
             assert_close(gradient, wanted[name], dtype, f"gradient of {name}")
 
 
-@over([case for case in of_kind("embedding") if case.scheme == "sinusoidal"])
+@over([case for case in TABLES if case.scheme == "sinusoidal"])
 def test_sinusoids_are_exact_at_any_position(case):
     """A float32 product of position and frequency would be wrong by 0.004 radians here."""
     far = [0, 5_000, 131_071, 1_000_003]

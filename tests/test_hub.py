@@ -239,7 +239,10 @@ def test_a_pushed_card_loads_from_where_it_is(hub, client, tmp_path):
 def test_the_packages_card_escapes(tmp_path):
     config = {
         "model_type": "posenc_<b>llama",
-        "position_encoding": {"scheme": "alibi", "slopes": "a|b`c`<script>", "hf_posenc_version": "0<script>"},
+        "position_encoding": {
+            "schemes": [{"scheme": "alibi", "slopes": "a|b`c`<script>"}],
+            "hf_posenc_version": "0<script>",
+        },
     }
     card = hub_module.card(config)
     assert "| `slopes` | ``'a\\|b`c`<script>'`` |" in card  # within a code span it is shown
@@ -283,7 +286,11 @@ def kill_at(hub, client, request):
     hub.victim = None
     assert process.returncode == -signal.SIGKILL
     assert dict(hub.files("tester/killed")) == before
-    run(client('hf_posenc.from_pretrained("tester/killed").config.position_encoding["scheme"] == "shaw" or 1 / 0'))
+    run(
+        client(
+            'hf_posenc.from_pretrained("tester/killed").config.position_encoding["schemes"][0]["scheme"] == "shaw" or 1 / 0'
+        )
+    )
 
 
 def requests_of_a_push(hub, client):

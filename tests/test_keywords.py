@@ -57,6 +57,8 @@ VALUES = {
     "t5": {"num_buckets": (32, 8), "max_distance": (128, 18), "share_layers": (True, False)},
     "transformer_xl": {"share_biases": (False, True)},
 }
+for values in VALUES.values():
+    values |= {"layers": (None, (1,)), "window": (None, 18)}
 PAIRS = [
     (scheme, name, other)
     for scheme, values in VALUES.items()
@@ -95,6 +97,8 @@ def test_every_hyperparameter_is_here():
 @pytest.mark.parametrize(("scheme", "name", "other"), PAIRS)
 def test_a_hyperparameter_counts_whatever_the_others_are(scheme, name, other, family):
     """Beside the other value of each other one: it changes the model, or is refused there."""
+    if (family, scheme, name, other) == ("llama", "rope", "layers", ""):
+        pytest.skip("rope without hyper-parameters is what this base does by itself, in every layer")
     beside = {other: VALUES[scheme][other][1]} if other else {}
     first, second = (outcome(family, scheme, **beside, **{name: value}) for value in VALUES[scheme][name])
     assert first is None or second is None or differ(first, second)
@@ -171,6 +175,28 @@ def _(folder):
 
 def outcome_of_seed(seed):
     return patch_model(tiny("llama"), "shaw", seed=seed).model.layers[0].self_attn.posenc.key_embeddings
+
+
+@shows("is_patched", "model")
+def _(folder):
+    model = tiny("llama")
+    assert not hf_posenc.is_patched(model)
+    assert hf_posenc.is_patched(patch_model(model, "alibi"))
+
+
+@shows("schemes_of", "model")
+def _(folder):
+    model = tiny("llama")
+    assert hf_posenc.schemes_of(model) == ()
+    assert hf_posenc.schemes_of(patch_model(model, "shaw", max_distance=3))[0].max_distance == 3
+
+
+@shows("which_engine", "layer")
+def _(folder):
+    model = patch_model(tiny("llama"), "alibi", layers=[1])
+    engines = [hf_posenc.which_engine(model, 8, layer=layer).engine for layer in (None, 0, 1, -1)]
+    assert engines == ["reference", "sdpa", "reference", "reference"]
+    refuses(ValueError, hf_posenc.which_engine, model, 8, layer=2)
 
 
 @shows("patched", "model", "scheme", "**")
@@ -268,7 +294,7 @@ def _(folder):
     refuses(hf_posenc.CheckpointError, hf_posenc.from_pretrained, folder / "stock")
     model = hf_posenc.from_pretrained(folder / "stock", scheme="shaw", max_distance=3, dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16
-    assert model.config.position_encoding["max_distance"] == 3
+    assert model.config.position_encoding["schemes"][0]["max_distance"] == 3
     refuses(TypeError, hf_posenc.from_pretrained, folder / "stock", scheme="shaw", max_distnce=3)
     refuses(TypeError, hf_posenc.from_pretrained, folder / "stock", scheme="alibi", max_distance=3)
     model.save_pretrained(folder / "patched")

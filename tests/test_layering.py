@@ -1,4 +1,4 @@
-"""Files of the package import only from their left, and the core knows no transformers."""
+"""Files of the package import only from their left, the core knows no transformers, nobody asks a scheme what it is."""
 
 import ast
 import importlib.util
@@ -7,21 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from hf_posenc.registry import available_schemes, scheme_class, supported_model_types
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_posenc"
 
 LAYERS = (
     ("errors",),
-    ("positions", "files"),
+    ("positions", "files", "modes", "waves"),
     ("registry",),
     ("call",),
-    ("forms",),
-    ("engines", "schemes", "adapters"),
-    ("attention", "hub"),
-    ("surgery",),
-    ("classes",),
+    ("forms", "placement"),
+    ("modules",),
+    ("engines", "schemes", "families"),
+    ("upstream", "hub"),
     ("patching",),
-    ("verification", "checkpoint", "lora", "parallel"),
+    ("model_types",),
+    ("classes", "api"),
+    ("verification", "checkpoint", "export", "lora", "parallel"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
     ("cli",),
@@ -34,11 +37,15 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 CORE = {
     "errors": set(),
     "positions": set(),
+    "modes": set(),
+    "waves": set(),
+    "placement": set(),
+    "modules": set(),
     "call": set(),
     "forms": set(),
     "registry": set(),
     "engines": set(),
-    "adapters": set(),
+    "families": set(),
     "schemes": {"transformers.initialization"},
 }
 
@@ -114,17 +121,17 @@ def test_imports_come_from_the_left(path, module, is_package):
     ("module", "source"),
     [
         ("hf_posenc.schemes.alibi", "from ..engines import reference"),
-        ("hf_posenc.schemes.alibi", "from hf_posenc.adapters.base import Adapter"),
+        ("hf_posenc.schemes.alibi", "from hf_posenc.families.base import Family"),
         ("hf_posenc.schemes.alibi", "from transformers import PreTrainedModel"),
         ("hf_posenc.schemes.alibi", "import transformers"),
         ("hf_posenc.engines.reference", "from transformers import initialization"),
         ("hf_posenc.engines.reference", "import numpy as np"),
-        ("hf_posenc.adapters.llama", "def late():\n    from ..attention import NAME"),
-        ("hf_posenc.attention", "from . import surgery"),
-        ("hf_posenc.surgery", "from .classes import PosEncMixin"),
+        ("hf_posenc.families.table", "def late():\n    from ..upstream.masks import NAME"),
+        ("hf_posenc.upstream.attention", "from ..patching import plan"),
+        ("hf_posenc.patching.place", "from ..model_types.model import PosEncMixin"),
         ("hf_posenc.checkpoint", "from . import verification"),
-        ("hf_posenc.patching", "from hf_posenc import patch_model"),
-        ("hf_posenc.patching", "import hf_posenc"),
+        ("hf_posenc.api", "from hf_posenc import patch_model"),
+        ("hf_posenc.api", "import hf_posenc"),
         ("hf_posenc.registry", "if TYPE_CHECKING:\n    pass\nelse:\n    from .schemes import base"),
     ],
 )
@@ -143,11 +150,115 @@ def test_a_wrong_import_is_found(module, source):
         ("hf_posenc.schemes.base", "from transformers.initialization import normal_"),
         ("hf_posenc.registry", "if TYPE_CHECKING:\n    from hf_posenc.schemes.base import Scheme"),
         (
-            "hf_posenc.attention",
-            "import transformers\nfrom .engines import reference\nfrom .schemes.base import Scheme",
+            "hf_posenc.upstream.attention",
+            "import transformers\nfrom ..engines import reference\nfrom ..schemes.base import Scheme",
         ),
         ("hf_posenc.evaluation.perplexity", "from hf_posenc import patch_model"),
     ],
 )
 def test_a_right_import_is_allowed(module, source):
     assert violations(source, module) == []
+
+
+# ------------------------------------------------------------------------------------------------- who may know what
+
+SCHEME_CLASSES = {scheme_class(name).__name__ for name in available_schemes()} | {
+    "ScoreScheme",
+    "EmbeddingScheme",
+    "RotaryScheme",
+}
+REGISTRIES = {
+    ("hf_posenc.registry", "_SCHEMES"),
+    ("hf_posenc.registry", "_FAMILIES"),
+    # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
+    ("hf_posenc.model_types.config", "config_class"),
+    ("hf_posenc.model_types.model", "model_class"),
+    # What the processor can do, which does not change; and torch.compile's own wrapper, which keeps kernels by itself.
+    ("hf_posenc.engines.cpu", "has_amx"),
+    ("hf_posenc.engines.cpu", "multiplies_bfloat16"),
+    ("hf_posenc.engines.flex", "compiled"),
+}
+CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+
+
+def asks_what_a_scheme_is(source, module):
+    """Lines outside `schemes` that look at the class or the name of a scheme, in words."""
+    if part_of(module) == "schemes":
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("isinstance", "issubclass")
+        ):
+            named = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
+            named |= {part.attr for part in ast.walk(node.args[1]) if isinstance(part, ast.Attribute)}
+            if named & SCHEME_CLASSES:
+                found.append(f"{module}:{node.lineno} asks whether something is a {', '.join(named & SCHEME_CLASSES)}")
+        if isinstance(node, ast.Compare):
+            texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+            if texts & set(available_schemes()):
+                found.append(
+                    f"{module}:{node.lineno} compares a name with {', '.join(texts & set(available_schemes()))}"
+                )
+    return found
+
+
+def names_an_architecture(source, module):
+    """Lines outside `families` that hold the model type of a family, in words."""
+    types = set(supported_model_types())
+    return [
+        f"{module}:{node.lineno} names {node.value}"
+        for node in ast.walk(ast.parse(source))
+        if part_of(module) != "families" and isinstance(node, ast.Constant) and node.value in types
+    ]
+
+
+def keeps_state(source, module):
+    """Names of a module that its functions change, or that remember calls, in words."""
+    tree = ast.parse(source)
+    own = {
+        target.id
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    found = set()
+    for function in [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Global):
+                found |= set(node.names)
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+                found |= {node.value.id} & own if isinstance(node.value, ast.Name) else set()
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+                found |= {node.func.value.id} & own if isinstance(node.func.value, ast.Name) else set()
+        if isinstance(function, ast.FunctionDef) and any("cache" in ast.unparse(d) for d in function.decorator_list):
+            found.add(function.name)
+    return [f"{module} keeps state in {name}" for name in sorted(found) if (module, name) not in REGISTRIES]
+
+
+@pytest.mark.parametrize("rule", [asks_what_a_scheme_is, names_an_architecture, keeps_state])
+@pytest.mark.parametrize(("path", "module", "is_package"), FILES, ids=[module for _, module, _ in FILES])
+def test_a_rule_holds(path, module, is_package, rule):
+    assert rule(path.read_text(encoding="utf-8"), module) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (asks_what_a_scheme_is, "def f(s):\n    return isinstance(s, (int, Rope))"),
+        (asks_what_a_scheme_is, "def f(s):\n    return isinstance(s, base.ScoreScheme)"),
+        (asks_what_a_scheme_is, "def f(s):\n    return s.name == 'nope'"),
+        (asks_what_a_scheme_is, "def f(s):\n    return s.name in ('alibi', 'x')"),
+        (names_an_architecture, "def f(c):\n    return c.model_type == 'gemma2'"),
+        (names_an_architecture, "TWINS = {'llama': 1}"),
+        (keeps_state, "SEEN = {}\ndef f(x):\n    SEEN[x] = 1"),
+        (keeps_state, "SEEN: list = []\ndef f(x):\n    SEEN.append(x)"),
+        (keeps_state, "COUNT = 0\ndef f():\n    global COUNT\n    COUNT += 1"),
+        (keeps_state, "import functools\n@functools.cache\ndef f(x):\n    return x"),
+    ],
+)
+def test_a_broken_rule_is_found(rule, source):
+    assert rule(source, "hf_posenc.verification")

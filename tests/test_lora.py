@@ -118,7 +118,7 @@ def test_an_adapter_refuses_another_base(case, family, tmp_path):
             load_adapter(base, tmp_path / "adapter")
         assert not isinstance(base, PeftModel)
     entry = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["auto_mapping"]
-    assert entry["position_encoding"]["scheme"] == case
+    assert entry["position_encoding"]["schemes"][0]["scheme"] == case
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

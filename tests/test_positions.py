@@ -22,8 +22,9 @@ from transformers.masking_utils import (
 )
 
 from hf_posenc import patch_model, positions
-from hf_posenc.attention import describe_mask, position_channel, scheme_attention
 from hf_posenc.positions import DensePositions, Positions
+from hf_posenc.upstream.attention import scheme_attention
+from hf_posenc.upstream.masks import describe_mask, position_channel
 
 LENGTH = 12
 LEFT = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 12], dtype=torch.bool)

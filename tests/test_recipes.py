@@ -196,7 +196,10 @@ def test_fine_tuning_learns_and_repeats(recipe, tiny_checkpoints, text):
 @pytest.mark.parametrize("scheme", ["nope", "sinusoidal", "rope", "transformer_xl", "da_transformer"])
 def test_other_schemes(recipe, tiny_checkpoints, text, scheme):
     results = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme=scheme))
-    assert hf_posenc.from_pretrained(tiny_checkpoints / "out" / "model").config.position_encoding["scheme"] == scheme
+    assert (
+        hf_posenc.from_pretrained(tiny_checkpoints / "out" / "model").config.position_encoding["schemes"][0]["scheme"]
+        == scheme
+    )
     assert all("sliding" in row for row in results["before"] + results["after"])
 
 
@@ -352,7 +355,7 @@ def test_embedded_default_under_accelerate_launch(recipes, tmp_path):
     # It has learnt something: 257 symbols are 5.5 nats at random.
     assert results["before"][0]["sliding"]["loss"] < 4
     model = hf_posenc.from_pretrained(tmp_path / "out" / "model")
-    assert model.config.position_encoding["scheme"] == "alibi"
+    assert model.config.position_encoding["schemes"][0]["scheme"] == "alibi"
     model.generate(torch.arange(300)[None] % 256, max_new_tokens=3, do_sample=False)
 
 
@@ -716,7 +719,7 @@ def test_trainer_example(recipes, tiny_checkpoints, text):
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
     saved = hf_posenc.from_pretrained(tiny_checkpoints / "whole")
-    assert saved.config.position_encoding["scheme"] == "shaw"
+    assert saved.config.position_encoding["schemes"][0]["scheme"] == "shaw"
     resumed = example.main([*words, "--steps", "60", "--output", str(tiny_checkpoints / "whole"), "--resume"])
     for (name, one), (_, other) in zip(trainer.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name

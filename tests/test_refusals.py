@@ -31,7 +31,7 @@ from hf_posenc import (
 )
 from hf_posenc.registry import scheme_class
 
-SCORES = tuple(name for name in available_schemes() if scheme_class(name).kind == "score")
+SCORES = tuple(name for name in available_schemes() if scheme_class(name)().acts_on.attends)
 STOCK_ATTENTION = tuple(name for name in available_schemes() if name not in SCORES)
 FAMILIES = ("gpt2", "llama")
 
@@ -439,7 +439,7 @@ def test_continuous_batching(family, scheme):
 
 @pytest.mark.parametrize("scheme", SCORES)
 def test_paged_keys_without_positions(scheme):
-    from hf_posenc.attention import scheme_attention
+    from hf_posenc.upstream.attention import scheme_attention
 
     attention = patch_model(tiny("llama"), scheme, seed=0).model.layers[0].self_attn
     heads = torch.zeros(1, 4, 3, 8)

@@ -10,7 +10,9 @@ import pytest
 
 import hf_posenc
 from hf_posenc import Scheme, UnknownSchemeError, available_schemes, registry, schemes
+from hf_posenc.placement import Placement
 from hf_posenc.registry import register_scheme, scheme_class
+from hf_posenc.schemes.base import EVERY_SCHEME
 
 FILES = sorted(module.name for module in pkgutil.iter_modules(schemes.__path__) if module.name != "base")
 
@@ -44,7 +46,7 @@ def test_a_scheme_is_a_frozen_keyword_only_dataclass_with_defaults(name):
     if fields(cls):
         with pytest.raises(TypeError):
             cls(1)
-    assert scheme.kind in ("none", "embedding", "rotary", "score")
+    assert isinstance(scheme.acts_on, Placement)
 
 
 @pytest.mark.parametrize("name", available_schemes())
@@ -60,7 +62,13 @@ def test_a_docstring_has_every_part(name, heading):
 def test_a_docstring_explains_every_hyperparameter(name):
     text = inspect.getdoc(scheme_class(name))
     explained = {line.strip().partition(":")[0] for line in text.partition("Args:")[2].splitlines() if ":" in line}
-    assert {field.name for field in fields(scheme_class(name))} <= explained
+    assert {field.name for field in fields(scheme_class(name))} - set(EVERY_SCHEME) <= explained
+
+
+def test_what_every_scheme_has_is_explained_once():
+    text = inspect.getdoc(Scheme).partition("Attributes:")[2]
+    assert {field.name for field in fields(Scheme)} == set(EVERY_SCHEME)
+    assert all(f"{name}: " in text for name in EVERY_SCHEME)
 
 
 @pytest.fixture
@@ -72,7 +80,6 @@ def scheme_named(scheme_name):
     @dataclass(frozen=True, kw_only=True)
     class Another(Scheme):
         name: ClassVar[str] = scheme_name
-        kind: ClassVar = "none"
 
     return Another
 

@@ -29,9 +29,9 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 from hf_posenc import patch_model, unpatch_model, verify
-from hf_posenc.attention import IdentityRotary
-from hf_posenc.patching import patch_of
+from hf_posenc.patching.state import patch_of
 from hf_posenc.schemes.base import PositionEmbedding, PositionModule, ScoreModule
+from hf_posenc.upstream.rotary import IdentityRotary
 
 LENGTH = 20
 PADDING = 5
@@ -574,7 +574,7 @@ def silence(model):
 
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if name == "rotary_emb" and patch_of(model).scheme.name == "rope":
+            if name == "rotary_emb" and patch_of(model).name == "rope":
                 base = parent.rotary_emb if hasattr(parent.rotary_emb, "inv_freq") else parent.rotary_emb.rotary
                 silent = IdentityRotary(base)
             elif isinstance(child, PositionEmbedding) and any(True for _ in child.modules()):
@@ -594,7 +594,7 @@ def assert_acts(model, family):
     """Fail unless the model computes something else than the stock one, and than one without positions."""
     ids = tokens(2, LENGTH)
     assert distance(full(model, ids), full(tiny(family), ids)) > DIFFERENT, "stock"
-    if patch_of(model) is None or patch_of(model).scheme.name != "nope":
+    if patch_of(model) is None or patch_of(model).name != "nope":
         assert distance(full(model, ids), full(patch_model(tiny(family), "nope"), ids)) > DIFFERENT, "nope"
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto import modeling_auto
 
 from hf_posenc import from_pretrained, patch_model
-from hf_posenc.classes import model_class
+from hf_posenc.model_types.model import model_class
 
 PAIRS = [*zip(FAMILIES, cycle(SCHEMES), strict=False), ("llama", "shaw"), ("gpt2", "alibi"), ("opt", "transformer_xl")]
 each_pair = pytest.mark.parametrize(("family", "case"), PAIRS)
@@ -62,7 +62,7 @@ def test_what_cannot_be_measured_on_the_meta_device_asks_for_a_number(family):
         model = AutoModelForCausalLM.from_config(tiny(family).config)
     with pytest.raises(ValueError, match=r"scale='match' needs embeddings .* pass a number"):
         patch_model(model, "sinusoidal")
-    assert patch_model(model, "sinusoidal", scale=0.5).config.position_encoding["scale"] == 0.5
+    assert patch_model(model, "sinusoidal", scale=0.5).config.position_encoding["schemes"][0]["scale"] == 0.5
 
 
 # ------------------------------------------------------------------------------------------------- attention weights

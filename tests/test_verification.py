@@ -15,12 +15,12 @@ from hf_posenc import (
     unpatch_model,
     verify,
 )
-from hf_posenc.adapters import resolve
-from hf_posenc.registry import adapter_for, scheme_class
+from hf_posenc.families import resolve
+from hf_posenc.registry import family_for, scheme_class
 from hf_posenc.schemes.base import PositionModule, ScoreModule
 
 FAMILIES = ("gpt2", "llama", "gemma2", "opt")
-SCORES = tuple(name for name in available_schemes() if scheme_class(name).kind == "score")
+SCORES = tuple(name for name in available_schemes() if scheme_class(name)().acts_on.attends)
 VARIANTS = {
     **{scheme: (scheme, {}) for scheme in available_schemes()},
     "sinusoidal-every-layer": ("sinusoidal", {"placement": "every_layer"}),
@@ -35,7 +35,7 @@ VARIANTS = {
 
 def parts(model):
     """The modules of a patched (or stock) model that its adapter names."""
-    return resolve(adapter_for(model.config.model_type.removeprefix("posenc_")), model)
+    return resolve(family_for(model.config.model_type.removeprefix("posenc_")), model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -219,7 +219,7 @@ def test_a_layer_that_does_not_rotate_is_caught(family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_rotation_that_stands_still_is_caught(family):
-    from hf_posenc.attention import IdentityRotary
+    from hf_posenc.upstream.rotary import IdentityRotary
 
     model = patch_model(tiny(family), "rope")
     model.model.rotary_emb = IdentityRotary(model.model.rotary_emb)

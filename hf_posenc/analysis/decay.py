@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..attention import NAME
+from ..modes import evaluation
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule, Shared
+from ..upstream.masks import NAME
 from . import probe
 
 
@@ -126,7 +127,7 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
 
         hooks = [a.posenc.register_forward_pre_hook(record, with_kwargs=True) for a in found.attentions]
         try:
-            with probe.evaluating(model):
+            with evaluation(model):
                 model(tokens, use_cache=False)
         finally:
             for hook in hooks:
@@ -345,7 +346,7 @@ def attention_by_distance(
         total.scatter_add_(1, lag.flatten().expand_as(rows), rows)
         sums[layer] = sums.get(layer, 0) + total
 
-    with probe.evaluating(model), probe.dense_attention(model, see):
+    with evaluation(model), probe.dense_attention(model, see):
         for row in tqdm(tokens, disable=not progress, desc="attention", unit="text"):
             model(row[None], use_cache=False)
     count = batch * (length - first)

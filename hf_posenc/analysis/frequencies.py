@@ -102,7 +102,7 @@ def frequencies(
         label = resolved.name
         if isinstance(module, Waves):
             return [Frequencies(label, _of_waves(module), trained)]
-        rotary = module if resolved.kind == "rotary" else None
+        rotary = module if resolved.acts_on.rotates else None
     if rotary is None:
         raise ValueError(f"{label} has no waves: only sinusoidal and rope have")
     found = []

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..modes import evaluation
 from . import probe
 
 
@@ -113,7 +114,7 @@ def order_sensitivity(
     sums = torch.zeros(3, len(layers), dtype=torch.float64)
     variation = divergence = 0.0
     with (
-        probe.evaluating(model),
+        evaluation(model),
         tqdm(total=changes * (len(layers) + 1), disable=not progress, desc="order", unit="forward") as bar,
     ):
         calls, states, logits = _trace(model, layers, tokens)

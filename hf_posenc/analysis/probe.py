@@ -12,26 +12,18 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from .. import surgery
-from ..adapters.base import Resolved, resolve
-from ..attention import NAME, IdentityRotary, PartialRotary, check_scalings, make_rotary
+from ..api import parse_schemes
 from ..call import Call
 from ..engines import dispatch
-from ..patching import parse_scheme
+from ..families.base import Resolved
+from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, Shared
+from ..patching.place import NoEmbedding, seeded
+from ..patching.plan import BaseModel
+from ..patching.state import patch_of
 from ..positions import DensePositions
-from ..registry import adapter_for
-from ..schemes.base import (
-    Dims,
-    EmbeddingScheme,
-    Native,
-    PositionEmbedding,
-    Reference,
-    Scheme,
-    ScoreModule,
-    ScoreScheme,
-    Shared,
-)
-from ..schemes.rope import Rope
+from ..schemes.base import Dims, RotaryScheme, Scheme
+from ..upstream.masks import NAME
+from ..upstream.rotary import IdentityRotary, PartialRotary, make_rotary, scaling_types
 
 DIMS = Dims(num_heads=8, num_key_value_heads=8, head_dim=64, hidden_size=512, num_layers=1)
 """Sizes of the attention that a scheme without a model is looked at in."""
@@ -60,33 +52,72 @@ def build(
     Returns:
         The scheme with its choices made, and its module: one that makes vectors, angles or scores, None for `nope`.
     """
-    wanted = parse_scheme(scheme, hyperparameters)
+    (wanted,) = parse_schemes(scheme, hyperparameters)
     native = Native(None, 0.5**0.5, trained_length)
-    if isinstance(wanted, Rope):
-        check_scalings(wanted)
-        wanted = wanted.with_base({}, trained_length)
-    wanted = wanted.resolve(native, dims)
-    with surgery.seeded(seed), torch.no_grad():
-        if isinstance(wanted, Rope):
-            config = LlamaConfig(max_position_embeddings=trained_length)
-            rotary = make_rotary(wanted.rope_parameters(), config, dims, None, False)
-            return wanted, PartialRotary(rotary, dims.head_dim)
-        if isinstance(wanted, EmbeddingScheme):
-            vectors = wanted.build(dims).double()
-            vectors.initialize(native)
-            return wanted, vectors
-        if isinstance(wanted, ScoreScheme):
-            wanted.check(dims)
-            scores, shared = wanted.build(dims).double(), wanted.build_shared(dims)
-            scores.reset_parameters()
-            if shared is not None:
-                shared.double().reset_parameters()
-                holder = nn.Module()
-                holder.posenc = shared
-                attached = wanted.attach_shared(scores, Reference(holder, "posenc"))
-                return wanted, attached.owner() if isinstance(attached, Shared) else attached
-            return wanted, scores
-    return wanted, None
+    bench = _Bench(dims, trained_length)
+    wanted = wanted.acts_on.fit(wanted, bench).resolve(native, dims)
+    with seeded(seed), torch.no_grad():
+        wanted.acts_on.put(wanted, bench)
+        for module in bench.modules:
+            if isinstance(module, PositionModule):
+                module.double()
+            if isinstance(module, PositionEmbedding):
+                module.initialize(native)
+            elif isinstance(module, PositionModule):
+                module.reset_parameters()
+    made = bench.modules[-1] if bench.modules else None
+    return wanted, made.owner() if isinstance(made, Shared) else made
+
+
+class _Bench:
+    """Stands in for a model of one layer that has no positions: takes what a placement puts there."""
+
+    name = "a model"
+    has_table = False
+    layers = (0,)
+
+    def __init__(self, dims: Dims, trained_length: int) -> None:
+        self.dims = dims
+        self.trained_length = trained_length
+        self.modules: list[nn.Module] = []
+        self.holder = nn.Module()
+
+    def require_own_attention(self, scheme: str) -> None:
+        """Do nothing: attention is computed here as it has to be."""
+
+    def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
+        """Return the scheme as it would be on a base that rotates nothing."""
+        scheme.check(self.dims)
+        return scheme.with_base({}, self.trained_length, scaling_types())
+
+    def share(self, module: nn.Module) -> Reference:
+        """Own a module."""
+        self.modules.append(module)
+        self.holder.posenc = module
+        return Reference(self.holder, "posenc")
+
+    def on_attention(self, layer: int, module: nn.Module) -> None:
+        """Take the module of the attention."""
+        self.modules.append(module)
+
+    def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
+        """Take the module of the vectors, unless it is shared and here already."""
+        if isinstance(module, nn.Module):
+            self.modules.append(module)
+
+    def at_input(self, module: PositionEmbedding) -> None:
+        """Take the module of the vectors."""
+        self.modules.append(module)
+
+    def turn(self, scheme: RotaryScheme) -> None:
+        """Make the module of the angles, and widen it to whole heads."""
+        parameters = scheme.rope_parameters()
+        if parameters is None:
+            rotary: nn.Module = scheme.build(self.dims)
+        else:
+            config = LlamaConfig(max_position_embeddings=self.trained_length)
+            rotary = make_rotary(parameters, config, self.dims, None, False)
+        self.modules += [rotary, PartialRotary(rotary, self.dims.head_dim)]
 
 
 def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tensor | None:
@@ -114,7 +145,7 @@ def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tenso
 
 def parts(model: PreTrainedModel) -> Resolved:
     """Return the modules of a patched or stock model; UnsupportedModelError for another family."""
-    return resolve(adapter_for(surgery.base_model_type(model.config)), model)
+    return BaseModel.of(model).found
 
 
 def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tensor | None:
@@ -132,17 +163,17 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
     """
     found = parts(model)
     for module in [found.position_table, getattr(found.decoder, "posenc", None), getattr(found.layers[0], "posenc", 0)]:
-        if isinstance(module, surgery.NoEmbedding):
+        if isinstance(module, NoEmbedding):
             continue
         if isinstance(module, PositionEmbedding):
-            patch = getattr(model.base_model, "_posenc_patch", None)
-            rows = (patch.scheme.limit if patch else None) or model.config.max_position_embeddings
+            patch = patch_of(model)
+            rows = (patch.limit if patch else None) or model.config.max_position_embeddings
             place = found.token_embedding.weight.device
             ids = torch.arange(min(rows, 2**16) if length is None else length, device=place)[None]
             with torch.no_grad():
                 return module.embed(ids)[0].double().cpu()
         if isinstance(module, nn.Embedding):
-            offset = adapter_for(surgery.base_model_type(model.config)).table_offset
+            offset = BaseModel.of(model).family.table_offset
             table = module.weight.detach()[offset:].double().cpu()
             if length is not None and length > len(table):
                 raise ValueError(f"the model has {len(table)} position vectors, {length} were asked for")
@@ -195,18 +226,6 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
     call = Call(query, key, key, positions, scaling=scaling, module=module, form=module.form(query)).widened()
     scores: Tensor = call.formula.scores(call)
     return scores
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, and back in the mode that each was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

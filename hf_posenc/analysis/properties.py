@@ -158,7 +158,7 @@ def _unique(signature: Tensor | None, scheme: Scheme, length: int, module: nn.Mo
     name = "unique"
     if signature is None:
         return Property(name, "no", "all positions are the same: there are none")
-    what = "distances" if scheme.kind == "score" else "positions"
+    what = "distances" if scheme.acts_on.measures == "distances" else "positions"
     closest, pair = _closest(signature)
     found = f"closest of {len(signature)} {what}: {pair[0]} and {pair[1]}, {closest:.1e} of their size apart"
     if closest <= UNIQUE:
@@ -185,7 +185,7 @@ def _closest(vectors: Tensor) -> tuple[float, tuple[int, int]]:
 
 def _linear(signature: Tensor | None, module: nn.Module | None, scheme: Scheme) -> Property:
     name = "linear"
-    if signature is None or scheme.kind == "score":
+    if signature is None or scheme.acts_on.measures == "distances":
         return Property(name, "not applicable", "no position has a representation of its own, only distances count")
     shift = 7
     before, after = signature[:-shift], signature[shift:]
@@ -210,19 +210,19 @@ def _generalises(signature: Tensor | None, scheme: Scheme, trained: int, length:
         return Property(name, "not applicable", "there is nothing that could be new at a longer context")
     if len(signature) < length:
         return Property(name, "no", f"position {len(signature)} does not exist")
-    if scheme.kind == "score":
+    if scheme.acts_on.measures == "distances":
         # What enters the sum over keys: a bias of -20 or -40 is no weight either way.
         signature = (signature - signature[0]).exp()
     seen, beyond = signature[:trained], signature[trained:]
     low, high = seen.amin(0), seen.amax(0)
-    if scheme.kind == "score":
+    if scheme.acts_on.measures == "distances":
         low = low.clamp(max=0)  # a key without weight is as good as absent, and shorter contexts have shown that
     span = (high - low).clamp(min=1e-12 * signature.abs().max().item())
     excess = torch.maximum(low - beyond, beyond - high).clamp(min=0).amax(0) / span
     new = int((excess > SEEN).sum())
-    what = "weights of heads and probes" if scheme.kind == "score" else "coordinates"
+    what = "weights of heads and probes" if scheme.acts_on.measures == "distances" else "coordinates"
     found = f"between {trained} and {length}, {new} of {len(excess)} {what} leave the range seen in training"
-    if scheme.kind != "score":
+    if scheme.acts_on.measures != "distances":
         # A wave that has not shown its full range shows new angles even where its range is left by little.
         return Property(name, "yes" if new == 0 else "no", found)
     return Property(name, "yes" if new == 0 else "no", f"{found} by more than {SEEN:.0%}")
@@ -256,7 +256,7 @@ def _dimensions(module: nn.Module | None, scheme: Scheme, dims: Dims) -> Propert
         x, y = part[:, None].expand(-1, 4, -1), part[None].expand(4, -1, -1)
         return torch.cat([x, y], -1).flatten(0, 1)
 
-    if scheme.kind == "score":
+    if scheme.acts_on.measures == "distances":
         separate, _ = _closest(grid(0))
         verdict: Verdict = "yes" if separate > UNIQUE else "no"
         return Property(name, verdict, f"scores of the two distances of a grid: closest places {separate:.1e} apart")

@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..modes import evaluation
 from . import probe
 
 
@@ -174,7 +175,7 @@ def interaction(
     if not (0 <= first < length - 1 and 0 <= second < length - 1) or first == second:
         raise ValueError(f"first and second must be two positions from 0 to {length - 2}, not {first} and {second}")
     embedding = probe.parts(model).token_embedding
-    with torch.enable_grad(), probe.evaluating(model), probe.dense_attention(model):
+    with torch.enable_grad(), evaluation(model), probe.dense_attention(model):
         start = embedding(tokens[:, :-1]).detach()
         size = start.shape[-1]
         at = [torch.zeros(size, dtype=start.dtype, device=start.device, requires_grad=True) for _ in range(2)]

@@ -21,9 +21,11 @@ class Engine:
         forms: what it takes; None means every scheme, also one without a form.
         floors: scores per head (Q times L) below which `auto` passes it over because the next engine is faster, by
             dtype (None: any other).
+        traced: whether torch.compile can trace it.
     """
 
     name: ClassVar[str]
+    traced: ClassVar[bool] = False
     forms: ClassVar[tuple[type[Form], ...] | None] = None
     floors: Mapping[torch.dtype | None, int]
 

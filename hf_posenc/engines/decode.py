@@ -44,6 +44,7 @@ class Decode(Engine):
     """
 
     name = "decode"
+    traced = True
     forms = (Bias, Slopes, Factors, ClippedVectors, RelativeKeys)
 
     def considered(self, call: Call) -> bool:

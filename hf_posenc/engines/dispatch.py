@@ -15,6 +15,7 @@ from .chunked import Chunked
 from .clipped import Clipped
 from .decode import Decode
 from .flex import Flex
+from .plain import Plain
 from .reference import Reference
 from .rescaled import Rescaled
 from .rounded import Rounded
@@ -22,6 +23,7 @@ from .skewed import Skewed
 from .toeplitz import Toeplitz
 
 ENGINES: tuple[Engine, ...] = (
+    Plain(),
     Decode({None: 1024}),
     Banded({torch.float32: 1024**2, torch.bfloat16: (4096 if cpu.has_amx() else 1024) ** 2}),
     Toeplitz({None: 128**2}),
@@ -83,8 +85,9 @@ def choose(wanted: str, call: Call) -> Choice:
             raise ValueError(f"attention={wanted!r} cannot compute this call: {reason}; use attention='auto'")
         return Choice(wanted, "asked for")
     if torch.compiler.is_compiling():  # before sizes are compared, which would fix them in the graph
-        one = call.query.shape[2] == 1 and not call.weights and named("decode").why_not(call) is None
-        return Choice("decode" if one else "reference", "torch.compile traces it")
+        for engine in ENGINES:
+            if engine.traced and engine.why_not(call) is None:
+                return Choice(engine.name, "torch.compile traces it")
     queries, keys = call.query.shape[2], call.key.shape[2]
     reasons: list[str] = []
     for engine in ENGINES:

@@ -11,6 +11,7 @@ class Reference(Engine):
     """Every scheme, mask and dtype, with weights; O(Q L) memory."""
 
     name = "reference"
+    traced = True
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor]:
         """Attend densely, see `attend`."""

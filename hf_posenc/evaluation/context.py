@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .perplexity import Perplexity, default_batch_size, evaluating, logits_function
+from ..modes import evaluation
+from .perplexity import Perplexity, default_batch_size, logits_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def measure_context(
         raise RuntimeError("distributed=True needs torch.distributed.init_process_group first")
     strides = [stride_of(length, stride) for length in lengths]
     total_bytes = sum(byte_counts) if byte_counts is not None else None
-    with evaluating(model), torch.no_grad():
+    with evaluation(model), torch.no_grad():
         trial = next(document for document in documents if len(document) > 1)
         return [
             _measure(model, documents, length, step, total_bytes, batch_size, distributed, progress, trial)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import HfPosencError
-from ..patching import patch_of
+from ..patching.state import patch_of
 from ..verification import verify
 
 
@@ -40,9 +40,9 @@ def harness_model(model: nn.Module, tokenizer: Any, *, max_length: int | None = 
         raise ImportError("this needs lm_eval: pip install 'hf_posenc[harness]'") from None
     patch = patch_of(model)
     if patch is not None:
-        limit = patch.scheme.limit
+        limit = patch.limit
         if limit is not None and max_length is not None and max_length > limit:
-            raise ValueError(f"max_length {max_length} is beyond the {limit} positions of {patch.scheme.name}")
+            raise ValueError(f"max_length {max_length} is beyond the {limit} positions of {patch.name}")
         report = verify(model)
         if not report.ok:
             raise HfPosencError(

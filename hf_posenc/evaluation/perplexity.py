@@ -8,7 +8,6 @@ full context and has no such gain. Always look at both, at the same lengths.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
+
+from ..modes import evaluation
 
 # Windows are scored in batches of about this many tokens. A CPU gains nothing from more, and its caches lose.
 TOKENS_PER_BATCH = 8192
@@ -155,7 +156,7 @@ def _score(
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     nll, count = 0.0, 0
     with (
-        evaluating(model),
+        evaluation(model),
         torch.no_grad(),
         tqdm(
             total=sum(end - first for _, first, end in spans),
@@ -237,15 +238,3 @@ def logits_function(model: nn.Module, tokens: Tensor) -> Callable[[Tensor, slice
         return whole
     expected = model(input_ids=trial, use_cache=False).logits
     return in_pieces if torch.allclose(head(hidden), expected, rtol=1e-5, atol=1e-5) else whole
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; every module's own mode back afterwards (a fine-tune may keep parts frozen in eval mode)."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from .perplexity import default_batch_size, evaluating, logits_function
+from ..modes import evaluation
+from .perplexity import default_batch_size, logits_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +321,7 @@ def _grid(
             batches.append([index])
     outcome = torch.zeros(len(jobs), 3, dtype=torch.float64)  # tokens, right ones, sum of log-probabilities
     with (
-        evaluating(model),
+        evaluation(model),
         torch.no_grad(),
         tqdm(total=len(jobs), desc="retrieval", unit="trial", leave=False, disable=not progress) as bar,
     ):

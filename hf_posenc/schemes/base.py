@@ -1,4 +1,4 @@
-"""What a scheme is: hyper-parameters (a frozen dataclass) and, where it has parameters, a module that carries them.
+"""What a scheme is: hyper-parameters (a frozen dataclass), where it acts, and how its modules are built.
 
 Notation everywhere in this package: `B` batch, `H` query heads, `K` key-value heads, `Q`, `L` query and key length, `D`
 head size, `E` hidden size, `N` layers; `d = i - j >= 0` distance of query `i` from key `j`.
@@ -6,16 +6,24 @@ head size, `E` hidden size, `N` layers; `d = i - j >= 0` distance of query `i` f
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import initialization as init
 
-from ..call import Call
-from ..forms import Form
+from ..modules import (
+    Native,
+    PositionEmbedding,
+    PositionModule,
+    Reference,
+    Rotation,
+    ScoreModule,
+    Shared,
+    parameter,
+)
+from ..placement import Layers, Nowhere, OnHidden, OnRotary, OnScores, Placement
+from ..waves import compute_dtype, geometric_frequencies, sinusoids, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -29,34 +37,48 @@ class Dims:
     num_layers: int
 
 
-@dataclass(frozen=True)
-class Native:
-    """What the base model used before, for schemes that start from it.
-
-    Attributes:
-        table: (num_positions, E) the base's own table of positions, or None.
-        token_rms: root mean square of the token embeddings as they enter the first layer.
-        max_positions: the length the base was configured for.
-    """
-
-    table: Tensor | None
-    token_rms: float
-    max_positions: int
+EVERY_SCHEME = ("layers", "window")
+"""The hyper-parameters that every scheme has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """Hyper-parameters of a position encoding; each field is one, and is written to the checkpoint."""
+    """Hyper-parameters of a position encoding; each field is one, and is written to the checkpoint.
+
+    Attributes:
+        layers: which decoder layers it is for: a list of indices, a slice as text (`"3::4"`: every fourth from the
+            fourth on), a layer type of the config (`"full_attention"`), or None for every layer. The others keep what
+            the base has.
+        window: size of a sliding window in tokens that its layers get: a query sees itself and the `window - 1` tokens
+            before it. None leaves the base's own.
+    """
 
     name: ClassVar[str]
     """Registered name."""
 
-    kind: ClassVar[Literal["none", "embedding", "rotary", "score"]]
-    """Where the scheme acts: nowhere, on the hidden states, on queries and keys, on the attention scores."""
+    layers: Layers = None
+    window: int | None = None
+
+    @property
+    def acts_on(self) -> Placement:
+        """Where it acts."""
+        raise NotImplementedError(type(self).__name__)
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return every hyper-parameter by name, as values that JSON can hold."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        """Return every hyper-parameter by name, as values that JSON can hold: the scheme's own, then every scheme's."""
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        return {**{key: value for key, value in values.items() if key not in EVERY_SCHEME}, **values}
+
+    def __str__(self) -> str:
+        """Return the name with every hyper-parameter; those of every scheme only where they are given."""
+        values = self.hyperparameters()
+        shown = {key: value for key, value in values.items() if key not in EVERY_SCHEME or value is not None}
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
+
+    @property
+    def attends(self) -> bool:
+        """Whether its layers attend through the attention function of this package."""
+        return self.acts_on.attends or self.window is not None
 
     @property
     def limit(self) -> int | None:
@@ -88,6 +110,16 @@ class Scheme:
                 raise TypeError(f"{self.name}: {field} must be True or False, not {getattr(self, field)!r}")
 
     @classmethod
+    def meant_in_0_1(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the hyper-parameters that version 0.1 meant by those that it wrote, by name."""
+        return values
+
+    @classmethod
+    def say_the_same(cls, then: dict[str, Any], now: dict[str, Any]) -> bool:
+        """Return whether hyper-parameters that an older version may have written mean those of a resolved scheme."""
+        return then == now
+
+    @classmethod
     def parse(cls, hyperparameters: dict[str, Any]) -> Scheme:
         """Build the scheme from keyword arguments or a checkpoint's entry; TypeError names unknown ones."""
         known = [field.name for field in fields(cls)]
@@ -97,99 +129,17 @@ class Scheme:
                 f"{cls.name} has no hyper-parameter {', '.join(unknown)}; it has "
                 f"{', '.join(known) if known else 'none'}"
             )
-        return cls(**{key: tuple(v) if isinstance(v, list) else v for key, v in hyperparameters.items()})
-
-
-class PositionModule(nn.Module):
-    """A module with position parameters. Called through `forward` only: PEFT, FSDP and offloading see nothing else."""
-
-    def reset_parameters(self) -> None:
-        """Start the parameters through `transformers.initialization`, which leaves loaded values alone."""
-
-
-class ScoreModule(PositionModule):
-    """Sits on an attention module as `posenc`, and has the formula of the attention scores.
-
-    A scheme whose scores depend on the distance in one of the ways in `hf_posenc.forms` says so in `form`, and gets
-    every engine that takes this form. Any other scheme writes out `scores`, and `mix` if it also changes what is
-    summed, and runs on the engines that take every formula. Without either, this is attention without positions.
-    """
-
-    def forward(
-        self, call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
-
-        Args:
-            call: what is to be computed.
-            attend: computes it.
-
-        Returns:
-            output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) if the call wants them.
-        """
-        return attend(replace(call, module=self, form=self.form(call.query)))
-
-    def form(self, like: Tensor) -> Form | None:
-        """Return how the scores depend on distance, or None if that is no form.
-
-        Args:
-            like: has the device, and the dtype beside which positions are computed (`compute_dtype`).
-        """
-        return None
-
-    def scores(self, call: Call) -> Tensor:
-        """Return the scores before masking, (B, H, Q, L).
-
-        Args:
-            call: widened: float32 or float64, keys repeated to H heads. What a query does not see (`call.visible()`) is
-                masked afterwards.
-        """
-        return call.products()
-
-    def mix(self, call: Call, weights: Tensor) -> Tensor:
-        """Return the weighted sum of values, (B, H, Q, D), from weights (B, H, Q, L) of a widened call."""
-        return weights @ call.value
-
-
-class PositionEmbedding(PositionModule):
-    """Turns positions into vectors that are added to the hidden states.
-
-    `like`, where set, refers to the token embedding: the vectors take the dtype of its weight.
-    """
-
-    like: Reference | None = None
-
-    def forward(self, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Return one vector per position.
-
-        It may stand in for a base's own table, so it takes what those are called with: GPT-2 passes the positions
-        first, OPT passes a mask first and `position_ids` by name. Positions of padding (negative in OPT) count as 0.
-
-        Args:
-            *args: position ids (B|1, T) first, unless given by name.
-            position_ids: (B|1, T).
-            **kwargs: ignored.
-
-        Returns:
-            (B|1, T, E).
-        """
-        ids = args[0] if position_ids is None else position_ids
-        vectors = self.embed(ids.clamp(min=0))
-        return vectors if self.like is None else vectors.to(self.like().weight.dtype)
-
-    def embed(self, position_ids: Tensor) -> Tensor:
-        """Return the vectors (B|1, T, E) of positions (B|1, T) >= 0."""
-        raise NotImplementedError(type(self).__name__)
-
-    def initialize(self, native: Native) -> None:
-        """Start from the base model; afterwards `reset_parameters` has nothing to do."""
-        self.reset_parameters()
+        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in hyperparameters.items()}
+        return cls(**values)
 
 
 class ScoreScheme(Scheme):
     """A scheme that changes attention scores: needs our attention function."""
 
-    kind: ClassVar = "score"
+    @property
+    def acts_on(self) -> Placement:
+        """Where it acts."""
+        return OnScores()
 
     def check(self, dims: Dims) -> None:
         """Raise ValueError if the hyper-parameters do not fit these sizes."""
@@ -199,7 +149,7 @@ class ScoreScheme(Scheme):
         raise NotImplementedError(type(self).__name__)
 
     def build_shared(self, dims: Dims) -> PositionModule | None:
-        """Return what all layers share (owned once by the model), or None."""
+        """Return what the scheme's layers share (owned once by the model), or None."""
         return None
 
     def attach_shared(self, module: ScoreModule, shared: Reference) -> nn.Module:
@@ -208,106 +158,82 @@ class ScoreScheme(Scheme):
 
 
 class EmbeddingScheme(Scheme):
-    """A scheme that adds vectors to the hidden states, before the first layer or before every layer."""
+    """A scheme that adds vectors to the hidden states, before the first layer or before each of its layers."""
 
-    kind: ClassVar = "embedding"
+    @property
+    def acts_on(self) -> Placement:
+        """Where it acts."""
+        return OnHidden(every_layer=self.every_layer, share_layers=self.shares_layers)
 
-    def place(self) -> tuple[bool, bool]:
-        """Return whether to add before every layer, and whether the layers share one module."""
-        raise NotImplementedError(type(self).__name__)
+    @property
+    def every_layer(self) -> bool:
+        """Whether the vectors are added before each of the scheme's layers, or once at the input."""
+        return False
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether one module makes the vectors of all layers."""
+        return True
 
     def build(self, dims: Dims) -> PositionEmbedding:
         """Return the module that makes the vectors."""
         raise NotImplementedError(type(self).__name__)
 
 
-class Reference:
-    """Points at a module that is owned elsewhere: the child called `name` of `parent`, looked up at each call.
+class RotaryScheme(Scheme):
+    """A scheme that turns pairs of dimensions of queries and keys by angles that depend on the position."""
 
-    It is not registered, so that what it points at is saved and sharded once. It finds what a wrapper (PEFT) has put
-    in the child's place. A copy of what holds it points at the same module, unless the parent is copied as well.
-    """
+    @property
+    def acts_on(self) -> Placement:
+        """Where it acts."""
+        return OnRotary()
 
-    def __init__(self, parent: nn.Module, name: str) -> None:
-        """Point at a child.
+    @property
+    def pairs(self) -> str:
+        """Which dimensions are a pair: `half`, `(u, u + R/2)`, or `interleaved`, `(2u, 2u + 1)`."""
+        return "half"
 
-        Args:
-            parent: the module that owns it.
-            name: its attribute there.
-        """
-        self.parent = parent
-        self.name = name
+    @property
+    def leaves_dimensions(self) -> bool:
+        """Whether it turns fewer dimensions than a head has, with frequencies of their own."""
+        return False
 
-    def __call__(self) -> Any:
-        """Return the module."""
-        return getattr(self.parent, self.name)
+    def check(self, dims: Dims) -> None:
+        """Raise ValueError if the hyper-parameters do not fit these sizes."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Reference:
-        """Point into the copied model where the whole model is being copied."""
-        return Reference(memo.get(id(self.parent), self.parent), self.name)
-
-
-class Shared(nn.Module):
-    """Calls a module that is owned elsewhere, so that its parameters stay one object, saved once."""
-
-    def __init__(self, owner: Reference) -> None:
-        """Refer to a module without registering it.
+    def with_base(self, rotation: dict[str, Any], length: int, types: tuple[str, ...]) -> RotaryScheme:
+        """Return the scheme with everything that was None taken from the base.
 
         Args:
-            owner: what to call.
+            rotation: the base's own `rope_parameters`, by layer type where it has several; empty if it rotates nothing.
+            length: that the base was made for, in tokens.
+            types: the `rope_type` values that the installed transformers can compute.
+
+        Raises:
+            ValueError: if it cannot be had on this base.
         """
-        super().__init__()
-        self.owner = owner
+        return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the owner."""
-        return self.owner()(*args, **kwargs)
+    def rope_parameters(self) -> dict[str, Any] | None:
+        """Return transformers' `rope_parameters`, if transformers' own rotary modules are to make the angles."""
+        return None
 
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which positions are computed beside this tensor: float64 for float64, else float32."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for angles: float64, or float32 on MPS, which has nothing wider."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def geometric_frequencies(size: int, base: float, device: torch.device) -> Tensor:
-    """Return `w_u = base^(-2u/size)` in radians per token, u from 0: (ceil(size / 2),), in `wide_dtype`."""
-    return base ** -(torch.arange(0, size, 2, dtype=wide_dtype(device), device=device) / size)
-
-
-def sinusoids(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sines and cosines of position times frequency.
-
-    Angles are formed in `wide_dtype`: at position 100,000 a float32 product is wrong by up to 0.004 radians.
-
-    Args:
-        positions: integers of any shape (...).
-        frequencies: (F,) in radians per token; gradients flow to them.
-
-    Returns:
-        sines and cosines, (..., F), in `wide_dtype`.
-    """
-    wide = wide_dtype(positions.device)
-    angles = positions[..., None].to(wide) * frequencies.to(wide)
-    return angles.sin(), angles.cos()
-
-
-def parameter(*shape: int) -> nn.Parameter:
-    """Return an uninitialised parameter of this shape, in torch's default dtype."""
-    return nn.Parameter(torch.empty(*shape))
+    def build(self, dims: Dims) -> Rotation:
+        """Return the module that makes the angles; not called where there are `rope_parameters`."""
+        raise NotImplementedError(type(self).__name__)
 
 
 __all__ = [
     "Dims",
     "EmbeddingScheme",
     "Native",
+    "Nowhere",
+    "Placement",
     "PositionEmbedding",
     "PositionModule",
     "Reference",
+    "RotaryScheme",
+    "Rotation",
     "Scheme",
     "ScoreModule",
     "ScoreScheme",

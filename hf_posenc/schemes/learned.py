@@ -64,9 +64,15 @@ class Learned(EmbeddingScheme):
         """Rows of the table."""
         return self.num_positions
 
-    def place(self) -> tuple[bool, bool]:
-        """Return where to add, and whether one table serves every layer."""
-        return self.placement == "every_layer", self.share_layers
+    @property
+    def every_layer(self) -> bool:
+        """Whether the table is added before each layer, or once at the input."""
+        return self.placement == "every_layer"
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether one table serves all layers."""
+        return self.share_layers
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
         """Return the scheme with `num_positions` and `initialization` decided; ValueError where they cannot be had."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..registry import register_scheme
-from .base import Scheme
+from .base import Nowhere, Placement, Scheme
 
 
 @register_scheme
@@ -22,4 +22,8 @@ class Nope(Scheme):
     """
 
     name: ClassVar[str] = "nope"
-    kind: ClassVar = "none"
+
+    @property
+    def acts_on(self) -> Placement:
+        """Where it acts."""
+        return Nowhere()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..registry import register_scheme
-from .base import Dims, Scheme, compute_dtype
+from .base import Dims, RotaryScheme, compute_dtype
 
 _LENGTH = "original_max_position_embeddings"
 
@@ -24,7 +24,7 @@ _BESIDE = ("rope_theta", "partial_rotary_factor")
 
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
-class Rope(Scheme):
+class Rope(RotaryScheme):
     """Queries and keys are rotated by their position, pair by pair of dimensions; keys are cached rotated.
 
     Equation (15): `q'_t = R(t w_u) q_t`, `k'_t = R(t w_u) k_t`, `w_u = rope_theta^(-2u/D)`, so that `q'_i . k'_j`
@@ -52,11 +52,25 @@ class Rope(Scheme):
     """
 
     name: ClassVar[str] = "rope"
-    kind: ClassVar = "rotary"
     rope_theta: float | dict[str, float] | None = None
     layout: Literal["half", "interleaved"] = "half"
     partial_rotary_factor: float | dict[str, float] | None = None
     scaling: dict[str, Any] | Literal["none"] | None = None
+
+    @property
+    def pairs(self) -> str:
+        """Which dimensions are a pair."""
+        return self.layout
+
+    @classmethod
+    def meant_in_0_1(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return what version 0.1 meant: no scaling where none was given."""
+        return {**values, "scaling": values.get("scaling") or "none"}
+
+    @classmethod
+    def say_the_same(cls, then: dict[str, Any], now: dict[str, Any]) -> bool:
+        """Compare what version 0.1 may have left unsaid: the base's own, and no scaling."""
+        return set(then) == set(now) and all(_says(key, value, now[key]) for key, value in then.items())
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters. Which types of scaling there are, and what each takes, transformers says."""
@@ -119,28 +133,31 @@ class Rope(Scheme):
                     "replaces what it is computed from, and mscale counts only beside mscale_all_dim"
                 )
 
-    def with_base(self, rotation: dict[str, Any], length: int) -> "Rope":
-        """Return the scheme with everything that was None taken from the base.
-
-        Args:
-            rotation: the base's own `rope_parameters`, by layer type where it has several; empty if it rotates nothing.
-            length: that the base was made for, in tokens.
+    def with_base(self, rotation: dict[str, Any], length: int, types: tuple[str, ...]) -> "Rope":
+        """Return the scheme with everything that was None taken from the base, see `RotaryScheme.with_base`.
 
         Raises:
-            ValueError: if a layer type is named that the base does not have.
+            ValueError: if a scaling or a layer type is named that there is not.
         """
-        types = by_layer_type(rotation)
+        for scaling in self.scalings():
+            if (kind := scaling.get("rope_type")) not in types:
+                raise ValueError(
+                    f"rope: scaling['rope_type'] must be one of {', '.join(types)}, not {kind!r}; "
+                    "scaling='none' switches scaling off"
+                )
+        own_types = by_layer_type(rotation)
         for field in (*_BESIDE, "scaling"):
             value = getattr(self, field)
             named = set(value) if _names_types(field, value) else set()
-            if unknown := sorted(named - set(types)):
-                there = "all its layers rotate alike" if None in types else f"it has {', '.join(map(str, types))}"
+            if unknown := sorted(named - set(own_types)):
+                has = ", ".join(map(str, own_types))
+                there = "all its layers rotate alike" if None in own_types else f"it has {has}"
                 raise ValueError(f"rope: {field} names {', '.join(unknown)}, which this base does not have: {there}")
-        if None in types:
+        if None in own_types:
             return replace(self, **self._filled(None, rotation, length))
-        filled = {kind: self._filled(kind, own, length) for kind, own in types.items()}
+        filled = {kind: self._filled(kind, own, length) for kind, own in own_types.items()}
         values: dict[str, Any] = {
-            field: {kind: filled[kind][field] for kind in types} for field in (*_BESIDE, "scaling")
+            field: {kind: filled[kind][field] for kind in own_types} for field in (*_BESIDE, "scaling")
         }
         return replace(self, **values)
 
@@ -247,3 +264,17 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         first, second = turning[..., ::2], turning[..., 1::2]
         turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
     return torch.cat([turned.to(x.dtype), still], -1)
+
+
+def _says(key: str, then: Any, now: Any) -> bool:
+    """Return whether a value, perhaps of version 0.1, means that of a resolved scheme."""
+    if then == now:
+        return True
+    if isinstance(now, dict) and "rope_type" not in now and not (isinstance(then, dict) and set(then) == set(now)):
+        return all(_says(key, then, each) for each in now.values())
+    if key == "scaling":
+        if then is None:
+            return bool(now == "none")
+        filled = isinstance(then, dict) and isinstance(now, dict) and {**now, **then} == now
+        return bool(filled and set(now) - set(then) <= {_LENGTH})
+    return then is None and key in _BESIDE

@@ -67,9 +67,10 @@ class Sinusoidal(EmbeddingScheme):
         else:
             self.positive("scale")
 
-    def place(self) -> tuple[bool, bool]:
-        """Return where to add; one module serves every layer."""
-        return self.placement == "every_layer", True
+    @property
+    def every_layer(self) -> bool:
+        """Whether the waves are added before each layer, or once at the input."""
+        return self.placement == "every_layer"
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
         """Return the scheme with `scale` a number; ValueError if it cannot be, or if a hyper-parameter is not read."""

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from .base import Adapter
+from .base import Family
 
 
 def split_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,7 +23,7 @@ def attention_dropout(attention: nn.Module) -> float:
     return attention.attn_dropout.p
 
 
-ADAPTER = Adapter(
+FAMILY = Family(
     model_types=("gpt2",),
     layers="h",
     attention="attn",

@@ -1,4 +1,4 @@
-"""Adapters name modules that exist, refuse what they must, and say precisely what is wrong when they do not fit."""
+"""Families name modules that exist, refuse what they must, and say precisely what is wrong when they do not fit."""
 
 import copy
 import pickle
@@ -11,16 +11,16 @@ from families import FAMILIES, tiny, tokens
 from torch import nn
 
 from hf_posenc import errors, registry
-from hf_posenc.adapters import Adapter, resolve
 from hf_posenc.errors import UnknownSchemeError, UnsupportedModelError
-from hf_posenc.registry import adapter_for
+from hf_posenc.families import Family, resolve
+from hf_posenc.registry import family_for
 
 LEARNED = ("gpt2", "opt")
 ROTARY = tuple(family for family in FAMILIES if family not in LEARNED)
 
 
-def adapter_of(model):
-    return adapter_for(model.config.model_type)
+def family_of(model):
+    return family_for(model.config.model_type)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -28,7 +28,7 @@ def adapter_of(model):
 def test_every_name_resolves(family, bare):
     model = tiny(family)
     before = [(name, type(module)) for name, module in model.named_modules()]
-    found = resolve(adapter_of(model), model.base_model if bare else model)
+    found = resolve(family_of(model), model.base_model if bare else model)
 
     assert len(found.layers) == len(found.attentions) == model.config.num_hidden_layers
     pairs = zip(found.layers, found.attentions, strict=True)
@@ -38,7 +38,7 @@ def test_every_name_resolves(family, bare):
     assert (found.rotary is None) == (family in LEARNED)
     assert (found.position_table is None) == (family in ROTARY)
     if found.position_table is not None:
-        rows = model.config.max_position_embeddings + adapter_of(model).table_offset
+        rows = model.config.max_position_embeddings + family_of(model).table_offset
         assert isinstance(found.position_table, nn.Embedding)
         assert found.position_table.weight.shape == (rows, model.config.hidden_size)
     assert before == [(name, type(module)) for name, module in model.named_modules()]
@@ -47,31 +47,31 @@ def test_every_name_resolves(family, bare):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_one_rotary_module_serves_all_layers(family):
     model = tiny(family)
-    found = resolve(adapter_of(model), model)
+    found = resolve(family_of(model), model)
     makers = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__]
     assert makers == ([] if found.rotary is None else [found.rotary])
 
 
-def test_every_adapter_file_is_registered_under_its_own_types():
-    served = {adapter_for(model_type).model_types for model_type in registry.supported_model_types()}
+def test_every_family_is_registered_under_its_own_types():
+    served = {family_for(model_type).model_types for model_type in registry.supported_model_types()}
     assert len(served) == len(FAMILIES)
     assert {tiny(family).config.model_type for family in FAMILIES} <= set(registry.supported_model_types())
 
 
 @pytest.mark.parametrize("family", LEARNED)
 def test_split_and_merge_heads_are_the_familys_own(family):
-    """Causal attention built from the adapter's pieces, in plain torch, is the family's attention module."""
+    """Causal attention built from the family's pieces, in plain torch, is the family's attention module."""
     model = tiny(family)
-    adapter = adapter_of(model)
-    attention = resolve(adapter, model).attentions[1]
+    served = family_of(model)
+    attention = resolve(served, model).attentions[1]
     hidden = torch.randn(2, 7, model.config.hidden_size)
 
-    query, key, value = adapter.split_heads(attention, hidden)
+    query, key, value = served.split_heads(attention, hidden)
     assert query.shape == key.shape == value.shape == (2, attention.num_heads, 7, attention.head_dim)
-    scores = query @ key.transpose(-1, -2) * (1.0 if adapter.query_is_scaled else attention.scaling)
+    scores = query @ key.transpose(-1, -2) * (1.0 if served.query_is_scaled else attention.scaling)
     future = torch.ones(7, 7, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-    merged = adapter.merge_heads(attention, (weights @ value).transpose(1, 2))
+    merged = served.merge_heads(attention, (weights @ value).transpose(1, 2))
 
     mask = torch.zeros(7, 7).masked_fill(future, torch.finfo(torch.float32).min)[None, None]
     torch.testing.assert_close(merged, attention(hidden, attention_mask=mask)[0], atol=1e-6, rtol=1e-5)
@@ -80,15 +80,15 @@ def test_split_and_merge_heads_are_the_familys_own(family):
 @pytest.mark.parametrize(("family", "option"), [("gpt2", "attn_pdrop"), ("opt", "attention_dropout")])
 def test_attention_dropout_is_the_configs(family, option):
     model = tiny(family, **{option: 0.25})
-    adapter = adapter_of(model)
-    assert [adapter.attention_dropout(a) for a in resolve(adapter, model).attentions] == [0.25, 0.25]
+    served = family_of(model)
+    assert [served.attention_dropout(a) for a in resolve(served, model).attentions] == [0.25, 0.25]
 
 
 def test_merge_heads_of_gpt2_has_the_residual_dropout():
     model = tiny("gpt2", resid_pdrop=0.5).train()
-    adapter = adapter_of(model)
-    attention = resolve(adapter, model).attentions[0]
-    merged = adapter.merge_heads(attention, torch.randn(2, 5, attention.num_heads, attention.head_dim))
+    served = family_of(model)
+    attention = resolve(served, model).attentions[0]
+    merged = served.merge_heads(attention, torch.randn(2, 5, attention.num_heads, attention.head_dim))
     assert 0 < (merged == 0).float().mean() < 1
 
 
@@ -108,7 +108,7 @@ def test_merge_heads_of_gpt2_has_the_residual_dropout():
 @pytest.mark.parametrize("wrong", ["nowhere", "config.hidden_size", "norm.nowhere"])
 def test_a_wrong_name_is_reported_with_field_name_and_parent(family, name_of_field, parent, wrong):
     model = tiny(family)
-    broken = replace(adapter_of(model), **{name_of_field: wrong})
+    broken = replace(family_of(model), **{name_of_field: wrong})
     with pytest.raises(UnsupportedModelError) as error:
         resolve(broken, model)
     for needed in (f"{name_of_field}='{wrong}'", parent, *broken.model_types):
@@ -118,25 +118,25 @@ def test_a_wrong_name_is_reported_with_field_name_and_parent(family, name_of_fie
 def test_layers_must_be_a_filled_module_list():
     model = tiny("llama")
     with pytest.raises(UnsupportedModelError, match=r"layers='norm' of LlamaModel is no ModuleList"):
-        resolve(replace(adapter_of(model), layers="norm"), model)
+        resolve(replace(family_of(model), layers="norm"), model)
     model.model.layers = nn.ModuleList()
     with pytest.raises(UnsupportedModelError, match=r"layers='layers' of LlamaModel is no ModuleList with at least"):
-        resolve(adapter_of(model), model)
+        resolve(family_of(model), model)
 
 
 def test_one_odd_layer_is_found():
     model = tiny("llama")
     del model.model.layers[1].self_attn
     with pytest.raises(UnsupportedModelError, match=r"attention='self_attn' is no module of LlamaDecoderLayer"):
-        resolve(adapter_of(model), model)
+        resolve(family_of(model), model)
 
 
 def test_an_attention_without_what_we_read_is_refused():
     model = tiny("llama")
     with pytest.raises(UnsupportedModelError, match=r"attention='mlp' is a LlamaMLP, which has no attribute 'scaling'"):
-        resolve(replace(adapter_of(model), attention="mlp"), model)
+        resolve(replace(family_of(model), attention="mlp"), model)
     with pytest.raises(UnsupportedModelError, match=r"LlamaAttention, which has no attribute 'use_rope'"):
-        resolve(replace(adapter_of(model), use_rope_flag="use_rope"), model)
+        resolve(replace(family_of(model), use_rope_flag="use_rope"), model)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_an_attention_without_what_we_read_is_refused():
 def test_refused_settings(family, option, reason):
     model = tiny(family, **{option: True})
     with pytest.raises(UnsupportedModelError, match=rf"config\.{option} = True; .*{reason}"):
-        resolve(adapter_of(model), model)
+        resolve(family_of(model), model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,7 +160,7 @@ def test_a_decoder_turned_encoder_is_refused(family):
     model = tiny(family)
     model.config.is_causal = False
     with pytest.raises(UnsupportedModelError, match=r"config\.is_causal = False"):
-        resolve(adapter_of(model), model)
+        resolve(family_of(model), model)
 
 
 def test_multimodal_gemma3_is_refused():
@@ -169,26 +169,26 @@ def test_multimodal_gemma3_is_refused():
     config = transformers.Gemma3Config(text_config=text, vision_config=dict(shape, image_size=28, patch_size=14))
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     with pytest.raises(UnsupportedModelError, match=r"vision_config.*copy its language model into a Gemma3ForCausalLM"):
-        resolve(adapter_of(model), model)
+        resolve(family_of(model), model)
 
     # What the message says to do instead works.
     text = transformers.Gemma3ForCausalLM(model.config.text_config).eval()
     text.model.load_state_dict(model.model.language_model.state_dict())
-    resolve(adapter_of(text), text)
+    resolve(family_of(text), text)
     torch.testing.assert_close(text(tokens(1, 9) % 31).logits, model(tokens(1, 9) % 31).logits)
 
 
 def test_an_unknown_model_type_lists_the_known_ones():
     with pytest.raises(UnsupportedModelError, match=r"'bert' is not supported; choose from gemma, .*starcoder2"):
-        adapter_for("bert")
+        family_for("bert")
 
 
-def test_adapters_are_frozen_and_survive_copying():
+def test_families_are_frozen_and_survive_copying():
     for model_type in registry.supported_model_types():
-        adapter = adapter_for(model_type)
-        assert copy.deepcopy(adapter) == adapter == pickle.loads(pickle.dumps(adapter))
+        served = family_for(model_type)
+        assert copy.deepcopy(served) == served == pickle.loads(pickle.dumps(served))
         with pytest.raises(FrozenInstanceError):
-            adapter.layers = "h"
+            served.layers = "h"
 
 
 class TestRegistry:
@@ -196,20 +196,20 @@ class TestRegistry:
 
     @pytest.fixture(autouse=True)
     def empty(self, monkeypatch):
-        monkeypatch.setattr(registry, "_ADAPTERS", {})
+        monkeypatch.setattr(registry, "_FAMILIES", {})
         monkeypatch.setattr(registry, "_SCHEMES", {})
 
     def test_a_model_type_has_one_adapter(self):
-        first = registry.register_adapter(Adapter(model_types=("a", "b")))
-        assert registry.register_adapter(Adapter(model_types=("a", "b"))) == first
-        with pytest.raises(ValueError, match=r"'b' is already served by the adapter for a, b"):
-            registry.register_adapter(Adapter(model_types=("c", "b")))
+        first = registry.register_family(Family(model_types=("a", "b")))
+        assert registry.register_family(Family(model_types=("a", "b"))) == first
+        with pytest.raises(ValueError, match=r"'b' is already served by the family for a, b"):
+            registry.register_family(Family(model_types=("c", "b")))
         assert registry.supported_model_types() == ("a", "b")
-        assert registry.adapter_for("a") == registry.adapter_for("b") == first
+        assert registry.family_for("a") == registry.family_for("b") == first
 
     def test_an_adapter_for_nothing_is_refused(self):
         with pytest.raises(ValueError, match="names no model type"):
-            registry.register_adapter(Adapter(model_types=()))
+            registry.register_family(Family(model_types=()))
 
     def test_a_scheme_name_is_used_once(self):
         first, second = type("First", (), {"name": "x"}), type("Second", (), {"name": "x"})

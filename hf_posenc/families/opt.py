@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from .base import Adapter
+from .base import Family
 
 
 def split_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -24,7 +24,7 @@ def attention_dropout(attention: nn.Module) -> float:
     return attention.dropout
 
 
-ADAPTER = Adapter(
+FAMILY = Family(
     model_types=("opt",),
     # OPTForCausalLM.model is an OPTModel, whose only child is the decoder.
     decoder="decoder",

@@ -1,129 +1,67 @@
-"""patch_model, unpatch_model, patched, describe: an adapter and a scheme become an undo log."""
+"""patch_model, unpatch_model, patched, describe: what a user calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from accelerate.hooks import AlignDevicesHook, SequentialHook
-from peft import PeftMixedModel, PeftModel
 from torch import nn
-from torch.distributed import is_available as distributed_is_available
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
-from . import surgery
 from .call import Call
-from .classes import PosEncMixin, config_class, entry_of, lacks_loss_type, model_class
 from .engines.dispatch import Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
+from .model_types.config import config_class
+from .model_types.entry import entry_of
+from .model_types.model import PosEncMixin, lacks_loss_type, model_class
+from .modules import PositionEmbedding, PositionModule, Shared
+from .patching.layers import MARKER
+from .patching.place import operate, seeded
+from .patching.plan import BaseModel, base_model_type, check_class_undone, check_forwards, make_plan
+from .patching.state import Patch, patch_of, without_adapter
+from .patching.undo import Undo, set_attribute, set_class
+from .patching.wrappers import check_in_place, check_unwrapped
 from .positions import Positions
-from .registry import available_schemes, check_registered, scheme_class
-from .schemes.base import PositionEmbedding, PositionModule, Scheme, ScoreScheme, Shared
+from .registry import available_schemes, check_registered, family_for, scheme_class
+from .schemes.base import Scheme
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def parse_scheme(scheme: str | Scheme, hyperparameters: dict[str, Any]) -> Scheme:
-    """Return a scheme from its name and hyper-parameters, or the instance itself.
+def parse_schemes(scheme: str | Scheme | Sequence[Scheme], hyperparameters: dict[str, Any]) -> tuple[Scheme, ...]:
+    """Return the schemes that a caller means: a name with its hyper-parameters, an instance, or a list of instances.
 
     Raises:
         UnknownSchemeError: for a name or a class that is not registered; the message lists the names that are.
         TypeError: for unknown hyper-parameters, or any beside an instance.
         ValueError: for values out of range.
     """
-    if isinstance(scheme, Scheme):
-        check_registered(type(scheme))
-        if hyperparameters:
-            raise TypeError(f"hyper-parameters {', '.join(hyperparameters)} were given beside a {scheme.name} instance")
-        return scheme
-    if not isinstance(scheme, str):
-        raise TypeError(f"scheme must be a Scheme or one of the names {', '.join(available_schemes())}, not {scheme!r}")
-    return scheme_class(scheme).parse(hyperparameters)
-
-
-def patch_of(model: nn.Module) -> surgery.Patch | None:
-    """Return what is known of a patched model, also below an adapter of PEFT, or None for a stock one."""
-    model = without_adapter(model)
-    return getattr(model, "base_model", model).__dict__.get("_posenc_patch")
-
-
-def without_adapter(model: Any) -> Any:
-    """Return the model that PEFT has wrapped, with the adapter's layers inside; any other model as it is."""
-    if isinstance(model, PeftMixedModel):
-        return model.base_model.model
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def check_unwrapped(model: Any, action: str) -> None:
-    """Raise unless a model is whole and itself: no wrapper around it, no parameters spread over processes.
-
-    Args:
-        model: any module.
-        action: what cannot be done with it otherwise, as in "patch the model".
-
-    Raises:
-        UnsupportedModelError: for DistributedDataParallel, DataParallel, FSDP (1 and 2) and DeepSpeed's ZeRO-3.
-    """
-    name = type(model).__name__
-    engines = ("FullyShardedDataParallel", "DeepSpeedEngine")
-    if isinstance(model, (DistributedDataParallel, DataParallel)) or name in engines:
-        raise UnsupportedModelError(
-            f"{name} has already registered the model's parameters: {action} first, wrap it afterwards (the model "
-            "itself is its .module)"
+    if isinstance(scheme, str):
+        return (scheme_class(scheme).parse(hyperparameters),)
+    given = [scheme] if isinstance(scheme, Scheme) else list(scheme) if isinstance(scheme, (list, tuple)) else []
+    if not given or not all(isinstance(each, Scheme) for each in given):
+        raise TypeError(
+            f"scheme must be one of the names {', '.join(available_schemes())}, a Scheme, or a list of Schemes for "
+            f"different layers, not {scheme!r}"
         )
-    if distributed_is_available():
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise UnsupportedModelError(
-                f"the parameters of this {name} are spread over processes by FSDP: {action} before fully_shard or "
-                "accelerator.prepare, or load what was saved in one process"
-            )
-    if isinstance(model, nn.Module) and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise UnsupportedModelError(
-            f"the parameters of this {name} are spread over processes by DeepSpeed ZeRO-3: {action} before "
-            "deepspeed.initialize or accelerator.prepare, on a model that was loaded whole (zero3_init_flag: false)"
-        )
-
-
-def check_in_place(model: nn.Module, action: str, *, one_device: bool = True) -> None:
-    """Raise unless a model's weights are all there, on one device: hooks that move them know the modules of one moment.
-
-    Args:
-        model: any module.
-        action: what cannot be done with it otherwise, as in "patch the model".
-        one_device: refuse also what is spread over devices and stays there.
-
-    Raises:
-        UnsupportedModelError: for a model that accelerate or diffusers has offloaded or spread over devices.
-    """
-    hooks = [hook for module in model.modules() if (own := module.__dict__.get("_hf_hook")) for hook in _single(own)]
-    aligned = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
-    devices = {str(hook.execution_device) for hook in aligned if hook.execution_device is not None}
-    if any(hook.offload for hook in aligned) or len({parameter.is_meta for parameter in model.parameters()}) > 1:
-        state = "offloaded: weights are elsewhere until their layer runs"
-    elif any("_diffusers_hook" in module.__dict__ for module in model.modules()):
-        state = "offloaded by hooks of diffusers"
-    elif one_device and len(devices) > 1:
-        state = f"spread over {', '.join(sorted(devices))}"
-    else:
-        return
-    raise UnsupportedModelError(
-        f"this {type(model).__name__} is {state}: {action} before dispatching. hf_posenc.from_pretrained(..., "
-        "scheme=..., device_map=...) patches first; accelerate.hooks.remove_hook_from_module(model, recurse=True) "
-        "takes hooks off and brings back the weights that were offloaded from memory"
-    )
-
-
-def _single(hook: Any) -> list[Any]:
-    return [each for part in hook.hooks for each in _single(part)] if isinstance(hook, SequentialHook) else [hook]
+    for each in given:
+        check_registered(type(each))
+    if hyperparameters:
+        names = " and ".join(each.name for each in given)
+        raise TypeError(f"hyper-parameters {', '.join(hyperparameters)} were given beside an instance of {names}")
+    return tuple(given)
 
 
 def patch_model(
-    model: Model, scheme: str | Scheme, *, attention: str = "auto", seed: int | None = None, **hyperparameters: Any
+    model: Model,
+    scheme: str | Scheme | Sequence[Scheme],
+    *,
+    attention: str = "auto",
+    seed: int | None = None,
+    **hyperparameters: Any,
 ) -> Model:
     """Replace a model's position handling, in place.
 
@@ -132,11 +70,13 @@ def patch_model(
 
     Args:
         model: a stock transformers model of a supported family, with or without a head.
-        scheme: a name (`available_schemes()`) or a `Scheme` instance.
+        scheme: a name (`available_schemes()`), a `Scheme` instance, or a list of instances for different layers.
+            Layers that nobody names keep what the base has: its rotation, or what its table has put into the hidden
+            states.
         attention: engine for schemes that change attention scores: `auto`, or one of
             `hf_posenc.engines.dispatch.NAMES`, which then computes every call or refuses it.
         seed: for new parameters that start at random; None draws from torch's generator.
-        **hyperparameters: of the scheme, see its class.
+        **hyperparameters: of the scheme, see its class; `layers` and `window` among them, which every scheme has.
 
     Returns:
         The model itself.
@@ -151,25 +91,25 @@ def patch_model(
         TypeError: for wrong hyper-parameters.
         ValueError: for hyper-parameters out of range, or an unknown `attention`.
     """
-    wanted = parse_scheme(scheme, hyperparameters)
+    wanted = parse_schemes(scheme, hyperparameters)
     _check_model(model)
     if seed is not None and not isinstance(seed, int):
         raise TypeError(f"seed must be an integer or None, not {seed!r}")
-    config = model.config
-    plan, native = surgery.resolved(surgery.make_plan(model, wanted, attention), config)
-    surgery.check_forwards(plan)
+    plan = make_plan(model, wanted, attention)
+    native = plan.base.native()
+    plan = plan.resolved(native)
+    check_forwards(plan)
     device = next(model.parameters()).device
 
-    undo = surgery.Undo()
+    undo = Undo()
     try:
         # Whatever the caller's default device is; new rotations of a model on the meta device have values all the same.
         with torch.device("cpu" if device.type == "meta" else device):
-            owners = surgery.operate(undo, plan, config)
+            owners = operate(undo, plan)
             _initialize(owners, native, seed, model)
-        _rename(undo, model, plan.scheme)
-        surgery.set_attribute(
-            undo, model.base_model, "_posenc_patch", surgery.Patch(plan.scheme, attention, undo, plan.found.layers)
-        )
+        _rename(undo, model, plan.schemes)
+        patch = Patch(plan.schemes, attention, undo, plan.base.found.layers, plan.limit())
+        set_attribute(undo, model.base_model, "_posenc_patch", patch)
     except BaseException:
         undo.roll_back()
         raise
@@ -187,10 +127,10 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(model).__name__}")
     if patch_of(model) is not None or isinstance(model, PosEncMixin):
-        name = "another scheme" if (patch := patch_of(model)) is None else patch.scheme.name
+        name = "another scheme" if (patch := patch_of(model)) is None else patch.name
         raise AlreadyPatchedError(f"this {type(model).__name__} is patched with {name}; unpatch_model(model) first")
     for name, module in model.named_modules():
-        if any(key.startswith(surgery.MARKER) for key in module._buffers):
+        if any(key.startswith(MARKER) for key in module._buffers):
             raise AlreadyPatchedError(
                 f"{name} of this {type(model).__name__} is a layer of another model that is patched, or a copy of one: "
                 "unpatch that model first, or take the layer of a stock model"
@@ -200,7 +140,7 @@ def _check_model(model: Any) -> None:
 
 def _initialize(owners: list[PositionModule], native: Any, seed: int | None, model: PreTrainedModel) -> None:
     """Start new parameters and move them to where their layer is."""
-    with torch.no_grad(), surgery.seeded(seed):
+    with torch.no_grad(), seeded(seed):
         for owner in owners:
             place = _layer_parameter(model, owner)
             owner.to(device=place.device, dtype=place.dtype)
@@ -222,19 +162,19 @@ def _layer_parameter(model: PreTrainedModel, owner: nn.Module) -> torch.Tensor:
     raise UnsupportedModelError(f"{type(model).__name__} has no floating-point parameters")
 
 
-def _rename(undo: surgery.Undo, model: PreTrainedModel, scheme: Scheme) -> None:
+def _rename(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> None:
     """Give model and config our own types, so that what they save cannot be taken for a stock checkpoint."""
     config = model.config
-    surgery.set_class(undo, config, config_class(type(config)))
-    surgery.set_attribute(undo, config, "position_encoding", entry_of(scheme))
+    set_class(undo, config, config_class(type(config)))
+    set_attribute(undo, config, "position_encoding", entry_of(schemes))
     for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
-        surgery.set_class(undo, module, model_class(type(module)))
-    surgery.set_attribute(undo, config, "architectures", [type(model).__name__])
+        set_class(undo, module, model_class(type(module)))
+    set_attribute(undo, config, "architectures", [type(model).__name__])
     if lacks_loss_type(model):
-        surgery.set_attribute(undo, model, "loss_type", "ForCausalLM")
+        set_attribute(undo, model, "loss_type", "ForCausalLM")
     # PEFT writes this into adapters as their base; the stock checkpoint would be the wrong one.
-    surgery.set_attribute(undo, model, "name_or_path", "")
-    surgery.set_attribute(undo, config, "_name_or_path", "")
+    set_attribute(undo, model, "name_or_path", "")
+    set_attribute(undo, config, "_name_or_path", "")
 
 
 def unpatch_model(model: Model) -> Model:
@@ -272,20 +212,20 @@ def unpatch_model(model: Model) -> Model:
         )
     known = {id(layer) for layer in patch.layers}
     for name, module in model.named_modules():
-        if id(module) not in known and any(key.startswith(surgery.MARKER) for key in module._buffers):
+        if id(module) not in known and any(key.startswith(MARKER) for key in module._buffers):
             raise UnsupportedModelError(
                 f"{name} is a copy of a patched layer, which cannot be unpatched: remove it first, or copy layers "
                 "before the model is patched"
             )
 
     check_in_place(model, "unpatch the model")
-    surgery.check_class_undone(model)
+    check_class_undone(model)
     patch.undo.roll_back()
     return model
 
 
 @contextmanager
-def patched(model: Model, scheme: str | Scheme, **arguments: Any) -> Iterator[Model]:
+def patched(model: Model, scheme: str | Scheme | Sequence[Scheme], **arguments: Any) -> Iterator[Model]:
     """Patch a model for the length of a `with` block, also when the body raises.
 
     At the end the model is stock, whatever the body did: nothing is left to do where the body has unpatched it, and
@@ -317,41 +257,99 @@ def _make_stock(model: PreTrainedModel) -> None:
         unpatch_model(model)
 
 
-def describe(model: PreTrainedModel) -> str:
-    """Return a few readable lines: scheme, hyper-parameters, where it acts, attention, limit.
+def is_patched(model: nn.Module) -> bool:
+    """Return whether a model is patched, also below an adapter of PEFT."""
+    return patch_of(model) is not None
+
+
+def schemes_of(model: nn.Module) -> tuple[Scheme, ...]:
+    """Return the schemes of a patched model with everything they were resolved to; of a stock model none.
+
+    Args:
+        model: also below an adapter of PEFT.
+    """
+    patch = patch_of(model)
+    return () if patch is None else patch.schemes
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a model's positions are. Prints as a few readable lines.
+
+    Attributes:
+        model: class name.
+        family: stock model type.
+        schemes: as resolved against the model; none for a stock model.
+        kept: the layers that keep what the base has, where others have schemes.
+        attention: `auto` or an engine's name where the model attends through this package, else its own implementation.
+        limit: number of positions, or None if there is no limit (or the model is stock).
+        parameters: number of position parameters.
+        tensors: number of tensors that hold them.
+    """
+
+    model: str
+    family: str
+    schemes: tuple[Scheme, ...]
+    kept: tuple[int, ...]
+    attention: str
+    limit: int | None
+    parameters: int
+    tensors: int
+
+    def __str__(self) -> str:
+        """Return the lines."""
+        if not self.schemes:
+            return f"{self.model} ({self.family}): stock positions, attention {self.attention}"
+        lines = [f"{self.model} ({self.family}): " + " + ".join(map(str, self.schemes))]
+        acts = [scheme.acts_on.words + _in_layers(scheme.layers) for scheme in self.schemes]
+        lines += [f"  {'acts' if number == 0 else '':<12}{words}" for number, words in enumerate(acts)]
+        if self.kept:
+            lines.append(f"  kept        the base's own{_in_layers(self.kept)}")
+        return "\n".join(
+            [
+                *lines,
+                f"  attention   {self.attention}",
+                f"  positions   {'no limit' if self.limit is None else self.limit}",
+                f"  parameters  {self.parameters:,} in {self.tensors} tensors",
+            ]
+        )
+
+
+def _in_layers(layers: Any) -> str:
+    return "" if layers is None else f", in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+
+
+def describe(model: PreTrainedModel) -> Description:
+    """Say what a model's positions are: schemes, hyper-parameters, where they act, attention, limit.
 
     Args:
         model: patched or stock; of one that PEFT has wrapped, what is inside.
 
     Raises:
-        UnsupportedModelError: for a stock model of a family without adapter, and for one that is wrapped
+        UnsupportedModelError: for a stock model of an unknown family, and for one that is wrapped
             (DistributedDataParallel) or sharded (FSDP).
     """
     check_unwrapped(model, "describe the model")
     model = without_adapter(model)
     patch = patch_of(model)
-    family = surgery.base_model_type(model.config)
+    name, family = type(model).__name__, base_model_type(model.config)
+    own = str(model.config._attn_implementation)
+    family_for(family)
     if patch is None:
-        surgery.adapter_for(family)
-        return f"{type(model).__name__} ({family}): stock positions, attention {model.config._attn_implementation}"
-    scheme = patch.scheme
-    values = ", ".join(f"{key}={value!r}" for key, value in scheme.hyperparameters().items())
-    parameters = [(n, p) for n, p in model.named_parameters() if _owned(model, n)]
-    acts = {
-        "none": "nowhere (the causal mask is the only order)",
-        "embedding": "on the hidden states, " + str(getattr(scheme, "placement", "")).replace("_", " "),
-        "rotary": "on queries and keys",
-        "score": "on attention scores",
-    }[scheme.kind]
-    engine = patch.attention if scheme.kind == "score" else model.config._attn_implementation
-    return "\n".join(
-        [
-            f"{type(model).__name__} ({family}): {scheme.name}({values})",
-            f"  acts        {acts}",
-            f"  attention   {engine}",
-            f"  positions   {'no limit' if scheme.limit is None else scheme.limit}",
-            f"  parameters  {sum(p.numel() for _, p in parameters):,} in {len(parameters)} tensors",
-        ]
+        return Description(name, family, (), (), own, None, 0, 0)
+    parameters = [p for n, p in model.named_parameters() if _owned(model, n)]
+    named = [scheme.layers for scheme in patch.schemes]
+    taken = {layer for layers in named if layers is not None for layer in layers}
+    kept = () if None in named else tuple(layer for layer in range(len(patch.layers)) if layer not in taken)
+    return Description(
+        name,
+        family,
+        patch.schemes,
+        kept,
+        patch.attention if patch.attends else own,
+        patch.limit,
+        sum(p.numel() for p in parameters),
+        len(parameters),
     )
 
 
@@ -363,6 +361,7 @@ def which_engine(
     dtype: torch.dtype | None = None,
     dropout: float = 0.0,
     weights: bool = False,
+    layer: int | None = None,
 ) -> Choice:
     """Say what computes attention in a patched model, and why that: for calls without padding, on the model's device.
 
@@ -375,6 +374,7 @@ def which_engine(
         dtype: of queries and keys; None means the model's.
         dropout: probability that an attention weight is dropped.
         weights: whether the attention weights are wanted.
+        layer: which one; None means the first that has a scheme on its scores.
 
     Returns:
         The engine's name and the reason. A scheme that keeps the model's own attention answers with that.
@@ -394,23 +394,31 @@ def which_engine(
             f"there is no call of {length} queries, {keys} keys and dropout {dropout}: length must be at least 1, keys "
             "at least length, dropout at least 0 and below 1"
         )
-    own = str(model.config._attn_implementation)
-    if not isinstance(patch.scheme, ScoreScheme):
-        return Choice(own, f"{patch.scheme.name} keeps the model's own attention")
-    plan = surgery.make_plan(model, patch.scheme, patch.attention)
-    attention, dims = plan.found.attentions[0], plan.dims
-    place = next(model.parameters()).device
+    if not patch.attends:
+        return Choice(str(model.config._attn_implementation), f"{patch.name} keeps the model's own attention")
+    base = BaseModel.of(model)
+    count = base.dims.num_layers
+    if layer is None:
+        on_scores = [each.layers for each in patch.schemes if each.acts_on.attends]
+        layer = min((int(layers[0]) if layers else 0 for layers in on_scores), default=0)
+    if not -count <= layer < count:
+        raise ValueError(f"there is no layer {layer}: the model has {count}, counted from 0")
+    attention: Any = base.found.attentions[layer]
+    place, dims = next(model.parameters()).device, base.dims
     like = torch.empty(0, dtype=dtype or model.dtype, device=place)
     query = like.new_empty(()).expand(1, dims.num_heads, length, dims.head_dim)
     key = like.new_empty(()).expand(1, dims.num_key_value_heads, keys or length, dims.head_dim)
     module = attention.posenc.owner() if isinstance(attention.posenc, Shared) else attention.posenc
+    positions = Positions.causal(length, keys or length, place)
+    if (window := attention.__dict__.get("posenc_window")) is not None:
+        positions = positions.within(window)
     cached = keys is not None and keys > length  # as in generation, which takes no gradients
     with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
         call = Call(
             query,
             key,
             key,
-            Positions.causal(length, keys or length, place),
+            positions,
             scaling=attention.scaling,
             softcap=getattr(model.config, "attn_logit_softcapping", None),
             dropout=dropout,
@@ -418,7 +426,7 @@ def which_engine(
             module=module,
             form=module.form(query),
         )
-        return choose(patch.attention, call)
+        return choose(attention.posenc_engine, call)
 
 
 def _owned(model: nn.Module, parameter: str) -> bool:

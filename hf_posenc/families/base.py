@@ -13,13 +13,13 @@ from ..errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter:
+class Family:
     """Where a family of architectures keeps its layers and its native positions, and what of it cannot be patched.
 
     Names are dotted attribute paths. Nothing is guessed: `resolve` looks every name up before a model is changed.
 
     Attributes:
-        model_types: the `config.model_type` values the adapter serves.
+        model_types: the `config.model_type` values the family serves.
         decoder: from the base model (`model.base_model`) to the module that owns the layers; `""`: the base itself.
         layers: from the decoder to the `nn.ModuleList` of decoder layers.
         attention: from a layer to its self-attention module. That module calls transformers' attention interface and
@@ -44,6 +44,8 @@ class Adapter:
         use_rope_flag: attribute of the attention module that switches rotation on (truthy) or off for that layer;
             `None`: every layer rotates.
         rotated_layers: config attribute that holds one number per layer, 1 where it rotates; goes with `use_rope_flag`.
+        unrotated_twin: model type of the family, perhaps this one, that computes the same and can leave layers
+            unrotated: what a model whose layers are partly unrotated is exported as; `None`: there is none.
     """
 
     model_types: tuple[str, ...]
@@ -63,11 +65,12 @@ class Adapter:
     attention_dropout: Callable[[nn.Module], float] | None = None
     use_rope_flag: str | None = None
     rotated_layers: str | None = None
+    unrotated_twin: str | None = None
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The modules of one live model that an adapter names.
+    """The modules of one live model that a family names.
 
     Attributes:
         decoder: the module that owns the layers.
@@ -76,6 +79,7 @@ class Resolved:
         token_embedding: the token embedding.
         rotary: the module that makes cos and sin, or `None`.
         position_table: the native table of learned positions, or `None`.
+        rotated: for each layer, whether the base turns its queries and keys.
     """
 
     decoder: nn.Module
@@ -84,24 +88,25 @@ class Resolved:
     token_embedding: nn.Module
     rotary: nn.Module | None
     position_table: nn.Module | None
+    rotated: tuple[bool, ...]
 
 
-def resolve(adapter: Adapter, model: nn.Module) -> Resolved:
-    """Looks up everything an adapter names in a live model, and changes nothing.
+def resolve(family: Family, model: nn.Module) -> Resolved:
+    """Looks up everything an family names in a live model, and changes nothing.
 
     Args:
-        adapter: the adapter of the model's family.
+        family: the family of the model's family.
         model: a transformers model, with or without a head.
 
     Returns:
         The modules found.
 
     Raises:
-        UnsupportedModelError: the config has a setting the adapter refuses, or a name leads nowhere; the message has
-            the adapter's field, the dotted name and the class of the module it was looked up in.
+        UnsupportedModelError: the config has a setting the family refuses, or a name leads nowhere; the message has
+            the family's field, the dotted name and the class of the module it was looked up in.
     """
     config = model.config
-    for attribute, reason in adapter.refuse.items():
+    for attribute, reason in family.refuse.items():
         value = getattr(config, attribute, None)
         if value:
             raise UnsupportedModelError(
@@ -114,41 +119,46 @@ def resolve(adapter: Adapter, model: nn.Module) -> Resolved:
             "every scheme is defined for keys at or before the query; set it to True"
         )
 
-    decoder = _module(adapter, "decoder", model.base_model)
-    found = _module(adapter, "layers", decoder)
+    decoder = _module(family, "decoder", model.base_model)
+    found = _module(family, "layers", decoder)
     if not isinstance(found, nn.ModuleList) or len(found) == 0:
         raise UnsupportedModelError(
-            f"adapter for {', '.join(adapter.model_types)}: layers={adapter.layers!r} of {type(decoder).__name__} is "
+            f"family for {', '.join(family.model_types)}: layers={family.layers!r} of {type(decoder).__name__} is "
             f"no ModuleList with at least one layer, but {_shown(found)}"
         )
     layers = [getattr(layer, "_orig_mod", layer) for layer in found]  # torch.compile(layer) wraps one, and hides hooks
-    attentions = [_module(adapter, "attention", layer) for layer in layers]
+    attentions = [_module(family, "attention", layer) for layer in layers]
     for attention in attentions:
-        for needed in ("scaling", "layer_idx", adapter.use_rope_flag, adapter.rotary_size):
+        for needed in ("scaling", "layer_idx", family.use_rope_flag, family.rotary_size):
             if needed is not None and not hasattr(attention, needed):
                 raise UnsupportedModelError(
-                    f"adapter for {', '.join(adapter.model_types)}: attention={adapter.attention!r} is a "
+                    f"family for {', '.join(family.model_types)}: attention={family.attention!r} is a "
                     f"{type(attention).__name__}, which has no attribute {needed!r}"
                 )
     return Resolved(
         decoder=decoder,
         layers=layers,
         attentions=attentions,
-        token_embedding=_module(adapter, "token_embedding", decoder),
-        rotary=_module(adapter, "rotary", decoder) if adapter.rotary is not None else None,
-        position_table=_module(adapter, "position_table", decoder) if adapter.position_table is not None else None,
+        token_embedding=_module(family, "token_embedding", decoder),
+        rotary=_module(family, "rotary", decoder) if family.rotary is not None else None,
+        position_table=_module(family, "position_table", decoder) if family.position_table is not None else None,
+        rotated=tuple(
+            family.rotary is not None
+            and (family.use_rope_flag is None or bool(getattr(attention, family.use_rope_flag)))
+            for attention in attentions
+        ),
     )
 
 
-def _module(adapter: Adapter, name_of_field: str, parent: nn.Module) -> nn.Module:
-    """The module that the dotted name in one of the adapter's fields leads to from `parent`."""
-    path: str = getattr(adapter, name_of_field)
+def _module(family: Family, name_of_field: str, parent: nn.Module) -> nn.Module:
+    """The module that the dotted name in one of the family's fields leads to from `parent`."""
+    path: str = getattr(family, name_of_field)
     found: Any = parent
     for attribute in path.split(".") if path else ():
         found = getattr(found, attribute, None)
     if not isinstance(found, nn.Module):
         raise UnsupportedModelError(
-            f"adapter for {', '.join(adapter.model_types)}: {name_of_field}={path!r} is no module of "
+            f"family for {', '.join(family.model_types)}: {name_of_field}={path!r} is no module of "
             f"{type(parent).__name__}; its modules are {', '.join(name for name, _ in parent.named_children())}"
         )
     return found

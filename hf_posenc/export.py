@@ -1,0 +1,170 @@
+"""Stock checkpoints that compute what a patched model computes, where a stock class can."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from .errors import NotPatchedError, UnsupportedModelError
+from .model_types.config import STUB, PosEncConfigMixin
+from .model_types.entry import ENTRY
+from .model_types.guards import ACTIVATION
+from .model_types.model import PosEncMixin, position_keys
+from .patching.plan import BaseModel, layers_of
+from .patching.state import Patch, patch_of
+from .upstream.derived import stock_class
+
+TABLE_LENGTH = 1024
+"""Rows of the table that vectors without a limit become, unless another number is asked for."""
+
+
+def export_stock(
+    model: PreTrainedModel, directory: str | os.PathLike[str], *, num_positions: int | None = None, **kwargs: Any
+) -> None:
+    """Save a patched model as a stock checkpoint that computes the same, where a stock class can.
+
+    - `rope` and its scalings on families that rotate by themselves;
+    - `nope` in all or some of the layers of llama and smollm3, as a SmolLM3 that leaves those layers unrotated;
+    - vectors at the input (`learned`, `sinusoidal`) of gpt2 and opt, as their own table.
+
+    Args:
+        model: patched; it is left as it is.
+        directory: where to.
+        num_positions: rows of the table that vectors without a limit of their own (`sinusoidal`) become; None means
+            1024.
+        **kwargs: of `save_pretrained` in transformers.
+
+    Raises:
+        NotPatchedError: if the model is not patched.
+        UnsupportedModelError: if no stock class represents it; the message says why.
+        ValueError: if the table has fewer positions than were asked for, or the scheme has no table.
+        FileExistsError: if the directory holds a patched checkpoint, whose guards would be lost.
+    """
+    patch = patch_of(model)
+    if patch is None:
+        raise NotPatchedError(f"this {type(model).__name__} is not patched: save it with save_pretrained")
+    at_input = all(scheme.acts_on.enters_at_input for scheme in patch.schemes)
+    if num_positions is not None and not at_input:
+        raise ValueError(
+            f"num_positions is for vectors that are added at the input, and {patch.name} adds none: leave it out"
+        )
+    if (Path(directory) / f"{STUB}.py").exists():
+        raise FileExistsError(f"{directory} holds a patched checkpoint; export to another folder")
+    base = BaseModel.of(model)
+    stock_model = stock_class(type(model), PosEncMixin)
+    stock_config: Any = stock_class(type(model.config), PosEncConfigMixin)
+    settings = _stock_settings(model)
+    own = position_keys(model)
+    weights = {key: value for key, value in model.state_dict().items() if key not in own}
+    turned = _turned_layers(patch, base)
+    if patch.attends or turned is None:
+        raise UnsupportedModelError(_nothing_fits(patch, base))
+    if at_input:
+        if not base.has_table:
+            raise UnsupportedModelError(_nothing_fits(patch, base))
+        count = num_positions or patch.limit or TABLE_LENGTH
+        if patch.limit is not None and count > patch.limit:
+            raise ValueError(f"the table has {patch.limit} positions, not {count}")
+        key, table = _baked(model, base, count)
+        weights[key] = table
+        settings[model.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = count
+    elif turned != list(base.found.rotated) or not any(turned):
+        stock_model, stock_config = _unrotated_twin(base, stock_model, patch)
+        count = len(turned)
+        settings |= {"no_rope_layers": [int(each) for each in turned], "no_rope_layer_interval": count + 1}
+        if not any(turned):
+            settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+        if stock_config.model_type != base.name:
+            settings |= {"use_sliding_window": False, "layer_types": ["full_attention"] * count}
+    with torch.device("meta"):
+        stock = stock_model(stock_config.from_dict(settings))
+    stock.load_state_dict(weights, assign=True)
+    stock.tie_weights()
+    if model.can_generate():
+        stock.generation_config = model.generation_config
+    stock.save_pretrained(directory, **kwargs)
+
+
+def _turned_layers(patch: Patch, base: BaseModel) -> list[bool] | None:
+    """Return which layers a stock class would have to turn, by one rotation; None if no stock class could."""
+    turned = list(base.found.rotated)
+    if all(scheme.acts_on.enters_at_input for scheme in patch.schemes):
+        return [False] * len(turned)
+    if base.found.rotary is None:
+        return None
+    for scheme in patch.schemes:
+        layers = layers_of(scheme, len(turned))
+        if scheme.acts_on.rotates:
+            rotation: Any = scheme
+            own = all("posenc_rotation" not in base.found.layers[layer].__dict__ for layer in layers)
+            if rotation.rope_parameters() is None or not own:
+                return None
+            if rotation.leaves_dimensions and not base.family.slices_rotary:
+                return None
+        elif any(scheme.acts_on.answers(layer, turned) for layer in layers):
+            return None
+        else:
+            for layer in layers:
+                turned[layer] = False
+    return turned
+
+
+def _nothing_fits(patch: Patch, base: BaseModel) -> str:
+    return (
+        f"no stock class computes {patch.name} on {base.name}: rope in every layer can be exported from families that "
+        "rotate (unless it turns a part of each head where they turn whole heads), nope in some or all layers from "
+        "families with a twin that leaves layers unrotated (llama, smollm3), vectors at the input from families with a "
+        "table (gpt2, opt)"
+    )
+
+
+def _stock_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the config as a stock class takes it, without our entry and guards."""
+    settings: dict[str, Any] = model.config.to_dict()
+    for key in (ENTRY, "auto_map", "attn_implementation", "model_type", "architectures"):
+        settings.pop(key, None)
+    for key in settings:
+        if isinstance(settings[key], str) and settings[key].startswith(ACTIVATION):
+            settings[key] = settings[key].removeprefix(ACTIVATION)
+    return settings
+
+
+def _unrotated_twin(
+    base: BaseModel, stock: type[PreTrainedModel], patch: Patch
+) -> tuple[type[PreTrainedModel], type[PreTrainedConfig]]:
+    """Return model and config class of the family that computes the same and can leave layers unrotated."""
+    if base.family.unrotated_twin is None:
+        raise UnsupportedModelError(_nothing_fits(patch, base))
+    own, twin = CONFIG_MAPPING[base.name], CONFIG_MAPPING[base.family.unrotated_twin]
+    if own is twin:
+        return stock, twin
+    head = getattr(transformers, stock.__name__.replace(_stem(own), _stem(twin)), None)
+    if head is None:
+        raise UnsupportedModelError(f"{twin.model_type} has no {stock.__name__}")
+    sizes = base.config
+    if sizes.head_dim != sizes.hidden_size // sizes.num_attention_heads:
+        raise UnsupportedModelError(
+            f"{twin.model_type} has heads of hidden_size / num_attention_heads, not of {sizes.head_dim}"
+        )
+    return head, twin
+
+
+def _stem(config: type[PreTrainedConfig]) -> str:
+    """Return what the names of a family's classes begin with."""
+    return config.__name__.removesuffix("Config")
+
+
+def _baked(model: PreTrainedModel, base: BaseModel, count: int) -> tuple[str, torch.Tensor]:
+    """Return the key of the base's own table, and the vectors that are added in its place."""
+    module: Any = base.found.position_table
+    name = next(name for name, child in model.named_modules() if child is module)
+    place = next(base.found.decoder.parameters()).device
+    with torch.no_grad():
+        rows = module.embed(torch.arange(count, device=place)[None])[0].to(model.dtype)
+    before = torch.zeros(base.family.table_offset, rows.shape[-1], dtype=rows.dtype, device=place)
+    return f"{name}.weight", torch.cat([before, rows])

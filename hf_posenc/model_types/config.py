@@ -1,0 +1,172 @@
+"""Config classes of patched models: made on demand as `(PosEncConfigMixin, LlamaConfig)`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+from ..errors import CheckpointError, HfPosencError
+from ..upstream.derived import revive, stock_class
+from ..upstream.masks import NAME
+from .digests import DIGESTS, check_saved_config, config_digest
+from .entry import VERSION, named_schemes
+from .guards import ACTIVATION, ACTIVATIONS, UNREGISTERED
+
+CLASSES = "hf_posenc.classes"
+"""The module by which checkpoints and pickles find our classes."""
+
+READ = "_posenc_read"
+"""Attribute of a config between its reading and the building of the model: the digest of what was read, the options
+that it was read with, and what it was then as a dict."""
+
+STUB = "modeling_hf_posenc"
+"""The file beside a checkpoint that `trust_remote_code=True` runs: it imports our classes, and nothing else."""
+
+_HEADS = {
+    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+}
+"""Auto classes that know our models, and transformers' own table of each: model type -> class name."""
+
+
+class PosEncConfigMixin:
+    """In front of a stock config class: writes the schemes and the guards."""
+
+    position_encoding: dict[str, Any] | None = None
+
+    def __post_init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the guard off the activation, then start as the stock config.
+
+        Args:
+            *args: handed on.
+            **kwargs: handed on.
+        """
+        for key in ACTIVATIONS:
+            value = getattr(self, key, None)
+            if isinstance(value, str):
+                setattr(self, key, value.removeprefix(ACTIVATION))
+        super().__post_init__(*args, **kwargs)  # type: ignore[misc]  # the stock class is behind us
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Make a config from what was saved, once that is what was saved.
+
+        Args:
+            config_dict: of config.json.
+            **kwargs: handed on.
+
+        Returns:
+            The config; with `return_unused_kwargs` a pair.
+
+        Raises:
+            CheckpointError: if the dict was changed after it was saved, or cannot be a config of this class.
+        """
+        if not isinstance(config_dict, dict):
+            raise CheckpointError(f"hf_posenc: a config is a JSON object, not {config_dict!r}")
+        saved = {key: value for key, value in config_dict.items() if key != DIGESTS}
+        check_saved_config(config_dict)
+        options = copy.copy(kwargs)
+        try:
+            made = super().from_dict(saved, **kwargs)  # type: ignore[misc]
+        except (HfPosencError, OSError):
+            raise
+        except Exception as error:  # whatever a stock class finds wrong, of any type
+            raise CheckpointError(
+                f"hf_posenc: config.json makes no {cls.__name__}: {type(error).__name__}: {error}"
+            ) from error
+        config = made[0] if isinstance(made, tuple) else made
+        object.__setattr__(config, READ, (config_digest(config_dict), options, config.to_dict()))
+        return made
+
+    @property
+    def output_attentions(self) -> bool | None:
+        """Whether the model returns its attention weights. Our attention has them, so none other needs to be set."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool | None) -> None:
+        if self._attn_implementation == NAME:
+            self._output_attentions = value
+        else:
+            PreTrainedConfig.output_attentions.fset(self, value)
+
+    def validate(self) -> None:
+        """Check the config as transformers does, which believes that its own eager attention alone has weights."""
+        wanted = self._output_attentions
+        if self._attn_implementation == NAME:
+            self._output_attentions = False
+        try:
+            super().validate()  # type: ignore[misc]
+        finally:
+            self._output_attentions = wanted
+
+    def _guards(self) -> dict[str, Any]:
+        own = {key: getattr(self, key, None) for key in ACTIVATIONS}
+        activations = {key: ACTIVATION + value for key, value in own.items() if isinstance(value, str)}
+        return {**activations, "attn_implementation": UNREGISTERED}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as a dict, with the guards."""
+        stock: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        stock.pop(READ, None)
+        return {**stock, **self._guards()}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return what is saved."""
+        saved = super().to_diff_dict()  # type: ignore[misc]
+        saved.pop(READ, None)
+        auto_map = {"AutoConfig": f"{STUB}.{type(self).__name__}"}
+        auto_map |= {auto: f"{STUB}.PosEnc{name}" for auto, name in heads_of(self).items()}
+        entry = self.position_encoding
+        if isinstance(entry, dict):  # what an older version wrote is written anew in the form of this one
+            entry = {"schemes": named_schemes(entry), "hf_posenc_version": VERSION}
+        return {**saved, "position_encoding": entry, "auto_map": auto_map, **self._guards()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the stock class, since this one is made on demand."""
+        return revive, (config_class, stock_class(type(self), PosEncConfigMixin)), self.__dict__
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: transformers would copy our source into the next checkpoint."""
+
+
+@functools.cache
+def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return our config class in front of a stock one, model type `posenc_<base>`, known to AutoConfig."""
+    members = {
+        "model_type": f"posenc_{stock.model_type}",
+        "__module__": CLASSES,
+        "__annotations__": {"position_encoding": "dict | None"},
+        "position_encoding": None,
+    }
+    cls = type("PosEnc" + stock.__name__, (PosEncConfigMixin, stock), members)
+    AutoConfig.register(cls.model_type, cls, exist_ok=True)
+    return cls
+
+
+def heads_of(config: Any) -> dict[str, str]:
+    """Return Auto class -> stock class name of every head that a family has.
+
+    Args:
+        config: ours or stock.
+    """
+    base = str(config.model_type).removeprefix("posenc_")
+    return {auto: _one(names[base]) for auto, names in _HEADS.items() if base in names}
+
+
+def _one(names: Any) -> str:
+    return str(names) if isinstance(names, str) else str(names[0])
+
+
+def stub_text(config: PreTrainedConfig) -> str:
+    """Return the two lines of the file that `auto_map` points to."""
+    names = sorted({type(config).__name__, *(f"PosEnc{name}" for name in heads_of(config).values())})
+    return f"# pip install hf_posenc\nfrom {CLASSES} import {', '.join(names)}  # noqa: F401\n"

@@ -1,0 +1,421 @@
+"""Model classes of patched models: made on demand as `(PosEncMixin, LlamaForCausalLM)`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+
+from .. import files, hub
+from ..errors import CheckpointError, HfPosencError, UnsupportedModelError, WeightShapeError
+from ..modules import PositionModule
+from ..patching.layers import MARKER
+from ..patching.place import operate
+from ..patching.plan import decoder_of, make_plan
+from ..patching.state import Patch
+from ..patching.undo import Undo
+from ..patching.wrappers import gathered, is_spread
+from ..schemes.base import Scheme
+from ..upstream.attention import SPLIT_HEADS
+from ..upstream.derived import revive, stock_class
+from ..upstream.masks import NAME
+from .config import CLASSES, READ, STUB, PosEncConfigMixin, config_class, stub_text
+from .digests import check_saved_weights, config_digest, write_digests
+from .entry import ENTRY, check_version, entry_of, is_older, schemes_of_config, write_out
+from .guards import UNREGISTERED
+
+_PUSH_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+
+
+class PosEncMixin:
+    """In front of a stock model class: puts the schemes in on loading, guards the attention implementation."""
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        """Build the stock model and put in the schemes that the config names.
+
+        Args:
+            config: of a class made by `config_class`.
+            *args: handed on.
+            **kwargs: handed on.
+        """
+        config.__dict__.pop(READ, None)
+        schemes_of_config(config)
+        check_version(config)
+        write_out(config)
+        schemes = schemes_of_config(config)
+        attends = any(scheme.attends for scheme in schemes)
+        backend = config._attn_implementation_internal
+        if attends and any(kind in str(backend) for kind in ("flash", "paged")):
+            raise ValueError(would_drop(schemes, backend))
+        if backend in (NAME, UNREGISTERED):  # the stock constructor refuses them, as it should
+            config._attn_implementation_internal = None
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        if lacks_loss_type(self):
+            self.loss_type = "ForCausalLM"
+        base = self.base_model
+        if "_posenc_patch" not in base.__dict__:
+            try:
+                plan = make_plan(base, schemes, "auto")
+            except HfPosencError:
+                raise
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
+            patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit())
+            object.__setattr__(base, "_posenc_patch", patch)
+            config.position_encoding = {**config.position_encoding, "schemes": entry_of(plan.schemes)["schemes"]}
+            owners = operate(Undo(), plan)
+            if not next(base.parameters()).is_meta:  # from_config; from_pretrained initialises what it does not load
+                for owner in owners:
+                    with gathered(owner):
+                        owner.reset_parameters()
+            for module in base.modules():
+                if isinstance(module, PreTrainedModel) and not isinstance(module, PosEncMixin):
+                    module.__class__ = model_class(type(module))
+        elif attends:
+            config._attn_implementation_internal = NAME
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load as transformers does, and make sure that every position parameter was there.
+
+        Args:
+            pretrained_model_name_or_path: a directory or a Hub id.
+            *args: handed on.
+            output_loading_info: also return transformers' account of missing, unexpected and mismatched keys.
+            **kwargs: handed on.
+
+        Returns:
+            The model, in eval mode; with `output_loading_info` a pair.
+
+        Raises:
+            CheckpointError: if the config's entry or a weight is missing, a position parameter is unexpected, or files
+                are not those that were saved together.
+            WeightShapeError: if a weight has another shape than the config asks for.
+            UnsupportedModelError: for tensor parallelism, if the scheme changes attention scores.
+        """
+        path = pretrained_model_name_or_path
+        directory = None if path is None else Path(path) / (kwargs.get("subfolder") or "")
+        if directory is None or not directory.is_dir():
+            model, info = cls._from_pretrained(path, path, *args, **kwargs)
+        else:
+            kwargs.pop("subfolder", None)
+            model, info = files.read(directory, lambda folder: cls._from_folder(folder, directory, *args, **kwargs))
+            model.config.name_or_path = model.name_or_path = str(path)
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def _from_folder(cls, folder: Path, directory: Path, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Load from a folder that nobody changes meanwhile.
+
+        Args:
+            folder: what to read.
+            directory: how to call it in messages.
+            *args: as for `from_pretrained`.
+            **kwargs: as for `from_pretrained`.
+        """
+        raw = files.json_object(folder / "config.json") if (folder / "config.json").exists() else {}
+        if (folder / "adapter_config.json").exists() and raw:
+            raise CheckpointError(
+                f"hf_posenc: {directory} holds a whole model and an adapter, which may name another base: load the "
+                "model from a folder of its own, then the adapter with hf_posenc.load_adapter"
+            )
+        if kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
+            check_saved_weights(raw, folder, directory)
+        if isinstance(config := kwargs.get("config"), PosEncConfigMixin):
+            read = config.__dict__.get(READ)
+            if read is not None and read[0] != config_digest(raw):  # saved anew since an Auto class read the config
+                if config.to_dict() != read[2]:
+                    raise CheckpointError(
+                        f"hf_posenc: {directory} was saved anew after the given config had been read from it and "
+                        "changed: read the config again, or pass the changes to from_pretrained"
+                    )
+                kwargs["config"] = cls.config_class.from_pretrained(folder, **_overrides(read[1]))
+        model, info = cls._from_pretrained(folder, directory, *args, **kwargs)
+        if folder != directory and "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+            raise CheckpointError(
+                f"hf_posenc: a save into {directory} was interrupted before its files were moved into place, and "
+                "weights that stay on disk would be looked for where they lie now: call hf_posenc.files.complete on "
+                "the folder first"
+            )
+        return model, info
+
+    @classmethod
+    def _from_pretrained(cls, path: Any, source: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Load as transformers does, and check what it says of the weights.
+
+        Args:
+            path: what to read: a folder, a Hub id, or None.
+            source: how to call it in messages.
+            *args: as for `from_pretrained`.
+            **kwargs: as for `from_pretrained`.
+        """
+        accept = kwargs.pop("ignore_mismatched_sizes", False)
+        kwargs.setdefault("use_safetensors", True)  # what we save; other formats are read by unpickling
+        try:
+            # Ignored here and checked below, where they are named; transformers would only log their names.
+            model, info = super().from_pretrained(  # type: ignore[misc]
+                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise CheckpointError(f"hf_posenc: the weights of {source} cannot be read: {error}") from error
+        if info["mismatched_keys"] and not accept:
+            said = ", ".join(str(each) for each in sorted(info["mismatched_keys"], key=str))
+            raise WeightShapeError(
+                f"hf_posenc: weights of {source} have another shape than {model.config.position_encoding} and the rest "
+                f"of its config ask for (key, found, wanted): {said}"
+            )
+        check_loaded(model, info, source)
+        if model._posenc_attends() and (model.tp_size or 1) > 1:
+            names = " and ".join(scheme.name for scheme in schemes_of_config(model.config))
+            raise UnsupportedModelError(f"{names}: {SPLIT_HEADS}")
+        return model, info
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *args: Any,
+        tokenizer: Any = None,
+        push_to_hub: bool = False,
+        **kw: Any,
+    ) -> None:
+        """Save as transformers does, with the guards, the stub and a model card, all or nothing.
+
+        A kill at any moment leaves the old checkpoint or the new one. Other files of the directory stay; a README.md
+        that is there is kept.
+
+        Args:
+            save_directory: where to.
+            *args: handed on.
+            tokenizer: saved with the model, its `model_max_length` set to what the scheme allows.
+            push_to_hub: upload what was saved, as `push_to_hub` does.
+            **kw: of `save_pretrained` in transformers, and of `push_to_hub`.
+
+        Raises:
+            UnsupportedModelError: if FSDP or ZeRO-3 has spread the parameters and no `state_dict` is given, or if
+                layers were added, changed or removed since the model was patched, so that it could not be loaded again.
+        """
+        self._check_layers()
+        directory = Path(save_directory)
+        options = {key: kw.pop(key) for key in _PUSH_OPTIONS if key in kw}
+        repo_id = kw.pop("repo_id", None) or directory.name
+        if kw.get("distributed_checkpoint"):  # every process writes shards of its own, for resuming only
+            super().save_pretrained(save_directory, *args, **kw)  # type: ignore[misc]
+            return
+        is_main_process = args[0] if args else kw.get("is_main_process", True)
+        if not is_main_process:
+            super().save_pretrained(save_directory, *args, **kw)  # type: ignore[misc]
+            return
+        state = args[1] if len(args) > 1 else kw.get("state_dict")
+        if state is None and is_spread(self):
+            raise UnsupportedModelError(
+                "the parameters of this model are spread over processes: on every process call state = "
+                "accelerator.get_state_dict(model), then on the main process accelerator.unwrap_model(model)"
+                ".save_pretrained(directory, state_dict=state)"
+            )
+        if any("_orig_mod" in name for name in (dict(self.named_modules()) if state is None else state)):
+            raise UnsupportedModelError(
+                "torch.compile(module) has put a wrapper around a part of this model and renamed its weights, which no "
+                "model would find when loading: compile in place (module.compile()), or save accelerate's "
+                "unwrap_model(model, keep_torch_compile=False)"
+            )
+        with files.staged(directory) as folder:
+            super().save_pretrained(folder, *args, **kw)  # type: ignore[misc]
+            if (folder / "config.json").is_file():  # not where only an adapter is saved, or another process writes
+                (folder / f"{STUB}.py").write_text(stub_text(self.config), encoding="utf-8")
+                if not (directory / "README.md").exists():
+                    text = hub.card(self.config.to_diff_dict())
+                    (folder / "README.md").write_text(text, encoding="utf-8")
+            if tokenizer is not None:
+                tokenizer = copy.deepcopy(tokenizer)
+                tokenizer.model_max_length = self.config.max_position_embeddings
+                tokenizer.save_pretrained(folder)
+            if (folder / "config.json").is_file():
+                write_digests(folder)
+        if push_to_hub:
+            hub.push(directory, repo_id, **options)
+
+    def _check_layers(self) -> None:
+        """Raise UnsupportedModelError unless the layers are patched, and as many as the config says."""
+        decoder = decoder_of(self)
+        if (problem := decoder.posenc_layers.problem(decoder)) is not None:
+            raise UnsupportedModelError(problem)
+        count = len(decoder.get_submodule(decoder.posenc_layers.layers))
+        if count != self.config.num_hidden_layers:
+            raise UnsupportedModelError(
+                f"the model has {count} layers, its config says {self.config.num_hidden_layers}: set "
+                f"config.num_hidden_layers = {count} and what else the config lists by layer (layer_types, ...)"
+            )
+
+    def push_to_hub(
+        self, repo_id: str, *, tokenizer: Any = None, max_shard_size: int | str = "50GB", **options: Any
+    ) -> Any:
+        """Upload the model in one commit, with the guards, the stub and a card that says how to load it.
+
+        Args:
+            repo_id: `name` or `organization/name`; made if it does not exist.
+            tokenizer: uploaded with the model.
+            max_shard_size: size of a weight file, e.g. `"5GB"`.
+            **options: `commit_message`, `commit_description`, `private`, `token`, `revision`, `create_pr`, `tags`, as
+                transformers has them.
+
+        Returns:
+            huggingface_hub's CommitInfo.
+
+        Raises:
+            TypeError: for an option that is none of these.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, tokenizer=tokenizer, max_shard_size=max_shard_size)
+            return hub.push(Path(folder), repo_id, **options)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: transformers would leave modules without parameters of their own out of initialisation."""
+        return False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; where PEFT leaves the configs of its adapters, have each name the base, to be saved."""
+        if name == "peft_config" and isinstance(value, dict):
+            for adapter, config in value.items():
+                value[adapter] = name_base(self, config)
+        super().__setattr__(name, value)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, PositionModule):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+        for name, buffer in module._buffers.items():
+            if name.startswith(MARKER) and buffer is not None:
+                init.zeros_(buffer)
+
+    def _posenc_attends(self) -> bool:
+        """Return whether attention has to be that of this package."""
+        return any(scheme.attends for scheme in schemes_of_config(self.config))
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False
+    ) -> str:
+        """Refuse what would drop the scheme; called by the stock constructor and by `set_attn_implementation`."""
+        if self._posenc_attends() and not is_init_check and attn_implementation != NAME:
+            raise ValueError(would_drop(schemes_of_config(self.config), attn_implementation))
+        if attn_implementation == NAME:
+            return NAME
+        return super()._check_and_adjust_attn_implementation(  # type: ignore[misc]
+            attn_implementation, is_init_check=is_init_check, allow_all_kernels=allow_all_kernels
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the stock class, since this one is made on demand."""
+        return revive, (model_class, stock_class(type(self), PosEncMixin)), self.__dict__
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: transformers would copy our source into the next checkpoint."""
+
+
+def name_base(model: PreTrainedModel, config: Any) -> Any:
+    """Return a PEFT config that says which patched base its adapter is trained on; `load_adapter` compares it.
+
+    PEFT keeps what it says for configs with a `task_type`, and drops it for others. Configs of adapters that sit inside
+    the model get it by themselves; those of prompts and prefixes are given to this function before `get_peft_model`.
+
+    Args:
+        model: patched.
+        config: of any class of PEFT; it stays as it is. One that names a base already keeps it.
+
+    Returns:
+        A copy of the config.
+    """
+    said = config.auto_mapping or {}
+    config = copy.copy(config)
+    config.auto_mapping = {
+        "base_model_class": type(model).__name__,
+        "parent_library": type(model).__module__,
+        ENTRY: dict(model.config.position_encoding),
+        **said,
+    }
+    return config
+
+
+def would_drop(schemes: Sequence[Scheme], attn_implementation: str | None) -> str:
+    """Return why schemes on attention scores refuse an attention implementation."""
+    names = " and ".join(scheme.name for scheme in schemes)
+    return (
+        f"attn_implementation={attn_implementation!r} would drop {names}, which changes attention scores: keep "
+        f"{NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
+    )
+
+
+def lacks_loss_type(model: Any) -> bool:
+    """Return whether transformers cannot tell a causal language model's loss from its class name.
+
+    It then takes the right one and warns, which breaks `torch.compile(fullgraph=True)`: GPT2LMHeadModel.
+    """
+    return model.loss_type is None and model.can_generate()
+
+
+def position_keys(model: nn.Module) -> set[str]:
+    """Return the state-dict keys that belong to a patched model's scheme: its parameters and its marker."""
+    return {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key in {**module._parameters, **module._buffers}
+        if isinstance(module, PositionModule) or key.startswith(MARKER)
+    }
+
+
+def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> None:
+    """Check transformers' account of what was loaded.
+
+    A head that another architecture does not have starts at random, as in transformers; nothing else may.
+
+    Raises:
+        CheckpointError: if a weight was missing, or a position parameter left over or of another shape.
+    """
+    own = position_keys(model)
+    missing = set(info["missing_keys"])
+    if is_older(model.config):
+        missing -= {key for key in own if key.rpartition(".")[2].startswith(MARKER)}
+    if type(model).__name__ not in (model.config.architectures or []):
+        prefix = f"{model.base_model_prefix}."
+        missing = {key for key in missing if key.startswith(prefix) or model.base_model is model}
+    mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
+    problems = {
+        "missing": sorted(missing),
+        "of another shape": sorted(own & mismatched),
+        "unexpected": sorted(key for key in info["unexpected_keys"] if "posenc" in key),
+    }
+    if any(problems.values()):
+        said = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
+        raise CheckpointError(f"hf_posenc: {source} does not fit {model.config.position_encoding}: {said}")
+
+
+def _overrides(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what a user asked of a config, of the options that an Auto class read it with."""
+    return {
+        k: v for k, v in options.items() if not k.startswith("_") and k not in ("return_unused_kwargs", "name_or_path")
+    }
+
+
+@functools.cache
+def model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return our model class in front of a stock one."""
+    from transformers.utils import output_capturing
+
+    config = config_class(stock.config_class)
+    cls = type("PosEnc" + stock.__name__, (PosEncMixin, stock), {"__module__": CLASSES, "config_class": config})
+    # Which outputs a model can record is looked up by its class; without this, output_attentions gives None.
+    dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
+    return cls

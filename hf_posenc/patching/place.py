@@ -1,0 +1,329 @@
+"""Puts the planned schemes into a live model, each change recorded with its inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..modules import PositionEmbedding, PositionModule, Reference, Shared, WithoutPositions
+from ..schemes.base import Dims, RotaryScheme, Scheme
+from ..upstream.masks import NAME, check_masks
+from ..upstream.rotary import ORIGINAL_LENGTH, IdentityRotary, PartialRotary, rotary_class, turn_layer
+from .layers import KEPT, MARKER, Carried, PatchedLayers, require_patched_layers
+from .plan import Plan
+from .undo import Undo, add_pre_hook, register_buffer, set_attribute, set_class, set_module
+
+UNLIMITED = 2**17
+"""`max_position_embeddings` of a patched model whose scheme has no limit; `generate` caps its default length by it."""
+
+
+class NoEmbedding(PositionEmbedding):
+    """Stands in for a base's own table of positions: adds nothing."""
+
+    def __init__(self, size: int) -> None:
+        """Return vectors of this size.
+
+        Args:
+            size: E.
+        """
+        super().__init__()
+        self.size = size
+
+    def embed(self, position_ids: Tensor) -> Tensor:
+        """Return zeros (B|1, T, E) that take no memory."""
+        return torch.zeros(1, device=position_ids.device).expand(*position_ids.shape, self.size)
+
+
+def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of a decoder layer: adds the vectors of `layer.posenc` to the hidden states."""
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None:
+        raise ValueError("position_ids did not arrive at the decoder layer, so no position vectors can be added")
+    hidden_states = hidden_states + layer.posenc(position_ids).to(hidden_states)
+    return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
+
+
+def require_attention(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a decoder whose scheme needs our attention function: refuses what would go wrong there."""
+    if decoder.config._attn_implementation != NAME:
+        raise ValueError(
+            f"the config says attention {decoder.config._attn_implementation!r}, which was set behind the patch, so "
+            f"the scheme would be ignored: set it back to {NAME!r}, or unpatch the model"
+        )
+    check_masks((*args, *kwargs.values()))
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Draw new parameters from this seed, leaving torch's generators as they were; None draws from them as they are."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
+class ModelSite:
+    """A model in the course of being changed, and the layers of it that one scheme is for; see `placement.Site`."""
+
+    def __init__(self, undo: Undo, plan: Plan, scheme: Scheme, owners: list[PositionModule], marker: str) -> None:
+        """Look at the layers of one scheme.
+
+        Args:
+            undo: where the inverse steps go.
+            plan: of the whole model.
+            scheme: one of the plan's.
+            owners: where new modules that own parameters are listed.
+            marker: name of the buffer of its layers.
+        """
+        self.undo = undo
+        self.plan = plan
+        self.base = plan.base
+        self.dims: Dims = plan.base.dims
+        self.layers = plan.layers_of(scheme)
+        self.scheme = scheme
+        self.owners = owners
+        self.marker = marker
+        self.on_attentions: str | None = None
+        self.on_layers = False
+        self.at_first = False
+
+    def share(self, module: nn.Module) -> Reference:
+        """Let the decoder own a module that the layers share."""
+        return self._own("posenc", module)
+
+    def on_attention(self, layer: int, module: nn.Module) -> None:
+        """Put a module on the attention of a layer, which then attends through it."""
+        attention = self.base.found.attentions[layer]
+        set_module(self.undo, attention, "posenc", module)
+        set_attribute(self.undo, attention, "posenc_engine", self.plan.attention)
+        self.on_attentions = "posenc"
+        self._list(module)
+
+    def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
+        """Add the vectors that a module makes to the hidden states that enter a layer."""
+        target = self.base.found.layers[layer]
+        set_module(self.undo, target, "posenc", Shared(module) if isinstance(module, Reference) else module)
+        add_pre_hook(self.undo, target, add_positions)
+        self.on_layers = True
+        if isinstance(module, nn.Module):
+            self._list(module)
+
+    def at_input(self, module: PositionEmbedding) -> None:
+        """Add the vectors that a module makes to the hidden states that enter the first layer."""
+        found, family = self.base.found, self.base.family
+        if found.position_table is None:
+            self.before_layer(0, module)
+            self.on_layers, self.at_first = False, True
+            return
+        assert family.position_table is not None
+        module.like = Reference(found.decoder, family.token_embedding)
+        set_module(self.undo, found.decoder, family.position_table, module)
+        self._list(module)
+
+    def turn(self, scheme: RotaryScheme) -> None:
+        """Turn the queries and keys of the layers as the scheme says."""
+        base, found, family = self.base, self.base.found, self.base.family
+        if base.is_own(scheme) and all(found.rotated[layer] for layer in self.layers):
+            return  # the base's own rotation is right as it is: nothing to do, and so nothing to get wrong
+        if scheme.layers is not None and family.use_rope_flag is not None:
+            for layer in self.layers:  # named, so turned, though the base may leave it out
+                set_attribute(self.undo, found.attentions[layer], family.use_rope_flag, 1)
+        if base.is_own(scheme):
+            return
+        parameters = base.rope_parameters(scheme)
+        rotary = self._rotary(scheme, parameters)
+        if found.rotary is None:
+            rotation = self._own("rotary_emb", rotary)
+            for layer in self.layers:
+                attention = found.attentions[layer]
+                set_attribute(self.undo, attention, "posenc_rotation", rotation)
+                set_attribute(self.undo, attention, "posenc_family", family.model_types[0])
+                set_attribute(self.undo, attention, "posenc_pairs", scheme.pairs)
+                set_class(self.undo, attention, rotary_class(type(attention)))
+            self.on_attentions = "posenc_rotation"
+        elif len(self.layers) == self.dims.num_layers:
+            assert family.rotary is not None
+            set_module(self.undo, found.decoder, family.rotary, rotary)
+            if parameters is not None:
+                set_attribute(self.undo, base.config, "rope_parameters", parameters)
+        else:
+            give_rotation(self, self._own("posenc_rotary", rotary), takes_layer_type=_is_by_layer_type(parameters))
+        if family.rotary_size is not None:
+            size = self._turned_dimensions(rotary, parameters)
+            for layer in self.layers:
+                set_attribute(self.undo, found.attentions[layer], family.rotary_size, size)
+        self._list(rotary)
+
+    def _rotary(self, scheme: RotaryScheme, parameters: dict[str, Any] | None) -> nn.Module:
+        """Return the module that makes the angles."""
+        found, family = self.base.found, self.base.family
+        rotary: nn.Module
+        if parameters is not None:
+            rotary = self.base.make_rotary(parameters)
+        else:
+            rotary = scheme.build(self.dims)
+            if found.rotary is not None and not family.slices_rotary:  # which turns whole heads
+                rotary = PartialRotary(rotary, self.dims.head_dim)
+        parameter = next(found.decoder.parameters())
+        if not parameter.is_meta:
+            rotary.to(parameter.device)
+        return rotary
+
+    def _turned_dimensions(self, rotary: nn.Module, parameters: dict[str, Any] | None) -> int:
+        if parameters is not None:
+            return int(self.dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        rotation: Any = rotary
+        return 2 * len(rotation.frequencies(torch.device("cpu")))
+
+    def _own(self, name: str, module: nn.Module) -> Reference:
+        """Let the decoder own a module under a name, or where another scheme has that, under the next."""
+        decoder, free, number = self.base.found.decoder, name, 2
+        while free in decoder._modules:
+            free, number = f"{name}_{number}", number + 1
+        set_module(self.undo, decoder, free, module)
+        self._list(module)
+        return Reference(decoder, free)
+
+    def _list(self, module: nn.Module) -> None:
+        for each in module.modules():
+            if isinstance(each, PositionModule) and not any(each is owner for owner in self.owners):
+                self.owners.append(each)
+
+    @property
+    def carried(self) -> Carried:
+        """What each of the layers carries now."""
+        return Carried(self.marker, self.on_attentions, self.on_layers)
+
+
+def _is_by_layer_type(parameters: dict[str, Any] | None) -> bool:
+    return bool(parameters) and all(isinstance(value, dict) for value in (parameters or {}).values())
+
+
+def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: bool) -> None:
+    """Let the layers of a base that rotates take their cosines and sines from a module of their own.
+
+    Args:
+        site: the layers.
+        rotation: the module.
+        takes_layer_type: whether it is called with the layer's type, as Gemma 3's is.
+    """
+    types: Any = getattr(site.base.config, "layer_types", None)
+    for index in site.layers:
+        layer = site.base.found.layers[index]
+        set_attribute(site.undo, layer, "posenc_rotation", rotation)
+        set_attribute(site.undo, layer, "posenc_rotation_of", (types[index],) if takes_layer_type else ())
+        add_pre_hook(site.undo, layer, turn_layer)
+
+
+def operate(undo: Undo, plan: Plan) -> list[PositionModule]:
+    """Change the modules of a model as planned.
+
+    Args:
+        undo: where the inverse steps go.
+        plan: the checked plan; its schemes are resolved.
+
+    Returns:
+        The new modules that own position parameters, uninitialised.
+    """
+    lengths = _rotary_lengths(plan)  # before the config says something else
+    owners: list[PositionModule] = []
+    names = [scheme.name for scheme in plan.schemes]
+    sites = []
+    for number, scheme in enumerate(plan.schemes):
+        again = names[:number].count(scheme.name)
+        marker = MARKER + scheme.name + (f"_{again + 1}" if again else "")
+        sites.append(ModelSite(undo, plan, scheme, owners, marker))
+    _silence_base(undo, plan, sites)
+    for site in sites:
+        site.scheme.acts_on.put(site.scheme, site)
+        if site.scheme.window is not None:
+            for layer in site.layers:
+                set_attribute(undo, plan.base.found.attentions[layer], "posenc_window", site.scheme.window)
+    if plan.attends:
+        _attend_through(undo, plan)
+    _mark_layers(undo, plan, sites)
+    _set_lengths(undo, plan, lengths)
+    return owners
+
+
+def _silence_base(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
+    """Switch off the base's own positions in the layers that have schemes, leaving nothing of them there."""
+    found, family = plan.base.found, plan.base.family
+    if found.rotary is not None:
+        assert family.rotary is not None
+        silenced = [site for site in sites if not site.scheme.acts_on.rotates]
+        if silenced and not plan.rotated_by_base():
+            set_module(undo, found.decoder, family.rotary, IdentityRotary(found.rotary))
+        elif silenced:
+            still = silenced[0]._own("posenc_still", IdentityRotary(found.rotary))
+            for site in silenced:
+                give_rotation(site, still, takes_layer_type=False)
+    if found.position_table is not None and not plan.kept:
+        assert family.position_table is not None
+        silent = NoEmbedding(plan.base.dims.hidden_size)
+        silent.like = Reference(found.decoder, family.token_embedding)
+        set_module(undo, found.decoder, family.position_table, silent)
+
+
+def _attend_through(undo: Undo, plan: Plan) -> None:
+    """Have every layer attend through the attention function of this package, also those without a scheme on it."""
+    found = plan.base.found
+    for attention in found.attentions:
+        if "posenc" not in attention._modules:
+            set_module(undo, attention, "posenc", WithoutPositions())
+            windowed = "posenc_window" in attention.__dict__
+            set_attribute(undo, attention, "posenc_engine", plan.attention if windowed else "auto")
+    # A layer that was copied (copy.deepcopy) has a config of its own.
+    configs = {id(each): each for each in (plan.base.config, *(attention.config for attention in found.attentions))}
+    for each in configs.values():
+        set_attribute(undo, each, "_attn_implementation_internal", NAME)
+    add_pre_hook(undo, found.decoder, require_attention)
+
+
+def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
+    """Register the buffer that names the scheme on every layer, and have the decoder check them."""
+    found = plan.base.found
+    carried = {layer: site.carried for site in sites for layer in site.layers}
+    each = [carried.get(layer, Carried(KEPT)) for layer in range(len(found.layers))]
+    for layer, carries in zip(found.layers, each, strict=True):
+        device = next(layer.parameters()).device
+        register_buffer(undo, layer, carries.marker, torch.zeros(1, dtype=torch.uint8, device=device))
+    alike = len(sites) == 1 and len(sites[0].layers) == len(each)
+    layers = PatchedLayers(
+        plan.base.family.layers,
+        plan.base.family.attention,
+        tuple(each[:1] if alike else each),
+        at_first=any(site.at_first for site in sites),
+    )
+    set_attribute(undo, found.decoder, "posenc_layers", layers)
+    add_pre_hook(undo, found.decoder, require_patched_layers)
+
+
+def _rotary_lengths(plan: Plan) -> list[int] | None:
+    """Return the lengths at which new rotations change their frequencies; None if the base's own goes on turning."""
+    if plan.rotated_by_base():
+        return None
+    rotating: list[Any] = [scheme for scheme in plan.schemes if scheme.acts_on.rotates]
+    parameters = [plan.base.rope_parameters(scheme) or {} for scheme in rotating]
+    return [each[ORIGINAL_LENGTH] for each in parameters if ORIGINAL_LENGTH in each]
+
+
+def _set_lengths(undo: Undo, plan: Plan, rotary_lengths: list[int] | None) -> None:
+    """Tell the config how long the model may run; `generate` reads it."""
+    config = plan.base.config
+    name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if (limit := plan.limit()) is not None:
+        set_attribute(undo, config, name, limit)
+    elif not plan.kept and not any(scheme.acts_on.rotates for scheme in plan.schemes):
+        set_attribute(undo, config, name, max(UNLIMITED, config.max_position_embeddings))
+    if ORIGINAL_LENGTH in config.__dict__ and rotary_lengths is not None:
+        # Phi-3's generate drops the cache when it crosses this length, to switch between its two sets of frequencies;
+        # and transformers prefers it to what rope_parameters say.
+        set_attribute(undo, config, ORIGINAL_LENGTH, min(rotary_lengths, default=UNLIMITED))

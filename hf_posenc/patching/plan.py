@@ -1,0 +1,362 @@
+"""What is to be done to a model, found out and checked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+from ..families.base import Family, Resolved, resolve
+from ..modes import evaluation
+from ..modules import Native
+from ..placement import select
+from ..registry import family_for
+from ..schemes.base import Dims, RotaryScheme, Scheme
+from ..schemes.rope import by_layer_type
+from ..upstream.attention import SPLIT_HEADS, check_engine
+from ..upstream.rotary import RotaryAttention, make_rotary, own_rotation, scaling_types
+from .undo import has_own_forward
+
+TAKE_OFF = (
+    "hooks of accelerate: accelerate.hooks.remove_hook_from_module(model, recurse=True); a wrapper or a compiled "
+    "forward: del attention.forward"
+)
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A live model as its family describes it; what a placement may ask of it, see `hf_posenc.placement.Base`.
+
+    Attributes:
+        model: with or without head.
+        family: what is known of its architecture.
+        found: its modules.
+        dims: sizes of its attention.
+        keeps_table: whether its own table of positions stays, since some layers keep what the base has.
+    """
+
+    model: PreTrainedModel
+    family: Family
+    found: Resolved
+    dims: Dims
+    keeps_table: bool = False
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> BaseModel:
+        """Look at a model; UnsupportedModelError if its family is not known, or a setting of it is refused."""
+        config = model.config
+        family = family_for(base_model_type(config))
+        found = resolve(family, model)
+        first: Any = found.attentions[0]
+        dims = Dims(
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=first.head_dim if hasattr(first, "head_dim") else first.head_size,
+            hidden_size=config.hidden_size,
+            num_layers=len(found.layers),
+        )
+        return cls(model, family, found, dims)
+
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.model.config
+
+    @property
+    def name(self) -> str:
+        """Stock model type."""
+        return base_model_type(self.config)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether positions enter at the input, from a table."""
+        return self.found.position_table is not None
+
+    def require_own_attention(self, scheme: str) -> None:
+        """Raise UnsupportedModelError if the attention function of this package cannot compute the attention."""
+        if (self.model.tp_size or 1) > 1:
+            raise UnsupportedModelError(f"{scheme}: {SPLIT_HEADS}")
+        backend = self.config._attn_implementation or "eager"
+        if "flash" in backend or "paged" in backend:
+            raise UnsupportedModelError(
+                f"{scheme} changes attention scores, which {backend} cannot carry: load the model with "
+                'attn_implementation="sdpa" or "eager" first'
+            )
+
+    def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
+        """Return the scheme with all that was not given taken from the base, once its angles can be computed."""
+        if self.family.rotary is not None and scheme.pairs == "interleaved":
+            raise UnsupportedModelError(
+                f"{scheme.name}: {self.name} rotates by halves in its own code, so layout='interleaved' cannot "
+                "be had: the rows "
+                "of its query and key projections would have to be reordered"
+            )
+        if self.dims.head_dim % 2:
+            raise ValueError(f"{scheme.name}: heads of size {self.dims.head_dim} cannot be split into pairs")
+        scheme.check(self.dims)
+        scheme = scheme.with_base(self.own_rotation(), self.config.max_position_embeddings, scaling_types())
+        parameters = self.rope_parameters(scheme)
+        if parameters is None:
+            pairs = len(scheme.build(self.dims).frequencies(torch.device("cpu")))
+            if not 0 < pairs <= self.dims.head_dim // 2:
+                raise ValueError(f"{scheme.name}: {pairs} frequencies do not fit heads of {self.dims.head_dim}")
+        elif not self.is_own(scheme):
+            self.make_rotary(parameters)  # raises if it cannot
+        return scheme
+
+    def own_rotation(self) -> dict[str, Any]:
+        """Return the base's own `rope_parameters`, as far as transformers reads them."""
+        return own_rotation(self.config, self.dims, self.found.rotary, self.family.slices_rotary)
+
+    def make_rotary(self, parameters: dict[str, Any]) -> nn.Module:
+        """Return a rotary module of transformers with these parameters."""
+        return make_rotary(parameters, self.config, self.dims, self.found.rotary, self.family.slices_rotary)
+
+    def is_own(self, scheme: Any) -> bool:
+        """Return whether a fitted scheme is what the base does by itself where it rotates, in every respect."""
+        if self.found.rotary is None or scheme.rope_parameters() is None:
+            return False
+        own = type(scheme)().with_base(self.own_rotation(), self.config.max_position_embeddings, scaling_types())
+        return replace(scheme, layers=None, window=None) == own
+
+    def rope_parameters(self, scheme: RotaryScheme) -> dict[str, Any] | None:
+        """Return a fitted scheme's `rope_parameters` as this base writes them: whole heads need no saying."""
+        parameters = scheme.rope_parameters()
+        if parameters is None:
+            return None
+        written = by_layer_type(self.own_rotation())
+        for kind, each in by_layer_type(parameters).items():
+            if each["partial_rotary_factor"] == 1.0 and "partial_rotary_factor" not in written[kind]:
+                del each["partial_rotary_factor"]
+        return parameters
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the sliding window that the base gives a layer, in tokens, or None."""
+        types = getattr(self.config, "layer_types", None)
+        if types is not None and types[layer] != "sliding_attention":
+            return None
+        return getattr(self.config, "sliding_window", None)
+
+    def native(self) -> Native:
+        """Return what the base uses for positions; the table is detached, without the rows before position 0."""
+        table, found = None, self.found
+        if isinstance(found.position_table, nn.Embedding):
+            table = found.position_table.weight.detach()[self.family.table_offset :]
+        rms = 0.0
+        if not found.token_embedding.weight.is_meta:
+            entering = self._entering_tokens() if table is None else found.token_embedding(self._sample())
+            rms = entering.detach().double().square().mean().sqrt().item()
+        return Native(table, rms, self.config.max_position_embeddings)
+
+    def _sample(self) -> torch.Tensor:
+        """Return up to 4096 tokens from all over the vocabulary."""
+        weight = self.found.token_embedding.weight
+        return torch.arange(0, weight.shape[0], max(1, weight.shape[0] // 4096), device=weight.device)
+
+    def _entering_tokens(self) -> torch.Tensor:
+        """Return the hidden states that enter the first layer: many families scale their embeddings on the way."""
+        decoder: Any = self.found.decoder
+        layers: Any = decoder.get_submodule(self.family.layers)
+        first = layers._modules["0"]
+        layers._modules["0"] = _Entrance(self.found.layers[0])
+        try:
+            with evaluation(decoder), torch.no_grad():  # dropout would change their size
+                decoder.forward(input_ids=self._sample()[:, None], use_cache=False)
+        except _Entered as entered:
+            return entered.hidden_states
+        finally:
+            layers._modules["0"] = first
+        raise UnsupportedModelError(f"{type(decoder).__name__} never calls its first layer")
+
+
+class _Entered(BaseException):
+    """Carries what entered the first layer out of a forward pass."""
+
+    def __init__(self, hidden_states: torch.Tensor) -> None:
+        self.hidden_states = hidden_states
+
+
+class _Entrance(nn.Module):
+    """Stands in for the first layer: takes what enters it, and goes no further."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not a child: it is looked at only
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "layer"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise _Entered(args[0] if args else kwargs["hidden_states"])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be put into a model.
+
+    Attributes:
+        base: the model.
+        schemes: what goes in, fitted to the base.
+        attention: `auto` or an engine's name.
+    """
+
+    base: BaseModel
+    schemes: tuple[Scheme, ...]
+    attention: str
+
+    @property
+    def attends(self) -> bool:
+        """Whether some layer needs the attention function of this package; then all layers attend through it."""
+        return any(scheme.attends for scheme in self.schemes)
+
+    def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
+        """Return the indices of a scheme's layers."""
+        return layers_of(scheme, self.base.dims.num_layers)
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The layers that nobody names, which keep what the base has."""
+        named = {layer for scheme in self.schemes for layer in self.layers_of(scheme)}
+        return tuple(layer for layer in range(self.base.dims.num_layers) if layer not in named)
+
+    def rotated_by_base(self) -> tuple[int, ...]:
+        """Return the layers that the base's own rotary module goes on turning."""
+        kept = [layer for layer in self.kept if self.base.found.rotated[layer]]
+        own = [
+            layer
+            for scheme in self.schemes
+            if scheme.acts_on.rotates and self.base.is_own(scheme)
+            for layer in self.layers_of(scheme)
+        ]
+        return tuple(sorted(kept + own))
+
+    def resolved(self, native: Native) -> Plan:
+        """Return the plan with the choices made that depend on the base's weights."""
+        return replace(self, schemes=tuple(scheme.resolve(native, self.base.dims) for scheme in self.schemes))
+
+    def limit(self) -> int | None:
+        """Return the number of positions that exist, or None if there is no limit."""
+        limits = [scheme.limit for scheme in self.schemes if scheme.limit is not None]
+        if self.base.keeps_table:
+            limits.append(self.base.config.max_position_embeddings)
+        return min(limits, default=None)
+
+
+def layers_of(scheme: Scheme, count: int) -> tuple[int, ...]:
+    """Return the indices of a fitted scheme's layers, of so many."""
+    assert not isinstance(scheme.layers, str)
+    return tuple(range(count)) if scheme.layers is None else scheme.layers
+
+
+def base_model_type(config: Any) -> str:
+    """Return the stock model type of a config, also of one of our own (`posenc_gpt2` -> `gpt2`)."""
+    return str(config.model_type).removeprefix("posenc_")
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """Return the module that owns the layers of a model of a known family."""
+    config: Any = model.config
+    base: Any = model.base_model
+    module: nn.Module = base.get_submodule(family_for(base_model_type(config)).decoder)
+    return module
+
+
+def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str) -> Plan:
+    """Check that the schemes can be carried by the model; changes nothing.
+
+    Args:
+        model: a stock model, with or without head.
+        schemes: what to put in, each into its layers.
+        attention: `auto` or an engine's name.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UnsupportedModelError: if the model or one of its settings cannot carry a scheme.
+        TypeError: if `layers` or `window` is of a wrong type.
+        ValueError: if hyper-parameters do not fit the model, or two schemes name one layer.
+    """
+    base = BaseModel.of(model)
+    types = getattr(base.config, "layer_types", None)
+    chosen = [
+        replace(scheme, layers=select(scheme.name, scheme.layers, base.dims.num_layers, types)) for scheme in schemes
+    ]
+    taken: dict[int, Scheme] = {}
+    for scheme in chosen:
+        for layer in layers_of(scheme, base.dims.num_layers):
+            if (other := taken.setdefault(layer, scheme)) is not scheme:
+                raise ValueError(
+                    f"{other.name} and {scheme.name} both name layer {layer}: give each of them layers of its own, as "
+                    "in [Alibi(layers='0::2'), Nope(layers='1::2')]"
+                )
+        _check_window(scheme, base)
+    check_engine(attention)
+    base = replace(base, keeps_table=base.has_table and len(taken) < base.dims.num_layers)
+    plan = Plan(base, tuple(scheme.acts_on.fit(scheme, base) for scheme in chosen), attention)
+    for scheme in chosen:
+        if scheme.window is not None and not scheme.acts_on.attends:
+            base.require_own_attention(f"{scheme.name} with a window")
+    if attention != "auto" and not plan.attends:
+        names = " and ".join(scheme.name for scheme in chosen)
+        raise ValueError(
+            f"{names} keeps the model's own attention; attention={attention!r} can be chosen for schemes "
+            "that change "
+            "scores only"
+        )
+    return plan
+
+
+def _check_window(scheme: Scheme, base: BaseModel) -> None:
+    window = scheme.window
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int):
+        raise TypeError(f"{scheme.name}: window must be a number of tokens or None, not {window!r}")
+    if window < 1:
+        raise ValueError(f"{scheme.name}: window must be at least 1, the token itself, not {window}")
+    for layer in layers_of(scheme, base.dims.num_layers):
+        if (own := base.window_of(layer)) is not None and own <= window:
+            raise ValueError(
+                f"{scheme.name}: window={window} would change nothing in layer {layer}, which has a sliding window of "
+                f"{own} tokens: give a smaller one, or name other layers"
+            )
+
+
+def check_forwards(plan: Plan) -> None:
+    """Check that no scheme would be bypassed by a forward that somebody put on an attention.
+
+    Raises:
+        UnsupportedModelError: if one would; the message says what to do.
+    """
+    found = plan.base.found
+    names = " and ".join(scheme.name for scheme in plan.schemes)
+    turning = [scheme for scheme in plan.schemes if scheme.acts_on.rotates and found.rotary is None]
+    turned = {layer for scheme in turning for layer in plan.layers_of(scheme)}  # their attention changes its class
+    for index, attention in enumerate(found.attentions):
+        if index not in turned and not plan.attends:
+            continue
+        hooked = has_own_forward(attention)
+        if not hooked and index not in turned and "_hf_hook" in attention.__dict__:  # which calls what it replaced
+            behind = attention.__dict__.get("_old_forward")
+            hooked = getattr(behind, "__func__", None) is type(attention).forward
+        if not hooked:
+            raise UnsupportedModelError(
+                f"the attention of layer {index} has a forward of its own ({attention.__dict__['forward']!r:.80}), "
+                f"which {names} would not reach: take it off ({TAKE_OFF}), patch the model, and put it on again"
+            )
+
+
+def check_class_undone(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if a forward was put on an attention whose class is to be changed back."""
+    for name, module in model.named_modules():
+        if isinstance(module, RotaryAttention) and not has_own_forward(module):
+            raise UnsupportedModelError(
+                f"{name} was given a forward of its own after the model was patched, which would go on rotating: take "
+                f"it off ({TAKE_OFF}), then unpatch the model"
+            )

@@ -1,0 +1,123 @@
+"""Inverse steps: every change of a live model is recorded with what takes it back, before it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Undo:
+    """Inverse steps, newest first. Each is recorded before its step is taken, and undoes nothing if it was not.
+
+    A list of (function, arguments) rather than an ExitStack: `deepcopy` and `pickle` follow arguments, so that a copied
+    model undoes its own changes and not those of the model it was copied from. Closures would not.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing to undo."""
+        self.steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def add(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Record a step: a module-level function and its arguments."""
+        self.steps.append((step, arguments))
+
+    def roll_back(self) -> None:
+        """Undo everything."""
+        while self.steps:
+            step, arguments = self.steps.pop()
+            step(*arguments)
+
+
+def set_module(undo: Undo, owner: nn.Module, name: str, module: nn.Module) -> None:
+    """Set or replace a sub-module."""
+    undo.add(_restore_module, owner, name, owner._modules.get(name), _home(owner), owner.training)
+    owner.add_module(name, module)
+
+
+def _home(owner: nn.Module) -> torch.dtype | None:
+    parameter = next(owner.parameters(), None)
+    return None if parameter is None else parameter.dtype
+
+
+def _restore_module(
+    owner: nn.Module, name: str, module: nn.Module | None, dtype: torch.dtype | None, training: bool
+) -> None:
+    if module is None:
+        owner._modules.pop(name, None)
+        return
+    # The module was kept aside while the model may have been moved or cast.
+    parameter = next(owner.parameters(), None)
+    if parameter is not None and not parameter.is_meta:
+        module.to(parameter.device)
+        if parameter.dtype != dtype:
+            for tensor in module.parameters():
+                tensor.data = tensor.data.to(parameter.dtype)
+    if owner.training != training:
+        module.train(owner.training)
+    owner._modules[name] = module
+
+
+def register_buffer(undo: Undo, owner: nn.Module, name: str, buffer: Tensor) -> None:
+    """Register a new buffer."""
+    undo.add(_remove_buffer, owner, name)
+    owner.register_buffer(name, buffer)
+
+
+def _remove_buffer(layer: nn.Module, name: str) -> None:
+    layer._buffers.pop(name, None)
+
+
+def set_attribute(undo: Undo, owner: Any, name: str, value: Any) -> None:
+    """Set or replace a plain attribute of a module or config."""
+    if name in owner.__dict__:
+        undo.add(_restore_attribute, owner, name, owner.__dict__[name])
+    else:
+        undo.add(_remove_attribute, owner, name)
+    object.__setattr__(owner, name, value)
+
+
+def _restore_attribute(owner: Any, name: str, value: Any) -> None:
+    object.__setattr__(owner, name, value)
+
+
+def _remove_attribute(owner: Any, name: str) -> None:
+    owner.__dict__.pop(name, None)
+
+
+def set_class(undo: Undo, owner: Any, cls: type) -> None:
+    """Change the class of an object."""
+    if "forward" in owner.__dict__ and has_own_forward(owner):
+        # A bound method that stood for nothing (accelerate leaves one when its hook is removed) would keep the old one.
+        undo.add(_restore_attribute, owner, "forward", owner.__dict__["forward"])
+        del owner.__dict__["forward"]
+    undo.add(_restore_class, owner, type(owner))
+    owner.__class__ = cls
+
+
+def _restore_class(owner: Any, cls: type) -> None:
+    if has_own_forward(owner):
+        owner.__dict__.pop("forward", None)
+    owner.__class__ = cls
+
+
+def has_own_forward(module: Any) -> bool:
+    """Return whether a module runs the forward of its class, and no other that was put on the instance."""
+    forward = module.__dict__.get("forward")
+    return forward is None or (
+        getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+    )
+
+
+def add_pre_hook(undo: Undo, owner: nn.Module, hook: Callable[..., Any]) -> None:
+    """Register a forward pre-hook that sees keyword arguments."""
+    undo.add(_remove_pre_hook, owner, hook)
+    owner.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _remove_pre_hook(owner: nn.Module, hook: Callable[..., Any]) -> None:
+    for number in [number for number, registered in owner._forward_pre_hooks.items() if registered is hook]:
+        del owner._forward_pre_hooks[number]
+        owner._forward_pre_hooks_with_kwargs.pop(number, None)

@@ -1,0 +1,111 @@
+"""What others put around a model, and what of it stands in the way: wrappers, shards, offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.hooks import AlignDevicesHook, SequentialHook
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from transformers import PreTrainedModel
+
+from ..errors import UnsupportedModelError
+
+
+def check_unwrapped(model: Any, action: str) -> None:
+    """Raise unless a model is whole and itself: no wrapper around it, no parameters spread over processes.
+
+    Args:
+        model: any module.
+        action: what cannot be done with it otherwise, as in "patch the model".
+
+    Raises:
+        UnsupportedModelError: for DistributedDataParallel, DataParallel, FSDP (1 and 2) and DeepSpeed's ZeRO-3.
+    """
+    name = type(model).__name__
+    engines = ("FullyShardedDataParallel", "DeepSpeedEngine")
+    if isinstance(model, (DistributedDataParallel, DataParallel)) or name in engines:
+        raise UnsupportedModelError(
+            f"{name} has already registered the model's parameters: {action} first, wrap it afterwards (the model "
+            "itself is its .module)"
+        )
+    if dist.is_available():
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise UnsupportedModelError(
+                f"the parameters of this {name} are spread over processes by FSDP: {action} before fully_shard or "
+                "accelerator.prepare, or load what was saved in one process"
+            )
+    if isinstance(model, nn.Module) and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            f"the parameters of this {name} are spread over processes by DeepSpeed ZeRO-3: {action} before "
+            "deepspeed.initialize or accelerator.prepare, on a model that was loaded whole (zero3_init_flag: false)"
+        )
+
+
+def check_in_place(model: nn.Module, action: str, *, one_device: bool = True) -> None:
+    """Raise unless a model's weights are all there, on one device: hooks that move them know the modules of one moment.
+
+    Args:
+        model: any module.
+        action: what cannot be done with it otherwise, as in "patch the model".
+        one_device: refuse also what is spread over devices and stays there.
+
+    Raises:
+        UnsupportedModelError: for a model that accelerate or diffusers has offloaded or spread over devices.
+    """
+    hooks = [hook for module in model.modules() if (own := module.__dict__.get("_hf_hook")) for hook in _single(own)]
+    aligned = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
+    devices = {str(hook.execution_device) for hook in aligned if hook.execution_device is not None}
+    if any(hook.offload for hook in aligned) or len({parameter.is_meta for parameter in model.parameters()}) > 1:
+        state = "offloaded: weights are elsewhere until their layer runs"
+    elif any("_diffusers_hook" in module.__dict__ for module in model.modules()):
+        state = "offloaded by hooks of diffusers"
+    elif one_device and len(devices) > 1:
+        state = f"spread over {', '.join(sorted(devices))}"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"this {type(model).__name__} is {state}: {action} before dispatching. hf_posenc.from_pretrained(..., "
+        "scheme=..., device_map=...) patches first; accelerate.hooks.remove_hook_from_module(model, recurse=True) "
+        "takes hooks off and brings back the weights that were offloaded from memory"
+    )
+
+
+def _single(hook: Any) -> list[Any]:
+    return [each for part in hook.hooks for each in _single(part)] if isinstance(hook, SequentialHook) else [hook]
+
+
+def is_spread(model: PreTrainedModel) -> bool:
+    """Return whether FSDP or DeepSpeed's ZeRO-3 has spread a model's parameters over processes.
+
+    What transformers itself has spread (`distributed_config`) it can gather itself, and does not count.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return True
+    if not dist.is_available() or (getattr(model, "fsdp_size", None) or 1) > 1:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Make parameters whole that DeepSpeed's zero.Init has spread over processes, and spread them again.
+
+    Args:
+        module: on every process; what the first one writes is what stays.
+    """
+    spread = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
+    if not spread:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(spread, modifier_rank=0):
+        yield

@@ -1,0 +1,265 @@
+"""Rotation of queries and keys: in place of a base's own, and in attention that has none."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ..registry import family_for
+from ..schemes.base import Dims, Reference
+from ..schemes.rope import PROPORTIONAL, apply_rotary, by_layer_type
+from .derived import revive, stock_class
+
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+"""Key of `rope_parameters`, and attribute of some configs, which transformers prefers to the key."""
+
+
+class RotaryAttention(nn.Module):
+    """Mixed in front of the attention of a base without rotary embedding: rotates before the cache, then attends.
+
+    Why a class and not a hook on the projection: PEFT wraps the projection, and its update would be added after the
+    hook.
+    """
+
+    posenc_family: str
+    posenc_pairs: str
+    posenc_rotation: Reference
+    layer_idx: int
+    scaling: float
+    config: PreTrainedConfig
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with rotated queries and keys.
+
+        Args:
+            hidden_states: (B, T, E).
+            past_key_values: a transformers cache, or None.
+            attention_mask: as the stock attention gets it.
+            position_ids: (B|1, T).
+            **kwargs: handed on to the attention function.
+
+        Returns:
+            (B, T, E) and the attention weights or None.
+        """
+        family = family_for(self.posenc_family)
+        assert family.split_heads
+        assert family.merge_heads
+        assert family.attention_dropout
+        query, key, value = family.split_heads(self, hidden_states)
+        if position_ids is None:
+            raise ValueError("position_ids did not arrive at the attention layer, so nothing can be rotated")
+        like = value.new_empty(0, dtype=torch.promote_types(value.dtype, torch.float32))
+        cos, sin = self.posenc_rotation()(like, position_ids)
+        query = apply_rotary(query, cos, sin, self.posenc_pairs)
+        key = apply_rotary(key, cos, sin, self.posenc_pairs)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        stock = stock_class(type(self), RotaryAttention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, sys.modules[stock.__module__].eager_attention_forward
+        )
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=family.attention_dropout(self) if self.training else 0.0,
+            scaling=1.0 if family.query_is_scaled else self.scaling,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        return family.merge_heads(self, output), weights
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the stock class, since this one is made on demand."""
+        return revive, (rotary_class, stock_class(type(self), RotaryAttention)), self.__dict__
+
+
+def rotary_class(stock: type) -> type:
+    """Return the rotating sub-class of a stock attention class."""
+    return type("Rotary" + stock.__name__, (RotaryAttention, stock), {"__module__": __name__})
+
+
+class IdentityRotary(nn.Module):
+    """Stands in for a base's rotary module: cos 1, sin 0, which turns nothing, exactly."""
+
+    def __init__(self, native: nn.Module) -> None:
+        """Return as many cosines as the native module would.
+
+        Args:
+            native: the base's rotary module; its frequencies say how many dimensions of a head it turns.
+        """
+        super().__init__()
+        self.size = 2 * next(b.shape[-1] for name, b in native.named_buffers() if name.endswith("inv_freq"))
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return ones and zeros (B|1, T, R) in the dtype of x; further arguments of families are ignored."""
+        shape = (*position_ids.shape, self.size)
+        return x.new_ones(1).expand(shape), x.new_zeros(1).expand(shape)
+
+
+class PartialRotary(nn.Module):
+    """Widens cos and sin for a base that turns whole heads: the added pairs stand still."""
+
+    def __init__(self, rotary: nn.Module, size: int) -> None:
+        """Wrap a rotary module.
+
+        Args:
+            rotary: a module that returns cos and sin of fewer dimensions.
+            size: D.
+        """
+        super().__init__()
+        self.rotary = rotary
+        self.size = size
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, (B|1, T, D) each."""
+        cos, sin = self.rotary(x, position_ids, *args, **kwargs)
+        half = cos.shape[-1] // 2
+        padding = (0, self.size // 2 - half)
+        pad = torch.nn.functional.pad
+        cos, sin = pad(cos[..., :half], padding, value=1.0), pad(sin[..., :half], padding)
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+
+
+class _Asked(dict[str, Any]):
+    """`rope_parameters` that remember what transformers asked them for: the only true list of what it reads."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        super().__init__(parameters)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"rope: scaling {self.get('rope_type')} needs {key}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def unread(self) -> set[str]:
+        """Return the keys that nobody asked for; the share of the head is ours to apply where the base does not.
+
+        `type`, the old name of `rope_type`, is asked for, and then not used beside it.
+        """
+        return set(self) - (self.asked - {"type"}) - {"rope_type", "partial_rotary_factor"}
+
+
+def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of a decoder layer of a base that rotates: gives the layer a rotation of its own."""
+    if kwargs.get("position_embeddings") is None or kwargs.get("position_ids") is None:
+        raise ValueError("the rotation did not arrive at the decoder layer by name, so it cannot be replaced")
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    owner: Any = layer
+    turned = owner.posenc_rotation()(hidden_states, kwargs["position_ids"], *owner.posenc_rotation_of)
+    return args, {**kwargs, "position_embeddings": turned}
+
+
+def own_rotation(config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool) -> dict[str, Any]:
+    """Return the base's own `rope_parameters`, as far as transformers reads them.
+
+    Args:
+        config: of the base model.
+        dims: of its attention.
+        native: its rotary module, or None.
+        slices_rotary: whether its attention turns as many dimensions as there are cosines; otherwise it turns all.
+
+    Returns:
+        One dict, or one by layer type; empty if the config has none.
+    """
+    own = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
+    if not own:
+        return {}
+    for each in by_layer_type(own).values():
+        each.setdefault("rope_type", each.get("type", "default"))
+        if not slices_rotary and each["rope_type"] != PROPORTIONAL:
+            each.pop("partial_rotary_factor", None)
+    _, asked = _rotary(own, config, dims, native, slices_rotary)
+    for each, read in zip(by_layer_type(own).values(), asked, strict=True):
+        for key in read.unread():
+            del each[key]
+    return own
+
+
+def scaling_types() -> tuple[str, ...]:
+    """Return the `rope_type` values that the installed transformers can compute, beside none."""
+    return tuple(ROPE_INIT_FUNCTIONS)
+
+
+def make_rotary(
+    parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
+) -> nn.Module:
+    """Return a rotary module with these parameters: the base's own class where it has one, else LLaMA's.
+
+    Args:
+        parameters: transformers' `rope_parameters`.
+        config: of the base model, left as it is.
+        dims: of its attention.
+        native: its rotary module, or None.
+        slices_rotary: whether its attention turns as many dimensions as there are cosines; otherwise it turns all.
+
+    Returns:
+        A module (x, position_ids (B|1, T), ...) -> cos, sin (B|1, T, R).
+
+    Raises:
+        ValueError: where transformers finds the parameters wrong or missing, or would not read one of them.
+    """
+    rotary, asked = _rotary(parameters, config, dims, native, slices_rotary)
+    for each in asked:
+        if unread := sorted(each.unread()):
+            known = ", ".join(sorted(each.asked - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}))
+            raise ValueError(
+                f"rope: scaling {each['rope_type']} has no parameter {', '.join(unread)}; it has {known or 'none'}"
+            )
+    return rotary
+
+
+def _rotary(
+    parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
+) -> tuple[nn.Module, list[_Asked]]:
+    """As `make_rotary`, without the last check; also the parameters by layer type, with what was asked of them."""
+    length = config.max_position_embeddings
+    config = copy.deepcopy(config) if native is not None else LlamaConfig(max_position_embeddings=length)
+    parameters = copy.deepcopy(parameters)
+    types = by_layer_type(parameters)
+    size = dims.head_dim
+    if not slices_rotary:  # these classes know whole heads only: show them a smaller head
+        shares = {
+            1.0 if each["rope_type"] == PROPORTIONAL else each.pop("partial_rotary_factor", 1.0)
+            for each in types.values()
+        }
+        if len(shares) > 1:
+            raise ValueError("rope: this base turns whole heads, so partial_rotary_factor is one for all layer types")
+        size = int(dims.head_dim * shares.pop())
+        config.head_dim = size
+    if None in types and hasattr(config, ORIGINAL_LENGTH) and ORIGINAL_LENGTH in parameters:
+        setattr(config, ORIGINAL_LENGTH, parameters[ORIGINAL_LENGTH])  # the config's own would be taken instead
+    asked = [_Asked(each) for each in types.values()]
+    config.rope_parameters = asked[0] if None in types else dict(zip(types, asked, strict=True))
+    try:
+        rotary = (LlamaRotaryEmbedding if native is None else type(native))(config)
+        config.rope_parameters = parameters
+        config.validate_rope()
+    except (KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:
+        raise ValueError(f"rope: transformers cannot compute {parameters}: {type(error).__name__} {error}") from error
+    return rotary if native is None or size == dims.head_dim else PartialRotary(rotary, dims.head_dim), asked
