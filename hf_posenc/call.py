@@ -82,7 +82,7 @@ class Call:
         if not torch.compiler.is_compiling():
             return int(self.distance().amax()) + 1
         keys = self.key.shape[2]
-        message = "position_ids with gaps cannot be compiled with a scheme that has a table of distances"
+        message = "position_ids with gaps cannot be compiled with a scheme that has a key for each distance"
         torch._assert_async((self.distance() < keys).all(), message)
         return keys
 

@@ -1,8 +1,8 @@
 """How scores depend on distance: a scheme says which of these forms it has, an engine which of them it takes.
 
 A form holds what a scheme computes from its parameters, and knows its own dense meaning, so that a formula is written
-once: the reference engine computes `scores` and `mix`, the fast engines read the tables. Tables of distances are
-functions of how many are needed, since nobody knows that before a call.
+once: the reference engine computes `scores` and `mix`, the fast engines read the tables. What depends on distance is a
+function, since nobody knows before a call which distances there are.
 
 Notation: `H` query heads, `D` head size, `d >= 0` distance, `m` largest distance with a vector of its own.
 """
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from .call import Call
+
+OfDistance = Callable[[Tensor], Tensor]
+"""Distances, integers >= 0 of any shape -> one number per head and distance, (H, *shape), float32 or float64."""
 
 Table = Callable[[int], Tensor]
 """Number of distances, from 0 -> a tensor whose dimension 1 they are."""
@@ -43,18 +46,37 @@ class Content(Form):
 
 
 @dataclass(frozen=True)
-class Bias(Form):
-    """`q . k + b_h(d)`.
+class Curves(Form):
+    """A curve per head: one number for each distance.
 
     Attributes:
-        table: `b` of the distances 0, 1, ..., (H, number of distances), float32 or float64.
+        values: the numbers of given distances.
+        device: of the distances that it is given.
     """
 
-    table: Table
+    values: OfDistance
+    device: torch.device
+
+    def table(self, count: int) -> Tensor:
+        """Return the numbers of the distances 0, 1, ..., (H, count), float32 or float64."""
+        return self.values(torch.arange(count, device=self.device))
+
+    def by_pair(self, call: Call) -> Tensor:
+        """Return the numbers of each query and key, (B|1, H, Q, L)."""
+        distance = call.distance()
+        if torch.compiler.is_compiling():  # where nobody can say how long a table must be
+            return self.values(distance[:, 0]).transpose(0, 1)
+        # There are Q times fewer distances than pairs, and reading a table is cheaper than most formulas.
+        return at_distance(self.table(call.distances()), distance)
+
+
+@dataclass(frozen=True)
+class Bias(Curves):
+    """`q . k + b_h(d)`, with `b` the numbers."""
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""
-        return call.products() + at_distance(self.table(call.distances()), call.distance())
+        return call.products() + self.by_pair(call)
 
 
 @dataclass(frozen=True)
@@ -78,21 +100,19 @@ class Slopes(Form):
 
 
 @dataclass(frozen=True)
-class Factors(Form):
-    """`f_h(d) q . k`, or `f_h(d) max(0, q . k)`.
+class Factors(Curves):
+    """`f_h(d) q . k`, or `f_h(d) max(0, q . k)`, with `f` the numbers.
 
     Attributes:
-        table: `f` of the distances 0, 1, ..., (H, number of distances), float32 or float64.
         relu: whether negative scores are clipped at 0 first.
     """
 
-    table: Table
     relu: bool
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""
         content = call.products()
-        return (content.relu() if self.relu else content) * at_distance(self.table(call.distances()), call.distance())
+        return (content.relu() if self.relu else content) * self.by_pair(call)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from families import FAMILIES, tokens
-from situations import CASES, SCHEMES, TOLERANCE, assert_same, distance, patched_model
+from situations import CASES, DIFFERENT, SCHEMES, SCORE_SCHEMES, TOLERANCE, assert_same, distance, patched_model
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from transformers import StaticCache
 
@@ -36,6 +36,13 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def assert_same_gradients(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        scale = max(1.0, gradient.abs().max().item())
+        assert distance(found[name] / scale, gradient / scale) <= TOLERANCE[torch.float32], name
+
+
 def check_training(case, family):
     model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
     labels = ids.clone()  # one tensor given twice is guarded as such, and the next batch would be another graph
@@ -48,11 +55,7 @@ def check_training(case, family):
     actual = compiled(ids, labels=labels, use_cache=False)
     actual.loss.backward()
     assert_same(actual.logits, expected.logits)
-    found = gradients(model)
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        scale = max(1.0, gradient.abs().max().item())
-        assert distance(found[name] / scale, gradient / scale) <= TOLERANCE[torch.float32], name
+    assert_same_gradients(gradients(model), wanted)
     compiled(tokens(2, LENGTH, seed=3), labels=labels, use_cache=False)
     assert counter.frame_count == 1
 
@@ -117,6 +120,44 @@ def test_padded_and_packed_batches(case):
     assert_same(compiled(ids[:1], **packed).logits, eager)
 
 
+def gapped(ids):
+    """Ten tokens at positions up to three times as far apart as there are keys."""
+    places = torch.tensor([[0, 1, 2, 6, 7, 11, 12, 13, 20, 29]])
+    few = ids[:, : places.shape[1]]
+    return {
+        "input_ids": few,
+        "labels": few.clone(),
+        "attention_mask": torch.ones_like(few),  # without it the gaps would be borders between documents
+        "position_ids": places,
+        "use_cache": False,
+    }
+
+
+@pytest.mark.parametrize("case", [case for case in SCORE_SCHEMES if case != "transformer_xl"])
+def test_gapped_position_ids(case):
+    model = patched_model(case, "llama").train()
+    batch = gapped(tokens(2, LENGTH))
+    expected = model(**batch)
+    expected.loss.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    actual = torch.compile(model, fullgraph=True, backend="aot_eager")(**batch)
+    actual.loss.backward()
+    assert_same(actual.logits, expected.logits)
+    assert_same_gradients(gradients(model), wanted)
+    with torch.no_grad():  # a distance cut off at the number of keys would be another result
+        nearer = model(**(batch | {"position_ids": batch["position_ids"].clamp(max=15)})).logits
+    assert distance(nearer, expected.logits) > DIFFERENT
+
+
+@torch.no_grad()
+def test_gapped_position_ids_with_a_key_for_each_distance():
+    model, batch = patched_model("transformer_xl", "llama"), gapped(tokens(2, LENGTH))
+    model(**batch)  # uncompiled they run
+    with pytest.raises(RuntimeError, match="a key for each distance"):
+        torch.compile(model, fullgraph=True, backend="aot_eager")(**batch)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["alibi", "transformer_xl"])
 def test_lengths_may_vary_without_a_graph_for_each(case):
@@ -157,6 +198,4 @@ def test_the_default_backend(case):
     actual = torch.compile(model, fullgraph=True)(ids, labels=ids, use_cache=False)
     actual.loss.backward()
     assert_same(actual.logits, expected.logits)
-    for name, gradient in gradients(model).items():
-        scale = max(1.0, wanted[name].abs().max().item())
-        assert distance(gradient / scale, wanted[name] / scale) <= TOLERANCE[torch.float32], name
+    assert_same_gradients(gradients(model), wanted)

@@ -126,8 +126,8 @@ def _example(form: str, table: Tensor) -> Form:
     if form == "linear":
         return Slopes(table[:, 0])
     if form == "added":
-        return Bias(lambda count: table[:, :count])
-    return Factors(lambda count: table[:, :count], form.endswith("clipped"))
+        return Bias(lambda distance: table[:, distance], table.device)
+    return Factors(lambda distance: table[:, distance], table.device, form.endswith("clipped"))
 
 
 Compute = Callable[[Kind, Tensor, Tensor, Tensor, Tensor, Positions], Tensor]

@@ -63,19 +63,19 @@ class DistanceRescaling(ScoreModule):
 
     def form(self, like: Tensor) -> Factors:
         """Return the factors, see `ScoreModule.form`."""
-        return Factors(lambda count: self.factors(count, like), self.relu)
+        dtype = compute_dtype(like)
+        return Factors(lambda distance: self.factors(distance.to(dtype)), like.device, self.relu)
 
-    def factors(self, count: int, like: Tensor) -> Tensor:
-        """Return `f_h(d)` of distances 0, 1, ..., (H, count), in the dtype that positions have beside `like`.
+    def factors(self, distance: Tensor) -> Tensor:
+        """Return `f_h(d)` of distances of any shape, (H, *shape), in their dtype, float32 or float64.
 
         Written as `(a + b) / (a + b exp(-w d))`, where `a = exp(-v)`, `b = 1` for `v > 0`, else `a = 1`, `b = exp(v)`,
         since `exp(v)` overflows where `f` is an ordinary number. `w d` is cut where `exp` reaches the third root of the
         largest number (in float32 at 29.6), so that gradients, in which `f` stands squared, are numbers too.
         """
-        dtype = compute_dtype(like)
-        distance = torch.arange(count, dtype=dtype, device=like.device)
-        weight, saturation = (p.to(dtype)[:, None] for p in (self.distance_weight, self.saturation))
+        per_head = (-1, *[1] * distance.ndim)
+        weight, saturation = (p.to(distance.dtype).view(per_head) for p in (self.distance_weight, self.saturation))
         # At v = 0, where it starts, the gradient has to come through one of them: relu's is 0 there, clamp's is 1.
         a, b = torch.exp(-saturation.relu()), torch.exp(saturation.clamp(max=0))
-        largest = math.log(torch.finfo(dtype).max) / 3
+        largest = math.log(torch.finfo(distance.dtype).max) / 3
         return (a + b) / (a + b * torch.exp(-(weight * distance).clamp(-largest, largest)))

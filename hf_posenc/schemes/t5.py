@@ -95,11 +95,10 @@ class BucketedBias(ScoreModule):
 
     def form(self, like: Tensor) -> Bias:
         """Return the biases by distance, see `ScoreModule.form`."""
+        # Converted first, so that the gradients of a bucket's distances are summed in that dtype too.
+        biases = self.biases.to(compute_dtype(like)).T  # (H, num_buckets)
 
-        def table(count: int) -> Tensor:
-            distance = torch.arange(count, device=self.biases.device)
-            # Converted first, so that the gradients of a bucket's distances are summed in that dtype too.
-            biases = self.biases.to(compute_dtype(like))
-            return biases[buckets(distance, biases.shape[0], self.max_distance)].T
+        def values(distance: Tensor) -> Tensor:
+            return biases[:, buckets(distance, biases.shape[1], self.max_distance)]
 
-        return Bias(table)
+        return Bias(values, biases.device)
