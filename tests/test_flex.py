@@ -246,9 +246,14 @@ def test_short_calls_are_not_worth_compiling(monkeypatch):
 @pytest.fixture
 def untried(monkeypatch):
     """Nothing was tried yet, and no call is too short."""
-    monkeypatch.setattr(selftest, "_TRIED", {})
+    monkeypatch.setattr(named("flex"), "tried", {})
     for engine in dispatch.ENGINES:
         monkeypatch.setattr(engine, "floors", {})
+
+
+def fault(kind):
+    """What the engine's self-test finds of a kind of call, or has found before."""
+    return selftest.fault(kind, named("flex").tried)
 
 
 def kind(form, **options):
@@ -264,7 +269,7 @@ FORMS = ("linear", "added", "rescaled", "rescaled and clipped", "labelled")
 @pytest.mark.filterwarnings("error:FlexAttention failed")
 def test_right_kernels_pass(form, options, dense, untried, monkeypatch):
     monkeypatch.setattr(flex, "compiled", lambda device: dense)
-    assert selftest.fault(kind(form, **options)) is None
+    assert fault(kind(form, **options)) is None
 
 
 def failing(*args, **kwargs):
@@ -296,7 +301,7 @@ def corrupt(what, dense):
 def test_wrong_kernels_fail(what, gradients, finding, dense, untried, monkeypatch):
     monkeypatch.setattr(flex, "compiled", lambda device: corrupt(what, dense) if what else failing)
     with pytest.warns(UserWarning, match="FlexAttention failed its self-test on cpu") as caught:
-        found = [selftest.fault(kind("added", gradients=gradients)) for _ in range(2)]
+        found = [fault(kind("added", gradients=gradients)) for _ in range(2)]
     assert all(finding in each for each in found)
     assert len(caught) == 1  # not again for the same kind
     assert finding in str(caught[0].message)
@@ -312,15 +317,15 @@ def test_wrong_gradients_fail(dense, untried, monkeypatch):
 
     monkeypatch.setattr(flex, "compiled", lambda device: kernel)
     with pytest.warns(UserWarning, match="the gradient of the key is off by"):
-        assert selftest.fault(kind("linear")) is not None
-    assert selftest.fault(kind("linear", gradients=False)) is None
+        assert fault(kind("linear")) is not None
+    assert fault(kind("linear", gradients=False)) is None
 
 
 @pytest.mark.parametrize(("found", "engine"), [(None, "flex"), ("it failed", "chunked")])
 @pytest.mark.parametrize("form", FORMS)
 def test_auto_takes_what_passed(form, found, engine, untried, monkeypatch):
     asked = []
-    monkeypatch.setattr(selftest, "fault", lambda kind: asked.append(kind) or found)
+    monkeypatch.setattr(selftest, "fault", lambda kind, tried: asked.append(kind) or found)
     example = selftest._example(form, torch.rand(4, HEAD_DIM))
     chosen = choose("auto", dataclasses.replace(elsewhere("alibi"), form=example))
     assert chosen.engine == engine
@@ -341,8 +346,17 @@ def test_the_kind_of_a_call(case):
     assert reading == dataclasses.replace(expected, form=form, grouped=False, capped=True, gradients=False)
 
 
+def test_each_engine_tries_once(untried, monkeypatch):
+    asked = []
+    monkeypatch.setattr(selftest, "_compare", asked.append)
+    engine, given = named("flex"), call("alibi")
+    assert [each.distrust(given) for each in (engine, engine, flex.Flex())] == [None] * 3
+    assert len(asked) == 2
+    assert list(engine.tried) == asked[:1]
+
+
 def test_on_a_cpu_nothing_is_tried(untried, monkeypatch):
-    monkeypatch.setattr(selftest, "fault", lambda kind: pytest.fail("tried"))
+    monkeypatch.setattr(selftest, "fault", lambda kind, tried: pytest.fail("tried"))
     with torch.no_grad():
         assert choose("auto", call("alibi")).engine == "banded"
 
@@ -350,9 +364,9 @@ def test_on_a_cpu_nothing_is_tried(untried, monkeypatch):
 def test_what_passed_is_used_while_a_graph_is_captured(dense, untried, monkeypatch):
     capturing = dataclasses.replace(kind("linear"), device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert "not tried before" in selftest.fault(capturing)
-    monkeypatch.setitem(selftest._TRIED, capturing, None)
-    assert selftest.fault(capturing) is None
+    assert "not tried before" in fault(capturing)
+    monkeypatch.setitem(named("flex").tried, capturing, None)
+    assert fault(capturing) is None
 
 
 def test_checkpointing_does_not_see_the_trial(dense, untried, monkeypatch):
@@ -360,7 +374,7 @@ def test_checkpointing_does_not_see_the_trial(dense, untried, monkeypatch):
     x = torch.ones(3, requires_grad=True)
 
     def block(x):  # tried in the first pass only
-        assert selftest.fault(kind("added")) is None
+        assert fault(kind("added")) is None
         return x.exp()
 
     with torch.autocast("cpu", torch.bfloat16), torch.random.fork_rng():
@@ -392,7 +406,7 @@ def test_compiled_on_a_cpu(case):
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "labelled"])
 @pytest.mark.filterwarnings("error:FlexAttention failed")
 def test_compiled_kernels_pass_the_trial_on_a_cpu(form, untried):
-    assert selftest.fault(kind(form, gradients=False)) is None
+    assert fault(kind(form, gradients=False)) is None
 
 
 @pytest.mark.gpu
@@ -403,7 +417,7 @@ def test_compiled_kernels_pass_the_trial_on_a_cpu(form, untried):
 @pytest.mark.filterwarnings("error:FlexAttention failed")
 def test_kernels_pass_the_trial(form, dtype, gradients, untried):
     given = {"dtype": dtype, "size": 64, "grouped": False, "capped": False, "gradients": gradients}
-    assert selftest.fault(selftest.Kind(form, **given, device=torch.device("cuda", 0))) is None
+    assert fault(selftest.Kind(form, **given, device=torch.device("cuda", 0))) is None
 
 
 @pytest.mark.gpu
@@ -447,5 +461,5 @@ def test_lengths_share_kernels():
         for length in (130, 200, 330, 470, 700):
             positions = Positions.causal(length, device="cuda")
             q, k, v = (t.detach().cuda() for t in inputs(positions, 4, 1, torch.bfloat16))
-            flex.attend(module, q, k, v, positions, scaling=SCALING)
+            flex.attend(module.form(q), q, k, v, positions, scaling=SCALING)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3

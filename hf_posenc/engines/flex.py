@@ -36,8 +36,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeGuard
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ from ..forms import Bias, ClippedVectors, Factors, Form, Slopes
 from ..positions import Positions
 from .banded import EPSILON
 from .base import Engine, why_not_in_blocks
+
+if TYPE_CHECKING:
+    from .selftest import Kind
 
 BLOCK = 128
 """Queries and keys per block."""
@@ -68,10 +71,23 @@ class Flex(Engine):
     """ALiBi, DA-Transformer and Shaw without vectors for values, on CUDA; soft cap, every mask but a user's 4-D one.
 
     On a CPU only if asked for, with a C++ compiler and without gradients. No weights, no dropout. O(L) memory.
+
+    Attributes:
+        tried: what the self-test found, by kind of call.
     """
 
     name = "flex"
     forms = (Bias, Slopes, Factors, ClippedVectors)
+    tried: dict[Kind, str | None]
+
+    def __init__(self, floors: Mapping[torch.dtype | None, int] | None = None) -> None:
+        """Set what is measured; nothing was tried yet.
+
+        Args:
+            floors: see `Engine`.
+        """
+        super().__init__(floors)
+        self.tried = {}
 
     def considered(self, call: Call) -> bool:
         """Return whether the call is on CUDA."""
@@ -89,7 +105,7 @@ class Flex(Engine):
         """Return what the self-test on this device found, or None if it was passed."""
         from . import selftest  # which uses this module
 
-        return selftest.fault(selftest.kind_of(call.form, call.query, call.key, call.softcap))
+        return selftest.fault(selftest.kind_of(call.form, call.query, call.key, call.softcap), self.tried)
 
     def attend(self, call: Call) -> tuple[Tensor, None]:
         """Compute a call, see `Engine.attend`."""

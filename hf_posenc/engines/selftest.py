@@ -1,4 +1,4 @@
-"""Whether FlexAttention computes what it should on this device, tried once per process and kind of call.
+"""Whether FlexAttention computes what it should on this device, tried once per engine and kind of call.
 
 Its kernels are made on the user's machine, by the compiler, the driver and the device that are there. So before `auto`
 hands a kind of call to them they compute a small example of it (grouped heads, two documents, padding, a sliding
@@ -56,10 +56,6 @@ class Kind:
     device: torch.device
 
 
-_TRIED: dict[Kind, str | None] = {}
-"""What was found, in this process."""
-
-
 def kind_of(form: Form, query: Tensor, key: Tensor, softcap: float | None) -> Kind:
     """Return what kind of call this is, of a form that `flex.why_not` has nothing against.
 
@@ -82,14 +78,15 @@ def kind_of(form: Form, query: Tensor, key: Tensor, softcap: float | None) -> Ki
     return Kind(kind, query.dtype, query.shape[3], grouped, softcap is not None, gradients, query.device)
 
 
-def fault(kind: Kind) -> str | None:
+def fault(kind: Kind, tried: dict[Kind, str | None]) -> str | None:
     """Return why FlexAttention must not compute such calls here, or None if it passes its self-test; warns of a fault.
 
     Args:
         kind: of the call.
+        tried: what was found before, by kind; gets what is found now.
     """
-    if kind in _TRIED:
-        return _TRIED[kind]
+    if kind in tried:
+        return tried[kind]
     if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "it was not tried before this CUDA graph was captured"
     with ThreadPoolExecutor(1) as thread:
@@ -101,7 +98,7 @@ def fault(kind: Kind) -> str | None:
             stacklevel=2,
         )
         found = f"it failed its self-test on this device: {found}"
-    _TRIED[kind] = found
+    tried[kind] = found
     return found
 
 
