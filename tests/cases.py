@@ -499,4 +499,45 @@ def da_transformer(name: str, **hyperparameters: Any) -> Case:
 DA_TRANSFORMER = [da_transformer("default"), da_transformer("no-relu", relu=False)]
 
 
-CASES: list[Case] = [*NOPE, *SINUSOIDAL, *LEARNED, *ROPE, *TRANSFORMER_XL, *SHAW, *T5, *ALIBI, *DA_TRANSFORMER]
+# --- cope: Golovneva et al. 2024, (3) to (8): g_ij = sigmoid(q_i k_j), p_ij = sum_{t=j}^i g_it, at most p_max, z_i[p] = q_i e[p],
+# z_i[p_ij] = (p_ij - floor(p_ij)) z_i[ceil(p_ij)] + (1 - p_ij + floor(p_ij)) z_i[floor(p_ij)]; every product over sqrt(D), as in
+# the authors' code
+
+
+def cope_attention(query, key, value, parameters, *, softmax_scale, cap=identity, num_positions=64, **_):
+    e, shared_by = parameters["position_embeddings"], query.shape[1] // key.shape[1]
+
+    def score(h, i, j, q, k):
+        gates = [torch.sigmoid(dot(q, key[:, h // shared_by, t]) * softmax_scale) for t in range(j, i + 1)]
+        p = torch.clamp(sum(gates), max=num_positions - 1)
+        z_ceil, z_floor = dot(q, e[p.ceil().long()]), dot(q, e[p.floor().long()])
+        z = (p - p.floor()) * z_ceil + (1 - p + p.floor()) * z_floor
+        return cap((dot(q, k) + z) * softmax_scale)
+
+    return attend(query, key, value, score)
+
+
+def cope(name: str, **hyperparameters: Any) -> Case:
+    return Case(id=f"cope-{name}", scheme="cope", hyperparameters=hyperparameters, attention=cope_attention)
+
+
+COPE = [
+    cope("default"),
+    cope("few", num_positions=3),
+    cope("two", num_positions=2),
+    cope("shared-layers", num_positions=5, share_layers=True),
+]
+
+
+CASES: list[Case] = [
+    *NOPE,
+    *SINUSOIDAL,
+    *LEARNED,
+    *ROPE,
+    *TRANSFORMER_XL,
+    *SHAW,
+    *T5,
+    *ALIBI,
+    *DA_TRANSFORMER,
+    *COPE,
+]

@@ -35,11 +35,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi-trainable": ("alibi", {"trainable": True}),
     "da_transformer": ("da_transformer", {}),
     "t5": ("t5", {"num_buckets": 8, "max_distance": 16}),
+    "cope": ("cope", {"num_positions": 6}),
 }
 SCHEMES = tuple(case for case in CASES if "-" not in case)
 SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if scheme_class(scheme)().acts_on.attends)
 SCORE_SCHEMES = tuple(case for case in SCORE_CASES if case in SCHEMES)
 EMBEDDING_SCHEMES = ("sinusoidal", "learned")
+ORDER_ONLY = ("nope", "cope")
+"""Schemes to which the order of positions matters at most, not how far apart they are."""
 BASES = ("gpt2", "llama")
 
 # Two ways of computing one thing in the same dtype differ by the order of sums only. Logits of these models are of the

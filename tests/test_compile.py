@@ -10,7 +10,17 @@ import shutil
 import pytest
 import torch
 from families import FAMILIES, tokens
-from situations import CASES, DIFFERENT, SCHEMES, SCORE_SCHEMES, TOLERANCE, assert_same, distance, patched_model
+from situations import (
+    CASES,
+    DIFFERENT,
+    ORDER_ONLY,
+    SCHEMES,
+    SCORE_SCHEMES,
+    TOLERANCE,
+    assert_same,
+    distance,
+    patched_model,
+)
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from transformers import StaticCache
 
@@ -147,7 +157,7 @@ def test_gapped_position_ids(case):
     assert_same_gradients(gradients(model), wanted)
     with torch.no_grad():  # a distance cut off at the number of keys would be another result
         nearer = model(**(batch | {"position_ids": batch["position_ids"].clamp(max=15)})).logits
-    assert distance(nearer, expected.logits) > DIFFERENT
+    assert case in ORDER_ONLY or distance(nearer, expected.logits) > DIFFERENT
 
 
 @torch.no_grad()

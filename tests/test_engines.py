@@ -136,7 +136,9 @@ MODULES = {
     "transformer_xl": lambda h: build("transformer_xl", h),
     "da_transformer": lambda h: build("da_transformer", h),
     "da_transformer-signed": lambda h: build("da_transformer", h, relu=False),
+    "cope": lambda h: build("cope", h, num_positions=20),
 }
+FORMLESS = ("cope",)
 SHAW = ("shaw", "shaw-per-head", "shaw-keys-only")
 ENGINES = {
     "banded": ("alibi", "alibi-trainable"),
@@ -312,7 +314,7 @@ def step(engine, module, positions, tensors, **options):
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"weights": True}], ids=["plain", "softcap", "weights"])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 3)])
 @pytest.mark.parametrize("situation", CACHED)
-@pytest.mark.parametrize("case", MODULES)
+@pytest.mark.parametrize("case", [case for case in MODULES if case not in FORMLESS])
 def test_a_step_of_generation(case, situation, heads, groups, options, monkeypatch):
     positions, _ = SITUATIONS[situation]()
     module, tensors = MODULES[case](heads), inputs(positions, heads, groups, torch.float32)
@@ -511,6 +513,7 @@ def call(case="alibi", length=40, dtype=torch.float32, **options):
         (call("shaw"), "clipped", "no linear penalty"),
         (call("da_transformer"), "rescaled", "no vectors of clipped distances"),
         (call("transformer_xl"), "skewed", "does not rescale scores"),
+        (call("cope"), "chunked", "does not rescale scores"),
         (call(dtype=torch.float64), "chunked", "float32 and bfloat16"),
         (call(softcap=5.0), "chunked", "soft cap"),
         (call(dropout=0.1), "chunked", "dropout"),

@@ -13,7 +13,7 @@ from torch import nn
 from hf_posenc import available_schemes, patch_model
 from hf_posenc.call import Call
 from hf_posenc.engines import reference
-from hf_posenc.positions import Positions
+from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import Dims, Native, Reference
 from hf_posenc.schemes.rope import apply_rotary
@@ -208,6 +208,35 @@ def test_alibi_slopes_of_any_number_of_heads(num_heads):
     assert_close(slopes, torch.tensor(paper_slopes(num_heads), dtype=torch.float64), torch.float64, "slopes")
 
 
+def test_cope_counts_what_is_visible_in_the_order_of_positions():
+    """One query on 9 keys, of which a window, a document and padding hide 5: as if it saw the others only."""
+    case = next(case for case in CASES if case.id == "cope-few")
+    module, parameters = build(case, Dims(4, 2, 8, 32, 1))
+    with torch.no_grad():
+        parameters["position_embeddings"].copy_(rounded(3, 8, seed=4))
+    query, key, value = rounded(2, 4, 1, 8, seed=1), rounded(2, 2, 9, 8, seed=2), rounded(2, 2, 9, 8, seed=3)
+    index, shown = torch.arange(9)[None], [3, 5, 6, 8]
+
+    def attended(order):
+        channel = pack(
+            torch.tensor([[8]]),
+            index[:, order],
+            key_valid=(index != 4)[:, order],
+            query_valid=torch.tensor([[True]]),
+            key_segment=torch.where(index == 7, 1, 0)[:, order],
+            query_segment=torch.tensor([[0]]),
+            window=6,
+        )
+        call = Call(query, key[:, :, order], value[:, :, order], unpack(channel, 1), scaling=8**-0.5)
+        return module.double()(call, reference.attend)[0]
+
+    expected = case.attention(
+        query, key[:, :, shown], value[:, :, shown], parameters, softmax_scale=8**-0.5, **case.hyperparameters
+    )
+    assert_close(attended(list(range(9))), expected, torch.float64, "in order")
+    assert_close(attended([4, 8, 0, 7, 2, 1, 6, 5, 3]), expected, torch.float64, "in another order")
+
+
 def test_parameters_of_schemes_on_scores():
     """Names, shapes and first values are the checkpoint format, and where training starts."""
     dims = Dims(num_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=24, num_layers=2)
@@ -224,6 +253,7 @@ def test_parameters_of_schemes_on_scores():
         "alibi-trained": {"slopes": ((4,), paper_slopes(4))},
         "alibi-trained-own-slopes": {"slopes": ((4,), [0.9, 0.3, 0.0, 0.01])},
         "da_transformer-default": {"distance_weight": ((4,), 0), "saturation": ((4,), 0)},
+        "cope-default": {"position_embeddings": ((64, 8), 0)},
     }
     for case_id, wanted in expected.items():
         module, parameters = build(next(case for case in CASES if case.id == case_id), dims)
@@ -622,6 +652,8 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
             ["{a0}.position_projection", "{a1}.position_projection", "{d}.content_bias", "{d}.position_bias"],
         ),
         ("da_transformer-no-relu", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("distance_weight", "saturation")]),
+        ("cope-few", ["{a0}.position_embeddings", "{a1}.position_embeddings"]),
+        ("cope-shared-layers", ["{d}.position_embeddings"]),
         ("sinusoidal-every-layer-trained", ["{d}.frequencies"]),
         ("learned-every-layer", ["{d}.table"]),
         ("learned-table-per-layer", ["{l0}.table", "{l1}.table"]),

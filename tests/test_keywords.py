@@ -26,6 +26,7 @@ from hf_posenc.registry import scheme_class
 VALUES = {
     "nope": {},
     "alibi": {"slopes": (None, [0.5, 0.1, 0.2, 0.3]), "trainable": (False, True)},
+    "cope": {"num_positions": (64, 5), "share_layers": (False, True)},
     "da_transformer": {"relu": (True, False)},
     "learned": {
         "num_positions": (None, 32),

@@ -100,6 +100,10 @@ def test_an_unknown_hyperparameter(scheme):
 NAN, INF = float("nan"), float("inf")
 # (scheme, hyper-parameter, wrong value, error, what the message says)
 WRONG = [
+    *[("cope", "num_positions", value, ValueError, ["positive"]) for value in (0, -3)],
+    ("cope", "num_positions", 1, ValueError, ["at least 2"]),
+    *[("cope", "num_positions", value, TypeError, ["integer"]) for value in (2.5, "64", True, None)],
+    *[("cope", "share_layers", value, TypeError, ["True or False"]) for value in (1, "no")],
     *[("t5", "num_buckets", value, ValueError, ["positive"]) for value in (0, -2)],
     ("t5", "num_buckets", 7, ValueError, ["even"]),
     ("t5", "num_buckets", 8.0, TypeError, ["integer"]),

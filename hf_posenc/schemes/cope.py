@@ -1,0 +1,96 @@
+"""CoPE: the position of a key is the number of tokens since then that the query counts."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..call import Call
+from ..registry import register_scheme
+from .base import Dims, PositionModule, ScoreModule, ScoreScheme, init, parameter
+
+
+@register_scheme
+@dataclass(frozen=True, kw_only=True)
+class CoPE(ScoreScheme):
+    """Positions counted by content: each query decides which tokens count, learned vectors stand for the counts.
+
+    Equations (3) to (6): gates `g_ij = sigmoid(q_i . k_j / sqrt(D))`, positions `p_ij = sum_(t=j..i) g_it`, at most
+    `num_positions - 1`, and `softmax_j((q_i . k_j + q_i . e[p_ij]) / sqrt(D))`, where between integers `q_i . e[p]` is
+    interpolated linearly.
+    Beyond the training length: no limit; a query that counts few tokens reaches far, and all keys from
+    `num_positions - 1` counted tokens on look alike.
+    Deviations: the equations leave out the division by `sqrt(D)`. The authors' code divides both terms and the logits
+    of the gates, and so does this; the listing in the paper does not divide `q_i . e[p_ij]`, which is the same with `e`
+    times `sqrt(D)`. Only visible keys are counted: no padding, no other documents, nothing beyond a sliding window. Of
+    positions only the order matters, gaps between them are not counted. `e` starts at 0, as attention without
+    positions, and as in the authors' code is one for all heads. With a soft cap on scores (Gemma 2) the whole sum is
+    capped, a product of vectors; the logits of the gates are not, which the sigmoid bounds. Keys or values of their own
+    for the gates (section 4) are not offered.
+    Source: Golovneva, Wang, Weston, Sukhbaatar 2024, arXiv:2405.18719, and the authors' code.
+
+    Args:
+        num_positions: vectors, for the positions 0, 1, ...; the paper's `p_max` plus one. At least 2.
+        share_layers: one table for all layers, or one per layer.
+    """
+
+    name: ClassVar[str] = "cope"
+    num_positions: int = 64
+    share_layers: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the hyper-parameters."""
+        self.positive("num_positions", int)
+        self.flags("share_layers")
+        if self.num_positions < 2:
+            raise ValueError("cope: num_positions must be at least 2: with 1 all keys have the same position")
+
+    def build(self, dims: Dims) -> ScoreModule:
+        """Return the module of one attention layer."""
+        return ContextualPositions(self.num_positions, dims.head_dim)
+
+    def build_shared(self, dims: Dims) -> PositionModule | None:
+        """Return the one module of the whole model if the layers share it."""
+        return self.build(dims) if self.share_layers else None
+
+
+class ContextualPositions(ScoreModule):
+    """Parameter `position_embeddings` `e` (num_positions, D)."""
+
+    def __init__(self, num_positions: int, head_dim: int) -> None:
+        """Make the table.
+
+        Args:
+            num_positions: rows of the table.
+            head_dim: D.
+        """
+        super().__init__()
+        self.position_embeddings = parameter(num_positions, head_dim)
+
+    def reset_parameters(self) -> None:
+        """Start without positions."""
+        init.zeros_(self.position_embeddings)
+
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores, see `ScoreModule.scores`."""
+        content = call.query @ call.key.mT * call.scaling
+        by_position = call.query @ self.position_embeddings.to(call.query.dtype).mT * call.scaling
+        position = self.positions(call, content).clamp(max=by_position.shape[-1] - 1)
+        below = position.detach().floor()
+        low = by_position.gather(-1, below.long())
+        high = by_position.gather(-1, position.detach().ceil().long())
+        return call.cap(content + low.lerp(high, position - below))
+
+    @staticmethod
+    def positions(call: Call, content: Tensor) -> Tensor:
+        """Return how many tokens each query counts from each key to itself, (B, H, Q, L) float32 or float64.
+
+        Args:
+            call: widened.
+            content: logits of the gates, (B, H, Q, L).
+        """
+        gates = content.sigmoid().masked_fill(~call.visible(), 0.0)
+        # All queries see the keys in one order. Of equal positions the earlier token counts as the earlier one.
+        near_first = call.positions.distance()[:, :, :1].argsort(dim=-1, descending=True, stable=True).flip(-1)
+        back = near_first.argsort(-1).expand(gates.shape)
+        return gates.gather(-1, near_first.expand(gates.shape)).cumsum(-1).gather(-1, back)
