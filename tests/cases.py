@@ -237,7 +237,7 @@ def rope_frequencies(size: int, theta: float, length: int, trained: int, scaling
         s = scaling["factor"]
         theta = theta * (s * length / trained - (s - 1)) ** (size / (size - 2))
     w = [theta ** (-2 * u / size) for u in range(pairs)]
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "dynamic", "proportional"):
         return w, 1.0
     if kind == "linear":
         return [x / scaling["factor"] for x in w], 1.0
@@ -287,9 +287,13 @@ def rope_attention(
 ):
     """Where the base turns whole heads, partial rotation leaves out the pairs (u, u + D/2) with large u."""
     head = query.shape[-1]
-    size = int(head * partial_rotary_factor)
+    # Of p-RoPE the frequencies are those of whole heads, and the pairs that are left out are the last ones of these.
+    proportional = scaling is not None and scaling["rope_type"] == "proportional"
+    size = head if proportional else int(head * partial_rotary_factor)
     length = key.shape[2]
     frequencies, factor = rope_frequencies(size, rope_theta, length, trained or length, scaling)
+    if proportional:
+        frequencies = [w if 2 * u < head * partial_rotary_factor else 0.0 for u, w in enumerate(frequencies)]
     apart = head // 2 if whole_heads else size // 2
     pairs = [(2 * u, 2 * u + 1) if layout == "interleaved" else (u, u + apart) for u in range(size // 2)]
 
@@ -334,6 +338,8 @@ ROPE = [
     rope("partial", partial_rotary_factor=0.5),
     rope("partial-interleaved", bases=("gpt2",), partial_rotary_factor=0.25, layout="interleaved", rope_theta=20.0),
     *(rope(f"scaling-{kind}", scaling=parameters, rope_theta=100.0) for kind, parameters in SCALINGS.items()),
+    # Barbero et al. 2024, arXiv:2410.06205, section 6: p-RoPE keeps the highest frequencies, those below stand still
+    rope("proportional", partial_rotary_factor=0.5, scaling={"rope_type": "proportional"}, rope_theta=100.0),
     rope("partial-linear", partial_rotary_factor=0.5, scaling=SCALINGS["linear"]),
 ]
 

@@ -344,6 +344,18 @@ def test_parameters_are_read_from_the_dict_that_the_config_holds():
     assert "rope_parameters" in inspect.getsource(transformers.models.llama.modeling_llama.LlamaRotaryEmbedding)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "phi"])
+def test_p_rope_turns_the_fastest_pairs_of_whole_heads(family):
+    """Three quarters of the pairs, with the frequencies of whole heads; also where the base turns a part of each head."""
+    model = patch_model(tiny(family), "rope", scaling={"rope_type": "proportional"}, partial_rotary_factor=0.75)
+    expected = 10000.0 ** (-torch.arange(0, 8, 2) / 8) * torch.tensor([1.0, 1.0, 1.0, 0.0])
+    rotary = next(module for module in model.modules() if hasattr(module, "inv_freq"))
+    torch.testing.assert_close(rotary.inv_freq, expected)
+    assert hf_posenc.verify(model).ok
+    ids = tokens()
+    assert not model(ids).logits.allclose(patch_model(tiny(family), "rope", rope_theta=10000.0)(ids).logits, atol=1e-2)
+
+
 def test_resolved_is_resolved():
     for kind in TYPES:
         own = parameters("llama", kind)

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared, WithoutPositions
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream.masks import NAME, check_masks
-from ..upstream.rotary import ORIGINAL_LENGTH, IdentityRotary, PartialRotary, rotary_class, turn_layer
+from ..upstream.rotary import (
+    ORIGINAL_LENGTH,
+    IdentityRotary,
+    PartialRotary,
+    rotary_class,
+    turn_layer,
+    turned_dimensions,
+)
 from .layers import KEPT, MARKER, Carried, PatchedLayers, require_patched_layers
 from .plan import Plan
 from .undo import Undo, add_pre_hook, register_buffer, set_attribute, set_class, set_module
@@ -156,7 +163,7 @@ class ModelSite:
         else:
             give_rotation(self, self._own("posenc_rotary", rotary), takes_layer_type=_is_by_layer_type(parameters))
         if family.rotary_size is not None:
-            size = self._turned_dimensions(rotary, parameters)
+            size = turned_dimensions(rotary)
             for layer in self.layers:
                 set_attribute(self.undo, found.attentions[layer], family.rotary_size, size)
         self._list(rotary)
@@ -175,12 +182,6 @@ class ModelSite:
         if not parameter.is_meta:
             rotary.to(parameter.device)
         return rotary
-
-    def _turned_dimensions(self, rotary: nn.Module, parameters: dict[str, Any] | None) -> int:
-        if parameters is not None:
-            return int(self.dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
-        rotation: Any = rotary
-        return 2 * len(rotation.frequencies(torch.device("cpu")))
 
     def _own(self, name: str, module: nn.Module) -> Reference:
         """Let the decoder own a module under a name, or where another scheme has that, under the next."""

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ..modules import Rotation
 from ..registry import family_for
 from ..schemes.base import Dims, Reference
 from ..schemes.rope import PROPORTIONAL, apply_rotary, by_layer_type
@@ -97,6 +98,19 @@ def rotary_class(stock: type) -> type:
     return type("Rotary" + stock.__name__, (RotaryAttention, stock), {"__module__": __name__})
 
 
+def turned_dimensions(rotary: nn.Module) -> int:
+    """Return of how many dimensions of a head a rotary module makes cosines.
+
+    Args:
+        rotary: of transformers, or of this package.
+    """
+    if isinstance(rotary, PartialRotary):
+        return rotary.size
+    if isinstance(rotary, Rotation):
+        return 2 * len(rotary.frequencies(torch.device("cpu")))
+    return 2 * next(b.shape[-1] for name, b in rotary.named_buffers() if name.endswith("inv_freq"))
+
+
 class IdentityRotary(nn.Module):
     """Stands in for a base's rotary module: cos 1, sin 0, which turns nothing, exactly."""
 
@@ -107,7 +121,7 @@ class IdentityRotary(nn.Module):
             native: the base's rotary module; its frequencies say how many dimensions of a head it turns.
         """
         super().__init__()
-        self.size = 2 * next(b.shape[-1] for name, b in native.named_buffers() if name.endswith("inv_freq"))
+        self.size = turned_dimensions(native)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return ones and zeros (B|1, T, R) in the dtype of x; further arguments of families are ignored."""
