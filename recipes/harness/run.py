@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,6 +35,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--max-length", type=int, help="tokens of a context")
     parser.add_argument("--device", default="cpu", help="for instance cuda")
     options = parser.parse_args(argv)
+    try:
+        torch.empty(1, device=options.device)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:  # what torch raises, by device and build
+        parser.error(f"--device {options.device} cannot be used here: {str(error).splitlines()[0]}")
     import lm_eval  # after the arguments: it takes long, and --help needs none of it
 
     model = AutoModelForCausalLM.from_pretrained(options.checkpoint).to(options.device).eval()
