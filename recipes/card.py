@@ -7,7 +7,7 @@ from string import Template
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from report import curves_by_position, perplexity_rows
+from tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows
 
 from hf_posenc.analysis import plots
 from hf_posenc.hub import code, fenced, plain
@@ -115,17 +115,13 @@ def license_of(model: str | None) -> str | None:
 
 def retrieval(results: dict[str, Any]) -> str:
     """Accuracy by length, before and after."""
-    cells = {"before": results.get("retrieval_before", []), "after": results.get("retrieval_after", [])}
-    lengths = sorted({cell["length"] for found in cells.values() for cell in found})
+    means = {time: accuracy_by_length(results.get(f"retrieval_{time}", [])) for time in ("before", "after")}
+    lengths = sorted({length for found in means.values() for length in found})
     if not lengths:
         return "Retrieval was not measured."
     rows: list[tuple[str, ...]] = [("induction copy, accuracy", *map(str, lengths))]
-    for time, found in cells.items():
-        means = []
-        for length in lengths:
-            values = [cell["accuracy"] for cell in found if cell["length"] == length]
-            means.append(f"{sum(values) / len(values):.2f}" if values else "-")
-        rows.append((time, *means))
+    for time, found in means.items():
+        rows.append((time, *(f"{found[length]:.2f}" if length in found else "-" for length in lengths)))
     return markdown_table(rows)
 
 
@@ -148,14 +144,3 @@ def failure(results: dict[str, Any]) -> str:
         )
     lines.append(f"- Beyond {max(after)} tokens nothing was measured.")
     return "\n".join(lines)
-
-
-def markdown_table(rows: list[tuple[str, ...]]) -> str:
-    """Rows as Markdown, the first as header."""
-    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A run's results."""
-    return json.loads(path.read_text(encoding="utf-8"))

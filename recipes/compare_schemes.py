@@ -8,19 +8,23 @@ another text or another base it refuses.
 """
 
 import shutil
-import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import extend_context
-import identity
-import sweep
+import extension
+import many_runs
+import program
+import summary
 import training
 from accelerate import PartialState
-from extend_context import UNPATCHED
-from options import UsageError, each_once, load, parse, refuse
-from training import Diverged, Interrupted
+from corpus import read_text
+from extension import SharedArguments
+from many_runs import SweepArguments
+from models import load
+from options import UsageError, as_in, each_once, parse, refuse
+from schemes import UNPATCHED
+from training import RecoveryArguments
 from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
@@ -31,7 +35,7 @@ OPTIONS = ("trainable", "distill", "transfer")
 
 
 @dataclass
-class Arguments(extend_context.SharedArguments):
+class Arguments(SweepArguments, SharedArguments):
     """What to compare; everything else is as for extend_context.py and the same for all."""
 
     variants: list[str] = field(
@@ -42,15 +46,8 @@ class Arguments(extend_context.SharedArguments):
             "or +transfer (attention outputs matched for the first quarter of the recovery steps, then KL)"
         },
     )
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "of each variant's runs"})
-    distill: float = field(
-        default=1.0,
-        metadata={
-            "help": "weight of the KL divergence from the base's predictions, in variants with +distill or +transfer"
-        },
-    )
-    keep_weights: bool = field(default=False, metadata={"help": "keep every run's checkpoint, not only its JSON"})
-    output: str = field(default="runs/compare_schemes", metadata={"help": "folder of the sweep"})
+    distill: float = as_in(RecoveryArguments, "distill", 1.0)
+    output: str = as_in(SweepArguments, "output", "runs/compare_schemes")
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -59,47 +56,24 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     folder = Path(arguments.output)
     before: list[dict[str, Any]] = []
 
-    def one(variant: str, seed: int, target: Path) -> dict[str, Any]:
-        given = extend_context.Sweep(text, identities[variant, seed], before or None)
-        results = extend_context.run(run_arguments(arguments, variant, seed, target), given)
-        before[:] = results["before"]
+    def one(variant: str, seed: int, target: Path) -> None:
+        given = extension.Sweep(text, identities[variant, seed], before or None)
+        before[:] = extension.run(run_arguments(arguments, variant, seed, target), given)["before"]
         if not arguments.keep_weights and PartialState().is_main_process:
             shutil.rmtree(target / "model")
-        return results
 
-    try:
-        schemes = check_arguments(arguments)
+    with program.ending(parser, "the same command", lambda: many_runs.KEPT):
+        variants = check_arguments(arguments)
         accelerator = training.accelerator_for(arguments, folder)
-        text = extend_context.read_text(arguments, load(AutoTokenizer, arguments.model), accelerator)
-        identities = {
-            (variant, seed): identity.of(
-                arguments,
-                text,
-                variant=variant,
-                seed=seed,
-                scheme=extend_context.name_of(schemes[variant]),
-                **identity.launched(accelerator),
-            )
-            for seed in arguments.seeds
-            for variant in arguments.variants
-        }
-        sweep.check(folder, identities)
-        for runs in sweep.read(folder).values():
+        text = read_text(arguments, load(AutoTokenizer, arguments.model), accelerator)
+        identities = many_runs.identify(arguments, text, variants, accelerator)
+        many_runs.check(folder, identities)
+        for runs in many_runs.read(folder).values():
             before[:] = runs[0]["before"]
-        sweep.complete(folder, identities, one)
-        summary = sweep.summarize(folder, f"Schemes on {arguments.model}")
-    except (UsageError, hf_posenc.HfPosencError) as error:
-        parser.error(str(error))
-    except Diverged as error:
-        raise SystemExit(f"{error}") from None
-    except Interrupted as stop:
-        print(f"\n{stop}. The same command goes on.", file=sys.stderr)
-        raise SystemExit(stop.status) from None
-    except KeyboardInterrupt:
-        print(f"\nInterrupted. {sweep.KEPT}", file=sys.stderr)
-        raise SystemExit(130) from None
-    print(sweep.markdown(summary))
-    return summary
+        many_runs.complete(folder, identities, one)
+        found = summary.summarize(folder, f"Schemes on {arguments.model}")
+    print(summary.markdown(found))
+    return found
 
 
 def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme | None]:
@@ -109,12 +83,12 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme | None]:
     each_once(arguments, "variants", "seeds")
     schemes = {}
     for variant in arguments.variants:
-        target = sweep.place(Path(arguments.output), variant, arguments.seeds[0])
-        schemes[variant] = extend_context.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
+        target = many_runs.place(Path(arguments.output), variant, arguments.seeds[0])
+        schemes[variant] = extension.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
     return schemes
 
 
-def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -> extend_context.Arguments:
+def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -> extension.Arguments:
     """The arguments of one run.
 
     Raises:
@@ -130,7 +104,7 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
         raise UsageError(f"--variants {variant}: scalings are {', '.join('rope-' + kind for kind in SCALINGS)}")
     if scheme != UNPATCHED:
         scheme_class(scheme)  # names the schemes there are
-    same = {field.name: getattr(arguments, field.name) for field in fields(extend_context.SharedArguments)}
+    same = {field.name: getattr(arguments, field.name) for field in fields(SharedArguments)}
     longest = max(arguments.train_length, *arguments.eval_lengths)
     extra: list[str] = []
     if scaling:
@@ -150,10 +124,8 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
     changes["transfer_steps"] = arguments.recovery_steps // 4 if "transfer" in options else 0
     changes["resume"] = (target / "progress.json").is_file() and not (target / "results.json").is_file()
     changes["overwrite"] = not changes["resume"]
-    return extend_context.Arguments(**(same | changes))
+    return extension.Arguments(**(same | changes))
 
 
 if __name__ == "__main__":
-    main()
-    # A process that leaves its group to the end of the interpreter is aborted there now and then.
-    PartialState().destroy_process_group()
+    program.start(main)

@@ -11,6 +11,8 @@ from typing import Any
 
 import datasets
 import torch
+from accelerate import Accelerator
+from embedded import standard_library
 from options import UsageError, at_least, one_of, refuse
 from torch import Tensor
 
@@ -358,6 +360,16 @@ class Text:
                 found.update(f"{len(document.tokens)} {document.bytes} ".encode() + document.tokens.numpy().tobytes())
             found.update(b"|")
         return found.hexdigest()
+
+
+def read_text(arguments: Any, tokenizer: Any, accelerator: Accelerator) -> Text:
+    """What a run trains on and what it measures; without `--data` the standard library."""
+    per_step = arguments.batch_size * arguments.train_length * arguments.gradient_accumulation
+    # Of a stream: what is held out, and every training window once.
+    enough = arguments.eval_tokens + arguments.steps * per_step * accelerator.num_processes
+    with accelerator.main_process_first():  # the others find its cache
+        found = documents(tokenizer, arguments, None if arguments.data else standard_library(), enough)
+    return Text(len(found), *split(found, tokenizer, arguments))
 
 
 class Windows:

@@ -40,17 +40,26 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
-    """Four layers of width 128, untrained: 0.9 million weights, small enough to learn something in a minute."""
+def decoder(
+    tokenizer: PreTrainedTokenizerFast, *, positions: int, width: int, layers: int, heads: int, initial: float
+) -> GPT2LMHeadModel:
+    """An untrained decoder of GPT-2's shape without dropout: it is for runs of less than one pass over the text.
+
+    Args:
+        tokenizer: whose ids it reads.
+        positions: rows of its table of learned positions.
+        width: hidden size.
+        layers: decoder layers.
+        heads: attention heads.
+        initial: standard deviation of its weights.
+    """
     config = GPT2Config(
         vocab_size=len(tokenizer),
-        n_positions=CONTEXT,
-        n_embd=128,
-        n_layer=4,
-        n_head=4,
-        # GPT-2's own 0.02 is for width 768 and up; a narrow model starts to learn much later from it.
-        initializer_range=0.06,
-        # A minute is less than one pass over the text: dropout would only slow it down.
+        n_positions=positions,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        initializer_range=initial,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -58,8 +67,18 @@ def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
         eos_token_id=tokenizer.eos_token_id,
     )
     model = GPT2LMHeadModel(config)
+    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
+    """Four layers of width 128, untrained: 0.9 million weights, small enough to learn something in a minute."""
+    # GPT-2's own deviation, 0.02, is for width 768 and up; a narrow model starts to learn much later from it.
+    model = decoder(tokenizer, positions=CONTEXT, width=128, layers=4, heads=4, initial=0.06)
     # A table that starts at sinusoids makes "the token before" a linear map, and saves half of the minute.
-    rates = 10000 ** (-torch.arange(0, config.n_embd, 2) / config.n_embd)
+    width = model.config.n_embd
+    rates = 10000 ** (-torch.arange(0, width, 2) / width)
     angles = torch.arange(CONTEXT)[:, None] * rates
     with torch.no_grad():
         model.transformer.wpe.weight.copy_(0.1 * torch.cat([angles.sin(), angles.cos()], dim=1))

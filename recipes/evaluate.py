@@ -7,35 +7,33 @@ Both perplexities, bits per byte, loss by position and retrieval go to OUTPUT (J
 `accelerate launch` the windows are spread over the processes; the numbers do not depend on how many there are.
 """
 
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import corpus
 import measuring
+import program
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from corpus import DataArguments, stream
-from extend_context import check_vocabulary, count, provenance, write_json
-from measuring import MeasuringArguments, measure_model, position_limit, retrieval
-from options import UsageError, load, one_of, parse
+from measuring import MeasuringArguments, measure_model, retrieval
+from models import ModelArguments, check_vocabulary, count, load, position_limit
+from options import UsageError, one_of, parse
+from results import origin, write_json
+from schemes import carried
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.patching import patch_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
-class Arguments(DataArguments, MeasuringArguments):
+class Arguments(ModelArguments, DataArguments, MeasuringArguments):
     """What to measure, and on which text."""
 
-    model: str | None = field(
-        default=None, metadata={"help": "checkpoint folder or Hub id, patched or stock; required"}
-    )
     adapter: str | None = field(default=None, metadata={"help": "LoRA adapter to load onto it"})
     dtype: str = field(default="float32", metadata={"help": "of the weights: " + " | ".join(DTYPES)})
     output: str = field(default="runs/evaluation.json", metadata={"help": "file to write"})
@@ -79,21 +77,18 @@ def run(arguments: Arguments) -> dict[str, Any]:
             f"the text has {len(stream(documents).tokens):,} tokens, the longest of --eval-lengths needs "
             f"{arguments.eval_lengths[-1]:,}"
         )
-    patch = patch_of(model)
+    scheme = carried(model)
     try:
-        limit = patch.scheme.limit if patch is not None else position_limit(model)
+        limit = position_limit(model)
     except UnsupportedModelError:  # a stock family that nobody can patch can still be measured
         limit = None
     results = {
-        "recipe": "evaluate",
-        "arguments": asdict(arguments),
-        "command": sys.argv,
-        **provenance(accelerator),
+        **origin("evaluate", arguments, accelerator),
         "model": {
             "name": arguments.model,
             "model_type": model.config.model_type,
             "parameters": count(model),
-            "scheme": patch.scheme.name if patch is not None else None,
+            "scheme": scheme.name if scheme is not None else None,
         },
         "measured": measure_model(model, held_out=documents, arguments=arguments, accelerator=accelerator, limit=limit),
         "retrieval": retrieval(model, arguments, accelerator, limit),
@@ -118,6 +113,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
-    # A process that leaves its group to the end of the interpreter is aborted there now and then.
-    PartialState().destroy_process_group()
+    program.start(main)

@@ -13,6 +13,7 @@ from typing import Any
 from accelerate import Accelerator
 from corpus import Text
 from options import UsageError, option
+from results import read_json
 from transformers import AutoConfig
 
 # Options that change no number. Every other option does, one that somebody adds tomorrow included.
@@ -78,7 +79,7 @@ def hold(folder: Path, wanted: dict[str, Any], instead: str) -> None:
     """
     if (file := file_of(folder)) is None:
         return
-    if (found := json.loads(file.read_text(encoding="utf-8")).get("identity")) is None:
+    if (found := read_json(file).get("identity")) is None:
         raise UsageError(f"the run in {folder} does not say what it is of (an older version made it): {instead}")
     if said := differences(common(found) if wanted == common(wanted) else found, wanted):
         raise UsageError(f"the run in {folder} had other arguments: {said}: {instead}")

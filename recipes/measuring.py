@@ -1,18 +1,20 @@
 """What the recipes measure of a model: both perplexities and retrieval, at every context length."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
-from corpus import Document, stream
+from corpus import Document, Text, stream
 from options import UsageError, at_least
 from torch import nn
 
-from hf_posenc.evaluation import induction_copy, measure_context
-from hf_posenc.registry import adapter_for
+from hf_posenc.evaluation import induction_copy, measure_context, non_overlapping_perplexity
 
 SHORTEST_RETRIEVAL = 32
 """Tokens that a trial of `induction_copy` needs."""
+CURVE_TOKENS = 8192
+"""Held-out tokens that a point of the recovery curve is measured on."""
 
 
 @dataclass
@@ -56,13 +58,20 @@ def check(arguments: Any) -> None:
         )
 
 
-def position_limit(model: nn.Module) -> int | None:
-    """Number of positions in a stock model's own learned table, None if it has none."""
-    adapter = adapter_for(model.config.model_type)
-    if adapter.position_table is None:
-        return None
-    table = model.base_model.get_submodule(adapter.decoder).get_submodule(adapter.position_table)
-    return table.num_embeddings - adapter.table_offset
+def check_curve(text: Text, arguments: Any, length: int) -> None:
+    """The recovery curve is measured in windows of this length."""
+    measured = len(stream(text.held_out).tokens)
+    if arguments.eval_every and measured < length:
+        raise UsageError(
+            f"--eval-every: a point of the curve needs {length} held-out tokens and there are {measured:,}: more "
+            "--eval-tokens, or --eval-every 0"
+        )
+
+
+def held_out_loss(text: Text, length: int) -> Callable[[nn.Module], float]:
+    """What gives a point of the recovery curve: a model's mean loss in windows of this length, in nats."""
+    tokens = stream(text.held_out).tokens[: max(CURVE_TOKENS, length)]
+    return lambda model: non_overlapping_perplexity(model, tokens, length=length).loss
 
 
 def measure_model(

@@ -2,15 +2,12 @@
 
 import json
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from transformers import HfArgumentParser
-
-import hf_posenc
-from hf_posenc import hub
 
 T = TypeVar("T")
 
@@ -44,6 +41,14 @@ def parse(cls: type[T], argv: list[str] | None, description: str) -> tuple[T, Hf
     return arguments, parser
 
 
+def as_in(cls: type, name: str, default: Any = MISSING) -> Any:
+    """A field as another class of arguments declares it, with its help, and with another default if one is given."""
+    known = next(known for known in fields(cls) if known.name == name)
+    if default is MISSING and known.default is MISSING:
+        return field(default_factory=known.default_factory, metadata=known.metadata)
+    return field(default=known.default if default is MISSING else default, metadata=known.metadata)
+
+
 def from_file(cls: type, words: list[str]) -> list[str]:
     """The words that say the same as the YAML file named by `--config`; none without one."""
     paths = []
@@ -63,7 +68,7 @@ def from_file(cls: type, words: list[str]) -> list[str]:
         raise UsageError(f"--config {path}: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: must be a mapping of options, not {type(content).__name__}")
-    known = {field.name: field for field in fields(cls)}
+    known = {one.name: one for one in fields(cls)}
     if strange := [str(key) for key in content if key not in known]:
         raise UsageError(f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}")
     said: list[str] = []
@@ -122,28 +127,3 @@ def refuse(arguments: Any, name: str, reason: str) -> None:
     default = next(known for known in fields(arguments) if known.name == name).default
     if getattr(arguments, name) != default:
         raise UsageError(f"{option(name)} {reason}: leave it out")
-
-
-def hyperparameters(pairs: list[str]) -> dict[str, Any]:
-    """`name=value` words as a scheme's keyword arguments: JSON where it is JSON, text otherwise."""
-    values = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not (name and equals):
-            raise UsageError(f"--scheme-args takes name=value, not {pair}")
-        if name in values:
-            raise UsageError(f"--scheme-args says {name} twice")
-        try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError:
-            parsed = value
-        values[name] = tuple(parsed) if isinstance(parsed, list) else parsed
-    return values
-
-
-def load(cls: Any, name: str, **arguments: Any) -> Any:
-    """What the checkpoint holds of this class: its tokenizer, its config, its weights."""
-    try:
-        return cls.from_pretrained(hub.place(name), **arguments)
-    except (OSError, ValueError, hf_posenc.HfPosencError) as error:
-        raise UsageError(f"--model {name}: {error}") from None

@@ -8,113 +8,81 @@ summary and the figures are made from them. Started again, it makes the runs tha
 refuses runs of other arguments.
 """
 
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import corpus
 import identity
+import many_runs
 import measuring
-import sweep
+import program
+import run_folder
+import schemes
+import summary
 import training
-from accelerate import PartialState
 from accelerate.utils import set_seed
-from corpus import DataArguments, Text, Windows, stream
-from embedded import byte_tokenizer
-from extend_context import (
-    CURVE_TOKENS,
-    check_curve,
-    check_vocabulary,
-    count,
-    discard,
-    hyper,
-    name_of,
-    provenance,
-    read_text,
-    save,
-    stopwatch,
-    write_json,
-)
-from measuring import MeasuringArguments, measure_model, retrieval
-from options import UsageError, at_least, each_once, hyperparameters, load, parse
-from training import Diverged, Interrupted, Phase, TrainingArguments
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from corpus import DataArguments, Text, Windows, read_text
+from embedded import byte_tokenizer, decoder
+from many_runs import SweepArguments
+from measuring import MeasuringArguments, check_curve, held_out_loss, measure_model, retrieval
+from models import check_vocabulary, count, load, position_limit, save
+from options import UsageError, as_in, at_least, each_once, parse
+from results import origin, stopwatch
+from schemes import SchemeArguments, hyperparameters
+from training import Phase, TrainingArguments
+from transformers import AutoTokenizer
 
 import hf_posenc
-from hf_posenc.evaluation import non_overlapping_perplexity
-from hf_posenc.patching import parse_scheme, patch_of
+from hf_posenc.surgery import base_model_type
 
 
 @dataclass
-class Arguments(DataArguments, MeasuringArguments, TrainingArguments):
+class Arguments(SweepArguments, DataArguments, MeasuringArguments, TrainingArguments):
     """What to train, with which schemes, and where to test it."""
 
     schemes: list[str] = field(
         default_factory=lambda: ["sinusoidal", "rope", "alibi", "nope"],
         metadata={"help": "schemes to compare; learned gets a table of --train-length positions, as usual"},
     )
-    scheme_args: list[str] = field(
-        default_factory=list, metadata={"help": "hyper-parameters as name=value, if there is one scheme only"}
-    )
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "of each scheme's runs"})
+    scheme_args: list[str] = as_in(SchemeArguments, "scheme_args")  # noqa: RUF009 (a field, made anew)
     tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id; by default bytes"})
     layers: int = field(default=4, metadata={"help": "decoder layers"})
     width: int = field(default=128, metadata={"help": "hidden size"})
     heads: int = field(default=4, metadata={"help": "attention heads"})
-    train_length: int = field(default=256, metadata={"help": "context length to train at, in tokens"})
-    steps: int = field(default=1000, metadata={"help": "optimizer steps"})
-    batch_size: int = field(default=8, metadata={"help": "sequences per forward and process"})
-    gradient_accumulation: int = field(default=1, metadata={"help": "forwards per optimizer step"})
-    learning_rate: float = field(default=3e-3, metadata={"help": "peak, after warm-up and before the decay"})
-    warmup_steps: int = field(default=50, metadata={"help": "steps of linear warm-up"})
-    keep_weights: bool = field(default=False, metadata={"help": "keep every run's checkpoint, not only its JSON"})
-    output: str = field(default="runs/pretrain", metadata={"help": "folder of the sweep"})
+    train_length: int = as_in(TrainingArguments, "train_length", 256)
+    steps: int = as_in(TrainingArguments, "steps", 1000)
+    batch_size: int = as_in(TrainingArguments, "batch_size", 8)
+    gradient_accumulation: int = as_in(TrainingArguments, "gradient_accumulation", 1)
+    learning_rate: float = as_in(TrainingArguments, "learning_rate", 3e-3)
+    warmup_steps: int = as_in(TrainingArguments, "warmup_steps", 50)
+    output: str = as_in(SweepArguments, "output", "runs/pretrain")
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Runs what is missing and returns the summary."""
     arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
     folder = Path(arguments.output)
-    try:
-        check_arguments(arguments)
+    with program.ending(parser, "the same command", lambda: many_runs.KEPT):
+        wanted = check_arguments(arguments)
         accelerator = training.accelerator_for(arguments, folder)
         tokenizer = load(AutoTokenizer, arguments.tokenizer) if arguments.tokenizer else byte_tokenizer()
         text = read_text(arguments, tokenizer, accelerator)
-        identities = {
-            (name, seed): identity.of(
-                arguments,
-                text,
-                variant=name,
-                seed=seed,
-                scheme=name_of(scheme_of(arguments, name)),
-                **identity.launched(accelerator),
-            )
-            for seed in arguments.seeds
-            for name in arguments.schemes
-        }
-        sweep.complete(
+        identities = many_runs.identify(arguments, text, wanted, accelerator)
+        many_runs.complete(
             folder,
             identities,
-            lambda name, seed, target: run(arguments, name, seed, target, tokenizer, text, identities[name, seed]),
+            lambda name, seed, target: run(
+                arguments, wanted[name], seed, target, tokenizer, text, identities[name, seed]
+            ),
         )
-        summary = sweep.summarize(folder, f"From scratch, trained at {arguments.train_length}")
-    except (UsageError, hf_posenc.HfPosencError) as error:
-        parser.error(str(error))
-    except Diverged as error:
-        raise SystemExit(f"{error}") from None
-    except Interrupted as stop:
-        print(f"\n{stop}. The same command goes on.", file=sys.stderr)
-        raise SystemExit(stop.status) from None
-    except KeyboardInterrupt:
-        print(f"\nInterrupted. {sweep.KEPT}", file=sys.stderr)
-        raise SystemExit(130) from None
-    print(sweep.markdown(summary))
-    return summary
+        found = summary.summarize(folder, f"From scratch, trained at {arguments.train_length}")
+    print(summary.markdown(found))
+    return found
 
 
-def check_arguments(arguments: Arguments) -> None:
-    """Everything that can be known without reading the text."""
+def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
+    """Everything that can be known without reading the text. Returns the schemes by name."""
     training.check(arguments)
     corpus.check(arguments, needs_data=False)
     corpus.check_packing(arguments)
@@ -125,23 +93,19 @@ def check_arguments(arguments: Arguments) -> None:
         raise UsageError(f"--width {arguments.width} must be a multiple of --heads {arguments.heads}")
     if arguments.scheme_args and len(arguments.schemes) > 1:
         raise UsageError("--scheme-args is for one scheme, --schemes names several")
-    for name in arguments.schemes:
-        scheme_of(arguments, name)
-
-
-def scheme_of(arguments: Arguments, name: str) -> hf_posenc.Scheme:
-    """The scheme of a run."""
+    usual = {"learned": {"num_positions": arguments.train_length}}
     given = hyperparameters(arguments.scheme_args)
-    if name == "learned":
-        given.setdefault("num_positions", arguments.train_length)
-    try:
-        return parse_scheme(name, given)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--schemes {name}: {error}") from None
+    return {name: schemes.named("schemes", name, usual.get(name, {}) | given) for name in arguments.schemes}
 
 
 def run(
-    arguments: Arguments, name: str, seed: int, output: Path, tokenizer: Any, text: Text, of: dict[str, Any]
+    arguments: Arguments,
+    scheme: hf_posenc.Scheme,
+    seed: int,
+    output: Path,
+    tokenizer: Any,
+    text: Text,
+    of: dict[str, Any],
 ) -> dict[str, Any]:
     """One model, top to bottom."""
     accelerator = training.accelerator_for(arguments, output)
@@ -155,62 +119,46 @@ def run(
             "fewer than a batch or the longest of --eval-lengths need"
         )
     check_curve(text, arguments, arguments.train_length)
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=arguments.train_length,
-        n_embd=arguments.width,
-        n_layer=arguments.layers,
-        n_head=arguments.heads,
+    model = decoder(
+        tokenizer,
+        positions=arguments.train_length,
+        width=arguments.width,
+        layers=arguments.layers,
+        heads=arguments.heads,
         # GPT-2's own 0.02 is for width 768; the same variance of the sums needs more where there are fewer terms.
-        initializer_range=0.02 * (768 / arguments.width) ** 0.5,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    model = GPT2LMHeadModel(config).to(accelerator.device)
-    model.loss_type = "ForCausalLM"
+        initial=0.02 * (768 / arguments.width) ** 0.5,
+    ).to(accelerator.device)
     check_vocabulary(model, text.train, text.held_out)
-    hf_posenc.patch_model(model, scheme_of(arguments, name), seed=seed)
-    if not (answers := hf_posenc.verify(model)):
-        raise RuntimeError(f"the patch does not do what it should:\n{answers}")
+    verified = schemes.patch(model, scheme, seed)
     seconds: dict[str, float] = {}
     results: dict[str, Any] = {
-        "recipe": "pretrain",
+        **origin("pretrain", arguments, accelerator),
         "identity": of,
-        "arguments": asdict(arguments),
-        "command": sys.argv,
         "seed": seed,
-        **provenance(accelerator),
         "data": data,
         "base": {
             "name": "from scratch",
-            "model_type": "gpt2",
+            "model_type": base_model_type(model.config),
             "parameters": count(model),
             "trained_length": arguments.train_length,
         },
-        "scheme": {"name": name, **hyper(model)},
-        "verify": str(answers),
+        "scheme": schemes.said(schemes.carried(model)),
+        "verify": verified,
         "seconds": seconds,
     }
-    if accelerator.is_main_process:
-        if identity.file_of(output) is None:  # nobody knows what they are of
-            discard(output)
-        write_json(output / "progress.json", results)
-    accelerator.wait_for_everyone()
-    curve_text = stream(text.held_out).tokens[: max(CURVE_TOKENS, arguments.train_length)]
+    # States that say of no run what they are of are nobody's; others the sweep has looked at.
+    run_folder.begin(accelerator, output, results, anew=identity.file_of(output) is None)
     wrapped, results["training"] = training.fine_tune(
         accelerator,
         model,
         plan,
         arguments,
         folder=output,
-        resume=True,  # a state there is of this run: the sweep has looked at what it is of
-        evaluate=lambda trained: non_overlapping_perplexity(trained, curve_text, length=arguments.train_length).loss,
+        resume=True,
+        evaluate=held_out_loss(text, arguments.train_length),
     )
     model = accelerator.unwrap_model(wrapped)
-    limit = patch_of(model).scheme.limit
+    limit = position_limit(model)
     with stopwatch(seconds, "after"):
         results["after"] = measure_model(
             model, held_out=text.held_out, arguments=arguments, accelerator=accelerator, limit=limit
@@ -219,14 +167,10 @@ def run(
     if arguments.keep_weights:
         save(accelerator, wrapped, tokenizer, output)
     if accelerator.is_main_process:
-        write_json(output / "results.json", results)
-        (output / "progress.json").unlink()
-        discard(output, finished=True)
+        run_folder.finish(output, results)
     accelerator.wait_for_everyone()
     return results
 
 
 if __name__ == "__main__":
-    main()
-    # A process that leaves its group to the end of the interpreter is aborted there now and then.
-    PartialState().destroy_process_group()
+    program.start(main)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from corpus import IGNORED
+from schemes import carried
 from torch import Tensor, nn
 
 from hf_posenc.adapters.base import resolve
-from hf_posenc.patching import patch_of
+from hf_posenc.patching import without_adapter
 from hf_posenc.registry import adapter_for
 from hf_posenc.surgery import base_model_type
 
@@ -45,7 +46,7 @@ class Recovery:
             arguments.transfer_steps,
             window,
         )
-        patched = model.get_base_model() if hasattr(model, "get_base_model") else model
+        patched = without_adapter(model)
         adapter = adapter_for(base_model_type(patched.config))
         self.attentions = resolve(adapter, patched).attentions
         self.examples = resolve(adapter, teacher).attentions
@@ -139,9 +140,9 @@ def fed(attentions: list[nn.Module], inputs: list[Tensor]) -> Iterator[None]:
 
 def check_transfer(model: nn.Module) -> None:
     """ValueError where attention outputs cannot be matched: the positions are in the hidden states."""
-    kind = patch_of(model).scheme.kind
-    if kind == "embedding":
+    scheme = carried(model)
+    if scheme.kind == "embedding":
         raise ValueError(
-            f"{patch_of(model).scheme.name} adds positions to the hidden states, which the transfer takes from the "
+            f"{scheme.name} adds positions to the hidden states, which the transfer takes from the "
             "base: its attention would see none"
         )

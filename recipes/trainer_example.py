@@ -7,17 +7,21 @@ recipe has beside it: measurement before and after, recovery from the base, a re
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import corpus
 import identity
+import program
 import torch
-from accelerate import PartialState
+import training
 from corpus import Text, TextArguments, Windows
-from extend_context import write_json
-from options import UsageError, at_least, hyperparameters, load, parse
+from models import ModelArguments, load
+from options import UsageError, as_in, at_least, parse
+from results import write_json
+from run_folder import FolderArguments
+from schemes import SchemeArguments, hyperparameters
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import get_last_checkpoint
@@ -26,17 +30,14 @@ import hf_posenc
 
 
 @dataclass
-class Arguments(TextArguments):
+class Arguments(SchemeArguments, ModelArguments, TextArguments):
     """What to train on what; the rest is transformers' TrainingArguments, set below."""
 
-    model: str | None = field(default=None, metadata={"help": "stock checkpoint, folder or Hub id; required"})
-    scheme: str = field(default="alibi", metadata={"help": "position encoding to patch in"})
-    scheme_args: list[str] = field(default_factory=list, metadata={"help": "its hyper-parameters as name=value"})
-    train_length: int = field(default=1024, metadata={"help": "context length, in tokens"})
-    steps: int = field(default=100, metadata={"help": "optimizer steps"})
-    learning_rate: float = field(default=2e-4, metadata={"help": "peak"})
-    output: str = field(default="runs/trainer", metadata={"help": "folder to write"})
-    resume: bool = field(default=False, metadata={"help": "go on from the newest checkpoint in it"})
+    train_length: int = as_in(training.TrainingArguments, "train_length")
+    steps: int = as_in(training.TrainingArguments, "steps", 100)
+    learning_rate: float = as_in(training.TrainingArguments, "learning_rate", 2e-4)
+    output: str = as_in(FolderArguments, "output", "runs/trainer")
+    resume: bool = as_in(FolderArguments, "resume")
 
 
 class TrainerWindows(Dataset):
@@ -112,6 +113,4 @@ def main(argv: list[str] | None = None) -> Trainer:
 
 
 if __name__ == "__main__":
-    main()
-    # A process that leaves its group to the end of the interpreter is aborted there now and then.
-    PartialState().destroy_process_group()
+    program.start(main)

@@ -20,17 +20,15 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from corpus import IGNORED, Document, Windows, order
+from models import position_table
 from options import UsageError, at_least, one_of, option
-from peft import PeftModel
 from recovery import Recovery
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 import hf_posenc
-from hf_posenc.registry import adapter_for
 from hf_posenc.schemes.base import PositionModule
-from hf_posenc.surgery import base_model_type
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup", "warmup_stable_decay")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -40,7 +38,7 @@ TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 class TrainingArguments:
     """How to fine-tune."""
 
-    train_length: int = field(default=1024, metadata={"help": "context length to fine-tune at, in tokens"})
+    train_length: int = field(default=1024, metadata={"help": "context length to train at, in tokens"})
     steps: int = field(default=150, metadata={"help": "optimizer steps"})
     batch_size: int = field(
         default=1,
@@ -355,10 +353,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def position_modules(model: nn.Module) -> Iterator[nn.Module]:
     """What holds position parameters: modules of schemes and, of an unpatched model, its own table."""
     yield from (module for module in model.modules() if isinstance(module, PositionModule))
-    stock = model.get_base_model() if isinstance(model, PeftModel) else model
-    adapter = adapter_for(base_model_type(stock.config))
-    if adapter.position_table is not None:
-        yield stock.base_model.get_submodule(adapter.decoder).get_submodule(adapter.position_table)
+    if (table := position_table(model)) is not None:
+        yield table
 
 
 @dataclass

@@ -6,12 +6,12 @@ python scripts/make_model_card.py --committed                                   
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import card
+from results import read_json
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 
@@ -32,11 +32,11 @@ def main() -> None:
         else []
     )
     for source in sorted(CARDS.glob("*/source.json")) if options.committed else []:
-        said = json.loads(source.read_text(encoding="utf-8"))
+        said = read_json(source)
         jobs.append((CARDS / said["results"], source.parent, said["repository"]))
     for results, folder, repository in jobs:
         try:
-            card.write(folder, card.read(results), repository)
+            card.write(folder, read_json(results), repository)
         except (OSError, ValueError) as error:
             parser.error(str(error))
         except KeyError as error:

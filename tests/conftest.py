@@ -69,9 +69,7 @@ def tiny_checkpoints(tmp_path, recipes):
 @pytest.fixture
 def text(tmp_path):
     """Twelve documents of this project's own sources, 300 bytes each, separated by form feeds."""
-    source = (
-        (RECIPES / "extend_context.py").read_text(encoding="utf-8").replace("\n", " ")
-    )  # ends are stripped of these
+    source = (RECIPES / "training.py").read_text(encoding="utf-8").replace("\n", " ")  # ends are stripped of these
     path = tmp_path / "text.txt"
     path.write_text("\f".join(source[start : start + 300] for start in range(0, 3600, 300)), encoding="utf-8")
     return path

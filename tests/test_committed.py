@@ -35,5 +35,5 @@ def test_cards_are_current(recipes, folder):
     """Each says what the committed run that it names measured, and nothing else."""
     card = importlib.import_module("card")
     source = json.loads((folder / "source.json").read_text(encoding="utf-8"))
-    results = card.read(ROOT / "model_cards" / source["results"])
+    results = json.loads((ROOT / "model_cards" / source["results"]).read_text(encoding="utf-8"))
     assert (folder / "README.md").read_text(encoding="utf-8") == card.card(results, source["repository"])

@@ -84,9 +84,10 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     model = hf_posenc.from_pretrained(output / "model")
     arguments = recipe.Arguments(**written["arguments"])
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    documents = recipe.corpus.documents(tokenizer, arguments, None, 0)
-    _, held_out = recipe.corpus.split(documents, tokenizer, arguments)
-    whole = recipe.stream(held_out)
+    corpus = importlib.import_module("corpus")
+    documents = corpus.documents(tokenizer, arguments, None, 0)
+    _, held_out = corpus.split(documents, tokenizer, arguments)
+    whole = corpus.stream(held_out)
     assert len(whole.tokens) == written["data"]["held_out_tokens"] == 200
     (again,) = measure_context(model, [whole.tokens], lengths=[64], byte_counts=[whole.bytes])
     assert again.to_dict() == written["after"][1]
@@ -161,9 +162,9 @@ def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     assert len(table) == 1
     assert len(re.findall(r"(?<!\\)\|", table[0])) == 3
     # A sweep's table too.
-    sweep = importlib.import_module("sweep")
+    summaries = importlib.import_module("summary")
     summary = {"title": NASTY, "base": {"name": NASTY, "parameters": 1, "trained_length": 2}, "variants": {}}
-    assert "<script" not in sweep.markdown(summary)
+    assert "<script" not in summaries.markdown(summary)
 
 
 def without_code(markdown):
@@ -203,11 +204,12 @@ def test_other_schemes(recipe, tiny_checkpoints, text, scheme):
     assert all("sliding" in row for row in results["before"] + results["after"])
 
 
-def test_a_failed_write_leaves_the_old_json(recipe, tmp_path):
+def test_a_failed_write_leaves_the_old_json(recipes, tmp_path):
+    results = importlib.import_module("results")
     path = tmp_path / "results.json"
-    recipe.write_json(path, {"a": 1})
+    results.write_json(path, {"a": 1})
     with pytest.raises(TypeError):
-        recipe.write_json(path, {"a": object()})
+        results.write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
 
 
@@ -285,7 +287,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments_stop_before_anything_runs(recipe, tiny_checkpoints, text, monkeypatch, capsys, case):
     changes, message = WRONG[case]
-    monkeypatch.setattr(recipe, "measure_model", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(importlib.import_module("extension"), "measure_model", lambda *_, **__: pytest.fail("measured"))
     with pytest.raises(SystemExit) as stop:
         recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out", **changes))
     assert stop.value.code == 2
@@ -372,7 +374,10 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
     )
     arguments, _ = options.parse(recipe.Arguments, ["--config", str(path), "--learning-rate", "1e-3"], "test")
     assert arguments.scheme == "shaw"
-    assert options.hyperparameters(arguments.scheme_args) == {"max_distance": 8, "values": False}
+    assert importlib.import_module("schemes").hyperparameters(arguments.scheme_args) == {
+        "max_distance": 8,
+        "values": False,
+    }
     assert arguments.learning_rate == 1e-3
     assert arguments.eval_lengths == [16, 32]
     assert arguments.separator == r"\f"
@@ -426,7 +431,7 @@ def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
     assert f"recipes/{CONFIGS[name]}.py" in text
     if CONFIGS[name] == "extend_context":
         arguments.model = None  # no hub here
-        assert module.check_arguments(arguments) is not None
+        assert importlib.import_module("extension").check_arguments(arguments) is not None
     elif CONFIGS[name] == "pretrain":
         module.check_arguments(arguments)
     else:
@@ -491,9 +496,9 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     # Started again, it makes only what is missing, and says the same.
     (folder / "runs" / "alibi" / "seed-1" / "results.json").unlink()
     made = []
-    run = compare.extend_context.run
+    run = compare.extension.run
     monkeypatch.setattr(
-        compare.extend_context, "run", lambda arguments, *rest: made.append(arguments.output) or run(arguments, *rest)
+        compare.extension, "run", lambda arguments, *rest: made.append(arguments.output) or run(arguments, *rest)
     )
     again = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
     assert made == [str(folder / "runs" / "alibi" / "seed-1")]
@@ -550,11 +555,11 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
 
 def test_where_an_option_reaches_what_plain_reaches(recipes):
     """On straight lines the crossing is known."""
-    sweep = importlib.import_module("sweep")
+    summary = importlib.import_module("summary")
     plain = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 3.0}]}
     better = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 50, "mean": 3.5}, {"tokens": 100, "mean": 2.5}]}
     variants = {"x": plain, "x+a": better, "x+b": {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 4.0}]}}
-    sweep.reach_plain(variants)
+    summary.reach_plain(variants)
     assert variants["x+a"]["reaches_plain_at"] == {"tokens": 75.0, "share": 0.75}
     assert "reaches_plain_at" not in variants["x+b"]
     assert "reaches_plain_at" not in variants["x"]
@@ -577,7 +582,7 @@ def test_pretrain(recipes, tiny_checkpoints, text):
 
 def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     """Runs of other arguments, of another text or another base are named and refused, finished or not."""
-    pretrain = importlib.import_module("pretrain")
+    pretrain, training = importlib.import_module("pretrain"), importlib.import_module("training")
     folder = tiny_checkpoints / "scratch"
 
     def words(**changes):
@@ -595,9 +600,9 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
         assert "choose another --output, or remove that folder" in said
 
     first = pretrain.main(words())
-    one_step = pretrain.training.one_step
+    one_step = training.one_step
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain.training, "one_step", lambda *_: pytest.fail("trained"))
+        patch.setattr(training, "one_step", lambda *_: pytest.fail("trained"))
         moved = text.with_name("moved.txt")
         text.rename(moved)
         assert (
@@ -622,10 +627,10 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
         return one_step(accelerator, wrapped, optimizer, phase, step, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain.training, "one_step", stopping)
+        patch.setattr(training, "one_step", stopping)
         with pytest.raises(Stop):
             pretrain.main(words(schemes="nope", save_every=2))
-    assert pretrain.training.states(folder / "runs" / "nope" / "seed-0")
+    assert training.states(folder / "runs" / "nope" / "seed-0")
     refused("--max-grad-norm was 1.0, is 2.0", schemes="nope", max_grad_norm=2)
     assert len(pretrain.main(words(schemes="nope"))["variants"]) == 3
     path = folder / "runs" / "shaw" / "seed-0" / "results.json"
@@ -653,14 +658,14 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
 
 def test_a_table_is_of_one_sweep(recipes, tmp_path):
     """Also where it is made from the results alone."""
-    sweep, options = importlib.import_module("sweep"), importlib.import_module("options")
+    many_runs, summary, options = map(importlib.import_module, ("many_runs", "summary", "options"))
     for seed, steps in ((0, 10), (1, 20)):
-        target = sweep.place(tmp_path, "alibi", seed)
+        target = many_runs.place(tmp_path, "alibi", seed)
         target.mkdir(parents=True)
         results = {"identity": {"variant": "alibi", "seed": seed, "steps": steps}, "before": []}
         (target / "results.json").write_text(json.dumps(results))
     with pytest.raises(options.UsageError, match="are not of one sweep: --steps was 10, is 20"):
-        sweep.summarize(tmp_path, "two sweeps")
+        summary.summarize(tmp_path, "two sweeps")
 
 
 def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):

@@ -34,6 +34,16 @@ def recipe(recipes):
     return importlib.import_module("extend_context")
 
 
+@pytest.fixture
+def training(recipes):
+    return importlib.import_module("training")
+
+
+@pytest.fixture
+def recovery(recipes):
+    return importlib.import_module("recovery")
+
+
 def options(folder, text, output, **changes):
     """Command line of a run of a second."""
     values = {
@@ -120,7 +130,7 @@ def main_with(monkeypatch, recipe, target, name, value, words):
     ],
 )
 def test_position_parameters_get_no_weight_decay(
-    recipe, tiny_checkpoints, monkeypatch, family, scheme, options, position_parameters
+    recipe, training, tiny_checkpoints, monkeypatch, family, scheme, options, position_parameters
 ):
     """Wherever a scheme keeps them, and a base's own table too; every other matrix gets what was asked for."""
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / family)
@@ -135,9 +145,9 @@ def test_position_parameters_get_no_weight_decay(
 
     monkeypatch.setattr(torch.optim, "AdamW", optimizer)
     arguments = recipe.Arguments(weight_decay=0.25)
-    accelerator = recipe.training.accelerator_for(arguments, tiny_checkpoints)
+    accelerator = training.accelerator_for(arguments, tiny_checkpoints)
     with pytest.raises(Stop):
-        recipe.training.fine_tune(accelerator, model, [], arguments, folder=tiny_checkpoints)
+        training.fine_tune(accelerator, model, [], arguments, folder=tiny_checkpoints)
     with_decay, without = groups
     assert (with_decay["weight_decay"], without["weight_decay"]) == (0.25, 0.0)
     names = {id(weight): name for name, weight in model.named_parameters()}
@@ -156,12 +166,12 @@ def test_position_parameters_get_no_weight_decay(
 @pytest.mark.parametrize(
     "extra", [{}, {"distill": 1, "transfer_steps": 1}, {"lora_rank": 2}], ids=["plain", "distill", "lora"]
 )
-def test_resuming_is_exact(recipe, tiny_checkpoints, text, monkeypatch, extra):
+def test_resuming_is_exact(recipe, training, tiny_checkpoints, text, monkeypatch, extra):
     """Stopped at any step and started again: the same losses, curve, metrics and weights to the last bit."""
     folder = tiny_checkpoints
     common = extra | {"save_every": 2, "eval_every": 2}
     whole = recipe.main(options(folder, text, folder / "whole", **common))
-    one_step = recipe.training.one_step
+    one_step = training.one_step
 
     def stopping(accelerator, wrapped, optimizer, phase, step, *rest):
         if step == 5:
@@ -169,26 +179,24 @@ def test_resuming_is_exact(recipe, tiny_checkpoints, text, monkeypatch, extra):
         return one_step(accelerator, wrapped, optimizer, phase, step, *rest)
 
     with pytest.raises(Stop):
-        main_with(
-            monkeypatch, recipe, recipe.training, "one_step", stopping, options(folder, text, folder / "cut", **common)
-        )
+        main_with(monkeypatch, recipe, training, "one_step", stopping, options(folder, text, folder / "cut", **common))
     assert not (folder / "cut" / "results.json").exists()
-    assert [state.name for state in recipe.training.states(folder / "cut")] == ["state-000004"]
+    assert [state.name for state in training.states(folder / "cut")] == ["state-000004"]
     torch.manual_seed(99)  # the state brings its own
     resumed = recipe.main([*options(folder, text, folder / "cut", **common), "--resume"])
     assert metrics(resumed) == metrics(whole)
     assert_same_weights(folder / "whole", folder / "cut")
-    assert not recipe.training.states(folder / "cut")
+    assert not training.states(folder / "cut")
     assert not (folder / "cut" / "progress.json").exists()
 
 
-def test_resuming_needs_the_same_arguments(recipe, tiny_checkpoints, text, monkeypatch, capsys):
+def test_resuming_needs_the_same_arguments(recipe, training, tiny_checkpoints, text, monkeypatch, capsys):
     folder = tiny_checkpoints
     with pytest.raises(Stop):
         main_with(
             monkeypatch,
             recipe,
-            recipe.training,
+            training,
             "one_step",
             lambda *_: (_ for _ in ()).throw(Stop),
             options(folder, text, folder / "out"),
@@ -215,10 +223,10 @@ def test_resuming_needs_the_same_arguments(recipe, tiny_checkpoints, text, monke
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_a_signal_saves_first(recipe, tiny_checkpoints, text, monkeypatch, capsys, signum):
+def test_a_signal_saves_first(recipe, training, tiny_checkpoints, text, monkeypatch, capsys, signum):
     folder = tiny_checkpoints
     whole = recipe.main(options(folder, text, folder / "whole"))
-    one_step = recipe.training.one_step
+    one_step = training.one_step
 
     def interrupted(accelerator, wrapped, optimizer, phase, step, *rest):
         if step == 3:
@@ -226,7 +234,7 @@ def test_a_signal_saves_first(recipe, tiny_checkpoints, text, monkeypatch, capsy
         return one_step(accelerator, wrapped, optimizer, phase, step, *rest)
 
     with pytest.raises(SystemExit) as stop:
-        main_with(monkeypatch, recipe, recipe.training, "one_step", interrupted, options(folder, text, folder / "cut"))
+        main_with(monkeypatch, recipe, training, "one_step", interrupted, options(folder, text, folder / "cut"))
     assert stop.value.code == 128 + signum
     assert "state-000004: the same command with --resume goes on" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -237,7 +245,9 @@ def test_a_signal_saves_first(recipe, tiny_checkpoints, text, monkeypatch, capsy
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["all", "lora"])
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
-def test_ctrl_c_outside_the_training_says_what_is_kept(recipe, tiny_checkpoints, text, monkeypatch, capsys, rank):
+def test_ctrl_c_outside_the_training_says_what_is_kept(
+    recipe, training, tiny_checkpoints, text, monkeypatch, capsys, rank
+):
     """And that is then not made again: the base, its measurements, the fine-tuning. The numbers are those of one go."""
     folder = tiny_checkpoints
     common = {"model": None, "base_steps": 3, "lora_rank": rank, "steps": 2, "recovery_steps": 0, "eval_every": 1}
@@ -255,9 +265,10 @@ def test_ctrl_c_outside_the_training_says_what_is_kept(recipe, tiny_checkpoints,
 
         return call
 
-    monkeypatch.setattr(recipe, "train_base", counted("base", recipe.train_base))
-    monkeypatch.setattr(recipe, "measure_model", counted("measurement", recipe.measure_model))
-    monkeypatch.setattr(recipe.training, "one_step", counted("step", recipe.training.one_step))
+    extension = importlib.import_module("extension")
+    monkeypatch.setattr(extension, "train_base", counted("base", extension.train_base))
+    monkeypatch.setattr(extension, "measure_model", counted("measurement", extension.measure_model))
+    monkeypatch.setattr(training, "one_step", counted("step", training.one_step))
     go_on = "the same command with --resume"
     for where, expected, message in (
         ("base", ["base"], f"Nothing was finished that could be kept: {go_on} begins again."),
@@ -298,7 +309,7 @@ def test_a_base_of_another_run_is_not_taken(recipe, tiny_checkpoints, text, monk
         main_with(
             monkeypatch,
             recipe,
-            recipe,
+            importlib.import_module("extension"),
             "train_base",
             lambda *_, **__: (_ for _ in ()).throw(Stop),
             [*options(folder, text, folder / "out", **common, base_steps=3), "--overwrite"],
@@ -357,11 +368,11 @@ def test_quickstart_chooses_the_folder(tmp_path):
     assert quickstart("--config", file)[1].endswith(f"--config {file} --output runs/quickstart-2\n")
 
 
-def test_a_loss_that_is_no_number_keeps_the_last_good_state(recipe, tiny_checkpoints, text, monkeypatch):
+def test_a_loss_that_is_no_number_keeps_the_last_good_state(recipe, training, tiny_checkpoints, text, monkeypatch):
     folder = tiny_checkpoints
-    one_step = recipe.training.one_step
+    one_step = training.one_step
     monkeypatch.setattr(
-        recipe.training,
+        training,
         "one_step",
         lambda *words: float("nan") if words[4] == 4 else one_step(*words),
     )
@@ -370,7 +381,7 @@ def test_a_loss_that_is_no_number_keeps_the_last_good_state(recipe, tiny_checkpo
     assert (folder / "out" / "state-000003").is_dir()
 
 
-def test_a_full_disk_keeps_the_state_before(recipe, tiny_checkpoints, text, monkeypatch, capsys):
+def test_a_full_disk_keeps_the_state_before(recipe, training, tiny_checkpoints, text, monkeypatch, capsys):
     folder = tiny_checkpoints
     whole = recipe.main(options(folder, text, folder / "whole", save_every=2))
     from accelerate import Accelerator
@@ -378,7 +389,7 @@ def test_a_full_disk_keeps_the_state_before(recipe, tiny_checkpoints, text, monk
     save = Accelerator.save_state
 
     def full(self, target, *rest, **keywords):
-        if recipe.training.states(folder / "out"):
+        if training.states(folder / "out"):
             (folder / "out" / "state.partial").mkdir(exist_ok=True)
             (folder / "out" / "state.partial" / "half").touch()
             raise OSError(28, "No space left on device")
@@ -394,14 +405,14 @@ def test_a_full_disk_keeps_the_state_before(recipe, tiny_checkpoints, text, monk
     assert metrics(resumed) == metrics(whole)
 
 
-def test_kill_and_resume(recipe, recipes, tiny_checkpoints, text):
+def test_kill_and_resume(recipe, training, recipes, tiny_checkpoints, text):
     """SIGKILL in the middle of the training; the same command with --resume ends as if nothing had happened."""
     folder = tiny_checkpoints
     common = {"save_every": 1, "steps": 40, "recovery_steps": 10}
     whole = recipe.main(options(folder, text, folder / "whole", **common))
     run = in_process(recipes, options(folder, text, folder / "cut", **common))
     deadline = time.monotonic() + 120
-    while len(recipe.training.states(folder / "cut")) == 0 and time.monotonic() < deadline and run.poll() is None:
+    while len(training.states(folder / "cut")) == 0 and time.monotonic() < deadline and run.poll() is None:
         time.sleep(0.01)
     time.sleep(0.3)
     run.kill()
@@ -470,20 +481,20 @@ def test_the_teacher_is_the_base(recipe, recipes, tiny_checkpoints):
         assert not torch.allclose(model(tokens).logits, expected, atol=1e-3)
 
 
-def test_distillation_is_the_divergence_from_the_base(recipe, tiny_checkpoints):
+def test_distillation_is_the_divergence_from_the_base(recovery, tiny_checkpoints):
     """Against the sum over the vocabulary written out in float64; only inside the window, only where there is a target."""
     from types import SimpleNamespace
 
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
-    teacher = recipe.teacher_of(model, share_weights=False)
+    teacher = recovery.teacher_of(model, share_weights=False)
     hf_posenc.patch_model(model, "alibi")
     torch.manual_seed(0)
     tokens = torch.randint(250, (2, 12))
     targets = torch.where(torch.rand(2, 12) < 0.3, -100, torch.randint(250, (2, 12)))
-    recovery = recipe.training.Recovery(model, teacher, SimpleNamespace(distill=0.7, transfer_steps=0), 8)
-    loss, own = recovery.loss(model, {"input_ids": tokens}, targets, 0)
+    losses = recovery.Recovery(model, teacher, SimpleNamespace(distill=0.7, transfer_steps=0), 8)
+    loss, own = losses.loss(model, {"input_ids": tokens}, targets, 0)
     got = model(tokens).logits.double().softmax(-1)
     wanted = teacher(tokens[:, :8]).logits.double().softmax(-1)
     expected_own = expected = 0.0
@@ -498,20 +509,20 @@ def test_distillation_is_the_divergence_from_the_base(recipe, tiny_checkpoints):
     assert loss.item() == pytest.approx(expected_own + 0.7 * expected, rel=1e-5)
 
 
-def test_transfer_is_zero_for_the_base_itself_and_falls(recipe, tiny_checkpoints):
+def test_transfer_is_zero_for_the_base_itself_and_falls(recovery, tiny_checkpoints):
     from types import SimpleNamespace
 
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
-    teacher = recipe.teacher_of(model, share_weights=False)
+    teacher = recovery.teacher_of(model, share_weights=False)
     tokens = {"input_ids": torch.arange(24).view(2, 12) * 7 % 250}
     targets = torch.ones(2, 12, dtype=torch.long)
     arguments = SimpleNamespace(distill=0.0, transfer_steps=1)
-    itself = recipe.training.Recovery(hf_posenc.patch_model(model, "rope"), teacher, arguments, 32)
+    itself = recovery.Recovery(hf_posenc.patch_model(model, "rope"), teacher, arguments, 32)
     assert itself.loss(model, tokens, targets, 0)[0].item() == pytest.approx(0, abs=1e-8)
     hf_posenc.unpatch_model(model)
-    other = recipe.training.Recovery(hf_posenc.patch_model(model, "alibi"), teacher, arguments, 32)
+    other = recovery.Recovery(hf_posenc.patch_model(model, "alibi"), teacher, arguments, 32)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(20):
@@ -527,11 +538,11 @@ def test_transfer_is_zero_for_the_base_itself_and_falls(recipe, tiny_checkpoints
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-def test_trackers_report_or_are_refused(recipe, tiny_checkpoints, text, monkeypatch, capsys):
+def test_trackers_report_or_are_refused(recipe, training, tiny_checkpoints, text, monkeypatch, capsys):
     """accelerate itself goes on silently without one that is not installed."""
     folder = tiny_checkpoints
     with monkeypatch.context() as patch:
-        patch.setattr(recipe.training.importlib.util, "find_spec", lambda name: None)
+        patch.setattr(training.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(SystemExit):
             recipe.main(options(folder, text, folder / "out", tracker="wandb"))
     assert "pip install 'hf_posenc[wandb]'" in capsys.readouterr().err

@@ -1,0 +1,305 @@
+"""One run: a base is measured, patched, fine-tuned, measured again and saved.
+
+extend_context.py makes one, compare_schemes.py one for each of its variants and seeds.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import card
+import corpus
+import identity
+import measuring
+import page
+import peft
+import run_folder
+import schemes
+import tables
+import training
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from corpus import DataArguments, Text, read_text, stream
+from embedded import CONTEXT, byte_model, byte_tokenizer, train_base
+from measuring import MeasuringArguments, check_curve, held_out_loss, measure_model, retrieval
+from models import (
+    ModelArguments,
+    check_vocabulary,
+    count,
+    keeps_documents_apart,
+    load,
+    load_base,
+    loaded_whole,
+    position_limit,
+    save,
+    save_stock,
+)
+from options import UsageError, at_least, refuse
+from recovery import check_transfer, teacher_of
+from results import origin, stopwatch
+from run_folder import FolderArguments
+from schemes import UNPATCHED, SchemeArguments, hyperparameters
+from torch import nn
+from training import RecoveryArguments, TrainingArguments
+from transformers import AutoConfig, AutoTokenizer
+
+import hf_posenc
+from hf_posenc.registry import adapter_for
+from hf_posenc.surgery import base_model_type
+
+
+@dataclass
+class SharedArguments(ModelArguments, DataArguments, MeasuringArguments, TrainingArguments, RecoveryArguments):
+    """What a run and a comparison of runs have in common."""
+
+    lora_rank: int = field(
+        default=0,
+        metadata={"help": "train LoRA of this rank with norms, embeddings and positions; 0 trains every weight"},
+    )
+
+
+@dataclass
+class Arguments(FolderArguments, SchemeArguments, SharedArguments):
+    """What to extend, how, and on which text."""
+
+    transfer_steps: int = field(
+        default=0,
+        metadata={"help": "of the recovery steps, the first ones match the base's attention outputs layer by layer"},
+    )
+    seed: int = field(default=0, metadata={"help": "seed of everything that is random"})
+    push_to: str | None = field(default=None, metadata={"help": "repository on the Hub to push the result to"})
+    private: bool = field(default=False, metadata={"help": "make that repository private, if it is new"})
+    base_steps: int = field(
+        default=1200, metadata={"help": "optimizer steps of the embedded base model (without --model)"}
+    )
+
+
+@dataclass
+class Sweep:
+    """What the runs of a sweep need not make again."""
+
+    text: Text
+    identity: dict[str, Any]
+    before: list[dict[str, Any]] | None = None
+
+
+def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
+    """The recipe, top to bottom.
+
+    Args:
+        arguments: checked here.
+        sweep: what a sweep has made already: the text, what the run is of, the base's measurements.
+
+    Returns:
+        What it wrote to results.json.
+
+    Raises:
+        UsageError: the arguments, the text and the model cannot work together; nothing long has started then.
+        Interrupted, Diverged, OSError: as `training.fine_tune`.
+    """
+    scheme = check_arguments(arguments)
+    output = Path(arguments.output)
+    accelerator = training.accelerator_for(arguments, output)
+    say = accelerator.print
+    set_seed(arguments.seed)
+
+    say(f"Reading {corpus.describe(arguments)}")
+    tokenizer = load(AutoTokenizer, arguments.model) if arguments.model else byte_tokenizer()
+    text = sweep.text if sweep else read_text(arguments, tokenizer, accelerator)
+    launched = identity.launched(accelerator)
+    of = sweep.identity if sweep else identity.of(arguments, text, scheme=schemes.said(scheme), **launched)
+    earlier = run_folder.earlier(arguments, of)
+    with loaded_whole(accelerator):
+        model = load_base(arguments.model) if arguments.model else byte_model(tokenizer)
+    trained_length = position_limit(model) or model.config.max_position_embeddings
+    plan = training.phases(arguments, text.train, trained_length)
+    check_lengths(plan, text, arguments, accelerator)
+    check_curve(text, arguments, trained_length)
+    data = text.to_dict(arguments)
+    say(
+        f"  {data['documents']:,} documents; {data['training_tokens']:,} tokens to train on, "
+        f"{data['held_out_tokens']:,} held out"
+    )
+    check_vocabulary(model, text.train, text.held_out)
+    check_patch(model, scheme, arguments)
+    model.to(accelerator.device)
+
+    seconds: dict[str, float] = earlier["seconds"] if earlier else {}
+    results: dict[str, Any] = {
+        **origin("extend_context", arguments, accelerator),
+        "identity": of,
+        "seed": arguments.seed,
+        "data": data,
+        "base": {
+            "name": arguments.model or "embedded byte-level GPT-2",
+            "model_type": model.config.model_type,
+            "parameters": count(model),
+            "trained_length": trained_length,
+        },
+        "seconds": seconds,
+    }
+    if not earlier:
+        run_folder.begin(accelerator, output, results, anew=True)
+    if arguments.model is None:
+        if earlier and (output / "base" / "config.json").is_file():
+            model = load_base(str(output / "base")).to(accelerator.device)
+        else:
+            say(f"Training the embedded base: {count(model):,} weights, context {model.config.n_positions}")
+            with stopwatch(seconds, "base"):
+                tokens = stream(text.train).tokens
+                train_base(model, tokens, steps=arguments.base_steps, progress=accelerator.is_main_process)
+            save_stock(accelerator, model, tokenizer, output / "base")
+
+    measure = partial(measure_model, held_out=text.held_out, arguments=arguments, accelerator=accelerator)
+    if earlier:
+        results |= {key: earlier[key] for key in ("before", "retrieval_before") if key in earlier}
+    elif sweep and sweep.before:
+        results["before"] = sweep.before
+    if "before" not in results:
+        say(f"Measuring {arguments.model or 'the embedded base'} as it is")
+        with stopwatch(seconds, "before"):
+            results["before"] = measure(model, limit=position_limit(model))
+            results["retrieval_before"] = retrieval(model, arguments, accelerator, position_limit(model))
+    run_folder.begin(accelerator, output, results, anew=False)
+    set_seed(arguments.seed)  # whatever was made before, and whatever was there already
+
+    teacher = None
+    if arguments.distill or arguments.transfer_steps:
+        teacher = teacher_of(model, share_weights=bool(arguments.lora_rank))
+    if scheme is not None:
+        results["verify"] = schemes.patch(model, scheme, arguments.seed)
+        say(f"Patched\n{hf_posenc.describe(model)}\n{results['verify']}")
+    results["scheme"] = schemes.said(schemes.carried(model))
+    if arguments.lora_rank:
+        # A copy of the config: PEFT writes into it.
+        model = peft.get_peft_model(model, hf_posenc.lora_config(model, r=arguments.lora_rank))
+        say(
+            f"LoRA of rank {arguments.lora_rank}: {count(model, trained=True):,} of {count(model):,} weights are trained"
+        )
+
+    for phase in plan:
+        per_step = training.tokens_per_step(phase, arguments, accelerator)
+        say(f"Fine-tuning: {phase.steps} steps of {per_step:,} tokens at length {phase.length}")
+    with stopwatch(seconds, "training"):
+        wrapped, results["training"] = training.fine_tune(
+            accelerator,
+            model,
+            plan,
+            arguments,
+            folder=output,
+            resume=bool(earlier),
+            teacher=teacher,
+            trained_length=trained_length,
+            evaluate=held_out_loss(text, trained_length),
+        )
+    model = accelerator.unwrap_model(wrapped)
+
+    say("Measuring the model after fine-tuning")
+    with stopwatch(seconds, "after"):
+        results["after"] = measure(model, limit=position_limit(model))
+        results["retrieval_after"] = retrieval(model, arguments, accelerator, position_limit(model))
+    save(accelerator, wrapped, tokenizer, output)
+    if accelerator.is_main_process:
+        if scheme is not None:
+            card.write(output / "model", results, arguments.push_to)
+        page.write(output / "report.html", results)
+        run_folder.finish(output, results)
+    say(
+        f"\n{tables.as_text(results)}\n\ncheckpoint  {output / 'model'}\nreport      {output / 'report.html'}\n"
+        f"results     {output / 'results.json'}"
+    )
+    if arguments.push_to and accelerator.is_main_process:
+        say(hf_posenc.hub.push(output / "model", arguments.push_to, private=arguments.private or None).commit_url)
+    return results
+
+
+def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
+    """Everything that can be known without reading the text or the weights. Returns the scheme, None for a control."""
+    training.check(arguments)
+    training.check_recovery(arguments)
+    corpus.check(arguments, needs_data=arguments.model is not None)
+    corpus.check_packing(arguments)
+    measuring.check(arguments)
+    at_least(arguments, 1, "base_steps")
+    at_least(arguments, 0, "lora_rank", "transfer_steps")
+    if arguments.transfer_steps > arguments.recovery_steps:
+        raise UsageError(
+            f"--transfer-steps {arguments.transfer_steps} are the first of --recovery-steps "
+            f"{arguments.recovery_steps}, not more"
+        )
+    if arguments.context_parallel > 1 and (arguments.distill or arguments.transfer_steps):
+        raise UsageError(
+            "--context-parallel is not for --distill and --transfer-steps: the base is asked for whole windows"
+        )
+    if arguments.model is not None:
+        refuse(arguments, "base_steps", f"is of the embedded base, and the base is --model {arguments.model}")
+    if arguments.push_to is None:
+        refuse(arguments, "private", "is of the repository that --push-to names, and there is none")
+    elif arguments.scheme == UNPATCHED:
+        refuse(arguments, "push_to", f"takes patched models, and --scheme {UNPATCHED} makes none")
+    scheme = None
+    if arguments.scheme != UNPATCHED:
+        scheme = schemes.named("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
+    elif arguments.scheme_args or arguments.lora_rank:
+        raise UsageError(
+            f"--scheme {UNPATCHED} takes neither --scheme-args nor --lora-rank; as a control with LoRA patch in the "
+            "base's own scheme (rope, or learned)"
+        )
+    if arguments.model is not None:
+        config = load(AutoConfig, arguments.model)
+        if config.model_type != base_model_type(config):
+            raise UsageError(
+                f"--model {arguments.model} is patched already: give the stock checkpoint it was made from"
+            )
+        adapter_for(config.model_type)  # says which families there are
+    run_folder.check(arguments)
+    return scheme
+
+
+def check_lengths(plan: list[training.Phase], text: Text, arguments: Arguments, accelerator: Accelerator) -> None:
+    """The text must suffice for one pass of one batch, and for one window of every length."""
+    measured, trained = len(stream(text.held_out).tokens), len(stream(text.train).tokens)
+    if measured < arguments.eval_lengths[-1]:
+        raise UsageError(
+            f"the held-out text has {measured:,} tokens, the longest of --eval-lengths needs "
+            f"{arguments.eval_lengths[-1]:,}: give more text or shorter lengths"
+        )
+    if arguments.model is None and trained <= CONTEXT:
+        raise UsageError(f"the training text has {trained:,} tokens, the embedded base needs over {CONTEXT}")
+    for phase in plan:
+        needed = phase.rows * accelerator.num_processes
+        if len(phase.windows) < needed:
+            raise UsageError(
+                f"the training text has {trained:,} tokens, one batch needs {needed * phase.length:,} "
+                f"({accelerator.num_processes} x {phase.rows} x {phase.length}): give more text, a shorter "
+                "--train-length or a smaller --batch-size"
+            )
+
+
+def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Arguments) -> None:
+    """Patches on trial: what the scheme and this model cannot do together comes out now, not after the measurement."""
+    longest = max(arguments.train_length, arguments.eval_lengths[-1])
+    with hf_posenc.patched(model, scheme, seed=arguments.seed) if scheme is not None else nullcontext():
+        limit = position_limit(model)
+        if scheme is None and limit is not None and limit < arguments.train_length:
+            raise UsageError(
+                f"--scheme {UNPATCHED}: the base's table ends at {limit} positions, --train-length is "
+                f"{arguments.train_length}"
+            )
+        if scheme is not None and limit is not None and limit < longest:
+            raise UsageError(
+                f"--scheme {arguments.scheme} ends at {limit} positions, --train-length and --eval-lengths go to "
+                f"{longest}: for instance --scheme-args num_positions={longest}"
+            )
+        if arguments.packing == "documents" and not keeps_documents_apart(model):
+            raise UsageError(
+                "--packing documents: this model does not hand its positions to the mask, so its attention crosses "
+                "from document to document"
+            )
+        if arguments.transfer_steps:
+            try:
+                check_transfer(model)
+            except ValueError as error:
+                raise UsageError(f"--transfer-steps: {error}") from None

@@ -1,0 +1,148 @@
+"""Models from their checkpoints and back into them, and what can be asked of one: its weights, its places, its ids."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from accelerate import Accelerator
+from corpus import Document, stream
+from options import UsageError
+from schemes import carried
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+import hf_posenc
+from hf_posenc import hub
+from hf_posenc.patching import without_adapter
+from hf_posenc.registry import adapter_for
+from hf_posenc.surgery import base_model_type
+
+
+@dataclass
+class ModelArguments:
+    """Which model."""
+
+    model: str | None = field(
+        default=None,
+        metadata={
+            "help": "checkpoint folder or Hub id; without it, where a recipe allows it: a small byte-level GPT-2, trained first"
+        },
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def load(cls: Any, name: str, **arguments: Any) -> Any:
+    """What the checkpoint holds of this class: its tokenizer, its config, its weights."""
+    try:
+        return cls.from_pretrained(hub.place(name), **arguments)
+    except (OSError, ValueError, hf_posenc.HfPosencError) as error:
+        raise UsageError(f"--model {name}: {error}") from None
+
+
+def load_base(name: str) -> nn.Module:
+    """The stock model to train, in float32 whatever it was saved in."""
+    model = load(AutoModelForCausalLM, name, dtype=torch.float32)
+    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+@contextmanager
+def loaded_whole(accelerator: Accelerator) -> Iterator[None]:
+    """Inside, ZeRO-3 does not spread weights while they are loaded: the base is measured and patched first."""
+    config = getattr(accelerator.state.deepspeed_plugin, "dschf", None)
+    if config is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(config)
+
+
+def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: Any, output: Path) -> None:
+    """Weights and tokenizer in `output/model`; of LoRA also the adapter alone, in `output/adapter`."""
+    model = accelerator.unwrap_model(wrapped)
+    weights = accelerator.get_state_dict(wrapped)  # gathered, where processes hold parts
+    if isinstance(model, peft.PeftModel):
+        if accelerator.is_main_process:
+            model.save_pretrained(output / "adapter")
+        model, weights = model.merge_and_unload(), None
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+        return
+    if carried(model) is not None:
+        model.save_pretrained(output / "model", state_dict=weights, tokenizer=tokenizer)
+        accelerator.wait_for_everyone()
+    else:
+        save_stock(accelerator, model, tokenizer, output / "model")
+
+
+def save_stock(accelerator: Accelerator, model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """An unpatched model, whole or not at all."""
+    if accelerator.is_main_process:
+        staging = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(staging, ignore_errors=True)
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(staging, folder)
+    accelerator.wait_for_everyone()
+
+
+# ------------------------------------------------------------------------------------------------------------- questions
+
+
+def count(model: nn.Module, trained: bool = False) -> int:
+    """Number of weights, tied ones once."""
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad or not trained)
+
+
+def position_table(model: nn.Module) -> nn.Module | None:
+    """What stands where the model's family has learned positions, its own or a scheme's; None if it has none."""
+    stock = without_adapter(model)
+    adapter = adapter_for(base_model_type(stock.config))
+    if adapter.position_table is None:
+        return None
+    return stock.base_model.get_submodule(adapter.decoder).get_submodule(adapter.position_table)
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Number of positions that the model has: its scheme's or, of a stock model, its table's; None if there is no end."""
+    if (scheme := carried(model)) is not None:
+        return scheme.limit
+    if (table := position_table(model)) is None:
+        return None
+    return table.num_embeddings - adapter_for(model.config.model_type).table_offset
+
+
+def check_vocabulary(model: nn.Module, *texts: list[Document]) -> None:
+    """A tokenizer that is not the model's own would fail in the middle, on a GPU without saying why."""
+    largest = max(int(stream(text).tokens.max()) for text in texts)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise UsageError(
+            f"the tokenizer gives ids up to {largest}, the model embeds {rows}: they do not belong together"
+        )
+
+
+def keeps_documents_apart(model: nn.Module) -> bool:
+    """Whether attention stays inside a document where positions start again; measured on two tokens after two others.
+
+    Some families do not hand their positions to the mask, and then it cannot tell.
+    """
+    tokens = torch.tensor([[0, 1, 4, 5], [2, 3, 4, 5]], device=model.device)
+    positions = torch.tensor([[0, 1, 0, 1]], device=model.device).expand(2, -1)
+    with torch.no_grad():
+        one, other = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 2:]
+    return torch.allclose(one, other, atol=1e-5)

@@ -1,0 +1,80 @@
+"""The scheme of a run: from its arguments, into a model, and as its results say it."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from options import UsageError, option
+from torch import nn
+
+import hf_posenc
+from hf_posenc.patching import parse_scheme, patch_of
+
+UNPATCHED = "unpatched"
+"""In the place of a scheme's name: the base as it is, as a control."""
+
+
+@dataclass
+class SchemeArguments:
+    """Which scheme."""
+
+    scheme: str = field(
+        default="alibi",
+        metadata={
+            "help": f"position encoding to patch in; where a recipe allows it also {UNPATCHED}: the base as it is, as a control"
+        },
+    )
+    scheme_args: list[str] = field(
+        default_factory=list,
+        metadata={"help": "its hyper-parameters as name=value, e.g. max_distance=64 share_heads=false"},
+    )
+
+
+def hyperparameters(pairs: list[str]) -> dict[str, Any]:
+    """`name=value` words as a scheme's keyword arguments: JSON where it is JSON, text otherwise."""
+    values = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not (name and equals):
+            raise UsageError(f"--scheme-args takes name=value, not {pair}")
+        if name in values:
+            raise UsageError(f"--scheme-args says {name} twice")
+        try:
+            parsed = json.loads(value)
+        except json.JSONDecodeError:
+            parsed = value
+        values[name] = tuple(parsed) if isinstance(parsed, list) else parsed
+    return values
+
+
+def named(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
+    """The scheme of this name with these hyper-parameters; UsageError, with the option that named it, if it cannot be."""
+    try:
+        return parse_scheme(name, given)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{option(asked)} {name}: {error}") from None
+
+
+def carried(model: nn.Module) -> hf_posenc.Scheme | None:
+    """The scheme that a model carries, also below an adapter of PEFT; None of a stock model."""
+    patch = patch_of(model)
+    return None if patch is None else patch.scheme
+
+
+def patch(model: nn.Module, scheme: hf_posenc.Scheme, seed: int) -> str:
+    """Patches in place; returns what `verify` says.
+
+    Raises:
+        RuntimeError: a layer does not answer to its positions.
+    """
+    hf_posenc.patch_model(model, scheme, seed=seed)
+    if not (answers := hf_posenc.verify(model)):
+        raise RuntimeError(f"the patch does not do what it should:\n{answers}")
+    return str(answers)
+
+
+def said(scheme: hf_posenc.Scheme | None) -> dict[str, Any]:
+    """A scheme with all its hyper-parameters, given or not, as JSON holds them."""
+    if scheme is None:
+        return {"name": UNPATCHED}
+    return json.loads(json.dumps({"name": scheme.name, **scheme.hyperparameters()}))

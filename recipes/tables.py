@@ -1,0 +1,84 @@
+"""Numbers of a run's results as rows, as curves and as tables."""
+
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+METHODS = (("sliding", "sliding window"), ("non_overlapping", "non-overlapping"))
+"""The two perplexities: their names in results, and in words."""
+
+
+def as_text(results: dict[str, Any]) -> str:
+    """Lengths x before and after, both perplexities; lower is better."""
+    lines = [
+        "held-out perplexity     sliding window          non-overlapping",
+        f"{'context':>10}  {'before':>12} {'after':>9}  {'before':>14} {'after':>9}",
+    ]
+    reasons = [row["impossible"] for row in results["before"] if "impossible" in row]
+    for length, *values in perplexity_rows(results)[1:]:
+        lines.append(f"{length:>10}  {values[0]:>12} {values[1]:>9}  {values[2]:>14} {values[3]:>9}")
+    return "\n".join([*lines, *(f"\n-: the model before cannot run there: {reason}" for reason in reasons[:1])])
+
+
+def markdown_table(rows: list[tuple[str, ...]]) -> str:
+    """Rows as Markdown, the first as header."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def perplexity_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A header and a row per length."""
+    rows: list[tuple[str, ...]] = [
+        ("context", *(f"{name}, {time}" for _, name in METHODS for time in ("before", "after")), "bits per byte, after")
+    ]
+    for before, after in zip(results["before"], results["after"], strict=True):
+        values = [
+            f"{row[method]['perplexity']:.3f}" if method in row else "-"
+            for method, _ in METHODS
+            for row in (before, after)
+        ]
+        bits = after.get("bits_per_byte")
+        rows.append((str(before["length"]), *values, f"{bits:.3f}" if bits is not None else "-"))
+    return rows
+
+
+def cost_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the run took."""
+    training = results["training"]
+    return [
+        ("cost", ""),
+        ("tokens", f"{training['tokens']:,}"),
+        ("passes over the text", f"{training['passes_over_the_text']:.2f}"),
+        ("tokens per second", f"{training['tokens_per_second']:,.0f}"),
+        ("peak memory", f"{training['peak_memory_bytes'] / 2**30:.2f} GiB"),
+        *((f"seconds, {name}", f"{value:,.1f}") for name, value in results["seconds"].items()),
+    ]
+
+
+def curves_by_length(results: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """Both perplexities before and after, as curves over length."""
+    curves = {
+        f"{time}, {name}": [(row["length"], row[method]["perplexity"]) for row in results[time] if method in row]
+        for time in ("before", "after")
+        for method, name in METHODS
+    }
+    return {label: points for label, points in curves.items() if points}
+
+
+def curves_by_position(results: dict[str, Any]) -> dict[str, list[tuple[int, int, float]]]:
+    """Loss by position in the longest windows, before and after."""
+    return {
+        f"{time}, windows of {row['length']}": [
+            (part["first"], part["last"], part["loss"]) for part in row["by_position"]
+        ]
+        for time in ("before", "after")
+        for row in [row for row in results[time] if "by_position" in row][-1:]
+    }
+
+
+def accuracy_by_length(cells: Iterable[dict[str, Any]]) -> dict[int, float]:
+    """Mean accuracy of the retrieval test by length, shortest first."""
+    by_length: dict[int, list[float]] = {}
+    for cell in cells:
+        by_length.setdefault(cell["length"], []).append(cell["accuracy"])
+    return {length: statistics.fmean(values) for length, values in sorted(by_length.items())}
