@@ -102,6 +102,9 @@ def check(arguments: TextArguments, needs_data: bool) -> None:
     for name, read_of in READ_OF.items():
         if kind not in read_of:
             refuse(arguments, name, f"is not for text from {describe(arguments)}")
+    if isinstance(arguments, DataArguments):
+        at_least(arguments, 1, "eval_tokens")
+        one_of(arguments, "packing", ("concatenate", "documents"))
 
 
 def kind_of(arguments: TextArguments) -> str:
@@ -140,12 +143,6 @@ def kind_of_place(name: str) -> str:
     if looks_like_a_file(name):
         raise UsageError(f"--data {name}: no such file")
     return "hub"
-
-
-def check_packing(arguments: DataArguments) -> None:
-    """The same of windows and of what is measured."""
-    at_least(arguments, 1, "eval_tokens")
-    one_of(arguments, "packing", ("concatenate", "documents"))
 
 
 def looks_like_a_file(name: str) -> bool:

@@ -16,16 +16,15 @@ import measuring
 import program
 import torch
 from accelerate import Accelerator
-from corpus import DataArguments, stream
-from measuring import MeasuringArguments, measure_model, retrieval
-from models import ModelArguments, check_vocabulary, count, load, position_limit
+from corpus import DataArguments
+from measuring import MeasuringArguments, measure_model
+from models import ModelArguments, check_vocabulary, count, load
 from options import UsageError, one_of, parse
 from results import origin, write_json
 from schemes import carried
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
-from hf_posenc.errors import UnsupportedModelError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -53,7 +52,6 @@ def run(arguments: Arguments) -> dict[str, Any]:
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID is missing")
     corpus.check(arguments, needs_data=True)
-    corpus.check_packing(arguments)
     measuring.check(arguments)
     one_of(arguments, "dtype", DTYPES)
     if Path(arguments.output).is_dir():
@@ -72,16 +70,9 @@ def run(arguments: Arguments) -> dict[str, Any]:
         documents = corpus.documents(tokenizer, arguments, None, arguments.eval_tokens)
     documents = corpus.cut(documents, tokenizer, arguments.eval_tokens)
     check_vocabulary(model, documents)
-    if len(stream(documents).tokens) < arguments.eval_lengths[-1]:
-        raise UsageError(
-            f"the text has {len(stream(documents).tokens):,} tokens, the longest of --eval-lengths needs "
-            f"{arguments.eval_lengths[-1]:,}"
-        )
+    measuring.check_text(documents, arguments)
     scheme = carried(model)
-    try:
-        limit = position_limit(model)
-    except UnsupportedModelError:  # a stock family that nobody can patch can still be measured
-        limit = None
+    rows, cells = measure_model(model, documents, arguments, accelerator)
     results = {
         **origin("evaluate", arguments, accelerator),
         "model": {
@@ -90,12 +81,12 @@ def run(arguments: Arguments) -> dict[str, Any]:
             "parameters": count(model),
             "scheme": scheme.name if scheme is not None else None,
         },
-        "measured": measure_model(model, held_out=documents, arguments=arguments, accelerator=accelerator, limit=limit),
-        "retrieval": retrieval(model, arguments, accelerator, limit),
+        "measured": rows,
+        "retrieval": cells,
     }
     if accelerator.is_main_process:
         write_json(Path(arguments.output), results)
-    accelerator.print(table(results["measured"]) + f"\n\nresults     {arguments.output}")
+    accelerator.print(table(rows) + f"\n\nresults     {arguments.output}")
     return results
 
 

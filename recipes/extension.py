@@ -5,7 +5,6 @@ extend_context.py makes one, compare_schemes.py one for each of its variants and
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,18 @@ import card
 import corpus
 import identity
 import measuring
+import models
 import page
 import peft
 import run_folder
 import schemes
 import tables
 import training
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from corpus import DataArguments, Text, read_text, stream
 from embedded import CONTEXT, byte_model, byte_tokenizer, train_base
-from measuring import MeasuringArguments, check_curve, held_out_loss, measure_model, retrieval
-from models import (
-    ModelArguments,
-    check_vocabulary,
-    count,
-    keeps_documents_apart,
-    load,
-    load_base,
-    loaded_whole,
-    position_limit,
-    save,
-    save_stock,
-)
+from measuring import MeasuringArguments, held_out_loss, measure_model
+from models import ModelArguments, count, load, load_base, position_limit
 from options import UsageError, at_least, refuse
 from recovery import check_transfer, teacher_of
 from results import origin, stopwatch
@@ -111,18 +99,20 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     launched = identity.launched(accelerator)
     of = sweep.identity if sweep else identity.of(arguments, text, scheme=schemes.said(scheme), **launched)
     earlier = run_folder.earlier(arguments, of)
-    with loaded_whole(accelerator):
+    with models.loaded_whole(accelerator):
         model = load_base(arguments.model) if arguments.model else byte_model(tokenizer)
     trained_length = position_limit(model) or model.config.max_position_embeddings
     plan = training.phases(arguments, text.train, trained_length)
-    check_lengths(plan, text, arguments, accelerator)
-    check_curve(text, arguments, trained_length)
+    measuring.check_text(text.held_out, arguments, curve_length=trained_length)
+    if arguments.model is None and len(stream(text.train).tokens) <= CONTEXT:
+        raise UsageError(f"the training text has no more tokens than the embedded base's context, {CONTEXT}")
+    training.check_plan(plan, accelerator)
     data = text.to_dict(arguments)
     say(
         f"  {data['documents']:,} documents; {data['training_tokens']:,} tokens to train on, "
         f"{data['held_out_tokens']:,} held out"
     )
-    check_vocabulary(model, text.train, text.held_out)
+    models.check_vocabulary(model, text.train, text.held_out)
     check_patch(model, scheme, arguments)
     model.to(accelerator.device)
 
@@ -150,9 +140,8 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
             with stopwatch(seconds, "base"):
                 tokens = stream(text.train).tokens
                 train_base(model, tokens, steps=arguments.base_steps, progress=accelerator.is_main_process)
-            save_stock(accelerator, model, tokenizer, output / "base")
+            models.save_stock(accelerator, model, tokenizer, output / "base")
 
-    measure = partial(measure_model, held_out=text.held_out, arguments=arguments, accelerator=accelerator)
     if earlier:
         results |= {key: earlier[key] for key in ("before", "retrieval_before") if key in earlier}
     elif sweep and sweep.before:
@@ -160,8 +149,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     if "before" not in results:
         say(f"Measuring {arguments.model or 'the embedded base'} as it is")
         with stopwatch(seconds, "before"):
-            results["before"] = measure(model, limit=position_limit(model))
-            results["retrieval_before"] = retrieval(model, arguments, accelerator, position_limit(model))
+            results["before"], results["retrieval_before"] = measure_model(model, text.held_out, arguments, accelerator)
     run_folder.begin(accelerator, output, results, anew=False)
     set_seed(arguments.seed)  # whatever was made before, and whatever was there already
 
@@ -198,9 +186,8 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
 
     say("Measuring the model after fine-tuning")
     with stopwatch(seconds, "after"):
-        results["after"] = measure(model, limit=position_limit(model))
-        results["retrieval_after"] = retrieval(model, arguments, accelerator, position_limit(model))
-    save(accelerator, wrapped, tokenizer, output)
+        results["after"], results["retrieval_after"] = measure_model(model, text.held_out, arguments, accelerator)
+    models.save(accelerator, wrapped, tokenizer, output)
     if accelerator.is_main_process:
         if scheme is not None:
             card.write(output / "model", results, arguments.push_to)
@@ -220,7 +207,6 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     training.check(arguments)
     training.check_recovery(arguments)
     corpus.check(arguments, needs_data=arguments.model is not None)
-    corpus.check_packing(arguments)
     measuring.check(arguments)
     at_least(arguments, 1, "base_steps")
     at_least(arguments, 0, "lora_rank", "transfer_steps")
@@ -258,26 +244,6 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     return scheme
 
 
-def check_lengths(plan: list[training.Phase], text: Text, arguments: Arguments, accelerator: Accelerator) -> None:
-    """The text must suffice for one pass of one batch, and for one window of every length."""
-    measured, trained = len(stream(text.held_out).tokens), len(stream(text.train).tokens)
-    if measured < arguments.eval_lengths[-1]:
-        raise UsageError(
-            f"the held-out text has {measured:,} tokens, the longest of --eval-lengths needs "
-            f"{arguments.eval_lengths[-1]:,}: give more text or shorter lengths"
-        )
-    if arguments.model is None and trained <= CONTEXT:
-        raise UsageError(f"the training text has {trained:,} tokens, the embedded base needs over {CONTEXT}")
-    for phase in plan:
-        needed = phase.rows * accelerator.num_processes
-        if len(phase.windows) < needed:
-            raise UsageError(
-                f"the training text has {trained:,} tokens, one batch needs {needed * phase.length:,} "
-                f"({accelerator.num_processes} x {phase.rows} x {phase.length}): give more text, a shorter "
-                "--train-length or a smaller --batch-size"
-            )
-
-
 def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Arguments) -> None:
     """Patches on trial: what the scheme and this model cannot do together comes out now, not after the measurement."""
     longest = max(arguments.train_length, arguments.eval_lengths[-1])
@@ -293,13 +259,10 @@ def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Ar
                 f"--scheme {arguments.scheme} ends at {limit} positions, --train-length and --eval-lengths go to "
                 f"{longest}: for instance --scheme-args num_positions={longest}"
             )
-        if arguments.packing == "documents" and not keeps_documents_apart(model):
+        if arguments.packing == "documents" and not models.keeps_documents_apart(model):
             raise UsageError(
                 "--packing documents: this model does not hand its positions to the mask, so its attention crosses "
                 "from document to document"
             )
         if arguments.transfer_steps:
-            try:
-                check_transfer(model)
-            except ValueError as error:
-                raise UsageError(f"--transfer-steps: {error}") from None
+            check_transfer(model)

@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from corpus import Document, Text, stream
+from models import position_limit
 from options import UsageError, at_least
 from torch import nn
 
@@ -58,12 +59,23 @@ def check(arguments: Any) -> None:
         )
 
 
-def check_curve(text: Text, arguments: Any, length: int) -> None:
-    """The recovery curve is measured in windows of this length."""
-    measured = len(stream(text.held_out).tokens)
-    if arguments.eval_every and measured < length:
+def check_text(held_out: list[Document], arguments: Any, curve_length: int = 0) -> None:
+    """It must suffice for a window of every length, those of the recovery curve included.
+
+    Args:
+        held_out: what is measured.
+        arguments: checked.
+        curve_length: tokens of a window of the curve; 0 if the recipe has none.
+    """
+    tokens = len(stream(held_out).tokens)
+    if tokens < arguments.eval_lengths[-1]:
         raise UsageError(
-            f"--eval-every: a point of the curve needs {length} held-out tokens and there are {measured:,}: more "
+            f"the held-out text has {tokens:,} tokens, the longest of --eval-lengths needs "
+            f"{arguments.eval_lengths[-1]:,}: give more text or shorter lengths"
+        )
+    if curve_length and arguments.eval_every and tokens < curve_length:
+        raise UsageError(
+            f"--eval-every: a point of the curve needs {curve_length} held-out tokens and there are {tokens:,}: more "
             "--eval-tokens, or --eval-every 0"
         )
 
@@ -75,44 +87,31 @@ def held_out_loss(text: Text, length: int) -> Callable[[nn.Module], float]:
 
 
 def measure_model(
-    model: nn.Module, *, held_out: list[Document], arguments: Any, accelerator: Accelerator, limit: int | None
-) -> list[dict[str, Any]]:
-    """One row per length: both perplexities and the rest, or why there is none.
+    model: nn.Module, held_out: list[Document], arguments: Any, accelerator: Accelerator
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Both perplexities and the rest, a row per length, or why there is none; retrieval, a cell per length and lag.
 
-    Held-out documents are measured in a row, or, where they were packed apart, each on its own.
+    Held-out documents are measured in a row, or, where they were packed apart, each on its own. Retrieval is whether the
+    model can copy what it has seen so far back.
     """
     found = held_out if arguments.packing == "documents" else [stream(held_out)]
+    limit = position_limit(model)
     possible = [length for length in arguments.eval_lengths if limit is None or length <= limit]
+    how = {"distributed": accelerator.num_processes > 1, "progress": accelerator.is_main_process}
     rows = measure_context(
         model,
         [document.tokens for document in found],
         lengths=possible,
         stride=arguments.stride,
         byte_counts=[document.bytes for document in found],
-        distributed=accelerator.num_processes > 1,
-        progress=accelerator.is_main_process,
+        **how,
     )
     impossible = [
         {"length": length, "impossible": f"its table ends at {limit} positions"}
         for length in arguments.eval_lengths
         if length not in possible
     ]
-    return [row.to_dict() for row in rows] + impossible
-
-
-def retrieval(
-    model: nn.Module, arguments: MeasuringArguments, accelerator: Accelerator, limit: int | None
-) -> list[dict[str, Any]]:
-    """Can it copy what it has seen, this far back? A grid over length and lag."""
-    lengths = [length for length in arguments.eval_lengths if limit is None or length <= limit]
-    if not arguments.retrieval_trials or not lengths:
-        return []
-    cells = induction_copy(
-        model,
-        lengths=lengths,
-        trials=arguments.retrieval_trials,
-        seed=0,
-        distributed=accelerator.num_processes > 1,
-        progress=accelerator.is_main_process,
-    )
-    return [cell.to_dict() for cell in cells]
+    cells = []
+    if arguments.retrieval_trials and possible:
+        cells = induction_copy(model, lengths=possible, trials=arguments.retrieval_trials, seed=0, **how)
+    return [row.to_dict() for row in rows] + impossible, [cell.to_dict() for cell in cells]

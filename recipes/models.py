@@ -20,6 +20,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 import hf_posenc
 from hf_posenc import hub
+from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.patching import without_adapter
 from hf_posenc.registry import adapter_for
 from hf_posenc.surgery import base_model_type
@@ -111,7 +112,10 @@ def count(model: nn.Module, trained: bool = False) -> int:
 def position_table(model: nn.Module) -> nn.Module | None:
     """What stands where the model's family has learned positions, its own or a scheme's; None if it has none."""
     stock = without_adapter(model)
-    adapter = adapter_for(base_model_type(stock.config))
+    try:
+        adapter = adapter_for(base_model_type(stock.config))
+    except UnsupportedModelError:  # a family that nobody can patch can still be measured
+        return None
     if adapter.position_table is None:
         return None
     return stock.base_model.get_submodule(adapter.decoder).get_submodule(adapter.position_table)

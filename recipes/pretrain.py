@@ -25,8 +25,8 @@ from accelerate.utils import set_seed
 from corpus import DataArguments, Text, Windows, read_text
 from embedded import byte_tokenizer, decoder
 from many_runs import SweepArguments
-from measuring import MeasuringArguments, check_curve, held_out_loss, measure_model, retrieval
-from models import check_vocabulary, count, load, position_limit, save
+from measuring import MeasuringArguments, held_out_loss, measure_model
+from models import check_vocabulary, count, load, save
 from options import UsageError, as_in, at_least, each_once, parse
 from results import origin, stopwatch
 from schemes import SchemeArguments, hyperparameters
@@ -85,7 +85,6 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
     """Everything that can be known without reading the text. Returns the schemes by name."""
     training.check(arguments)
     corpus.check(arguments, needs_data=False)
-    corpus.check_packing(arguments)
     measuring.check(arguments)
     at_least(arguments, 1, "layers", "width", "heads")
     each_once(arguments, "schemes", "seeds")
@@ -110,15 +109,10 @@ def run(
     """One model, top to bottom."""
     accelerator = training.accelerator_for(arguments, output)
     set_seed(seed)
-    data = text.to_dict(arguments)
     windows = Windows(text.train, arguments.train_length, arguments.packing)
     plan = [Phase(windows, arguments.steps, 0, arguments.batch_size, seed)]
-    if len(windows) < arguments.batch_size or data["held_out_tokens"] < arguments.eval_lengths[-1]:
-        raise UsageError(
-            f"the text has {data['training_tokens']:,} tokens to train on and {data['held_out_tokens']:,} held out, "
-            "fewer than a batch or the longest of --eval-lengths need"
-        )
-    check_curve(text, arguments, arguments.train_length)
+    measuring.check_text(text.held_out, arguments, curve_length=arguments.train_length)
+    training.check_plan(plan, accelerator)
     model = decoder(
         tokenizer,
         positions=arguments.train_length,
@@ -129,13 +123,13 @@ def run(
         initial=0.02 * (768 / arguments.width) ** 0.5,
     ).to(accelerator.device)
     check_vocabulary(model, text.train, text.held_out)
-    verified = schemes.patch(model, scheme, seed)
+    answers = schemes.patch(model, scheme, seed)
     seconds: dict[str, float] = {}
     results: dict[str, Any] = {
         **origin("pretrain", arguments, accelerator),
         "identity": of,
         "seed": seed,
-        "data": data,
+        "data": text.to_dict(arguments),
         "base": {
             "name": "from scratch",
             "model_type": base_model_type(model.config),
@@ -143,7 +137,7 @@ def run(
             "trained_length": arguments.train_length,
         },
         "scheme": schemes.said(schemes.carried(model)),
-        "verify": verified,
+        "verify": answers,
         "seconds": seconds,
     }
     # States that say of no run what they are of are nobody's; others the sweep has looked at.
@@ -158,12 +152,8 @@ def run(
         evaluate=held_out_loss(text, arguments.train_length),
     )
     model = accelerator.unwrap_model(wrapped)
-    limit = position_limit(model)
     with stopwatch(seconds, "after"):
-        results["after"] = measure_model(
-            model, held_out=text.held_out, arguments=arguments, accelerator=accelerator, limit=limit
-        )
-        results["retrieval_after"] = retrieval(model, arguments, accelerator, limit)
+        results["after"], results["retrieval_after"] = measure_model(model, text.held_out, arguments, accelerator)
     if arguments.keep_weights:
         save(accelerator, wrapped, tokenizer, output)
     if accelerator.is_main_process:

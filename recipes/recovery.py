@@ -2,12 +2,13 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from corpus import IGNORED
+from options import UsageError
 from schemes import carried
 from torch import Tensor, nn
 
@@ -40,12 +41,8 @@ class Recovery:
     """
 
     def __init__(self, model: nn.Module, teacher: nn.Module, arguments: Any, window: int):
-        self.teacher, self.weight, self.transfer_steps, self.window = (
-            teacher,
-            arguments.distill,
-            arguments.transfer_steps,
-            window,
-        )
+        self.teacher, self.window = teacher, window
+        self.weight, self.transfer_steps = arguments.distill, arguments.transfer_steps
         patched = without_adapter(model)
         adapter = adapter_for(base_model_type(patched.config))
         self.attentions = resolve(adapter, patched).attentions
@@ -64,7 +61,7 @@ class Recovery:
         if step < self.transfer_steps:
             return self.transfer(wrapped, inside, targets[:, : self.window])
         logits = wrapped(**batch, use_cache=False).logits
-        own = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        own = token_loss(logits, targets)
         if not self.weight:
             return own, own
         with torch.no_grad():
@@ -91,9 +88,14 @@ class Recovery:
             (own.float() - wanted.float()).square().mean() / wanted.float().square().mean()
             for own, wanted in zip(own_outputs, outputs, strict=True)
         )
-        own = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        own = token_loss(logits, targets)
         # The zero keeps what comes after the last attention in the graph (see `fed`).
         return error * (targets != IGNORED).sum() + 0.0 * own, own
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the negative log-likelihoods of all targets, in nats, in float32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @contextmanager
@@ -104,12 +106,10 @@ def watching(attentions: list[nn.Module], inputs: list[Tensor], outputs: list[Te
         inputs.append(arguments[0] if arguments else keywords["hidden_states"])
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    handles = [attention.register_forward_hook(note, with_kwargs=True) for attention in attentions]
-    try:
+    with ExitStack() as hooks:
+        for attention in attentions:
+            hooks.enter_context(attention.register_forward_hook(note, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -127,22 +127,17 @@ def fed(attentions: list[nn.Module], inputs: list[Tensor]) -> Iterator[None]:
 
         return replace
 
-    handles = [
-        attention.register_forward_pre_hook(feed(given), with_kwargs=True)
-        for attention, given in zip(attentions, inputs, strict=True)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for attention, given in zip(attentions, inputs, strict=True):
+            hooks.enter_context(attention.register_forward_pre_hook(feed(given), with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_transfer(model: nn.Module) -> None:
-    """ValueError where attention outputs cannot be matched: the positions are in the hidden states."""
+    """UsageError where attention outputs cannot be matched: the positions are in the hidden states."""
     scheme = carried(model)
     if scheme.kind == "embedding":
-        raise ValueError(
-            f"{scheme.name} adds positions to the hidden states, which the transfer takes from the "
+        raise UsageError(
+            f"--transfer-steps: {scheme.name} adds positions to the hidden states, which the transfer takes from the "
             "base: its attention would see none"
         )

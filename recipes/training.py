@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from corpus import IGNORED, Document, Windows, order
 from models import position_table
 from options import UsageError, at_least, one_of, option
-from recovery import Recovery
+from recovery import Recovery, token_loss
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import get_scheduler
@@ -184,6 +183,18 @@ def phases(arguments: Any, found: list[Document], trained_length: int) -> list[P
             result.append(Phase(windows, steps, first, rows, arguments.seed))
             first += steps
     return result
+
+
+def check_plan(plan: list[Phase], accelerator: Accelerator) -> None:
+    """The training text must suffice for one batch of every phase."""
+    for phase in plan:
+        needed = phase.rows * accelerator.num_processes
+        if len(phase.windows) < needed:
+            raise UsageError(
+                f"the training text has {phase.windows.total:,} tokens, one batch needs {needed * phase.length:,} "
+                f"({accelerator.num_processes} x {phase.rows} x {phase.length}): give more text, a shorter "
+                "--train-length or a smaller --batch-size"
+            )
 
 
 @dataclass
@@ -426,11 +437,6 @@ def one_step(
             optimizer.zero_grad()
         summed += own.detach()
     return accelerator.reduce(summed, "sum").item() / total
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the negative log-likelihoods of all targets, in nats, in float32."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def tokens_per_step(phase: Phase, arguments: TrainingArguments, accelerator: Accelerator) -> int:

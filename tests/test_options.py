@@ -441,6 +441,16 @@ def test_a_file_says_all_that_the_command_line_says(recipes, recipe, tmp_path):
         options.parse(arguments, ["--config", str(file)], "test")
 
 
+def test_an_option_of_several_recipes_is_one_option(recipes):
+    """Of one type, with one help text; defaults differ. What `--output` names differs too: a run, a sweep, a file."""
+    declared = {}
+    for recipe in ROWS:
+        for field in dataclasses.fields(importlib.import_module(recipe).Arguments):
+            if field.name != "output":
+                declared.setdefault(field.name, set()).add((field.type, field.metadata["help"]))
+    assert {name: said for name, said in declared.items() if len(said) > 1} == {}
+
+
 def default_of(field):
     """Of a dataclass."""
     return field.default if field.default is not dataclasses.MISSING else field.default_factory()

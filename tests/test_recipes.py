@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import yaml
+from families import tiny
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import hf_posenc
@@ -333,6 +334,24 @@ def test_incomplete_tiny_checkpoints_are_named(recipe, tiny_checkpoints, text, c
         with pytest.raises(SystemExit):
             recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out"))
         assert f"--model {tiny_checkpoints / 'gpt2'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("family", "apart"), [("gpt2", True), ("llama", True), ("opt", False)])
+@pytest.mark.parametrize("scheme", [None, "alibi"])
+def test_whether_packed_documents_are_kept_apart_is_measured(recipes, family, apart, scheme):
+    model = tiny(family).eval()
+    if scheme:
+        hf_posenc.patch_model(model, scheme)
+    assert importlib.import_module("models").keeps_documents_apart(model) is apart
+
+
+def test_documents_are_not_packed_where_attention_would_cross(recipe, tiny_checkpoints, text, capsys):
+    tiny("opt", vocab_size=257).save_pretrained(tiny_checkpoints / "gpt2")
+    with pytest.raises(SystemExit) as stop:
+        recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out", packing="documents"))
+    assert stop.value.code == 2
+    assert "--packing documents: this model does not hand its positions to the mask" in capsys.readouterr().err
+    assert not (tiny_checkpoints / "out").exists()
 
 
 def test_unreadable_text_is_named(recipe, tiny_checkpoints, text, capsys):
