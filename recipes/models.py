@@ -12,7 +12,7 @@ import peft
 import torch
 from accelerate import Accelerator
 from corpus import Document, stream
-from options import UsageError
+from options import UsageError, option
 from schemes import carried
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -41,12 +41,22 @@ class ModelArguments:
 # ----------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def load(cls: Any, name: str, **arguments: Any) -> Any:
-    """What the checkpoint holds of this class: its tokenizer, its config, its weights."""
+def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
+    """What the checkpoint holds of this class: its tokenizer, its config, its weights.
+
+    Args:
+        cls: an Auto class.
+        name: folder or Hub id.
+        asked: the option that named it.
+        **arguments: of `from_pretrained`.
+
+    Raises:
+        UsageError: if it does not hold that.
+    """
     try:
         return cls.from_pretrained(hub.place(name), **arguments)
     except (OSError, ValueError, hf_posenc.HfPosencError) as error:
-        raise UsageError(f"--model {name}: {error}") from None
+        raise UsageError(f"{option(asked)} {name}: {error}") from None
 
 
 def load_base(name: str) -> nn.Module:

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     with program.ending(parser, "the same command", lambda: many_runs.KEPT):
         wanted = check_arguments(arguments)
         accelerator = training.accelerator_for(arguments, folder)
-        tokenizer = load(AutoTokenizer, arguments.tokenizer) if arguments.tokenizer else byte_tokenizer()
+        tokenizer = load(AutoTokenizer, arguments.tokenizer, "tokenizer") if arguments.tokenizer else byte_tokenizer()
         text = read_text(arguments, tokenizer, accelerator)
         identities = many_runs.identify(arguments, text, wanted, accelerator)
         many_runs.complete(

@@ -599,6 +599,29 @@ def test_pretrain(recipes, tiny_checkpoints, text):
     assert results["training"]["loss"][0] == pytest.approx(5.5, abs=0.5)  # ln 257: it knew nothing
 
 
+def test_a_tokenizer_that_is_not_there_is_named_by_its_option(recipes, capsys):
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module("pretrain").main(["--tokenizer", "./nowhere", "--schemes", "alibi"])
+    assert stop.value.code == 2
+    assert "--tokenizer ./nowhere: " in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_sweep_on_a_full_disk_says_what_is_kept(recipes, tiny_checkpoints, text, monkeypatch, capsys):
+    pretrain, training = importlib.import_module("pretrain"), importlib.import_module("training")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "save_state", full)
+    words = small(None, text, tiny_checkpoints / "out", width=16, layers=1, heads=2, schemes="alibi", seeds="0")
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main(words)
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert "Finished runs are kept" in said
+
+
 def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     """Runs of other arguments, of another text or another base are named and refused, finished or not."""
     pretrain, training = importlib.import_module("pretrain"), importlib.import_module("training")
