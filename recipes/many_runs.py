@@ -43,24 +43,16 @@ def identify(
         variants: the scheme of each, None for a control.
         accelerator: that runs them.
     """
+    launched = identity.launched(accelerator)
     return {
-        (name, seed): identity.of(
-            arguments,
-            text,
-            variant=name,
-            seed=seed,
-            scheme=schemes.said(scheme),
-            **identity.launched(accelerator),
-        )
+        (name, seed): identity.of(arguments, text, variant=name, seed=seed, scheme=schemes.said(scheme), **launched)
         for seed in arguments.seeds
         for name, scheme in variants.items()
     }
 
 
 def complete(
-    folder: Path,
-    identities: dict[tuple[str, int], dict[str, Any]],
-    one: Callable[[str, int, Path], dict[str, Any]],
+    folder: Path, identities: dict[tuple[str, int], dict[str, Any]], one: Callable[[str, int, Path], None]
 ) -> None:
     """Makes every run that has no results yet, seed by seed, so that a half-done sweep compares all variants.
 

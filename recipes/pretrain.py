@@ -69,13 +69,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         tokenizer = load(AutoTokenizer, arguments.tokenizer, "tokenizer") if arguments.tokenizer else byte_tokenizer()
         text = read_text(arguments, tokenizer, accelerator)
         identities = many_runs.identify(arguments, text, wanted, accelerator)
-        many_runs.complete(
-            folder,
-            identities,
-            lambda name, seed, target: run(
-                arguments, wanted[name], seed, target, tokenizer, text, identities[name, seed]
-            ),
-        )
+
+        def one(name: str, seed: int, target: Path) -> None:
+            run(arguments, wanted[name], seed, target, tokenizer, text, identities[name, seed])
+
+        many_runs.complete(folder, identities, one)
         found = summary.summarize(folder, f"From scratch, trained at {arguments.train_length}")
     print(summary.markdown(found))
     return found
@@ -98,15 +96,19 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
 
 
 def run(
-    arguments: Arguments,
-    scheme: hf_posenc.Scheme,
-    seed: int,
-    output: Path,
-    tokenizer: Any,
-    text: Text,
-    of: dict[str, Any],
+    arguments: Arguments, scheme: hf_posenc.Scheme, seed: int, output: Path, tokenizer: Any, text: Text, of: dict
 ) -> dict[str, Any]:
-    """One model, top to bottom."""
+    """One model, top to bottom; returns what it wrote to results.json.
+
+    Args:
+        arguments: checked.
+        scheme: of this model.
+        seed: of its weights and of the order of its windows.
+        output: its folder; a state that is there is gone on with.
+        tokenizer: whose ids the text holds.
+        text: what is read.
+        of: the identity of the run.
+    """
     accelerator = training.accelerator_for(arguments, output)
     set_seed(seed)
     windows = Windows(text.train, arguments.train_length, arguments.packing)
