@@ -80,6 +80,9 @@ class Placement:
     rotates: ClassVar[bool] = False
     """Whether it turns queries and keys itself, so that the base's own rotation is not to be silenced."""
 
+    adds_vectors: ClassVar[bool] = False
+    """Whether it adds vectors to the hidden states."""
+
     enters_at_input: bool = False
     """Whether positions enter before the first layer, and so reach every layer."""
 
@@ -152,6 +155,8 @@ class OnScores(Placement):
 
 class OnHidden(Placement):
     """Vectors are added to the hidden states."""
+
+    adds_vectors = True
 
     def __init__(self, *, every_layer: bool, share_layers: bool) -> None:
         """Say before which layers.

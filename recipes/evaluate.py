@@ -21,7 +21,6 @@ from measuring import MeasuringArguments, measure_model
 from models import ModelArguments, check_vocabulary, count, load
 from options import UsageError, one_of, parse
 from results import origin, write_json
-from schemes import carried
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
@@ -71,7 +70,6 @@ def run(arguments: Arguments) -> dict[str, Any]:
     documents = corpus.cut(documents, tokenizer, arguments.eval_tokens)
     check_vocabulary(model, documents)
     measuring.check_text(documents, arguments)
-    scheme = carried(model)
     rows, cells = measure_model(model, documents, arguments, accelerator)
     results = {
         **origin("evaluate", arguments, accelerator),
@@ -79,7 +77,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
             "name": arguments.model,
             "model_type": model.config.model_type,
             "parameters": count(model),
-            "scheme": scheme.name if scheme is not None else None,
+            "scheme": " + ".join(scheme.name for scheme in hf_posenc.schemes_of(model)) or None,
         },
         "measured": rows,
         "retrieval": cells,

@@ -34,8 +34,8 @@ from training import RecoveryArguments, TrainingArguments
 from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
-from hf_posenc.registry import adapter_for
-from hf_posenc.surgery import base_model_type
+from hf_posenc.patching.plan import base_model_type
+from hf_posenc.registry import family_for
 
 
 @dataclass
@@ -159,7 +159,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     if scheme is not None:
         results["verify"] = schemes.patch(model, scheme, arguments.seed)
         say(f"Patched\n{hf_posenc.describe(model)}\n{results['verify']}")
-    results["scheme"] = schemes.said(schemes.carried(model))
+    results["scheme"] = schemes.said(*hf_posenc.schemes_of(model))
     if arguments.lora_rank:
         # A copy of the config: PEFT writes into it.
         model = peft.get_peft_model(model, hf_posenc.lora_config(model, r=arguments.lora_rank))
@@ -239,7 +239,7 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
             raise UsageError(
                 f"--model {arguments.model} is patched already: give the stock checkpoint it was made from"
             )
-        adapter_for(config.model_type)  # says which families there are
+        family_for(config.model_type)  # says which families there are
     run_folder.check(arguments)
     return scheme
 

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from corpus import Document, stream
 from options import UsageError, option
-from schemes import carried
+from schemes import limit_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
@@ -21,9 +21,9 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 import hf_posenc
 from hf_posenc import hub
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.patching import without_adapter
-from hf_posenc.registry import adapter_for
-from hf_posenc.surgery import base_model_type
+from hf_posenc.patching.plan import base_model_type
+from hf_posenc.patching.state import without_adapter
+from hf_posenc.registry import family_for
 
 
 @dataclass
@@ -92,7 +92,7 @@ def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: Any, output: P
     if not accelerator.is_main_process:
         accelerator.wait_for_everyone()
         return
-    if carried(model) is not None:
+    if hf_posenc.is_patched(model):
         model.save_pretrained(output / "model", state_dict=weights, tokenizer=tokenizer)
         accelerator.wait_for_everyone()
     else:
@@ -123,21 +123,21 @@ def position_table(model: nn.Module) -> nn.Module | None:
     """What stands where the model's family has learned positions, its own or a scheme's; None if it has none."""
     stock = without_adapter(model)
     try:
-        adapter = adapter_for(base_model_type(stock.config))
+        family = family_for(base_model_type(stock.config))
     except UnsupportedModelError:  # a family that nobody can patch can still be measured
         return None
-    if adapter.position_table is None:
+    if family.position_table is None:
         return None
-    return stock.base_model.get_submodule(adapter.decoder).get_submodule(adapter.position_table)
+    return stock.base_model.get_submodule(family.decoder).get_submodule(family.position_table)
 
 
 def position_limit(model: nn.Module) -> int | None:
     """Number of positions that the model has: its scheme's or, of a stock model, its table's; None if there is no end."""
-    if (scheme := carried(model)) is not None:
-        return scheme.limit
+    if hf_posenc.is_patched(model):
+        return limit_of(model)
     if (table := position_table(model)) is None:
         return None
-    return table.num_embeddings - adapter_for(model.config.model_type).table_offset
+    return table.num_embeddings - family_for(model.config.model_type).table_offset
 
 
 def check_vocabulary(model: nn.Module, *texts: list[Document]) -> None:

@@ -34,7 +34,7 @@ from training import Phase, TrainingArguments
 from transformers import AutoTokenizer
 
 import hf_posenc
-from hf_posenc.surgery import base_model_type
+from hf_posenc.patching.plan import base_model_type
 
 
 @dataclass
@@ -138,7 +138,7 @@ def run(
             "parameters": count(model),
             "trained_length": arguments.train_length,
         },
-        "scheme": schemes.said(schemes.carried(model)),
+        "scheme": schemes.said(*hf_posenc.schemes_of(model)),
         "verify": answers,
         "seconds": seconds,
     }

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from corpus import IGNORED
 from options import UsageError
-from schemes import carried
 from torch import Tensor, nn
 
-from hf_posenc.adapters.base import resolve
-from hf_posenc.patching import without_adapter
-from hf_posenc.registry import adapter_for
-from hf_posenc.surgery import base_model_type
+import hf_posenc
+from hf_posenc.families.base import resolve
+from hf_posenc.patching.plan import base_model_type
+from hf_posenc.patching.state import without_adapter
+from hf_posenc.registry import family_for
 
 
 def teacher_of(model: nn.Module, *, share_weights: bool) -> nn.Module:
@@ -44,9 +44,9 @@ class Recovery:
         self.teacher, self.window = teacher, window
         self.weight, self.transfer_steps = arguments.distill, arguments.transfer_steps
         patched = without_adapter(model)
-        adapter = adapter_for(base_model_type(patched.config))
-        self.attentions = resolve(adapter, patched).attentions
-        self.examples = resolve(adapter, teacher).attentions
+        family = family_for(base_model_type(patched.config))
+        self.attentions = resolve(family, patched).attentions
+        self.examples = resolve(family, teacher).attentions
 
     def loss(self, wrapped: nn.Module, batch: dict[str, Tensor], targets: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """The loss to train on and the text's own, both summed over the targets.
@@ -135,9 +135,9 @@ def fed(attentions: list[nn.Module], inputs: list[Tensor]) -> Iterator[None]:
 
 def check_transfer(model: nn.Module) -> None:
     """UsageError where attention outputs cannot be matched: the positions are in the hidden states."""
-    scheme = carried(model)
-    if scheme.kind == "embedding":
+    adding = [scheme.name for scheme in hf_posenc.schemes_of(model) if scheme.acts_on.adds_vectors]
+    if adding:
         raise UsageError(
-            f"--transfer-steps: {scheme.name} adds positions to the hidden states, which the transfer takes from the "
+            f"--transfer-steps: {' and '.join(adding)} adds positions to the hidden states, which the transfer takes from the "
             "base: its attention would see none"
         )

@@ -8,7 +8,8 @@ from options import UsageError, option
 from torch import nn
 
 import hf_posenc
-from hf_posenc.patching import parse_scheme, patch_of
+from hf_posenc.api import parse_schemes
+from hf_posenc.patching.state import patch_of
 
 UNPATCHED = "unpatched"
 """In the place of a scheme's name: the base as it is, as a control."""
@@ -50,15 +51,15 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
 def named(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
     """The scheme of this name with these hyper-parameters; UsageError, with the option that named it, if it cannot be."""
     try:
-        return parse_scheme(name, given)
+        (scheme,) = parse_schemes(name, given)
+        return scheme
     except (TypeError, ValueError) as error:
         raise UsageError(f"{option(asked)} {name}: {error}") from None
 
 
-def carried(model: nn.Module) -> hf_posenc.Scheme | None:
-    """The scheme that a model carries, also below an adapter of PEFT; None of a stock model."""
-    patch = patch_of(model)
-    return None if patch is None else patch.scheme
+def limit_of(model: nn.Module) -> int | None:
+    """Number of positions of a patched model, also below an adapter of PEFT; None if there is no end."""
+    return patch_of(model).limit
 
 
 def patch(model: nn.Module, scheme: hf_posenc.Scheme, seed: int) -> str:
@@ -73,8 +74,9 @@ def patch(model: nn.Module, scheme: hf_posenc.Scheme, seed: int) -> str:
     return str(answers)
 
 
-def said(scheme: hf_posenc.Scheme | None) -> dict[str, Any]:
-    """A scheme with all its hyper-parameters, given or not, as JSON holds them."""
-    if scheme is None:
-        return {"name": UNPATCHED}
-    return json.loads(json.dumps({"name": scheme.name, **scheme.hyperparameters()}))
+def said(*given: hf_posenc.Scheme | None) -> dict[str, Any]:
+    """Schemes with all their hyper-parameters, given or not, as JSON holds them; None, or none at all, is the base."""
+    found = [{"name": scheme.name, **scheme.hyperparameters()} for scheme in given if scheme is not None]
+    if len(found) > 1:
+        return json.loads(json.dumps({"name": " + ".join(each["name"] for each in found), "schemes": found}))
+    return json.loads(json.dumps(found[0])) if found else {"name": UNPATCHED}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hf_posenc import Scheme, available_schemes
 from hf_posenc.registry import scheme_class
+from hf_posenc.schemes.base import EVERY_SCHEME
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- schemes: written by scripts/make_scheme_table.py -->"
@@ -26,8 +27,9 @@ def first_line(documented: object) -> str:
 
 
 def hyperparameters(scheme: type[Scheme]) -> str:
-    """`name=default` of each, with `None` where the base model decides or the option is off."""
-    names = (f"`{field.name}={field.default!r}`".replace("|", r"\|") for field in fields(scheme))
+    """`name=default` of each that not every scheme has, with `None` where the base model decides or the option is off."""
+    own = [field for field in fields(scheme) if field.name not in EVERY_SCHEME]
+    names = (f"`{field.name}={field.default!r}`".replace("|", r"\|") for field in own)
     return ", ".join(names) or "none"
 
 

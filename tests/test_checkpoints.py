@@ -555,7 +555,7 @@ def test_wrong_calls(tmp_path):
         from_pretrained(tmp_path / "stock", scheme="shav")
     with pytest.raises(CheckpointError, match="seed=3 would draw nothing"):
         from_pretrained(tmp_path / "ours", seed=3)
-    with pytest.raises(ValueError, match="unknown attention 'fast'; choose from auto, decode"):
+    with pytest.raises(ValueError, match="unknown attention 'fast'; choose from auto, sdpa"):
         from_pretrained(tmp_path / "ours", attention="fast")
     with pytest.raises(OSError, match="nowhere"):
         from_pretrained(tmp_path / "nowhere")

@@ -141,7 +141,8 @@ def test_patch_sets_only_hyperparameters(setting, stock, tmp_path, capsys, monke
     assert main(["patch", stock, "shaw", str(tmp_path / "out"), "--set", setting]) == 2
     name = setting.partition("=")[0]
     expected = (
-        f"hf-posenc patch: shaw has no hyper-parameter {name}; it has max_distance, share_heads, share_layers, values\n"
+        f"hf-posenc patch: shaw has no hyper-parameter {name}; it has max_distance, share_heads, share_layers, values, "
+        "layers, window\n"
     )
     assert capsys.readouterr().err == expected
 

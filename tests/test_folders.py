@@ -493,6 +493,7 @@ WRITER = """
 READER = """
     import sys, time, threading, warnings
     import torch
+    import hf_posenc
     from folder_models import states, logits
     from hf_posenc import from_pretrained
     from transformers import AutoModelForCausalLM

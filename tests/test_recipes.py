@@ -528,7 +528,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        ("albi", "alibi, da_transformer"),
+        ("albi", "alibi, cope, da_transformer"),
         ("alibi+magic", "+magic is none of +trainable, +distill, +transfer"),
         ("rope-ntk", "scalings are rope-linear, rope-dynamic, rope-yarn"),
         ("alibi-yarn", "scalings are"),

@@ -122,7 +122,7 @@ class Scheme:
     @classmethod
     def parse(cls, hyperparameters: dict[str, Any]) -> Scheme:
         """Build the scheme from keyword arguments or a checkpoint's entry; TypeError names unknown ones."""
-        known = [field.name for field in fields(cls)]
+        known = sorted((field.name for field in fields(cls)), key=lambda name: name in EVERY_SCHEME)
         unknown = sorted(set(hyperparameters) - set(known))
         if unknown:
             raise TypeError(
