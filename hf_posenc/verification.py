@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from .patching.plan import BaseModel, layers_of
 from .patching.state import Patch, patch_of, without_adapter
 from .patching.undo import Undo, set_attribute, set_module
 from .patching.wrappers import check_in_place, check_unwrapped
+from .tracing import LayerCall, first, recorded
 from .upstream.masks import NAME
 from .upstream.rotary import IdentityRotary
 
@@ -210,13 +211,11 @@ class _Measurement:
         inputs, self.output = _trace(model, layers, tokens, forward)
         moved_inputs, moved_output = _trace(model, layers, tokens, forward.flip(-1))
         self.model = _change(moved_output, self.output)
-        self.input = _change(moved_inputs[0][0], inputs[0][0])
+        self.input = _change(moved_inputs[0].hidden_states, inputs[0].hidden_states)
         self.layers = []
-        for layer, (hidden, args, kwargs), (_, moved_args, moved_kwargs) in zip(
-            layers, inputs, moved_inputs, strict=True
-        ):
-            original = _first(layer(hidden, *args, **kwargs))
-            self.layers.append(_change(_first(layer(hidden, *moved_args, **moved_kwargs)), original))
+        for layer, call, moved in zip(layers, inputs, moved_inputs, strict=True):
+            original = first(layer(call.hidden_states, *call.args, **call.kwargs))
+            self.layers.append(_change(first(layer(call.hidden_states, *moved.args, **moved.kwargs)), original))
 
 
 def _lost(model: PreTrainedModel, attentions: list[nn.Module], tokens: Tensor) -> dict[int, float]:
@@ -226,7 +225,8 @@ def _lost(model: PreTrainedModel, attentions: list[nn.Module], tokens: Tensor) -
     """
     calls, _ = _trace(model, attentions, tokens, torch.arange(tokens.shape[1], device=tokens.device)[None])
     lost = {}
-    for index, (attention, (hidden, args, kwargs)) in enumerate(zip(attentions, calls, strict=True)):
+    for index, (attention, call) in enumerate(zip(attentions, calls, strict=True)):
+        hidden, args, kwargs = call.hidden_states, call.args, call.kwargs
         blank = hidden.new_zeros(1, 1, tokens.shape[1], tokens.shape[1])
 
         def eager_mask(given: Any, blank: Tensor = blank) -> Any:
@@ -238,10 +238,10 @@ def _lost(model: PreTrainedModel, attentions: list[nn.Module], tokens: Tensor) -
             set_module(undo, attention, "posenc", WithoutPositions())
             set_attribute(undo, attention, "posenc_engine", "reference")
             set_attribute(undo, attention, "posenc_window", None)  # the eager attention has only the base's own
-            plain = _first(attention(hidden, *args, **kwargs))
+            plain = first(attention(hidden, *args, **kwargs))
             set_attribute(undo, attention.config, "_attn_implementation_internal", "eager")
             masked = {key: eager_mask(given) for key, given in kwargs.items()}
-            own = _first(attention(hidden, *(eager_mask(given) for given in args), **masked))
+            own = first(attention(hidden, *(eager_mask(given) for given in args), **masked))
         finally:
             undo.roll_back()
         error = _change(plain, own)
@@ -254,29 +254,17 @@ def _lost(model: PreTrainedModel, attentions: list[nn.Module], tokens: Tensor) -
 
 def _trace(
     model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, position_ids: Tensor
-) -> tuple[list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]], Tensor]:
-    """Run the model; return what each layer was called with (before hooks of ours), and the output."""
-    seen: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = []
-
-    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
-        seen.append((args[0], args[1:], rest) if args else (kwargs["hidden_states"], (), rest))
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.callback(layer.register_forward_pre_hook(record, prepend=True, with_kwargs=True).remove)
+) -> tuple[list[LayerCall], Tensor]:
+    """Run the model; return what each layer was called with, and the output."""
+    with recorded(layers) as calls:
         output = _output(model, tokens, position_ids)
-    return seen, output
+    return calls, output
 
 
 def _output(model: PreTrainedModel, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
     # A 2-D mask keeps transformers from reading moved positions as packed documents.
     arguments: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
     return model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False, return_dict=True, **arguments)[0]
-
-
-def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _change(changed: Tensor, original: Tensor) -> float:

@@ -14,7 +14,7 @@ PACKAGE = "hf_posenc"
 
 LAYERS = (
     ("errors",),
-    ("positions", "files", "modes", "waves"),
+    ("positions", "files", "modes", "tracing", "waves", "kept"),
     ("registry",),
     ("call",),
     ("forms", "placement"),
@@ -38,6 +38,8 @@ CORE = {
     "errors": set(),
     "positions": set(),
     "modes": set(),
+    "tracing": set(),
+    "kept": set(),
     "waves": set(),
     "placement": set(),
     "modules": set(),

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..modes import evaluation
+from ..tracing import LayerCall, first, recorded
 from . import probe
 
 
@@ -124,8 +125,8 @@ def order_sensitivity(
             variation += _variation(moved, logits)
             divergence += _divergence(moved, logits)
             for index, layer in enumerate(layers):
-                hidden, args, kwargs = calls[index]
-                own = _first(layer(hidden[:, order], *args, **kwargs))[:, -1]
+                call = calls[index]
+                own = first(layer(call.hidden_states[:, order], *call.args, **call.kwargs))[:, -1]
                 with _reordered(layer, order):
                     alone = model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
                 sums[0, index] += _change(own, states[index])
@@ -165,22 +166,17 @@ def _orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
     return orders
 
 
-def _trace(model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor) -> tuple[list[Any], list[Tensor], Tensor]:
+def _trace(
+    model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor
+) -> tuple[list[LayerCall], list[Tensor], Tensor]:
     """Run the model; return what each layer was called with, its last token's output, and the last logits."""
-    calls: list[Any] = []
     states: list[Tensor] = []
 
-    def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
-        calls.append((args[0], args[1:], rest) if args else (kwargs["hidden_states"], (), rest))
-
     def after(layer: nn.Module, args: Any, output: Any) -> None:
-        states.append(_first(output)[:, -1])
+        states.append(first(output)[:, -1])
 
-    with ExitStack() as hooks:
+    with recorded(layers) as calls, ExitStack() as hooks:
         for layer in layers:
-            # First in line: hooks of a scheme add positions to what this one has seen.
-            hooks.callback(layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
             hooks.callback(layer.register_forward_hook(after).remove)
         logits = model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
     return calls, states, logits
@@ -203,10 +199,6 @@ def _reordered(layer: nn.Module, order: Tensor) -> Iterator[None]:
         hooks.callback(layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         hooks.callback(layer.register_forward_hook(after).remove)
         yield
-
-
-def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _change(changed: Tensor, original: Tensor) -> float:

@@ -1,12 +1,13 @@
 """Transformer-XL: content and position terms with sinusoids of the distance."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..forms import RelativeKeys
+from ..kept import KeptTable
 from ..registry import register_scheme
 from .base import (
     Dims,
@@ -23,38 +24,6 @@ from .base import (
 
 AT_ONCE = 1024
 """Distances whose sinusoids are computed at once."""
-
-STEP = 1024
-"""What is kept of `W R` has a multiple of this many distances, so that it is seldom made again as a cache grows."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """`W R` between two steps of generation.
-
-    Attributes:
-        table: (H, distances, D).
-        weight: a copy of `W`. Nothing else tells whether `W` is what it was: edits through `.data`, as of moving
-            averages and merged models, leave no trace.
-    """
-
-    table: Tensor
-    weight: Tensor
-
-    def serves(self, weight: Tensor, length: int, like: Tensor) -> bool:
-        """Return whether the table is of this `W`, long enough, and of the dtype and device of `like`."""
-        fits = self.table.shape[1] >= length and (self.table.dtype, self.table.device) == (like.dtype, like.device)
-        return fits and equal(self.weight, weight)
-
-
-def equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are of one dtype, device and shape, and hold the same numbers."""
-    if (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):
-        return False
-    words = 8 // a.element_size()
-    if all(t.is_contiguous() and t.numel() % words == t.storage_offset() % words == 0 for t in (a, b)):
-        a, b = a.flatten().view(torch.int64), b.flatten().view(torch.int64)  # several times as fast
-    return torch.equal(a, b)
 
 
 @register_scheme
@@ -134,7 +103,7 @@ class RelativeSinusoids(ScoreModule):
         """
         super().__init__()
         self.dims = dims
-        self.kept: Kept | None = None
+        self.kept = KeptTable()
         self.position_projection = parameter(dims.num_heads * dims.head_dim, dims.hidden_size)
         self.content_bias = parameter(dims.num_heads, dims.head_dim) if own_biases else None
         self.position_bias = parameter(dims.num_heads, dims.head_dim) if own_biases else None
@@ -151,28 +120,16 @@ class RelativeSinusoids(ScoreModule):
         wide = like.new_empty(0, dtype=compute_dtype(like))
 
         def table(count: int) -> Tensor:
-            self.drop_kept()
+            self.kept.drop()
             return self.projected_sinusoids(count, wide)
 
         return RelativeKeys(table, *self.biases(wide), self.kept_sinusoids)
 
     def kept_sinusoids(self, count: int, like: Tensor) -> Tensor:
         """Return `W R_d` of distances 0, 1, ..., (H, count, D) in the dtype of `like`, without gradients."""
-        kept, weight = self.kept, self.position_projection.detach()
-        if kept is None or not kept.serves(weight, count, like):
-            wide = like.new_empty(0, dtype=compute_dtype(like))
-            table = self.projected_sinusoids(-(-count // STEP) * STEP, wide).to(like.dtype).contiguous()
-            kept = self.kept = Kept(table, weight.clone())
-        return kept.table[:, :count]
-
-    def drop_kept(self) -> None:
-        """Free what was kept between steps of generation: another call comes, so it has ended."""
-        if not torch.compiler.is_compiling():
-            self.kept = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied and pickled: all but what was kept."""
-        return {**self.__dict__, "kept": None}
+        wide = like.new_empty(0, dtype=compute_dtype(like))
+        weight = self.position_projection.detach()
+        return self.kept.read(count, like, weight, lambda length: self.projected_sinusoids(length, wide))
 
     def biases(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return `u` and `v`, (H, D) each, in the dtype of `like`."""
