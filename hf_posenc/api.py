@@ -142,8 +142,8 @@ def _initialize(owners: list[PositionModule], native: Any, seed: int | None, mod
     """Start new parameters and move them to where their layer is."""
     with torch.no_grad(), seeded(seed):
         for owner in owners:
-            place = _layer_parameter(model, owner)
-            owner.to(device=place.device, dtype=place.dtype)
+            beside = _layer_parameter(model, owner)
+            owner.to(device=beside.device, dtype=beside.dtype)
             if isinstance(owner, PositionEmbedding):
                 owner.initialize(native)
             else:
@@ -404,12 +404,12 @@ def which_engine(
     if not -count <= layer < count:
         raise ValueError(f"there is no layer {layer}: the model has {count}, counted from 0")
     attention: Any = base.found.attentions[layer]
-    place, dims = next(model.parameters()).device, base.dims
-    like = torch.empty(0, dtype=dtype or model.dtype, device=place)
+    device, dims = next(model.parameters()).device, base.dims
+    like = torch.empty(0, dtype=dtype or model.dtype, device=device)
     query = like.new_empty(()).expand(1, dims.num_heads, length, dims.head_dim)
     key = like.new_empty(()).expand(1, dims.num_key_value_heads, keys or length, dims.head_dim)
     module = attention.posenc.owner() if isinstance(attention.posenc, Shared) else attention.posenc
-    positions = Positions.causal(length, keys or length, place)
+    positions = Positions.causal(length, keys or length, device)
     if (window := attention.__dict__.get("posenc_window")) is not None:
         positions = positions.within(window)
     cached = keys is not None and keys > length  # as in generation, which takes no gradients

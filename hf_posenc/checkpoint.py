@@ -108,9 +108,9 @@ def _raw_config(name_or_path: str | os.PathLike[str], kwargs: dict[str, Any]) ->
     directory = Path(name_or_path) / (kwargs.get("subfolder") or "")
     if directory.is_dir():
         return files.read(directory, _config_in)
-    where = {key: kwargs[key] for key in _WHERE if key in kwargs}
+    source = {key: kwargs[key] for key in _WHERE if key in kwargs}
     try:
-        raw, _ = PreTrainedConfig.get_config_dict(name_or_path, **where)
+        raw, _ = PreTrainedConfig.get_config_dict(name_or_path, **source)
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"hf_posenc: config.json of {name_or_path} holds no JSON object") from error
     if not raw:

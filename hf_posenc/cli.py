@@ -127,7 +127,7 @@ def _schemes(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    checkpoint = hub.place(options.checkpoint)
+    checkpoint = hub.checkpoint_name(options.checkpoint)
     if options.revision and os.path.isdir(checkpoint):
         raise ValueError(f"--revision is of a checkpoint on the Hub, and {checkpoint} is a folder: leave it out")
     found = inspect(checkpoint, **({"revision": options.revision} if options.revision else {}))
@@ -136,7 +136,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    model = from_pretrained(hub.place(options.checkpoint))
+    model = from_pretrained(hub.checkpoint_name(options.checkpoint))
     print(describe(model))
     report = verify(model)
     print(report)
@@ -147,7 +147,7 @@ def _patch(options: argparse.Namespace) -> int:
     if options.output.exists():
         raise FileExistsError(f"{options.output} exists already")
     scheme = parse_schemes(options.scheme, _settings(options))  # only what is the scheme's own, before anything is read
-    checkpoint = hub.place(options.checkpoint)
+    checkpoint = hub.checkpoint_name(options.checkpoint)
     model = from_pretrained(checkpoint, scheme=scheme, seed=options.seed)
     try:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -188,7 +188,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         raise FileNotFoundError(f"--json {options.json}: there is no folder {options.json.parent}")
     device = _device(options.device)
     texts = [_read(path) for path in options.text]
-    checkpoint = hub.place(options.checkpoint)
+    checkpoint = hub.checkpoint_name(options.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint).to(device)
     documents = [torch.tensor(tokenizer(text, verbose=False).input_ids, dtype=torch.long) for text in texts]
@@ -316,7 +316,7 @@ def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]
         raise ValueError(f"{kind} is measured in a model: name a checkpoint, not the scheme {source}")
     if settings:
         raise ValueError(f"--set is for schemes, and {source} is a checkpoint")
-    model = AutoModelForCausalLM.from_pretrained(hub.place(source))
+    model = AutoModelForCausalLM.from_pretrained(hub.checkpoint_name(source))
     if kind in ("vectors", "similarity"):
         return _vectors(source, analysis.position_vectors(model, length))
     if kind == "wavelengths":

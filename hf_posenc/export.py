@@ -163,8 +163,8 @@ def _baked(model: PreTrainedModel, base: BaseModel, count: int) -> tuple[str, to
     """Return the key of the base's own table, and the vectors that are added in its place."""
     module: Any = base.found.position_table
     name = next(name for name, child in model.named_modules() if child is module)
-    place = next(base.found.decoder.parameters()).device
+    device = next(base.found.decoder.parameters()).device
     with torch.no_grad():
-        rows = module.embed(torch.arange(count, device=place)[None])[0].to(model.dtype)
-    before = torch.zeros(base.family.table_offset, rows.shape[-1], dtype=rows.dtype, device=place)
+        rows = module.embed(torch.arange(count, device=device)[None])[0].to(model.dtype)
+    before = torch.zeros(base.family.table_offset, rows.shape[-1], dtype=rows.dtype, device=device)
     return f"{name}.weight", torch.cat([before, rows])

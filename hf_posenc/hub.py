@@ -129,7 +129,7 @@ def _backticks(text: str) -> int:
     return max((len(run) for run in re.findall("`+", text)), default=0)
 
 
-def place(name: str) -> str:
+def checkpoint_name(name: str) -> str:
     """Return a checkpoint's name as it is, if it can be one.
 
     Args:
@@ -251,8 +251,8 @@ def _commit(
         own = folder / "README.md"
         text = own.read_text(encoding="utf-8") if own.is_file() else card(config)
         # The example loads what it is a card of, and shows nobody a folder of this machine.
-        where = json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else "")
-        text = _LOADED.sub(lambda _: f"hf_posenc.from_pretrained({where})", text)
+        arguments = json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else "")
+        text = _LOADED.sub(lambda _: f"hf_posenc.from_pretrained({arguments})", text)
     content = ModelCard(text, ignore_metadata_errors=True)
     assert isinstance(content.data, ModelCardData)
     ours = _metadata(_schemes_of(config["position_encoding"]))

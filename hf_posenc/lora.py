@@ -112,9 +112,9 @@ def load_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **kwar
             f"this {type(model).__name__} has an adapter, and load_adapter takes a model without. To add another: "
             "hf_posenc.lora.check_adapter(model.get_base_model(), folder), then model.load_adapter(folder, name)"
         )
-    where = {key: value for key, value in kwargs.items() if key in _WHERE}
-    raw = _read(adapter, where)
-    _check(model, raw, adapter, where)
+    source = {key: value for key, value in kwargs.items() if key in _WHERE}
+    raw = _read(adapter, source)
+    _check(model, raw, adapter, source)
     if kwargs.get("config") is None:
         kwargs["config"] = _config(raw, adapter)
     try:
@@ -149,7 +149,9 @@ def check_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **whe
     _check(model, _read(adapter, where), adapter, where)
 
 
-def _check(model: PreTrainedModel, raw: dict[str, Any], adapter: str | os.PathLike[str], where: dict[str, Any]) -> None:
+def _check(
+    model: PreTrainedModel, raw: dict[str, Any], adapter: str | os.PathLike[str], source: dict[str, Any]
+) -> None:
     here = getattr(model.config, ENTRY, None)
     mapping, name = raw.get("auto_mapping") or {}, raw.get("base_model_name_or_path") or ""
     if not isinstance(mapping, dict) or not isinstance(name, str) or not isinstance(mapping.get(ENTRY, {}), dict):
@@ -160,7 +162,7 @@ def _check(model: PreTrainedModel, raw: dict[str, Any], adapter: str | os.PathLi
     cls = str(mapping.get("base_model_class") or "")
     if ENTRY in mapping:
         trained_on: Any = mapping[ENTRY]
-    elif (config := _base_config(name, raw.get("revision"), where)) is not None:
+    elif (config := _base_config(name, raw.get("revision"), source)) is not None:
         trained_on = config.get(ENTRY) if str(config.get("model_type")).startswith("posenc_") else None
     elif name and name == model.__dict__.get("name_or_path"):
         return
@@ -199,27 +201,27 @@ def _same_scheme(then: dict[str, Any], now: dict[str, Any]) -> bool:
     return then["scheme"] == now["scheme"] and scheme_class(now["scheme"]).say_the_same(then, now)
 
 
-def _base_config(name: str, revision: Any, where: dict[str, Any]) -> dict[str, Any] | None:
+def _base_config(name: str, revision: Any, source: dict[str, Any]) -> dict[str, Any] | None:
     """Return the config of the base that an adapter names, from a folder or the cache of downloads, or None."""
     if not name:
         return None
     path: str | None = str(Path(name) / "config.json")
     if not os.path.isfile(str(path)):
         try:
-            cache, own = where.get("cache_dir"), revision if isinstance(revision, str) else None
+            cache, own = source.get("cache_dir"), revision if isinstance(revision, str) else None
             path = hf_hub_download(name, "config.json", revision=own, cache_dir=cache, local_files_only=True)
         except (OSError, ValueError):  # not there, or no name of a repository
             return None
     return _object(Path(str(path)))
 
 
-def _read(adapter: str | os.PathLike[str], where: dict[str, Any]) -> dict[str, Any]:
+def _read(adapter: str | os.PathLike[str], source: dict[str, Any]) -> dict[str, Any]:
     """Return what adapter_config.json holds; nothing that it names is imported."""
-    path = Path(adapter) / (where.get("subfolder") or "") / CONFIG_NAME
+    path = Path(adapter) / (source.get("subfolder") or "") / CONFIG_NAME
     if not path.is_file():
         if os.path.isdir(adapter):
             raise FileNotFoundError(f"hf_posenc: {path.parent} has no {CONFIG_NAME}")
-        path = Path(hf_hub_download(str(adapter), CONFIG_NAME, **where))
+        path = Path(hf_hub_download(str(adapter), CONFIG_NAME, **source))
     raw = _object(path)
     if raw.get("megatron_config"):
         raise CheckpointError(f"hf_posenc: {path}: megatron_config would have PEFT import the module that it names")

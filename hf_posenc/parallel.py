@@ -127,9 +127,9 @@ class Exchange:
         queries = key.shape[2]
         both = _Gather.apply(torch.stack([key, value]), self.group)  # (processes, 2, B, K, T, D)
         both = both.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-        where = positions.read(channel, queries, both.shape[3])
-        assert isinstance(where, positions.Positions)
-        order = where.key_index.argsort(dim=-1, stable=True)
+        whole = positions.read(channel, queries, both.shape[3])
+        assert isinstance(whole, positions.Positions)
+        order = whole.key_index.argsort(dim=-1, stable=True)
         if order.shape[0] == 1:
             both = both.index_select(3, order[0])
         else:
@@ -138,15 +138,15 @@ class Exchange:
         def ordered(row: Tensor) -> Tensor:
             return row.expand(order.shape[0], -1).gather(-1, order)
 
-        where = replace(
-            where,
-            key_positions=ordered(where.key_positions),
-            key_index=ordered(where.key_index),
-            key_valid=ordered(where.key_valid),
-            key_segment=ordered(where.key_segment),
-            window=where.window if window is None else torch.full_like(where.window, window),
+        whole = replace(
+            whole,
+            key_positions=ordered(whole.key_positions),
+            key_index=ordered(whole.key_index),
+            key_valid=ordered(whole.key_valid),
+            key_segment=ordered(whole.key_segment),
+            window=whole.window if window is None else torch.full_like(whole.window, window),
         )
-        return both[0], both[1], where
+        return both[0], both[1], whole
 
 
 def locate_shard(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -183,15 +183,15 @@ def _channel_of_positions(ids: Tensor, mask: Tensor | None, shape: torch.Size, g
             f"from hf_posenc.shard_sequence; this one is {tuple(mask.shape)} of {mask.dtype}"
         )
     valid = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
-    place = torch.where(valid, ids.expand(shape), -1).to(torch.int32)
-    places = _gathered(place, group).movedim(0, 1).flatten(1)
-    ordered = places.sort(-1).values
+    position = torch.where(valid, ids.expand(shape), -1).to(torch.int32)
+    positions_of_all = _gathered(position, group).movedim(0, 1).flatten(1)
+    ordered = positions_of_all.sort(-1).values
     repeats = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()
     if repeats.is_cuda:
         torch._assert_async(~repeats, REPEATED)  # reading the value would stall the device
     elif bool(repeats):
         raise ValueError(REPEATED)
-    return positions.pack(place, places, query_valid=valid, key_valid=places >= 0)
+    return positions.pack(position, positions_of_all, query_valid=valid, key_valid=positions_of_all >= 0)
 
 
 @contextmanager
@@ -333,18 +333,18 @@ def shard_sequence(batch: Mapping[str, Any], group: Any = None, *, balanced: boo
             return nn.functional.pad(tensor, (0, 0, 0, padding), value=value)
         return nn.functional.pad(tensor, (0, padding), value=value)
 
-    where = _whole(ids, given.get("attention_mask"), rows, length)
-    valid = fill(where.key_valid, False)
+    whole = _whole(ids, given.get("attention_mask"), rows, length)
+    valid = fill(whole.key_valid, False)
     index, order = slots.flatten()[None], torch.cat(shards)
-    place, segment = fill(where.key_positions, 0), fill(where.key_segment, 0)
+    position, segment = fill(whole.key_positions, 0), fill(whole.key_segment, 0)
     shard = {
         names[0]: fill(tokens, 0)[:, own],
         "position_ids": fill(ids, 0)[:, own].expand(rows, -1),
         "attention_mask": positions.pack(
             index[:, own],
             index[:, order],
-            query_positions=place[:, own],
-            key_positions=place[:, order],
+            query_positions=position[:, own],
+            key_positions=position[:, order],
             query_valid=valid[:, own],
             key_valid=valid[:, order],
             query_segment=segment[:, own],

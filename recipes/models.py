@@ -54,7 +54,7 @@ def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
         UsageError: if it does not hold that.
     """
     try:
-        return cls.from_pretrained(hub.place(name), **arguments)
+        return cls.from_pretrained(hub.checkpoint_name(name), **arguments)
     except (OSError, ValueError, hf_posenc.HfPosencError) as error:
         raise UsageError(f"{option(asked)} {name}: {error}") from None
 

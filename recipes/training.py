@@ -78,7 +78,9 @@ class RecoveryArguments:
 
     recovery_steps: int = field(
         default=0,
-        metadata={"help": "of --steps, the first ones at --recovery-length: it is cheaper to win the loss back there"},
+        metadata={
+            "help": "how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back more cheaply"
+        },
     )
     recovery_length: int | None = field(
         default=None,

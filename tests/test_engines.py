@@ -510,7 +510,7 @@ def call(case="alibi", length=40, dtype=torch.float32, **options):
     ("given", "engine", "reason"),
     [
         (call(), "banded", "the fastest"),
-        (call("shaw"), "clipped", "no linear penalty"),
+        (call("shaw"), "clipped", "no linear bias"),
         (call("da_transformer"), "rescaled", "no vectors of clipped distances"),
         (call("transformer_xl"), "skewed", "does not rescale scores"),
         (call("cope"), "chunked", "does not rescale scores"),

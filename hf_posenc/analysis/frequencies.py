@@ -116,5 +116,5 @@ def frequencies(
 
 def _of_waves(module: Waves) -> Tensor:
     own = module.frequencies
-    place = torch.device("cpu") if own is None else own.device
-    return (module.fixed_frequencies(place) if own is None else own.detach()).double().cpu()
+    device = torch.device("cpu") if own is None else own.device
+    return (module.fixed_frequencies(device) if own is None else own.detach()).double().cpu()

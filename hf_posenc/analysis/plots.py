@@ -293,7 +293,7 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
             axes.plot(x, curve.mean[order].tolist(), label=label, **marks)
         _thousands(axes.xaxis)
         axes.set_xlabel("distance (tokens)")
-        axes.set_ylabel("score of a key of content score 1")
+        axes.set_ylabel("score, where the content alone would give 1")
         _legend(axes, curves)
     return figure
 

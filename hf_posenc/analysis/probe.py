@@ -168,8 +168,8 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
         if isinstance(module, PositionEmbedding):
             patch = patch_of(model)
             rows = (patch.limit if patch else None) or model.config.max_position_embeddings
-            place = found.token_embedding.weight.device
-            ids = torch.arange(min(rows, 2**16) if length is None else length, device=place)[None]
+            device = found.token_embedding.weight.device
+            ids = torch.arange(min(rows, 2**16) if length is None else length, device=device)[None]
             with torch.no_grad():
                 return module.embed(ids)[0].double().cpu()
         if isinstance(module, nn.Embedding):
@@ -258,10 +258,10 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
             model.set_attn_implementation("eager")
             stack.callback(model.set_attn_implementation, stock)
         for index, attention in enumerate(attentions):
-            place = attention.posenc if ours else attention
+            module = attention.posenc if ours else attention
             if ours:
-                stack.callback(place.register_forward_pre_hook(take_reference, with_kwargs=True).remove)
-            stack.callback(place.register_forward_hook(show(index)).remove)
+                stack.callback(module.register_forward_pre_hook(take_reference, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(show(index)).remove)
         yield
 
 

@@ -47,11 +47,11 @@ KEY_STEP = 64
 
 
 class Banded(SpanEngine):
-    """A linear penalty per head (ALiBi), exactly; sliding windows."""
+    """A bias per head that falls linearly with the distance (ALiBi), exactly; sliding windows."""
 
     name = "banded"
     forms = (Slopes,)
-    wrong_form = "the scheme is no linear penalty per head"
+    wrong_form = "the scheme is no linear bias per head"
 
     def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention, see `SpanEngine.part`."""
@@ -150,7 +150,7 @@ def attend(
     window: int | None = None,
     rows: int = toeplitz.ROWS,
 ) -> Tensor:
-    """Attend causally with a linear penalty on distance, skipping keys that provably do not count.
+    """Attend causally with a bias that is linear in the distance, skipping keys that provably do not count.
 
     Args:
         query: (B, H, Q, D) on a CPU, float32 or bfloat16.

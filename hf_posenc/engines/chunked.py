@@ -50,8 +50,8 @@ def attend(call: Call) -> Tensor:
     positions = call.positions
     assert isinstance(positions, Positions)
 
-    def part(query: Tensor, key: Tensor, value: Tensor, where: Positions) -> Tensor:
-        return reference.attend(replace(call, query=query, key=key, value=value, positions=where))[0]
+    def part(query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
+        return reference.attend(replace(call, query=query, key=key, value=value, positions=positions))[0]
 
     training = torch.is_grad_enabled()
     batch, heads, queries, _ = call.query.shape

@@ -14,7 +14,7 @@ table to be read once in the function, as here.
 
 Visibility comes from the compact channel. A block of 128 queries and 128 keys is skipped, computed with the mask, or
 computed without it, by the smallest and largest index, segment and position in it: (Q / 128)(L / 128) numbers, no
-number per pair of tokens, no wait for the device. With a linear penalty or a learned one, blocks out of reach are
+number per pair of tokens, no wait for the device. With a linear bias or a learned one, blocks out of reach are
 skipped too: if `s_ij <= a_i = scaling |q_i| max_(j <= i) |k_j|`, the keys of row `i` at distances of at least `w`,
 fewer than L, weigh
 

@@ -127,12 +127,12 @@ class _Work:
         content = self.block.product(q, k[first:last].T, 0)
         if self.relu:
             content.relu_()
-        place = (last - 1, first, len(q), last - first)
-        bias, scores = by_pair(self.bias[h], *place), self.block.room(*place[2:], target)
+        block = (last - 1, first, len(q), last - first)
+        bias, scores = by_pair(self.bias[h], *block), self.block.room(*block[2:], target)
         if self.factors is None:
             torch.add(bias, content, alpha=self.scaling, out=scores)
         else:
-            torch.addcmul(bias, content, by_pair(self.factors[h], *place), out=scores)
+            torch.addcmul(bias, content, by_pair(self.factors[h], *block), out=scores)
         return content, torch.softmax(scores, -1, out=scores)
 
 

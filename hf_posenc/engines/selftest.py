@@ -172,12 +172,12 @@ def _positions(device: torch.device) -> Positions:
     start = torch.tensor([[0], [40]], device=device)
     valid = index >= start
     segment = ((index >= 170) & (start == 0)).int()
-    place = torch.where(segment == 1, index - 170, (index - start).clamp(min=0))
+    position = torch.where(segment == 1, index - 170, (index - start).clamp(min=0))
     channel = pack(
         index,
         index,
-        query_positions=place,
-        key_positions=place,
+        query_positions=position,
+        key_positions=position,
         query_valid=valid,
         key_valid=valid,
         query_segment=segment,

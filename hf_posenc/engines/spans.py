@@ -48,11 +48,11 @@ def spans(positions: Positions) -> list[Span] | None:
         return None
     found: list[Span] = []
     shape = (max(t.shape[0] for t in (positions.key_valid, positions.key_segment, positions.key_positions)), keys)
-    valid, segment, place = (
+    valid, segment, position = (
         each.expand(shape) for each in (positions.key_valid, positions.key_segment, positions.key_positions)
     )
     joined = (valid[:, 1:] == valid[:, :-1]) & (segment[:, 1:] == segment[:, :-1])
-    if not bool(((place[:, 1:] - place[:, :-1] == 1) | ~joined | ~valid[:, 1:]).all()):
+    if not bool(((position[:, 1:] - position[:, :-1] == 1) | ~joined | ~valid[:, 1:]).all()):
         return None
     for row in range(shape[0]):
         edges = [0, *((~joined[row]).nonzero()[:, 0] + 1).tolist(), keys]

@@ -151,7 +151,7 @@ def measure_context(
 def short_context_regression(
     before: Sequence[ContextMeasurement], after: Sequence[ContextMeasurement], *, trained_length: int
 ) -> dict[int, float]:
-    """Says what a longer context costs where the base was at home.
+    """Compares a model with its base at the lengths that the base was trained for.
 
     Args:
         before: measurements of the base.

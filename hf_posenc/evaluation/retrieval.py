@@ -136,14 +136,14 @@ def associative_recall(
 
     def make(length: int, depth: float, generator: torch.Generator) -> tuple[Tensor, int]:
         context = values[torch.randint(len(values), (length,), generator=generator)]
-        places = (length - 2) // 2
+        slots = (length - 2) // 2
         # Where there are more places than keys, keys are spread over them evenly.
-        used = torch.linspace(0, places - 1, min(places, len(keys))).round().long()
+        used = torch.linspace(0, slots - 1, min(slots, len(keys))).round().long()
         order = torch.randperm(len(keys), generator=generator)[: len(used)]
         context[length % 2 + 2 * used] = keys[order]
         asked = round(depth * (len(used) - 1))
-        place = length % 2 + 2 * int(used[asked])
-        context[-2:] = context[place : place + 2]
+        slot = length % 2 + 2 * int(used[asked])
+        context[-2:] = context[slot : slot + 2]
         return context, 1
 
     _check(lengths, depths, trials, 6)
@@ -264,8 +264,8 @@ def _hidden(
         if room < 0:
             raise ValueError(f"length {length} is too short for needle and question, which take {length - room} tokens")
         hay = filler.repeat(math.ceil(room / len(filler)))[:room]
-        place = round(depth * room)
-        return torch.cat([before, hay[:place], hidden, hay[place:], ending, answer]), len(answer)
+        slot = round(depth * room)
+        return torch.cat([before, hay[:slot], hidden, hay[slot:], ending, answer]), len(answer)
 
     _check(lengths, depths, trials, 2)
     for length in lengths:  # all of them before the first is run
@@ -357,8 +357,8 @@ def _grid(
         dist.all_reduce(moved)
         outcome = moved.cpu()
     cells = []
-    for place, (length, depth) in enumerate((length, depth) for length in lengths for depth in depths):
-        part = outcome[place * trials : (place + 1) * trials]
+    for slot, (length, depth) in enumerate((length, depth) for length in lengths for depth in depths):
+        part = outcome[slot * trials : (slot + 1) * trials]
         tokens_scored = int(part[:, 0].sum())
         cells.append(
             Cell(

@@ -54,29 +54,29 @@ def schemes_of_config(config: PreTrainedConfig) -> tuple[Scheme, ...]:
         UnknownSchemeError: if a scheme is not registered; the message lists those that are.
     """
     entry = getattr(config, ENTRY, None)
-    where = f"config.json of model type {config.model_type!r}"
+    source = f"config.json of model type {config.model_type!r}"
     named = named_schemes(entry)
     listed = entry.get("schemes") if isinstance(entry, dict) else None
     if not named or (listed is not None and (not isinstance(listed, list) or len(named) != len(listed))):
-        raise CheckpointError(f"hf_posenc: {where} has no {ENTRY}.schemes that name schemes")
-    return tuple(_scheme(each, where) for each in named)
+        raise CheckpointError(f"hf_posenc: {source} has no {ENTRY}.schemes that name schemes")
+    return tuple(_scheme(each, source) for each in named)
 
 
-def _scheme(entry: dict[str, Any], where: str) -> Scheme:
+def _scheme(entry: dict[str, Any], source: str) -> Scheme:
     values = {key: value for key, value in entry.items() if key != "scheme"}
     try:
         cls = scheme_class(entry["scheme"])
     except UnknownSchemeError as error:
-        raise UnknownSchemeError(f"hf_posenc: {where}: {error}") from None
+        raise UnknownSchemeError(f"hf_posenc: {source}: {error}") from None
     if missing := sorted({field.name for field in dataclasses.fields(cls)} - set(values)):
         raise CheckpointError(
-            f"hf_posenc: {where} lacks {', '.join(missing)} of {entry['scheme']}: without it the model would not be "
+            f"hf_posenc: {source} lacks {', '.join(missing)} of {entry['scheme']}: without it the model would not be "
             "the one that was saved"
         )
     try:
         return cls.parse(values)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"hf_posenc: {where}: {error}") from error
+        raise CheckpointError(f"hf_posenc: {source}: {error}") from error
 
 
 def check_version(config: PreTrainedConfig) -> None:

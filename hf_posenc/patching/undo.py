@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Undo:
-    """Inverse steps, newest first. Each is recorded before its step is taken, and undoes nothing if it was not.
+    """Inverse steps, newest first. Each is recorded before its step is taken; if that step then fails, it does nothing.
 
     A list of (function, arguments) rather than an ExitStack: `deepcopy` and `pickle` follow arguments, so that a copied
     model undoes its own changes and not those of the model it was copied from. Closures would not.

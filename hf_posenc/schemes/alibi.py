@@ -1,4 +1,4 @@
-"""ALiBi: a linear penalty on distance."""
+"""ALiBi: a bias that falls linearly with the distance."""
 
 import math
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
 class Alibi(ScoreScheme):
-    """A linear penalty on distance, steeper in some heads than in others.
+    """A bias that falls linearly with the distance, steeper in some heads than in others.
 
     Equation (section 3): `softmax_j(q_i . k_j / sqrt(D) - m_h (i - j))`.
     Beyond the training length: no limit; made for it.

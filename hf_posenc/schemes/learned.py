@@ -162,10 +162,10 @@ def interpolated(table: Tensor, count: int) -> Tensor:
     """Stretch a table (n, E) linearly to (count, E), first and last row kept."""
     if count == 1:
         return table[:1]
-    where = torch.linspace(0, table.shape[0] - 1, count, dtype=torch.float64, device=table.device)
-    low = where.floor().long()
+    row = torch.linspace(0, table.shape[0] - 1, count, dtype=torch.float64, device=table.device)
+    low = row.floor().long()
     high = (low + 1).clamp(max=table.shape[0] - 1)
-    share = (where - low)[:, None]
+    share = (row - low)[:, None]
     return (table[low].double() * (1 - share) + table[high].double() * share).to(table.dtype)
 
 

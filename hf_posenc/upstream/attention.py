@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.utils import output_capturing
 
-from .. import positions
 from ..call import Call
 from ..engines import dispatch
 from ..modules import WithoutPositions
+from ..positions import ensure, read
 from .masks import BIDIRECTIONAL, NAME
 
 NO_MASK = (
@@ -127,24 +127,24 @@ def scheme_attention(
     if query.shape[1] != heads:
         raise ValueError(f"{query.shape[1]} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
     if exchange is None:
-        where = positions.read(attention_mask, query.shape[2], key.shape[2])
+        positions = read(attention_mask, query.shape[2], key.shape[2])
     else:
-        key, value, where = exchange(key, value, attention_mask, kwargs.get("sliding_window"))
+        key, value, positions = exchange(key, value, attention_mask, kwargs.get("sliding_window"))
     if (starts := kwargs.get("cu_seq_lens_q")) is not None:
-        positions.ensure(where.divided_at(starts[1:-1]), UNKNOWN_DOCUMENTS)
+        ensure(positions.divided_at(starts[1:-1]), UNKNOWN_DOCUMENTS)
     if query.shape[2] == key.shape[2] or torch.compiler.is_compiling():
-        where = where.follow(position_ids)
+        positions = positions.follow(position_ids)
     elif attention_mask.__dict__.get("posenc_checked") is not position_ids:
         # With a cache this only checks: once for all layers, which get the same two tensors.
-        where.follow(position_ids)
+        positions.follow(position_ids)
         attention_mask.__dict__["posenc_checked"] = position_ids
     if (window := module.__dict__.get("posenc_window")) is not None:
-        where = where.within(window)
+        positions = positions.within(window)
     call = Call(
         query,
         key,
         value,
-        where,
+        positions,
         scaling=module.scaling if scaling is None else scaling,
         vector_scaling=module.scaling,
         softcap=softcap,
