@@ -107,6 +107,12 @@ def test_sliding_windows_are_kept(pair, family):
         assert_equal(pair.run(compare_context_parallel, family, case, balanced=True, **more), ROUNDED)
 
 
+@pytest.mark.parametrize("case", ["nope", "rope", "shaw"])
+@pytest.mark.parametrize("more", [{"layers": (1,)}, {"window": 5}, {"layers": (0,), "window": 5}], ids=str)
+def test_schemes_in_some_layers_and_windows_are_shared(pair, case, more):
+    assert_equal(pair.run(compare_context_parallel, "llama", case, "left", balanced=True, **more))
+
+
 @pytest.mark.parametrize("family", BASES)
 def test_stock_models_can_share_a_sequence_too(pair, family):
     assert_equal(pair.run(compare_context_parallel, family, None))

@@ -351,9 +351,11 @@ def name_base(model: PreTrainedModel, config: Any) -> Any:
 
 def would_drop(schemes: Sequence[Scheme], attn_implementation: str | None) -> str:
     """Return why schemes on attention scores refuse an attention implementation."""
-    names = " and ".join(scheme.name for scheme in schemes)
+    dropped = [
+        scheme.name if scheme.acts_on.attends else f"the window of {scheme.name}" for scheme in schemes if scheme.attends
+    ]
     return (
-        f"attn_implementation={attn_implementation!r} would drop {names}, which changes attention scores: keep "
+        f"attn_implementation={attn_implementation!r} would drop {' and '.join(dropped)}, which changes attention scores: keep "
         f"{NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
     )
 
