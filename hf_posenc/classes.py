@@ -32,6 +32,8 @@ def register_auto() -> None:
         if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict)
     ]
     for model_type in supported_model_types():
+        if model_type not in CONFIG_MAPPING:
+            continue  # newer than the installed transformers
         stock = CONFIG_MAPPING[model_type]
         if set(stock.sub_configs) & set(family_for(model_type).refuse):
             continue  # multimodal; has an adapter only so that a user is told why it is refused

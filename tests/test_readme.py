@@ -70,8 +70,10 @@ def test_table_script_refuses_a_file_without_markers(table_script, tmp_path, dam
 
 
 def test_every_scheme_and_family_is_named():
-    for name in (*available_schemes(), *supported_model_types()):
+    for name in available_schemes():
         assert f"`{name}`" in README, name
+    families = (ROOT / "docs/families.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in families for name in supported_model_types())
 
 
 @pytest.mark.parametrize(
@@ -82,3 +84,14 @@ def test_commands_and_links_lead_to_files(page):
     links = {page.parent / path for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", text)}
     files = {ROOT / path for path in re.findall(r"\b(?:scripts|recipes|docs)/[\w/]+\.(?:sh|py|yaml|md)\b", text)}
     assert [str(path) for path in sorted(links | files) if not path.exists()] == []
+
+
+def test_list_of_families_is_current(monkeypatch):
+    specification = importlib.util.spec_from_file_location("make_family_table", ROOT / "scripts/make_family_table.py")
+    script = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(script)
+    monkeypatch.setattr(sys, "argv", ["make_family_table.py", "--check"])
+    assert script.main() == 0, "run python scripts/make_family_table.py"
+    assert (
+        script.updated(script.PAGE.read_text(encoding="utf-8").replace("`cohere`", "`coherent`")).count("`cohere`") == 1
+    )

@@ -33,6 +33,10 @@ class Family:
             cos means partial rotation; otherwise the width of cos must be what the attention expects.
         rotary_size: attribute of the attention module that holds how many dimensions of a head it rotates, where it
             slices by that and not by the width of cos.
+        pairs: which dimensions of a head the family turns together: `half`, `(u, u + R/2)`, or `interleaved`,
+            `(2u, 2u + 1)`.
+        doubles_angles: its rotary module gives each angle twice in a row, `[a, a, b, b, ...]`, and not the list of
+            angles twice.
         query_is_scaled: queries reach the attention function already multiplied by `attention.scaling`, and it is
             called with `scaling=1.0`.
         refuse: config attributes that must be absent or falsy, each with the reason a user is told.
@@ -58,6 +62,8 @@ class Family:
     table_offset: int = 0
     slices_rotary: bool = False
     rotary_size: str | None = None
+    pairs: str = "half"
+    doubles_angles: bool = False
     query_is_scaled: bool = False
     refuse: Mapping[str, str] = field(default_factory=dict)
     split_heads: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None

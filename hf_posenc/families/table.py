@@ -7,17 +7,49 @@ _ENCODER_USE = {
     "use_bidirectional_attention": "every scheme is defined for keys at or before the query; set it to False",
 }
 
+# Modules of LLaMA's names, whole heads rotated by one module for all layers. What differs is elsewhere: biases, norms
+# of queries and keys, experts, soft caps, sliding windows, scales of embeddings, rotations by kind of layer.
+_LIKE_LLAMA = (
+    "apertus",
+    "arcee",
+    "aria_text",
+    "bitnet",
+    "cwm",
+    "dots1",
+    "flex_olmo",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "jais2",
+    "mellum",
+    "minimax_m2",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "solar_open",
+    "starcoder2",
+    "vaultgemma",
+)
+_INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "helium")
+_BY_WIDTH = ("glm4_moe", "nemotron")
+_INTERLEAVED_BY_WIDTH = ("glm", "glm4")
+_BY_NUMBER = ("phi", "stablelm")
+
 FAMILIES = (
     # The plain rotary decoder; every field has its default. Its layers and those of SmolLM3 compute the same, and
     # SmolLM3 can leave some of them unrotated.
     Family(model_types=("llama",), unrotated_twin="smollm3"),
-    Family(model_types=("mistral",)),
-    Family(model_types=("qwen2",)),
-    # Queries and keys are normalised per head before they are rotated.
-    Family(model_types=("qwen3",)),
-    # Norms after the sub-layers; queries and keys are normalised over all heads at once before rotation.
-    Family(model_types=("olmo2",)),
-    Family(model_types=("starcoder2",)),
+    *(Family(model_types=(model_type,)) for model_type in _LIKE_LLAMA),
     # Every fourth layer is left unrotated as a rule (`config.no_rope_layers`: 1 means rotated).
     Family(
         model_types=("smollm3",),
@@ -40,9 +72,16 @@ FAMILIES = (
             **_ENCODER_USE,
         },
     ),
-    # Partial rotation, sliced by each attention's own number and not by the width of cos; one norm feeds attention and
-    # MLP in parallel.
-    Family(model_types=("phi",), slices_rotary=True, rotary_size="rotary_ndims"),
+    # Partial rotation, sliced by each attention's own number and not by the width of cos.
+    *(Family(model_types=(model_type,), slices_rotary=True, rotary_size="rotary_ndims") for model_type in _BY_NUMBER),
+    # Partial rotation, sliced by the width of cos.
+    *(Family(model_types=(model_type,), slices_rotary=True) for model_type in _BY_WIDTH),
+    # Neighbouring dimensions are turned together.
+    *(Family(model_types=(model_type,), pairs="interleaved") for model_type in _INTERLEAVED),
+    *(Family(model_types=(t,), pairs="interleaved", slices_rotary=True) for t in _INTERLEAVED_BY_WIDTH),
+    Family(model_types=("cohere",), pairs="interleaved", doubles_angles=True),
+    # Mixture of attention heads: each expert has queries of its own, which share keys and values.
+    Family(model_types=("jetmoe",), attention="self_attention"),
     # Fused projections, partial rotation, and LongRoPE, whose factors change with the length: `generate` drops the
     # cache when it crosses `config.original_max_position_embeddings`, since keys that were rotated by the short factors
     # are useless from there on.

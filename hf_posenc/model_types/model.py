@@ -351,12 +351,11 @@ def name_base(model: PreTrainedModel, config: Any) -> Any:
 
 def would_drop(schemes: Sequence[Scheme], attn_implementation: str | None) -> str:
     """Return why schemes on attention scores refuse an attention implementation."""
-    dropped = [
-        scheme.name if scheme.acts_on.attends else f"the window of {scheme.name}" for scheme in schemes if scheme.attends
-    ]
+    attending = [scheme for scheme in schemes if scheme.attends]
+    names = [each.name if each.acts_on.attends else f"the window of {each.name}" for each in attending]
     return (
-        f"attn_implementation={attn_implementation!r} would drop {' and '.join(dropped)}, which changes attention scores: keep "
-        f"{NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
+        f"attn_implementation={attn_implementation!r} would drop {' and '.join(names)}, which changes attention "
+        f"scores: keep {NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
     )
 
 

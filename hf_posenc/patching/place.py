@@ -152,7 +152,7 @@ class ModelSite:
                 attention = found.attentions[layer]
                 set_attribute(self.undo, attention, "posenc_rotation", rotation)
                 set_attribute(self.undo, attention, "posenc_family", family.model_types[0])
-                set_attribute(self.undo, attention, "posenc_pairs", scheme.pairs)
+                set_attribute(self.undo, attention, "posenc_pairs", scheme.pairs or "half")
                 set_class(self.undo, attention, rotary_class(type(attention)))
             self.on_attentions = "posenc_rotation"
         elif len(self.layers) == self.dims.num_layers:
@@ -178,6 +178,7 @@ class ModelSite:
             rotary = scheme.build(self.dims)
             if found.rotary is not None and not family.slices_rotary:  # which turns whole heads
                 rotary = PartialRotary(rotary, self.dims.head_dim)
+                rotary.gives_doubled = family.doubles_angles
         parameter = next(found.decoder.parameters())
         if not parameter.is_meta:
             rotary.to(parameter.device)

@@ -19,7 +19,7 @@ from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..schemes.rope import by_layer_type
 from ..upstream.attention import SPLIT_HEADS, check_engine
-from ..upstream.rotary import RotaryAttention, make_rotary, own_rotation, scaling_types
+from ..upstream.rotary import PartialRotary, RotaryAttention, make_rotary, own_rotation, scaling_types
 from .undo import has_own_forward
 
 TAKE_OFF = (
@@ -90,16 +90,16 @@ class BaseModel:
 
     def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
         """Return the scheme with all that was not given taken from the base, once its angles can be computed."""
-        if self.family.rotary is not None and scheme.pairs == "interleaved":
+        if self.family.rotary is not None and scheme.pairs not in (None, self.family.pairs):
+            by = "halves" if self.family.pairs == "half" else "neighbouring dimensions"
             raise UnsupportedModelError(
-                f"{scheme.name}: {self.name} rotates by halves in its own code, so layout='interleaved' cannot "
-                "be had: the rows "
-                "of its query and key projections would have to be reordered"
+                f"{scheme.name}: {self.name} rotates by {by} in its own code, so layout={scheme.pairs!r} cannot be "
+                "had: the rows of its query and key projections would have to be reordered"
             )
         if self.dims.head_dim % 2:
             raise ValueError(f"{scheme.name}: heads of size {self.dims.head_dim} cannot be split into pairs")
         scheme.check(self.dims)
-        scheme = scheme.with_base(self.own_rotation(), self.config.max_position_embeddings, scaling_types())
+        scheme = self._with_base(scheme)
         parameters = self.rope_parameters(scheme)
         if parameters is None:
             pairs = len(scheme.build(self.dims).frequencies(torch.device("cpu")))
@@ -115,14 +115,20 @@ class BaseModel:
 
     def make_rotary(self, parameters: dict[str, Any]) -> nn.Module:
         """Return a rotary module of transformers with these parameters."""
-        return make_rotary(parameters, self.config, self.dims, self.found.rotary, self.family.slices_rotary)
+        rotary = make_rotary(parameters, self.config, self.dims, self.found.rotary, self.family.slices_rotary)
+        if isinstance(rotary, PartialRotary):
+            rotary.takes_doubled = rotary.gives_doubled = self.family.doubles_angles
+        return rotary
 
     def is_own(self, scheme: Any) -> bool:
         """Return whether a fitted scheme is what the base does by itself where it rotates, in every respect."""
         if self.found.rotary is None or scheme.rope_parameters() is None:
             return False
-        own = type(scheme)().with_base(self.own_rotation(), self.config.max_position_embeddings, scaling_types())
-        return replace(scheme, layers=None, window=None) == own
+        return bool(replace(scheme, layers=None, window=None) == self._with_base(type(scheme)()))
+
+    def _with_base(self, scheme: RotaryScheme) -> RotaryScheme:
+        length, pairs = self.config.max_position_embeddings, self.family.pairs
+        return scheme.with_base(self.own_rotation(), length, scaling_types(), pairs)
 
     def rope_parameters(self, scheme: RotaryScheme) -> dict[str, Any] | None:
         """Return a fitted scheme's `rope_parameters` as this base writes them: whole heads need no saying."""

@@ -189,9 +189,9 @@ class RotaryScheme(Scheme):
         return OnRotary()
 
     @property
-    def pairs(self) -> str:
-        """Which dimensions are a pair: `half`, `(u, u + R/2)`, or `interleaved`, `(2u, 2u + 1)`."""
-        return "half"
+    def pairs(self) -> str | None:
+        """Which dimensions are a pair: `half`, `(u, u + R/2)`, `interleaved`, `(2u, 2u + 1)`; None: the base's own."""
+        return None
 
     @property
     def leaves_dimensions(self) -> bool:
@@ -201,13 +201,16 @@ class RotaryScheme(Scheme):
     def check(self, dims: Dims) -> None:
         """Raise ValueError if the hyper-parameters do not fit these sizes."""
 
-    def with_base(self, rotation: dict[str, Any], length: int, types: tuple[str, ...]) -> RotaryScheme:
+    def with_base(
+        self, rotation: dict[str, Any], length: int, types: tuple[str, ...], pairs: str = "half"
+    ) -> RotaryScheme:
         """Return the scheme with everything that was None taken from the base.
 
         Args:
             rotation: the base's own `rope_parameters`, by layer type where it has several; empty if it rotates nothing.
             length: that the base was made for, in tokens.
             types: the `rope_type` values that the installed transformers can compute.
+            pairs: which dimensions the base turns together; `half` if it rotates nothing.
 
         Raises:
             ValueError: if it cannot be had on this base.

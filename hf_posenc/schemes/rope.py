@@ -43,7 +43,7 @@ class Rope(RotaryScheme):
     Args:
         rope_theta: base of the frequencies; None means the base model's own, or 10000. A dict names it by layer type.
         layout: pairs are `(u, u + D/2)` (`half`: LLaMA, GPT-NeoX) or `(2u, 2u + 1)` (`interleaved`: the paper, GPT-J).
-            Bases that rotate by themselves do so by halves and refuse `interleaved`.
+            None means the base model's own, or `half`. Bases that rotate by themselves refuse the other one.
         partial_rotary_factor: share of the head that is rotated; None means the base model's own, or 1. A dict names
             it by layer type.
         scaling: a transformers `rope_parameters` dict: `rope_type` (linear, dynamic, yarn, longrope, llama3 or
@@ -53,13 +53,13 @@ class Rope(RotaryScheme):
 
     name: ClassVar[str] = "rope"
     rope_theta: float | dict[str, float] | None = None
-    layout: Literal["half", "interleaved"] = "half"
+    layout: Literal["half", "interleaved"] | None = None
     partial_rotary_factor: float | dict[str, float] | None = None
     scaling: dict[str, Any] | Literal["none"] | None = None
 
     @property
-    def pairs(self) -> str:
-        """Which dimensions are a pair."""
+    def pairs(self) -> str | None:
+        """Which dimensions are a pair, or None for the base's own."""
         return self.layout
 
     @classmethod
@@ -74,7 +74,8 @@ class Rope(RotaryScheme):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters. Which types of scaling there are, and what each takes, transformers says."""
-        self.one_of("layout", ("half", "interleaved"))
+        if self.layout is not None:
+            self.one_of("layout", ("half", "interleaved"))
         for field in _BESIDE:
             for value in self._each(field):
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -133,7 +134,7 @@ class Rope(RotaryScheme):
                     "replaces what it is computed from, and mscale counts only beside mscale_all_dim"
                 )
 
-    def with_base(self, rotation: dict[str, Any], length: int, types: tuple[str, ...]) -> "Rope":
+    def with_base(self, rotation: dict[str, Any], length: int, types: tuple[str, ...], pairs: str = "half") -> "Rope":
         """Return the scheme with everything that was None taken from the base, see `RotaryScheme.with_base`.
 
         Raises:
@@ -145,6 +146,9 @@ class Rope(RotaryScheme):
                     f"rope: scaling['rope_type'] must be one of {', '.join(types)}, not {kind!r}; "
                     "scaling='none' switches scaling off"
                 )
+        if self.layout is None:
+            own: Any = {"layout": pairs}
+            return replace(self, **own).with_base(rotation, length, types, pairs)
         own_types = by_layer_type(rotation)
         for field in (*_BESIDE, "scaling"):
             value = getattr(self, field)

@@ -142,6 +142,7 @@ class PartialRotary(nn.Module):
         super().__init__()
         self.rotary = rotary
         self.size = size
+        self.takes_doubled = self.gives_doubled = False  # each angle twice in a row, or the list of angles twice
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return cos and sin, (B|1, T, D) each."""
@@ -149,7 +150,10 @@ class PartialRotary(nn.Module):
         half = cos.shape[-1] // 2
         padding = (0, self.size // 2 - half)
         pad = torch.nn.functional.pad
-        cos, sin = pad(cos[..., :half], padding, value=1.0), pad(sin[..., :half], padding)
+        cos, sin = ((each[..., ::2] if self.takes_doubled else each[..., :half]) for each in (cos, sin))
+        cos, sin = pad(cos, padding, value=1.0), pad(sin, padding)
+        if self.gives_doubled:
+            return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
         return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
 
@@ -209,9 +213,9 @@ def own_rotation(config: PreTrainedConfig, dims: Dims, native: nn.Module | None,
         if not slices_rotary and each["rope_type"] != PROPORTIONAL:
             each.pop("partial_rotary_factor", None)
     _, asked = _rotary(own, config, dims, native, slices_rotary)
-    for each, read in zip(by_layer_type(own).values(), asked, strict=True):
+    for kind, read in asked.items():
         for key in read.unread():
-            del each[key]
+            del by_layer_type(own)[kind][key]
     return own
 
 
@@ -239,7 +243,7 @@ def make_rotary(
         ValueError: where transformers finds the parameters wrong or missing, or would not read one of them.
     """
     rotary, asked = _rotary(parameters, config, dims, native, slices_rotary)
-    for each in asked:
+    for each in asked.values():
         if unread := sorted(each.unread()):
             known = ", ".join(sorted(each.asked - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}))
             raise ValueError(
@@ -250,8 +254,8 @@ def make_rotary(
 
 def _rotary(
     parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
-) -> tuple[nn.Module, list[_Asked]]:
-    """As `make_rotary`, without the last check; also the parameters by layer type, with what was asked of them."""
+) -> tuple[nn.Module, dict[Any, _Asked]]:
+    """As `make_rotary`, without the last check; also what was asked of the parameters of each layer type."""
     length = config.max_position_embeddings
     config = copy.deepcopy(config) if native is not None else LlamaConfig(max_position_embeddings=length)
     parameters = copy.deepcopy(parameters)
@@ -268,12 +272,14 @@ def _rotary(
         config.head_dim = size
     if None in types and hasattr(config, ORIGINAL_LENGTH) and ORIGINAL_LENGTH in parameters:
         setattr(config, ORIGINAL_LENGTH, parameters[ORIGINAL_LENGTH])  # the config's own would be taken instead
-    asked = [_Asked(each) for each in types.values()]
-    config.rope_parameters = asked[0] if None in types else dict(zip(types, asked, strict=True))
+    asked = {kind: _Asked(each) for kind, each in types.items()}
+    config.rope_parameters = asked[None] if None in types else asked
     try:
         rotary = (LlamaRotaryEmbedding if native is None else type(native))(config)
         config.rope_parameters = parameters
         config.validate_rope()
     except (KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:
         raise ValueError(f"rope: transformers cannot compute {parameters}: {type(error).__name__} {error}") from error
-    return rotary if native is None or size == dims.head_dim else PartialRotary(rotary, dims.head_dim), asked
+    there = getattr(config, "layer_types", None) or ()
+    judged = {kind: each for kind, each in asked.items() if kind is None or kind in there}
+    return rotary if native is None or size == dims.head_dim else PartialRotary(rotary, dims.head_dim), judged

@@ -1,0 +1,199 @@
+"""Every model type that is served: what it computes, in every situation, against its own eager attention.
+
+The oracle is the stock model with its rotation stubbed, running its own eager attention with a float mask that holds
+the scheme's bias: whatever is special about a type (norms, caps, experts, windows) is in it.
+"""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from decoders import decoder
+from situations import randomize
+from transformers import CONFIG_MAPPING, DynamicCache
+
+import hf_posenc
+from hf_posenc import patch_model, unpatch_model, verify
+from hf_posenc.modules import PositionModule
+from hf_posenc.registry import family_for, supported_model_types
+from hf_posenc.schemes.alibi import alibi_slopes
+
+README = Path(__file__).parents[1] / "README.md"
+# The multimodal Gemma 3 is in the table to be refused with a reason.
+SERVED = tuple(t for t in supported_model_types() if not set(CONFIG_MAPPING[t].sub_configs) & set(family_for(t).refuse))
+EXACT = 2e-4  # relative norm of a difference in float32: two ways of adding up the same numbers
+LENGTH = 20
+
+SCHEMES = {
+    "alibi": {},
+    "nope": {},
+    "rope": {"rope_theta": 50.0},
+    "t5": {"num_buckets": 8, "max_distance": 16},
+    "sinusoidal": {},
+    "learned": {"num_positions": 64},
+    "shaw": {"max_distance": 5},
+    "transformer_xl": {},
+    "da_transformer": {},
+    "cope": {},
+}
+
+
+def relative(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def without_rotation(model):
+    """Stub the modules that make cosines and sines, in place: of any shape, the angle is 0."""
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+
+            def forward(*args, stock=module.forward, **kwargs):
+                cos, sin = stock(*args, **kwargs)
+                return torch.ones_like(cos), torch.zeros_like(sin)
+
+            module.forward = forward
+    return model
+
+
+@torch.no_grad()
+def oracle(model_type, scheme):
+    """Return the logits that a scheme must give, from the stock model alone; None where it is not written out here."""
+    stock = decoder(model_type)
+    if scheme == "rope" and family_for(model_type).rotary is not None:
+        own = copy.deepcopy(stock.config.rope_parameters)
+        for each in own.values() if all(isinstance(value, dict) for value in own.values()) else [own]:
+            each.update(hyperparameters(model_type, scheme))
+        return decoder(model_type, rope_parameters=own)(tokens(), use_cache=False).logits
+    if scheme not in ("alibi", "nope"):
+        return None
+    stock.set_attn_implementation("eager")
+    table = getattr(
+        stock.base_model, "wpe", getattr(getattr(stock.base_model, "decoder", None), "embed_positions", None)
+    )
+    if table is not None:
+        table.weight.zero_()
+    lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None]
+    bias = torch.zeros(1, LENGTH, LENGTH)
+    if scheme == "alibi":
+        slopes = torch.tensor(alibi_slopes(stock.config.num_attention_heads))
+        bias = -slopes[:, None, None] * lag.clamp(min=0)
+    mask = bias.masked_fill(lag < 0, torch.finfo(torch.float32).min)
+    window = getattr(stock.config, "sliding_window", None)
+    assert not window or window >= LENGTH, "the oracle's mask has no window"
+    ids, positions = tokens(), torch.arange(LENGTH)[None]
+    return without_rotation(stock)(ids, attention_mask=mask[None], position_ids=positions, use_cache=False).logits
+
+
+def hyperparameters(model_type, scheme):
+    if scheme == "rope" and family_for(model_type).slices_rotary:
+        # More than the one pair that a quarter of 8 dimensions is, whose angle is 1 for every base of frequencies.
+        return {**SCHEMES[scheme], "partial_rotary_factor": 0.5}
+    return SCHEMES[scheme]
+
+
+def tokens():
+    return torch.arange(3, 3 + LENGTH)[None]
+
+
+def check(model_type, scheme, tmp_path):
+    ids, model = tokens(), decoder(model_type)
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+    stock = copy.deepcopy(model.state_dict())
+    patch_model(model, scheme, seed=0, **hyperparameters(model_type, scheme))
+    randomize(model)
+    report = verify(model)
+    assert report.ok, report
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        assert relative(full, before) > 1e-3
+        if (expected := oracle(model_type, scheme)) is not None:
+            assert relative(expected, before) > 1e-3
+            assert relative(full, expected) <= EXACT
+        if scheme not in ("nope", "rope", "sinusoidal", "learned"):
+            for module in model.modules():
+                if "posenc_engine" in module.__dict__:
+                    module.posenc_engine = "chunked"
+            assert relative(model(ids, use_cache=False).logits, full) <= EXACT
+            for module in model.modules():
+                if "posenc_engine" in module.__dict__:
+                    module.posenc_engine = "auto"
+        cache = DynamicCache(config=model.config)
+        steps = [model(ids[:, :12], past_key_values=cache, use_cache=True).logits]
+        steps += [model(ids[:, n : n + 1], past_key_values=cache, use_cache=True).logits for n in range(12, LENGTH)]
+        assert relative(torch.cat(steps, 1), full) <= EXACT
+        padded = torch.nn.functional.pad(ids, (4, 0))
+        mask = torch.nn.functional.pad(torch.ones_like(ids), (4, 0))
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 4:]
+        assert relative(logits, full) <= EXACT
+        if model_type != "opt":  # which never hands its position ids to the mask, see test_situations.py
+            packed = torch.cat([ids[:, :8], ids[:, :12]], 1)
+            restarts = torch.cat([torch.arange(8), torch.arange(12)])[None]
+            logits = model(packed, position_ids=restarts, use_cache=False).logits
+            assert relative(logits[:, :8], full[:, :8]) <= EXACT
+            assert relative(logits[:, 8:], full[:, :12]) <= EXACT
+    model.train()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model.eval()
+    for owner in [module for module in model.modules() if isinstance(module, PositionModule)]:
+        assert all(p.grad is not None and p.grad.norm() > 0 for p in owner.parameters())
+    model.save_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert relative(loaded(ids, use_cache=False).logits, full) <= 1e-6  # experts lie elsewhere in memory
+    unpatch_model(model)
+    assert all(value.equal(stock[key]) for key, value in model.state_dict().items())
+    with torch.no_grad():
+        assert model(ids, use_cache=False).logits.equal(before)
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_a_type_carries_what_it_says(model_type, tmp_path):
+    """ALiBi everywhere, and the other schemes in turn."""
+    others = [scheme for scheme in SCHEMES if scheme != "alibi"]
+    for scheme in ("alibi", others[SERVED.index(model_type) % len(others)]):
+        check(model_type, scheme, tmp_path / scheme)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SERVED)
+def test_a_type_carries_every_scheme(model_type, tmp_path):
+    for scheme in SCHEMES:
+        check(model_type, scheme, tmp_path / scheme)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", SERVED)
+def test_the_pairs_that_a_type_turns(model_type):
+    """Seen from outside: one layer turns a query and a key that have one dimension each, in all pairs of dimensions."""
+    family = family_for(model_type)
+    if family.rotary is None or family.slices_rotary:
+        pytest.skip("it rotates nothing, or a part of each head, whose pairs are those of that part")
+    model = patch_model(decoder(model_type), "rope", partial_rotary_factor=0.5, rope_theta=10.0)
+    module = __import__(type(model).__mro__[2].__module__, fromlist=["apply_rotary_pos_emb"])
+    rotary = getattr(model.base_model, family.rotary)
+    types = getattr(model.config, "layer_types", None)
+    extra = (types[0],) if types and isinstance(model.config.rope_parameters.get(types[0]), dict) else ()
+    cos, sin = rotary(torch.empty(0), torch.tensor([[3]]), *extra)
+    turned = set()
+    for dimension in range(8):
+        one = torch.zeros(1, 1, 1, 8)
+        one[..., dimension] = 1.0
+        query, _ = module.apply_rotary_pos_emb(one, one, cos, sin)
+        touched = tuple(query.flatten().abs().gt(1e-6).nonzero().flatten().tolist())
+        if len(touched) == 2:
+            turned.add(touched)
+    expected = {(0, 1), (2, 3)} if family.pairs == "interleaved" else {(0, 4), (1, 5)}
+    assert turned == expected
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="in its own code"):
+        patch_model(decoder(model_type), "rope", layout="half" if family.pairs == "interleaved" else "interleaved")
+
+
+def test_every_scheme_is_here():
+    assert set(SCHEMES) == set(hf_posenc.available_schemes())
+
+
+def test_the_readme_counts_them():
+    assert f"{len(SERVED)} model types" in README.read_text(encoding="utf-8")
