@@ -16,8 +16,8 @@ from ..modes import evaluation
 from ..modules import Native
 from ..placement import select
 from ..registry import family_for
-from ..schemes.base import Dims, RotaryScheme, Scheme
-from ..schemes.rope import by_layer_type
+from ..schemes.base import Dims, RotaryScheme, Scheme, by_layer_type
+from ..schemes.rope import Rope
 from ..upstream.attention import SPLIT_HEADS, check_engine
 from ..upstream.rotary import PartialRotary, RotaryAttention, make_rotary, own_rotation, scaling_types
 from .undo import has_own_forward
@@ -122,24 +122,37 @@ class BaseModel:
 
     def is_own(self, scheme: Any) -> bool:
         """Return whether a fitted scheme is what the base does by itself where it rotates, in every respect."""
-        if self.found.rotary is None or scheme.rope_parameters() is None:
+        if self.found.rotary is None or (parameters := self.rope_parameters(scheme)) is None:
             return False
-        return bool(replace(scheme, layers=None, window=None) == self._with_base(type(scheme)()))
+        return parameters == self.rope_parameters(self._with_base(Rope()))
 
     def _with_base(self, scheme: RotaryScheme) -> RotaryScheme:
         length, pairs = self.config.max_position_embeddings, self.family.pairs
         return scheme.with_base(self.own_rotation(), length, scaling_types(), pairs)
 
     def rope_parameters(self, scheme: RotaryScheme) -> dict[str, Any] | None:
-        """Return a fitted scheme's `rope_parameters` as this base writes them: whole heads need no saying."""
+        """Return a fitted scheme's `rope_parameters` as this base writes them: whole heads need no saying.
+
+        Raises:
+            ValueError: if they name layer types that the base does not have.
+        """
         parameters = scheme.rope_parameters()
         if parameters is None:
             return None
         written = by_layer_type(self.own_rotation())
-        for kind, each in by_layer_type(parameters).items():
-            if each["partial_rotary_factor"] == 1.0 and "partial_rotary_factor" not in written[kind]:
+        given = {kind: dict(each) for kind, each in by_layer_type(parameters).items()}
+        if None in given and None not in written:
+            given = {kind: dict(given[None]) for kind in written}
+        if set(given) != set(written):
+            has = ", ".join(str(kind) for kind in written if kind is not None)
+            raise ValueError(
+                f"{scheme.name}: rope_parameters name the layer types {', '.join(map(str, given))}, this base has "
+                f"{has or 'none'}"
+            )
+        for kind, each in given.items():
+            if each.setdefault("partial_rotary_factor", 1.0) == 1.0 and "partial_rotary_factor" not in written[kind]:
                 del each["partial_rotary_factor"]
-        return parameters
+        return given[None] if None in given else given
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window that the base gives a layer, in tokens, or None."""

@@ -180,6 +180,17 @@ class EmbeddingScheme(Scheme):
         raise NotImplementedError(type(self).__name__)
 
 
+PROPORTIONAL = "proportional"
+"""The `rope_type` that turns a share of whole heads itself: its cosines are as many as dimensions."""
+
+
+def by_layer_type(parameters: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    """Return transformers' `rope_parameters` by layer type; where all layers share them, by None."""
+    if parameters and all(isinstance(value, dict) for value in parameters.values()):
+        return {**parameters}
+    return {None: parameters}
+
+
 class RotaryScheme(Scheme):
     """A scheme that turns pairs of dimensions of queries and keys by angles that depend on the position."""
 
@@ -195,8 +206,11 @@ class RotaryScheme(Scheme):
 
     @property
     def leaves_dimensions(self) -> bool:
-        """Whether it turns fewer dimensions than a head has, with frequencies of their own."""
-        return False
+        """Whether its `rope_parameters` turn a share of each head only; `proportional` turns the rest by 0."""
+        kinds = by_layer_type(self.rope_parameters() or {}).values()
+        return any(
+            each.get("partial_rotary_factor", 1.0) < 1 and each.get("rope_type") != PROPORTIONAL for each in kinds
+        )
 
     def check(self, dims: Dims) -> None:
         """Raise ValueError if the hyper-parameters do not fit these sizes."""
@@ -218,7 +232,11 @@ class RotaryScheme(Scheme):
         return self
 
     def rope_parameters(self) -> dict[str, Any] | None:
-        """Return transformers' `rope_parameters`, if transformers' own rotary modules are to make the angles."""
+        """Return transformers' `rope_parameters`, if transformers' own rotary modules are to make the angles.
+
+        One dict, or one by layer type. One is for all layers, also of a base that has several types. Without
+        `partial_rotary_factor` whole heads are turned.
+        """
         return None
 
     def build(self, dims: Dims) -> Rotation:
@@ -227,6 +245,7 @@ class RotaryScheme(Scheme):
 
 
 __all__ = [
+    "PROPORTIONAL",
     "Dims",
     "EmbeddingScheme",
     "Native",
@@ -241,6 +260,7 @@ __all__ = [
     "ScoreModule",
     "ScoreScheme",
     "Shared",
+    "by_layer_type",
     "compute_dtype",
     "geometric_frequencies",
     "init",

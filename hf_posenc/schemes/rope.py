@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from ..registry import register_scheme
-from .base import Dims, RotaryScheme, compute_dtype
+from .base import Dims, RotaryScheme, by_layer_type, compute_dtype
 
 _LENGTH = "original_max_position_embeddings"
 
 WITH_LENGTH = ("yarn", "longrope", "llama3")
 """The `rope_type` values of transformers that know the length which a model was trained for, and need it."""
-
-PROPORTIONAL = "proportional"
-"""The `rope_type` that turns a share of whole heads itself: its cosines are as many as dimensions."""
 
 _BESIDE = ("rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that are hyper-parameters of their own here."""
@@ -187,12 +184,6 @@ class Rope(RotaryScheme):
         value = getattr(self, field)
         return value.get(layer_type) if _names_types(field, value) else value
 
-    @property
-    def leaves_dimensions(self) -> bool:
-        """Whether the resolved scheme turns fewer dimensions than a head has; `proportional` turns the rest by 0."""
-        kinds = by_layer_type(self.rope_parameters()).values()
-        return any(each["partial_rotary_factor"] < 1 and each["rope_type"] != PROPORTIONAL for each in kinds)
-
     def scalings(self) -> list[dict[str, Any]]:
         """Return the scalings that were given, each as transformers' `rope_parameters`."""
         return [scaling for scaling in self._each("scaling") if scaling != "none"]
@@ -213,13 +204,6 @@ class Rope(RotaryScheme):
         scaling = self._of("scaling", layer_type)
         own = {"rope_type": "default"} if scaling == "none" else scaling
         return {**own, **{field: self._of(field, layer_type) for field in _BESIDE}}
-
-
-def by_layer_type(parameters: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Return transformers' `rope_parameters` by layer type; where all layers share them, by None."""
-    if parameters and all(isinstance(value, dict) for value in parameters.values()):
-        return {**parameters}
-    return {None: parameters}
 
 
 def _unused(scaling: Mapping[str, Any]) -> list[str]:

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..modules import Rotation
 from ..registry import family_for
-from ..schemes.base import Dims, Reference
-from ..schemes.rope import PROPORTIONAL, apply_rotary, by_layer_type
+from ..schemes.base import PROPORTIONAL, Dims, Reference, by_layer_type
+from ..schemes.rope import apply_rotary
 from .derived import revive, stock_class
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
