@@ -13,6 +13,10 @@ class UnsupportedModelError(HfPosencError, TypeError):
     """The model's architecture, or a setting of its config, cannot carry another position encoding."""
 
 
+class PluginError(HfPosencError, ImportError):
+    """Another package offers a scheme or a family by this name, and it cannot be had from there."""
+
+
 class AlreadyPatchedError(HfPosencError, RuntimeError):
     """The model already carries a scheme; unpatch it first."""
 

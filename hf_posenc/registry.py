@@ -1,13 +1,22 @@
 """The two registries: scheme names to scheme classes, model types to families.
 
 Both refuse duplicates, since the later of two registrations would otherwise change models that name the earlier one.
+
+Other packages offer schemes and families as entry points, in the groups `hf_posenc.schemes` and `hf_posenc.families`.
+An entry point is named after what it offers: the scheme's name, or one model type of the family. So names are known
+without importing anybody's code: `find_plugins` reads them once, when hf_posenc is imported, and the code behind a name
+is imported when the name is first used. A package that is broken breaks its own names, and nothing else.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import warnings
+from dataclasses import MISSING, fields
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .errors import UnknownSchemeError, UnsupportedModelError
+from .errors import PluginError, UnknownSchemeError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from .families.base import Family
@@ -15,36 +24,96 @@ if TYPE_CHECKING:
 
     SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
 
+SCHEMES, FAMILIES = "hf_posenc.schemes", "hf_posenc.families"
+"""Groups of entry points."""
+
 _SCHEMES: dict[str, type[Scheme]] = {}
 _FAMILIES: dict[str, Family] = {}
+_OFFERED: dict[tuple[str, str], tuple[EntryPoint, ...]] = {}
+"""Group and name -> the entry points of this name: one, or several of packages that are in each other's way."""
+
+RESERVED = ("base",)
+"""Names that checkpoints use for something else: a layer that keeps what the base has is marked `hf_posenc_base`."""
+
+
+def find_plugins() -> None:
+    """Read the names that installed packages offer; imports none of them.
+
+    Warns (UserWarning) of each name that hf_posenc has itself: nobody can replace that, so the offer is ignored.
+    """
+    offered = entry_points()
+    for group, own, what in ((SCHEMES, _SCHEMES, "scheme"), (FAMILIES, _FAMILIES, "model type")):
+        found: dict[str, list[EntryPoint]] = {}
+        for entry in offered.select(group=group):
+            if entry.name in own and (group, entry.name) not in _OFFERED:
+                warnings.warn(f"{_said(entry)} is ignored: hf_posenc has a {what} {entry.name!r} itself", stacklevel=2)
+            else:
+                found.setdefault(entry.name, []).append(entry)
+        _OFFERED.update({(group, name): tuple(entries) for name, entries in found.items()})
 
 
 def register_scheme(cls: SchemeClass) -> SchemeClass:
     """Class decorator: makes a scheme available under its class attribute `name`.
 
     Args:
-        cls: the scheme class.
+        cls: the scheme class, a frozen dataclass whose fields are keyword-only and have defaults.
 
     Returns:
         `cls`, unchanged.
 
     Raises:
-        ValueError: another class is registered under this name. Registering the same class again is allowed.
+        TypeError: it is no such class.
+        ValueError: its name is no identifier (parameters of checkpoints are named after it), or reserved, or that of
+            another class, registered or offered by an installed package. Registering the same class again is allowed.
     """
-    other = _SCHEMES.setdefault(cls.name, cls)
+    name = _checked_name(cls)
+    other = _SCHEMES.get(name, cls)
     if other is not cls:
-        raise ValueError(
-            f"scheme name {cls.name!r} of {_location(cls)} is taken by {_location(other)}; rename one of them"
-        )
+        raise ValueError(f"scheme name {name!r} of {_location(cls)} is taken by {_location(other)}; rename one of them")
+    for entry in _OFFERED.get((SCHEMES, name), ()):
+        if name not in _SCHEMES and _top(entry.module) != _top(cls.__module__):
+            raise ValueError(f"scheme name {name!r} of {_location(cls)} is taken by {_said(entry)}; rename one of them")
+    _SCHEMES[name] = cls
     return cls
 
 
+def _checked_name(cls: type[Scheme]) -> str:
+    name: Any = getattr(cls, "name", None)
+    if not isinstance(name, str):
+        raise TypeError(f"{_location(cls)} needs a class attribute `name: ClassVar[str]`, its name in checkpoints")
+    if not name.isidentifier() or name in RESERVED:
+        raise ValueError(
+            f"scheme name {name!r} of {_location(cls)} must be an identifier, and none of {', '.join(RESERVED)}: a "
+            "buffer of each layer is named after it"
+        )
+    frozen = getattr(cls.__dict__.get("__dataclass_params__"), "frozen", False)
+    if not frozen or any(not field.kw_only or _has_no_default(field) for field in fields(cls)):
+        raise TypeError(
+            f"{_location(cls)} must be a frozen dataclass whose fields are keyword-only and have defaults, since they "
+            "are what a checkpoint holds: put @register_scheme above @dataclass(frozen=True, kw_only=True)"
+        )
+    return name
+
+
+def _has_no_default(field: Any) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
 def scheme_class(name: str) -> type[Scheme]:
-    """The scheme class registered under `name`.
+    """The scheme class of a name; imports the package that offers it, if one does.
 
     Raises:
         UnknownSchemeError: no scheme has this name; the message lists those that exist.
+        PluginError: the package that offers it cannot be imported, or does not have it; or several packages offer it.
     """
+    if name not in _SCHEMES and (entry := _offer(SCHEMES, name)) is not None:
+        loaded = _load(entry)
+        if isinstance(loaded, type):
+            _register(entry, register_scheme, loaded)
+        elif not isinstance(loaded, ModuleType):
+            raise PluginError(f"{_said(entry)} must lead to a scheme class, or to a module that registers one")
+        if name not in _SCHEMES:
+            raise PluginError(f"{_said(entry)} registers no scheme of the name {name!r}, after which it is named")
     try:
         return _SCHEMES[name]
     except KeyError:
@@ -63,13 +132,13 @@ def check_registered(cls: type[Scheme]) -> None:
         taken = "" if known is None else f"; its name {name!r} is that of {_location(known)}, so it needs another"
         raise UnknownSchemeError(
             f"{_location(cls)} is not registered, so a model that is patched with it could not be loaded again: put "
-            f"@hf_posenc.registry.register_scheme on the class{taken}. Registered are {', '.join(available_schemes())}"
+            f"@hf_posenc.register_scheme on the class{taken}. Registered are {', '.join(available_schemes())}"
         )
 
 
 def available_schemes() -> tuple[str, ...]:
-    """The names of all registered schemes, sorted."""
-    return tuple(sorted(_SCHEMES))
+    """The names of all schemes, sorted: registered, or offered by an installed package."""
+    return tuple(sorted({*_SCHEMES, *_offered(SCHEMES)}))
 
 
 def register_family(family: Family) -> Family:
@@ -103,7 +172,16 @@ def family_for(model_type: str) -> Family:
 
     Raises:
         UnsupportedModelError: no family serves it; the message lists the model types that are served.
+        PluginError: the package that offers it cannot be imported, or does not have it; or several packages offer it.
     """
+    if model_type not in _FAMILIES and (entry := _offer(FAMILIES, model_type)) is not None:
+        loaded = _load(entry)
+        types = getattr(loaded, "model_types", None)
+        if not isinstance(types, tuple) or model_type not in types:
+            raise PluginError(f"{_said(entry)} must lead to a Family with {model_type!r} among its model_types")
+        if unnamed := set(types) - _offered(FAMILIES):  # whose model classes nobody would find
+            raise PluginError(f"{_said(entry)} serves {', '.join(sorted(unnamed))} too: give each an entry point")
+        _register(entry, register_family, loaded)
     try:
         return _FAMILIES[model_type]
     except KeyError:
@@ -113,9 +191,52 @@ def family_for(model_type: str) -> Family:
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """All model types that have a family, sorted."""
-    return tuple(sorted(_FAMILIES))
+    """All model types that have a family, sorted: registered, or offered by an installed package."""
+    return tuple(sorted({*_FAMILIES, *_offered(FAMILIES)}))
+
+
+def _offered(group: str) -> set[str]:
+    return {name for of, name in _OFFERED if of == group}
+
+
+def offer(model_type: str) -> str | None:
+    """What a message calls the package that offers a family for a model type; None where none does."""
+    return " and ".join(map(_said, _OFFERED.get((FAMILIES, model_type), ()))) or None
+
+
+def _offer(group: str, name: str) -> EntryPoint | None:
+    """The one entry point of a name, or None; PluginError where packages are in each other's way."""
+    entries = _OFFERED.get((group, name), ())
+    if len(entries) > 1:
+        raise PluginError(
+            f"{' and '.join(map(_said, entries))} offer the same name, which cannot mean both: uninstall one of them"
+        )
+    return entries[0] if entries else None
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except Exception as error:  # whatever somebody's code raises while it is imported
+        raise PluginError(f"{_said(entry)} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _register(entry: EntryPoint, register: Any, loaded: Any) -> None:
+    try:
+        register(loaded)
+    except (TypeError, ValueError) as error:
+        raise PluginError(f"{_said(entry)} cannot be registered: {error}") from error
+
+
+def _said(entry: EntryPoint) -> str:
+    """An entry point and the distribution that it belongs to, for messages."""
+    of = "an unknown distribution" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    return f"{entry.group} entry point {entry.name!r} = {entry.value!r} of {of}"
 
 
 def _location(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]

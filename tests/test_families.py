@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 
 import pytest
 import torch
@@ -191,6 +191,10 @@ def test_families_are_frozen_and_survive_copying():
             served.layers = "h"
 
 
+def scheme(title, name):
+    return dataclass(frozen=True, kw_only=True)(type(title, (), {"name": name}))
+
+
 class TestRegistry:
     """Both registries refuse duplicates and list the choices; each test works on empty ones."""
 
@@ -198,6 +202,7 @@ class TestRegistry:
     def empty(self, monkeypatch):
         monkeypatch.setattr(registry, "_FAMILIES", {})
         monkeypatch.setattr(registry, "_SCHEMES", {})
+        monkeypatch.setattr(registry, "_OFFERED", {})
 
     def test_a_model_type_has_one_adapter(self):
         first = registry.register_family(Family(model_types=("a", "b")))
@@ -212,7 +217,7 @@ class TestRegistry:
             registry.register_family(Family(model_types=()))
 
     def test_a_scheme_name_is_used_once(self):
-        first, second = type("First", (), {"name": "x"}), type("Second", (), {"name": "x"})
+        first, second = scheme("First", "x"), scheme("Second", "x")
         assert registry.register_scheme(first) is registry.register_scheme(first) is first
         with pytest.raises(ValueError, match=r"'x' of .*Second is taken by .*First"):
             registry.register_scheme(second)
@@ -220,7 +225,7 @@ class TestRegistry:
 
     def test_an_unknown_scheme_lists_the_choices(self):
         for name in ("b", "a"):
-            registry.register_scheme(type("S", (), {"name": name}))
+            registry.register_scheme(scheme("S", name))
         assert registry.available_schemes() == ("a", "b")
         with pytest.raises(UnknownSchemeError, match="unknown scheme 'c'; choose from a, b"):
             registry.scheme_class("c")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 
 import peft
 import pytest
@@ -17,7 +17,7 @@ from families import tiny, tokens
 from situations import randomize
 
 import hf_posenc
-from hf_posenc import available_schemes, patch_model
+from hf_posenc import available_schemes, patch_model, registry
 from hf_posenc.registry import scheme_class
 
 # -------------------------------------------------------------------------------------------------------- hyper-parameters
@@ -346,6 +346,23 @@ def _(folder):
         hf_posenc.export_stock(model, folder / str(count), num_positions=count, max_shard_size="20KB")
         assert transformers.GPT2Config.from_pretrained(folder / str(count)).n_positions == count
         assert len(list((folder / str(count)).glob("*.safetensors"))) > 1
+
+
+@shows("register_scheme", "cls")
+def _(folder):
+    alibi = scheme_class("alibi")
+    assert hf_posenc.register_scheme(alibi) is alibi
+    refuses(TypeError, hf_posenc.register_scheme, int)
+    refuses(ValueError, hf_posenc.register_scheme, dataclass(frozen=True)(type("Other", (), {"name": "alibi"})))
+
+
+@shows("register_family", "family")
+def _(folder):
+    served = registry.family_for("llama")
+    assert hf_posenc.register_family(served) is served
+    refuses(ValueError, hf_posenc.register_family, replace(served, layers="h"))
+    refuses(ValueError, hf_posenc.register_family, hf_posenc.Family(model_types=()))
+    refuses(hf_posenc.UnsupportedModelError, hf_posenc.register_family, hf_posenc.Family(model_types=("lama",)))
 
 
 ELSEWHERE = {

@@ -85,7 +85,7 @@ def test_an_instance_of_a_class_that_is_not_registered():
         kind: ClassVar = "none"
 
     for family in FAMILIES:
-        refused(tiny(family), Mine(), UnknownSchemeError, "Mine", "@hf_posenc.registry.register_scheme", "alibi")
+        refused(tiny(family), Mine(), UnknownSchemeError, "Mine", "@hf_posenc.register_scheme", "alibi")
         refused(
             tiny(family), MyAlibi(), UnknownSchemeError, "MyAlibi", "'alibi' is that of hf_posenc.schemes.alibi.Alibi"
         )

@@ -67,7 +67,9 @@ def _scheme(entry: dict[str, Any], source: str) -> Scheme:
     try:
         cls = scheme_class(entry["scheme"])
     except UnknownSchemeError as error:
-        raise UnknownSchemeError(f"hf_posenc: {source}: {error}") from None
+        raise UnknownSchemeError(
+            f"hf_posenc: {source}: {error}; a scheme of another package is found once that is installed or imported"
+        ) from None
     if missing := sorted({field.name for field in dataclasses.fields(cls)} - set(values)):
         raise CheckpointError(
             f"hf_posenc: {source} lacks {', '.join(missing)} of {entry['scheme']}: without it the model would not be "
