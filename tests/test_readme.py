@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_posenc import available_schemes
+from hf_posenc import available_schemes, registry
 from hf_posenc.registry import supported_model_types
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +23,8 @@ def blocks(page):
 def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
     """In order, on one page after the other: a later block may use what an earlier one made."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))  # a page may register schemes and families
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     found = blocks(page)
     assert found
     names = {"__name__": "__main__"}
