@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from . import (
     HfPosencError,
+    PluginError,
     __version__,
     analysis,
     available_schemes,
@@ -121,7 +122,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _schemes(options: argparse.Namespace) -> int:
     for name in available_schemes():
-        cls = scheme_class(name)
+        try:
+            cls = scheme_class(name)
+        except PluginError as error:  # of another package, which is not to hide the others
+            print(f"{name}\n    cannot be used: {error}")
+            continue
         print(f"{cls()}\n    {(cls.__doc__ or '').strip().splitlines()[0]}")
     return 0
 

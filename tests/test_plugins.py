@@ -12,6 +12,7 @@ import transformers
 from families import tiny
 
 from hf_posenc import PluginError, UnknownSchemeError, UnsupportedModelError, available_schemes, classes, registry
+from hf_posenc.cli import main
 from hf_posenc.registry import FAMILIES, SCHEMES, family_for, scheme_class, supported_model_types
 
 ROOT = Path(__file__).parents[1]
@@ -216,6 +217,15 @@ def test_a_broken_scheme_breaks_its_own_name_only(offers, name, value, said):
     assert scheme_class("alibi")
     with pytest.raises(UnknownSchemeError, match=r"choose from alibi, .*fine"):
         scheme_class("nobody")
+
+
+def test_the_command_lists_the_others_beside_a_broken_one(offers, capsys):
+    offers((SCHEMES, "gone", "no_such_module:Gone", "broken-package"), (SCHEMES, "fine", "offered:Fine", "one"))
+    assert main(["schemes"]) == 0
+    lines = capsys.readouterr().out
+    assert "gone\n    cannot be used: hf_posenc.schemes entry point 'gone'" in lines
+    assert "fine()" in lines
+    assert "alibi(" in lines
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from hf_posenc import (
     RotaryScheme,
     Rotation,
     UnsupportedModelError,
+    analysis,
     export_stock,
     from_pretrained,
     lora_config,
@@ -334,6 +335,14 @@ def test_parameters_of_transformers_are_enough(family, tmp_path):
     if family not in ("gpt2", "opt"):
         export_stock(model, tmp_path / "stock")
         assert full(type(base(family)).from_pretrained(tmp_path / "stock"), ids).equal(expected)
+
+
+def test_the_analysis_reads_its_frequencies():
+    expected = [1.0, 0.75, 0.5, 0.25]
+    model = patch_model(base("gpt2"), Linear(trainable=True))
+    dims = hf_posenc.Dims(num_heads=4, num_key_value_heads=4, head_dim=8, hidden_size=32, num_layers=2)
+    for (found,) in (analysis.frequencies(Linear(), dims=dims), analysis.frequencies(model)):
+        torch.testing.assert_close(found.frequencies.double(), torch.tensor(expected, dtype=torch.float64))
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -200,10 +201,10 @@ def rotations(rotary: nn.Module, positions: Tensor, layer_type: str | None = Non
     Returns:
         cosines and sines (T, pairs), float64, times the module's attention factor.
     """
-    buffer = next(rotary.buffers())
-    like = torch.empty(0, dtype=torch.float32, device=buffer.device)
+    own = next(itertools.chain(rotary.buffers(), rotary.parameters()), positions)
+    like = torch.empty(0, dtype=torch.float32, device=own.device)
     extra = () if layer_type is None else (layer_type,)
-    cos, sin = rotary(like, positions[None].to(buffer.device), *extra)
+    cos, sin = rotary(like, positions[None].to(own.device), *extra)
     pairs = cos.shape[-1] // 2
     return cos[0, :, :pairs].double().cpu(), sin[0, :, :pairs].double().cpu()
 
