@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from . import files
 from .api import parse_schemes, patch_model
-from .errors import CheckpointError, HfPosencError, UnsupportedModelError
+from .errors import CheckpointError, HfPosencError
 from .model_types.entry import ENTRY, check_version, named_schemes, schemes_of_config
 from .model_types.model import model_class
 from .modules import WithoutPositions
@@ -134,12 +134,7 @@ def _architecture(raw: dict[str, Any]) -> str:
 def _saved_class(raw: dict[str, Any]) -> type[PreTrainedModel]:
     """Return our class that a patched checkpoint's config names; runs nothing of the checkpoint."""
     base = str(raw["model_type"]).removeprefix("posenc_")
-    try:
-        family_for(base)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"hf_posenc: {error}; a family of another package is found once that is installed or imported"
-        ) from None
+    family_for(base)
     name = _architecture(raw)
     stock = _stock_model(base, name.removeprefix("PosEnc"))
     if not name.startswith("PosEnc") or stock is None:

@@ -14,18 +14,25 @@ from .errors import PluginError, UnsupportedModelError
 from .families.base import Family
 from .model_types.config import config_class, heads_of
 from .model_types.model import model_class
-from .registry import supported_model_types
 
 
 def __getattr__(name: str) -> Any:
-    """Find the class `PosEnc<Stock>` of a supported family: checkpoints and pickles name it."""
+    """Find the class `PosEnc<Stock>` of a supported family: checkpoints and pickles name it.
+
+    Raises:
+        UnsupportedModelError: for a class of transformers whose model type no family serves; the file beside a
+            checkpoint that `trust_remote_code=True` runs asks for it.
+        PluginError: if the package that offers the family cannot be imported.
+        AttributeError: for any other name.
+    """
     stock = getattr(transformers, name.removeprefix("PosEnc"), None) if name.startswith("PosEnc") else None
-    if isinstance(stock, type) and issubclass(stock, PreTrainedConfig) and stock.model_type in supported_model_types():
-        return config_class(stock)
-    if isinstance(stock, type) and issubclass(stock, PreTrainedModel):
-        if getattr(stock.config_class, "model_type", None) in supported_model_types():
-            return model_class(stock)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    is_config = isinstance(stock, type) and issubclass(stock, PreTrainedConfig)
+    is_model = isinstance(stock, type) and issubclass(stock, PreTrainedModel)
+    config: Any = stock if is_config else getattr(stock, "config_class", None) if is_model else None
+    if not getattr(config, "model_type", None):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    registry.family_for(config.model_type)
+    return config_class(stock) if is_config else model_class(stock)
 
 
 def register_family(family: Family) -> Family:

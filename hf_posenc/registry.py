@@ -37,7 +37,7 @@ RESERVED = ("base",)
 
 
 def find_plugins() -> None:
-    """Read the names that installed packages offer; imports none of them.
+    """Read the names that installed packages offer; imports none of them. Takes a few milliseconds.
 
     Warns (UserWarning) of each name that hf_posenc has itself: nobody can replace that, so the offer is ignored.
     """
@@ -186,7 +186,8 @@ def family_for(model_type: str) -> Family:
         return _FAMILIES[model_type]
     except KeyError:
         raise UnsupportedModelError(
-            f"model type {model_type!r} is not supported; choose from {', '.join(supported_model_types())}"
+            f"model type {model_type!r} is not supported; choose from {', '.join(supported_model_types())}, or install "
+            "or import the package that brings its family"
         ) from None
 
 

@@ -115,6 +115,10 @@ def test_without_the_package_the_error_says_what_is_missing(saved):
         AutoModelForCausalLM.from_pretrained(folder)
     except ValueError as error:
         print("\\nSAID", ascii(str(error)))
+    try:
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    except UnsupportedModelError as error:
+        print("\\nSAID", error)
     register_family(Family(model_types=("arcee",)))  # by hand, after the import
     for load in (hf_posenc.from_pretrained, AutoModelForCausalLM.from_pretrained):
         try:
@@ -122,9 +126,10 @@ def test_without_the_package_the_error_says_what_is_missing(saved):
         except UnknownSchemeError as error:
             print("\\nSAID", error)
     """
-    family, auto, *scheme = [line for line in python(code).splitlines() if line.startswith("SAID")]
+    family, auto, trusted, *scheme = [line for line in python(code).splitlines() if line.startswith("SAID")]
     assert "model type 'arcee' is not supported; choose from gemma" in family
-    assert "once that is installed" in family
+    assert "or install or import the package that brings its family" in family
+    assert trusted == family
     assert "custom code" in auto  # transformers knows no posenc_arcee, and says what it has to say to that
     assert len(scheme) == 2
     for said in scheme:
@@ -283,6 +288,13 @@ def test_a_model_type_that_transformers_lacks_is_a_warning(offers):
     offers((FAMILIES, "lama", "offered:ROW", "one"))
     with pytest.warns(UserWarning, match=r"'lama' = .* of one 7.0 cannot be used: transformers .* no such model type"):
         classes.register_auto()
+
+
+def test_names_of_classes_that_are_none():
+    with pytest.raises(AttributeError, match="PosEncNothing"):
+        classes.PosEncNothing  # noqa: B018
+    with pytest.raises(UnsupportedModelError, match="model type 'bert' is not supported"):
+        classes.PosEncBertModel  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["base", "two words", "dotted.name", ""])
