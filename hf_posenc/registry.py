@@ -64,11 +64,12 @@ def register_scheme(cls: SchemeClass) -> SchemeClass:
     Raises:
         TypeError: it is no such class.
         ValueError: its name is no identifier (parameters of checkpoints are named after it), or reserved, or that of
-            another class, registered or offered by an installed package. Registering the same class again is allowed.
+            another class, registered or offered by an installed package. Registering the same class again is allowed,
+            also one that was defined anew, as by a cell of a notebook that ran twice: it takes the other's place.
     """
     name = _checked_name(cls)
     other = _SCHEMES.get(name, cls)
-    if other is not cls:
+    if other is not cls and (_location(other) != _location(cls) or "<locals>" in cls.__qualname__):
         raise ValueError(f"scheme name {name!r} of {_location(cls)} is taken by {_location(other)}; rename one of them")
     for entry in _OFFERED.get((SCHEMES, name), ()):
         if name not in _SCHEMES and _top(entry.module) != _top(cls.__module__):

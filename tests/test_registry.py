@@ -97,6 +97,26 @@ def test_a_new_scheme_is_available_at_once(own_registry):
     assert scheme_class("another") is cls
 
 
+def test_a_cell_that_runs_again_replaces_its_own_class_only(own_registry):
+    source = """
+@register_scheme
+@dataclass(frozen=True, kw_only=True)
+class Cell(Scheme):
+    name: ClassVar[str] = "cell"
+    size: int = SIZE
+"""
+    names = {"__name__": "notebook", **{each.__name__: each for each in (register_scheme, dataclass, Scheme)}}
+    for size in (1, 2):
+        exec(source, {**names, "ClassVar": ClassVar, "SIZE": size})
+        assert scheme_class("cell")().size == size
+    with pytest.raises(ValueError, match=r"'cell' of elsewhere.Cell is taken by notebook.Cell"):
+        exec(source, {**names, "ClassVar": ClassVar, "SIZE": 3, "__name__": "elsewhere"})
+    one, other = scheme_named("local"), scheme_named("local")
+    register_scheme(one)
+    with pytest.raises(ValueError, match="rename one of them"):  # two classes that a function made are two
+        register_scheme(other)
+
+
 def test_names_are_sorted_and_an_unknown_one_gets_them_all():
     assert list(available_schemes()) == sorted(available_schemes())
     assert set(available_schemes()) >= {
