@@ -20,7 +20,7 @@ PLUGIN = ROOT / "tests" / "plugin"
 
 PREPARE = """
 import warnings, torch
-from transformers import ArceeConfig, ArceeForCausalLM, AutoModelForCausalLM
+from transformers import HyperCLOVAXConfig, HyperCLOVAXForCausalLM, AutoModelForCausalLM
 warnings.simplefilter("error")
 tokens = torch.randint(97, (2, 20), generator=torch.Generator().manual_seed(0))
 """
@@ -63,8 +63,8 @@ def saved(installed, tmp_path_factory):
     assert "posenc_example" not in sys.modules  # names are known before anything is imported
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    config = ArceeConfig(vocab_size=97, num_key_value_heads=2, initializer_range=0.2, **sizes)
-    model = hf_posenc.patch_model(ArceeForCausalLM(config), "root_penalty", start=0.25)
+    config = HyperCLOVAXConfig(vocab_size=97, num_key_value_heads=2, initializer_range=0.2, **sizes)
+    model = hf_posenc.patch_model(HyperCLOVAXForCausalLM(config), "root_penalty", start=0.25)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model.model.layers[0].self_attn.posenc.slopes.detach().clone()
     model(tokens, labels=tokens).loss.backward()
@@ -73,7 +73,7 @@ def saved(installed, tmp_path_factory):
     model.eval()
     assert hf_posenc.verify(model), hf_posenc.verify(model)
     assert hf_posenc.which_engine(model, 4096).engine == "toeplitz"
-    model.save_pretrained({str(folder / "arcee")!r})
+    model.save_pretrained({str(folder / "hyperclovax")!r})
     torch.save(model(tokens).logits.detach(), {str(folder / "logits")!r})
     """
     python(code, installed)
@@ -93,11 +93,11 @@ def saved(installed, tmp_path_factory):
 def test_a_new_process_loads_what_was_saved(installed, saved, loading):
     code = f"""
     {loading}
-    model = load({str(saved / "arcee")!r})
-    assert type(model).__name__ == "PosEncArceeForCausalLM"
+    model = load({str(saved / "hyperclovax")!r})
+    assert type(model).__name__ == "PosEncHyperCLOVAXForCausalLM"
     assert torch.equal(model(tokens).logits, torch.load({str(saved / "logits")!r}))
     import hf_posenc
-    print(hf_posenc.inspect({str(saved / "arcee")!r}))
+    print(hf_posenc.inspect({str(saved / "hyperclovax")!r}))
     """
     assert "root_penalty(start=0.25)" in python(code, installed)
 
@@ -106,7 +106,7 @@ def test_without_the_package_the_error_says_what_is_missing(saved):
     code = f"""
     import hf_posenc
     from hf_posenc import Family, UnknownSchemeError, UnsupportedModelError, register_family
-    folder = {str(saved / "arcee")!r}
+    folder = {str(saved / "hyperclovax")!r}
     try:
         hf_posenc.from_pretrained(folder)
     except UnsupportedModelError as error:
@@ -119,7 +119,7 @@ def test_without_the_package_the_error_says_what_is_missing(saved):
         AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     except UnsupportedModelError as error:
         print("\\nSAID", error)
-    register_family(Family(model_types=("arcee",)))  # by hand, after the import
+    register_family(Family(model_types=("hyperclovax",)))  # by hand, after the import
     for load in (hf_posenc.from_pretrained, AutoModelForCausalLM.from_pretrained):
         try:
             load(folder)
@@ -127,10 +127,10 @@ def test_without_the_package_the_error_says_what_is_missing(saved):
             print("\\nSAID", error)
     """
     family, auto, trusted, *scheme = [line for line in python(code).splitlines() if line.startswith("SAID")]
-    assert "model type 'arcee' is not supported; choose from gemma" in family
+    assert "model type 'hyperclovax' is not supported; choose from apertus" in family
     assert "or install or import the package that brings its family" in family
     assert trusted == family
-    assert "custom code" in auto  # transformers knows no posenc_arcee, and says what it has to say to that
+    assert "custom code" in auto  # transformers knows no posenc_hyperclovax, and says what it has to say to that
     assert len(scheme) == 2
     for said in scheme:
         assert "unknown scheme 'root_penalty'; choose from alibi" in said
@@ -177,8 +177,8 @@ def offers(monkeypatch, tmp_path):
             class Loose(Scheme):
                 name = "loose"
 
-            ROW = Family(model_types=("arcee",))
-            TWO = Family(model_types=("arcee", "helium"))
+            ROW = Family(model_types=("hyperclovax",))
+            TWO = Family(model_types=("hyperclovax", "exaone4"))
             number = 3
             """
         ),
@@ -237,29 +237,29 @@ def test_the_command_lists_the_others_beside_a_broken_one(offers, capsys):
     ("value", "said"),
     [
         ("no_such_module:ROW", "cannot be loaded: ModuleNotFoundError"),
-        ("offered:number", "must lead to a Family with 'arcee' among its model_types"),
-        ("offered:TWO", "serves helium too: give each an entry point"),
+        ("offered:number", "must lead to a Family with 'hyperclovax' among its model_types"),
+        ("offered:TWO", "serves exaone4 too: give each an entry point"),
     ],
 )
 def test_a_broken_family_breaks_its_own_name_only(offers, value, said):
-    offers((FAMILIES, "arcee", value, "broken-package"))
+    offers((FAMILIES, "hyperclovax", value, "broken-package"))
     classes.register_auto()  # as the import does: nothing is loaded, so nothing can fail
-    with pytest.raises(PluginError, match=rf"'arcee' = '{value}' of broken-package 7.0 {said}"):
-        family_for("arcee")
+    with pytest.raises(PluginError, match=rf"'hyperclovax' = '{value}' of broken-package 7.0 {said}"):
+        family_for("hyperclovax")
     assert family_for("llama")
-    with pytest.raises(UnsupportedModelError, match="choose from arcee, gemma"):
+    with pytest.raises(UnsupportedModelError, match=r"choose from apertus, .*hyperclovax"):
         family_for("nobody")
 
 
 def test_a_family_of_two_model_types_has_two_entry_points(offers):
-    offers((FAMILIES, "arcee", "offered:TWO", "one"), (FAMILIES, "helium", "offered:TWO", "one"))
-    assert {"arcee", "helium"} <= set(supported_model_types())
-    assert family_for("helium") is family_for("arcee")
+    offers((FAMILIES, "hyperclovax", "offered:TWO", "one"), (FAMILIES, "exaone4", "offered:TWO", "one"))
+    assert {"hyperclovax", "exaone4"} <= set(supported_model_types())
+    assert family_for("exaone4") is family_for("hyperclovax")
 
 
 @pytest.mark.parametrize("group", [SCHEMES, FAMILIES])
 def test_a_name_of_two_packages_is_nobodys(offers, group):
-    name, value = ("fine", "offered:Fine") if group == SCHEMES else ("arcee", "offered:ROW")
+    name, value = ("fine", "offered:Fine") if group == SCHEMES else ("hyperclovax", "offered:ROW")
     offers((group, name, value, "one"), (group, name, value, "two"))
     with pytest.raises(PluginError, match=r"of one 7.0 and .* of two 7.0 offer the same name"):
         (scheme_class if group == SCHEMES else family_for)(name)
@@ -309,8 +309,8 @@ def test_a_name_that_no_buffer_could_have_is_refused(offers, name):
 
 def test_the_examples_model_type_is_served_by_nobody_else():
     """Or the test of the package from outside would test a family of this one."""
-    assert "arcee" not in supported_model_types()
-    assert "arcee" in transformers.CONFIG_MAPPING
+    assert "hyperclovax" not in supported_model_types()
+    assert "hyperclovax" in transformers.CONFIG_MAPPING
     with pytest.raises(UnsupportedModelError):
-        family_for("arcee")
+        family_for("hyperclovax")
     assert tiny("llama").config.model_type in supported_model_types()

@@ -10,7 +10,7 @@ from transformers import initialization as init
 from hf_posenc import Bias, Dims, Family, ScoreModule, ScoreScheme, register_scheme
 
 # A rotary decoder whose names are all LLaMA's, as the fields of a Family have them by default.
-ARCEE = Family(model_types=("arcee",))
+CLOVAX = Family(model_types=("hyperclovax",))
 
 
 @register_scheme
