@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 from .call import Call
 from .engines.dispatch import Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
-from .model_types.config import config_class
+from .families.base import base_model_type
+from .model_types.config import config_class, register_models
 from .model_types.entry import entry_of
 from .model_types.model import PosEncMixin, lacks_loss_type, model_class
 from .modules import PositionEmbedding, PositionModule, Shared
 from .patching.layers import MARKER
 from .patching.place import operate, seeded
-from .patching.plan import BaseModel, base_model_type, check_class_undone, check_forwards, make_plan
+from .patching.plan import BaseModel, check_class_undone, check_forwards, make_plan
 from .patching.state import Patch, patch_of, without_adapter
 from .patching.undo import Undo, set_attribute, set_class
 from .patching.wrappers import check_in_place, check_unwrapped
@@ -166,6 +167,7 @@ def _rename(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> No
     """Give model and config our own types, so that what they save cannot be taken for a stock checkpoint."""
     config = model.config
     set_class(undo, config, config_class(type(config)))
+    register_models(type(config))
     set_attribute(undo, config, "position_encoding", entry_of(schemes))
     for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
         set_class(undo, module, model_class(type(module)))

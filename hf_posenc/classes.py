@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import peft.utils.constants
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from . import registry
-from .errors import PluginError, UnsupportedModelError
+from .errors import UnsupportedModelError
 from .families.base import Family
-from .model_types.config import config_class, heads_of
+from .model_types.config import config_class, register_config
 from .model_types.model import model_class
 
 
@@ -56,41 +54,5 @@ def register_family(family: Family) -> Family:
             )
     registry.register_family(family)
     for model_type in family.model_types:
-        _register_classes(model_type)
+        register_config(model_type)
     return family
-
-
-def register_auto() -> None:
-    """Make the Auto classes find our class of every head of every family, and PEFT its target modules.
-
-    Families of other packages are among them, and none of their code runs: an entry point is named after a model type,
-    and our classes are made of the stock ones. That is why it is done at import and not when a checkpoint is loaded:
-    the Auto classes have no place where they would ask. A model type that cannot be served is a warning (UserWarning)
-    that names the package; without it everything else works.
-    """
-    for model_type in registry.supported_model_types():
-        offer = registry.offer(model_type)
-        if offer is None and model_type not in CONFIG_MAPPING:
-            continue  # newer than the installed transformers
-        try:
-            if model_type not in CONFIG_MAPPING:
-                raise UnsupportedModelError(f"transformers {transformers.__version__} has no such model type")
-            _register_classes(model_type)
-        except (UnsupportedModelError, PluginError) as error:
-            if offer is None:
-                raise
-            warnings.warn(f"{offer} cannot be used: {error}", stacklevel=2)
-
-
-def _register_classes(model_type: str) -> None:
-    stock = CONFIG_MAPPING[model_type]
-    if stock.sub_configs and set(stock.sub_configs) & set(registry.family_for(model_type).refuse):
-        return  # multimodal; has a family only so that a user is told why it is refused
-    config = config_class(stock)
-    for auto, name in heads_of(config).items():
-        model = getattr(transformers, name)
-        if model.config_class is stock:  # Gemma 3's own heads are of its multimodal config
-            getattr(transformers, auto).register(config, model_class(model), exist_ok=True)
-    for name, table in vars(peft.utils.constants).items():
-        if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict) and model_type in table:
-            table.setdefault(f"posenc_{model_type}", table[model_type])

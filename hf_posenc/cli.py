@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+from .version import VERSION
 
-from . import (
-    HfPosencError,
-    PluginError,
-    __version__,
-    analysis,
-    available_schemes,
-    describe,
-    from_pretrained,
-    hub,
-    inspect,
-    verify,
-)
-from .analysis import plots, probe
-from .api import parse_schemes
-from .evaluation import measure_context
-from .evaluation.context import stride_of
-from .registry import scheme_class
+PLOTS = ("vectors", "similarity", "decay", "biases", "wavelengths", "attention", "order", "precision")
+"""What `plot` draws."""
+
+LENGTH = 128
+"""Tokens that `plot` shows."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,9 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    logging.set_verbosity_error()
+    from . import commands  # which imports torch: --help does without
+    from .errors import HfPosencError
+
     try:
-        return int(options.run(options))
+        return int(getattr(commands, options.run)(options))
     except KeyboardInterrupt:
         print(f"\nhf-posenc {options.command}: interrupted", file=sys.stderr)
         return 130
@@ -61,30 +45,30 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-posenc", description="Replace the position encoding of Hugging Face causal language models."
     )
-    parser.add_argument("--version", action="version", version=f"hf_posenc {__version__}")
+    parser.add_argument("--version", action="version", version=f"hf_posenc {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     command = commands.add_parser("schemes", help="list the schemes and their hyper-parameters")
-    command.set_defaults(run=_schemes)
+    command.set_defaults(run="list_schemes")
 
     command = commands.add_parser("inspect", help="say what a checkpoint is, without reading its weights")
     command.add_argument("checkpoint", help="directory or Hub id")
     command.add_argument("--revision", help="branch, tag or commit of a checkpoint on the Hub")
-    command.set_defaults(run=_inspect)
+    command.set_defaults(run="inspect_checkpoint")
 
     command = commands.add_parser("verify", help="load a patched checkpoint and ask every layer for its positions")
     command.add_argument("checkpoint", help="directory or Hub id")
-    command.set_defaults(run=_verify)
+    command.set_defaults(run="verify_checkpoint")
 
     command = commands.add_parser("patch", help="patch a stock checkpoint and save it")
     command.add_argument("checkpoint", help="directory or Hub id of a stock checkpoint")
-    command.add_argument("scheme", help=f"one of {', '.join(available_schemes())}")
+    command.add_argument("scheme", help="its name: hf-posenc schemes lists them")
     command.add_argument("output", type=Path, help="directory that does not exist yet")
     command.add_argument("--seed", type=int, help="for parameters that start at random")
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a hyper-parameter, e.g. max_distance=64"
     )
-    command.set_defaults(run=_patch)
+    command.set_defaults(run="patch_checkpoint")
 
     command = commands.add_parser("evaluate", help="measure both perplexities of a checkpoint on a text")
     command.add_argument("checkpoint", help="directory or Hub id, with its tokenizer")
@@ -93,11 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--stride", type=int, help="between sliding windows; by default a quarter of each length")
     command.add_argument("--device", default="cpu", help="for instance cuda")
     command.add_argument("--json", type=Path, help="file for every number, loss by position included")
-    command.set_defaults(run=_evaluate)
+    command.set_defaults(run="evaluate_checkpoint")
 
     command = commands.add_parser("plot", help="draw what schemes or models do with positions (needs matplotlib)")
     command.add_argument("kind", choices=PLOTS, metavar="KIND", help=f"one of {', '.join(PLOTS)}")
-    command.add_argument("output", type=Path, help=f"picture to write: {', '.join(plots.FORMATS)} by its suffix")
+    command.add_argument("output", type=Path, help="picture to write: png, svg or pdf by its suffix")
     command.add_argument("sources", nargs="+", metavar="SOURCE", help="scheme, checkpoint directory or Hub id")
     command.add_argument("--length", type=int, help=f"tokens: positions or distances to show (default {LENGTH})")
     command.add_argument("--trained-length", type=int, help="of a scheme's base, 512 by default; of wavelengths")
@@ -107,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a hyper-parameter of the schemes named"
     )
-    command.set_defaults(run=_plot)
+    command.set_defaults(run="draw", shown=LENGTH)
 
     command = commands.add_parser("push", help="upload a patched checkpoint to the Hub, in one commit")
     command.add_argument("directory", type=Path)
@@ -116,261 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--revision", help="branch; made if it does not exist")
     command.add_argument("--token", help="access token; by default the one that is stored")
     command.add_argument("--message", help="title of the commit")
-    command.set_defaults(run=_push)
+    command.set_defaults(run="push_checkpoint")
     return parser
-
-
-def _schemes(options: argparse.Namespace) -> int:
-    for name in available_schemes():
-        try:
-            cls = scheme_class(name)
-        except PluginError as error:  # of another package, which is not to hide the others
-            print(f"{name}\n    cannot be used: {error}")
-            continue
-        print(f"{cls()}\n    {(cls.__doc__ or '').strip().splitlines()[0]}")
-    return 0
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    checkpoint = hub.checkpoint_name(options.checkpoint)
-    if options.revision and os.path.isdir(checkpoint):
-        raise ValueError(f"--revision is of a checkpoint on the Hub, and {checkpoint} is a folder: leave it out")
-    found = inspect(checkpoint, **({"revision": options.revision} if options.revision else {}))
-    print(found)
-    return 0 if found.problem is None else 1
-
-
-def _verify(options: argparse.Namespace) -> int:
-    model = from_pretrained(hub.checkpoint_name(options.checkpoint))
-    print(describe(model))
-    report = verify(model)
-    print(report)
-    return 0 if report.ok else 1
-
-
-def _patch(options: argparse.Namespace) -> int:
-    if options.output.exists():
-        raise FileExistsError(f"{options.output} exists already")
-    scheme = parse_schemes(options.scheme, _settings(options))  # only what is the scheme's own, before anything is read
-    checkpoint = hub.checkpoint_name(options.checkpoint)
-    model = from_pretrained(checkpoint, scheme=scheme, seed=options.seed)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError):  # a checkpoint without one
-        tokenizer = None
-    model.save_pretrained(options.output, tokenizer=tokenizer)
-    print(describe(model))
-    print(f"saved in {options.output}" + ("" if tokenizer else ", without a tokenizer: the checkpoint has none"))
-    return 0
-
-
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what `--set` says, by name."""
-    found: dict[str, Any] = {}
-    for text in options.set:
-        name, value = _setting(text)
-        if name in found:
-            raise ValueError(f"--set says {name} twice")
-        found[name] = value
-    return found
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise ValueError(f"--set takes NAME=VALUE, not {text!r}")
-    try:
-        return name, ast.literal_eval(value)
-    except (SyntaxError, ValueError):
-        return name, value  # a word, e.g. layout=split
-
-
-def _evaluate(options: argparse.Namespace) -> int:
-    """Measure length by length: each row is printed when it is there."""
-    for length in options.lengths:
-        stride_of(length, options.stride)
-    if options.json and not options.json.parent.is_dir():
-        raise FileNotFoundError(f"--json {options.json}: there is no folder {options.json.parent}")
-    device = _device(options.device)
-    texts = [_read(path) for path in options.text]
-    checkpoint = hub.checkpoint_name(options.checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint).to(device)
-    documents = [torch.tensor(tokenizer(text, verbose=False).input_ids, dtype=torch.long) for text in texts]
-    total = sum(len(document) for document in documents)
-    print(f"measuring {total:,} tokens on {device}; every length reads all of them", file=sys.stderr, flush=True)
-    print(f"{'context':>10} {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}", flush=True)
-    rows = []
-    for length in options.lengths:
-        (row,) = measure_context(
-            model,
-            documents,
-            lengths=[length],
-            stride=options.stride,
-            byte_counts=[len(text.encode()) for text in texts],
-            progress=sys.stderr.isatty(),
-        )
-        sliding, fresh = row.sliding.perplexity, row.non_overlapping.perplexity
-        print(f"{row.length:>10} {sliding:>16.3f} {fresh:>16.3f} {row.bits_per_byte:>14.3f}", flush=True)
-        rows.append(row.to_dict())
-    if options.json:
-        staged = options.json.with_name(options.json.name + ".partial")
-        staged.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-        os.replace(staged, options.json)
-    return 0
-
-
-def _read(path: Path) -> str:
-    """Return a text file's content; the error names the file."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {path}") from None
-    except (IsADirectoryError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not readable as UTF-8 text: {error}") from None
-
-
-def _device(name: str) -> torch.device:
-    """Return the device, after trying it; ValueError in one line where it cannot be used."""
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device).cpu()
-    except (AssertionError, NotImplementedError, RuntimeError) as error:  # what torch raises, by device and build
-        raise ValueError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
-    return device
-
-
-LENGTH = 128
-"""Tokens that `plot` shows."""
-
-READ = {
-    "vectors": (("length", "trained_length", "set"), ("length",)),
-    "similarity": (("length", "trained_length", "set"), ("length",)),
-    "decay": (("length", "trained_length", "set"), ("length", "text")),
-    "biases": (("length", "trained_length", "set"), ("length", "text")),
-    "wavelengths": (("trained_length", "set"), ("trained_length",)),
-    "precision": (("length", "set"), ()),
-    "attention": ((), ("length", "text")),
-    "order": ((), ("length", "text")),
-}
-"""Options that each kind of plot reads for a scheme, and for a checkpoint."""
-
-
-PLOTS = ("vectors", "similarity", "decay", "biases", "wavelengths", "attention", "order", "precision")
-"""What `plot` draws."""
-
-
-def _plot(options: argparse.Namespace) -> int:
-    """Compute, write the numbers, then draw: without matplotlib the numbers are there."""
-    several = options.kind in ("decay", "wavelengths", "order")
-    if len(options.sources) > 1 and not several:
-        raise ValueError(f"{options.kind} is drawn of one scheme or model, not of {len(options.sources)}")
-    if len(set(options.sources)) < len(options.sources):
-        raise ValueError("a scheme or model was named twice")
-    read = {name for source in options.sources for name in READ[options.kind][source not in available_schemes()]}
-    for name in ("length", "trained_length", "text", "set"):
-        if getattr(options, name) not in (None, []) and name not in read:
-            what = " and ".join(options.sources)
-            raise ValueError(f"--{name.replace('_', '-')} changes nothing in {options.kind} of {what}: leave it out")
-    if options.length is None:
-        options.length = LENGTH
-    for path in filter(None, (options.output, options.numbers)):
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
-    if options.output.suffix.lower().removeprefix(".") not in plots.FORMATS:
-        raise ValueError(f"a figure is saved as {', '.join(plots.FORMATS)}, not as {options.output.name!r}")
-    settings = _settings(options)
-    # A checkpoint is called by the name of its directory; two of one name keep their whole paths.
-    short = {source: Path(source).name if Path(source).is_dir() else source for source in options.sources}
-    names = short if len(set(short.values())) == len(short) else {source: source for source in options.sources}
-    found = {names[source]: _computed(options, source, settings) for source in options.sources}
-    if options.numbers:
-        numbers = {source: _numbers(each) for source, each in found.items()}
-        options.numbers.write_text(json.dumps({"kind": options.kind, "sources": numbers}, indent=1))
-        print(f"numbers in {options.numbers}")
-    title = " and ".join(found) if options.title is None else options.title
-    first = next(iter(found.values()))
-    figure = {
-        "vectors": lambda: plots.position_vectors(first, title=title),
-        "similarity": lambda: plots.similarity_matrix(first, title=title),
-        "decay": lambda: plots.decay_curves(found, title=title),
-        "biases": lambda: plots.bias_maps(first, title=title),
-        "wavelengths": lambda: plots.wavelengths([each for group in found.values() for each in group], title=title),
-        "attention": lambda: plots.attention_by_distance(first, title=title),
-        "order": lambda: plots.order_by_layer(found, title=title),
-        "precision": lambda: plots.distinct_biases(first, title=title),
-    }[options.kind]()
-    print(plots.save(figure, options.output))
-    return 0
-
-
-def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]) -> Any:
-    """Return what one plot shows of one source."""
-    kind, length = options.kind, options.length
-    if source in available_schemes():
-        trained: dict[str, Any] = {"trained_length": options.trained_length or probe.TRAINED_LENGTH}
-        (scheme,) = parse_schemes(source, settings)
-        if kind in ("vectors", "similarity"):
-            return _vectors(source, analysis.scheme_vectors(scheme, length, **trained))
-        if kind in ("decay", "biases"):
-            return analysis.decay(scheme, length, **trained)
-        if kind == "wavelengths":
-            return analysis.frequencies(scheme, **trained)
-        if kind == "precision":
-            return analysis.precision_audit(length, scheme=scheme)
-        raise ValueError(f"{kind} is measured in a model: name a checkpoint, not the scheme {source}")
-    if settings:
-        raise ValueError(f"--set is for schemes, and {source} is a checkpoint")
-    model = AutoModelForCausalLM.from_pretrained(hub.checkpoint_name(source))
-    if kind in ("vectors", "similarity"):
-        return _vectors(source, analysis.position_vectors(model, length))
-    if kind == "wavelengths":
-        return analysis.frequencies(model, trained_length=options.trained_length)
-    if kind == "precision":
-        raise ValueError(f"precision is counted for a scheme: name one, e.g. alibi, not {source}")
-    tokens = _tokens(options, source, model)
-    if kind in ("decay", "biases"):
-        return analysis.model_decay(model, tokens, length)
-    if kind == "attention":
-        return analysis.attention_by_distance(model, tokens, progress=True)
-    return analysis.order_sensitivity(model, tokens, progress=True)
-
-
-def _vectors(source: str, vectors: torch.Tensor | None) -> torch.Tensor:
-    if vectors is None:
-        raise ValueError(f"{source} adds no position vectors")
-    return vectors
-
-
-def _tokens(options: argparse.Namespace, source: str, model: PreTrainedModel) -> torch.Tensor:
-    """Return tokens (length,) of the text, or at random."""
-    if options.text is None:
-        print(f"{source} reads {options.length} random tokens; --text names something to read")
-        size = model.get_input_embeddings().weight.shape[0]
-        return torch.randint(size, (options.length,), generator=torch.Generator().manual_seed(0))
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(source)(_read(options.text))["input_ids"])
-    if len(tokens) < options.length:
-        raise ValueError(f"{options.text} has {len(tokens)} tokens, {options.length} were asked for")
-    return tokens[: options.length]
-
-
-def _numbers(found: Any) -> Any:
-    if isinstance(found, torch.Tensor):
-        return found.tolist()
-    return [each.to_dict() for each in found] if isinstance(found, list) else found.to_dict()
-
-
-def _push(options: argparse.Namespace) -> int:
-    commit = hub.push(
-        options.directory,
-        options.repo_id,
-        private=options.private,
-        revision=options.revision,
-        token=options.token,
-        commit_message=options.message,
-    )
-    print(commit.commit_url)
-    return 0
 
 
 if __name__ == "__main__":

@@ -40,11 +40,11 @@ from transformers import PreTrainedModel
 
 from . import positions
 from .errors import UnsupportedModelError
-from .families.base import resolve
-from .patching.plan import base_model_type
+from .families.base import base_model_type, resolve
 from .patching.undo import Undo, add_pre_hook, set_attribute
 from .registry import family_for
-from .upstream.masks import NAME, causal_documents, position_channel
+from .upstream import NAME
+from .upstream.masks import causal_documents, position_channel
 
 IGNORED = -100
 """Label of a token whose prediction does not count, as everywhere in transformers."""

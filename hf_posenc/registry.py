@@ -4,14 +4,16 @@ Both refuse duplicates, since the later of two registrations would otherwise cha
 
 Other packages offer schemes and families as entry points, in the groups `hf_posenc.schemes` and `hf_posenc.families`.
 An entry point is named after what it offers: the scheme's name, or one model type of the family. So names are known
-without importing anybody's code: `find_plugins` reads them once, when hf_posenc is imported, and the code behind a name
-is imported when the name is first used. A package that is broken breaks its own names, and nothing else.
+without importing anybody's code, and the code behind a name is imported when the name is first used. A package that is
+broken breaks its own names, and nothing else. This package's own schemes and families, and the names of the others, are
+read when a registry is first asked for anything, so that importing hf_posenc costs next to nothing.
 """
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import MISSING, fields
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,27 +31,32 @@ SCHEMES, FAMILIES = "hf_posenc.schemes", "hf_posenc.families"
 
 _SCHEMES: dict[str, type[Scheme]] = {}
 _FAMILIES: dict[str, Family] = {}
-_OFFERED: dict[tuple[str, str], tuple[EntryPoint, ...]] = {}
-"""Group and name -> the entry points of this name: one, or several of packages that are in each other's way."""
+_OFFERED: dict[str, dict[str, tuple[EntryPoint, ...]]] = {}
+"""Group -> name -> the entry points of this name: one, or several of packages that are in each other's way. A group is
+here once its registry has been filled."""
 
 RESERVED = ("base",)
 """Names that checkpoints use for something else: a layer that keeps what the base has is marked `hf_posenc_base`."""
 
 
-def find_plugins() -> None:
-    """Read the names that installed packages offer; imports none of them. Takes a few milliseconds.
+def _offers(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return what installed packages offer, by name; the first time this package's own are registered before.
 
     Warns (UserWarning) of each name that hf_posenc has itself: nobody can replace that, so the offer is ignored.
     """
-    offered = entry_points()
-    for group, own, what in ((SCHEMES, _SCHEMES, "scheme"), (FAMILIES, _FAMILIES, "model type")):
-        found: dict[str, list[EntryPoint]] = {}
-        for entry in offered.select(group=group):
-            if entry.name in own and (group, entry.name) not in _OFFERED:
-                warnings.warn(f"{_said(entry)} is ignored: hf_posenc has a {what} {entry.name!r} itself", stacklevel=2)
-            else:
-                found.setdefault(entry.name, []).append(entry)
-        _OFFERED.update({(group, name): tuple(entries) for name, entries in found.items()})
+    if group in _OFFERED:
+        return _OFFERED[group]
+    _OFFERED[group] = {}  # importing our own comes back here
+    import_module(group)
+    own, what = (_SCHEMES, "scheme") if group == SCHEMES else (_FAMILIES, "model type")
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in entry_points().select(group=group):
+        if entry.name in own:
+            warnings.warn(f"{_said(entry)} is ignored: hf_posenc has a {what} {entry.name!r} itself", stacklevel=3)
+        else:
+            found.setdefault(entry.name, []).append(entry)
+    _OFFERED[group] = {name: tuple(entries) for name, entries in found.items()}
+    return _OFFERED[group]
 
 
 def register_scheme(cls: SchemeClass) -> SchemeClass:
@@ -68,10 +75,12 @@ def register_scheme(cls: SchemeClass) -> SchemeClass:
             also one that was defined anew, as by a cell of a notebook that ran twice: it takes the other's place.
     """
     name = _checked_name(cls)
+    if not _is_own(cls):
+        _offers(SCHEMES)
     other = _SCHEMES.get(name, cls)
     if other is not cls and (_location(other) != _location(cls) or "<locals>" in cls.__qualname__):
         raise ValueError(f"scheme name {name!r} of {_location(cls)} is taken by {_location(other)}; rename one of them")
-    for entry in _OFFERED.get((SCHEMES, name), ()):
+    for entry in () if _is_own(cls) else _offers(SCHEMES).get(name, ()):
         if name not in _SCHEMES and _top(entry.module) != _top(cls.__module__):
             raise ValueError(f"scheme name {name!r} of {_location(cls)} is taken by {_said(entry)}; rename one of them")
     _SCHEMES[name] = cls
@@ -107,6 +116,7 @@ def scheme_class(name: str) -> type[Scheme]:
         UnknownSchemeError: no scheme has this name; the message lists those that exist.
         PluginError: the package that offers it cannot be imported, or does not have it; or several packages offer it.
     """
+    _offers(SCHEMES)
     if name not in _SCHEMES and (entry := _offer(SCHEMES, name)) is not None:
         loaded = _load(entry)
         if isinstance(loaded, type):
@@ -139,7 +149,8 @@ def check_registered(cls: type[Scheme]) -> None:
 
 def available_schemes() -> tuple[str, ...]:
     """The names of all schemes, sorted: registered, or offered by an installed package."""
-    return tuple(sorted({*_SCHEMES, *_offered(SCHEMES)}))
+    offered = _offers(SCHEMES)
+    return tuple(sorted({*_SCHEMES, *offered}))
 
 
 def register_family(family: Family) -> Family:
@@ -175,12 +186,13 @@ def family_for(model_type: str) -> Family:
         UnsupportedModelError: no family serves it; the message lists the model types that are served.
         PluginError: the package that offers it cannot be imported, or does not have it; or several packages offer it.
     """
+    _offers(FAMILIES)
     if model_type not in _FAMILIES and (entry := _offer(FAMILIES, model_type)) is not None:
         loaded = _load(entry)
         types = getattr(loaded, "model_types", None)
         if not isinstance(types, tuple) or model_type not in types:
             raise PluginError(f"{_said(entry)} must lead to a Family with {model_type!r} among its model_types")
-        if unnamed := set(types) - _offered(FAMILIES):  # whose model classes nobody would find
+        if unnamed := set(types) - set(_offers(FAMILIES)):  # whose model classes nobody would find
             raise PluginError(f"{_said(entry)} serves {', '.join(sorted(unnamed))} too: give each an entry point")
         _register(entry, register_family, loaded)
     try:
@@ -194,21 +206,24 @@ def family_for(model_type: str) -> Family:
 
 def supported_model_types() -> tuple[str, ...]:
     """All model types that have a family, sorted: registered, or offered by an installed package."""
-    return tuple(sorted({*_FAMILIES, *_offered(FAMILIES)}))
+    offered = _offers(FAMILIES)
+    return tuple(sorted({*_FAMILIES, *offered}))
 
 
-def _offered(group: str) -> set[str]:
-    return {name for of, name in _OFFERED if of == group}
+def refused(model_type: str) -> tuple[str, ...]:
+    """The config attributes that a registered family refuses; none are known of one that is only offered."""
+    family = _FAMILIES.get(model_type)
+    return () if family is None else tuple(family.refuse)
 
 
 def offer(model_type: str) -> str | None:
     """What a message calls the package that offers a family for a model type; None where none does."""
-    return " and ".join(map(_said, _OFFERED.get((FAMILIES, model_type), ()))) or None
+    return " and ".join(map(_said, _offers(FAMILIES).get(model_type, ()))) or None
 
 
 def _offer(group: str, name: str) -> EntryPoint | None:
     """The one entry point of a name, or None; PluginError where packages are in each other's way."""
-    entries = _OFFERED.get((group, name), ())
+    entries = _offers(group).get(name, ())
     if len(entries) > 1:
         raise PluginError(
             f"{' and '.join(map(_said, entries))} offer the same name, which cannot mean both: uninstall one of them"
@@ -238,6 +253,11 @@ def _said(entry: EntryPoint) -> str:
 
 def _location(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_own(cls: type) -> bool:
+    """Return whether a class is of this package, which is registered before anything else is asked for."""
+    return _top(cls.__module__) == _top(__name__)
 
 
 def _top(module: str) -> str:

@@ -21,7 +21,7 @@ from .patching.state import Patch, patch_of, without_adapter
 from .patching.undo import Undo, set_attribute, set_module
 from .patching.wrappers import check_in_place, check_unwrapped
 from .tracing import LayerCall, first, recorded
-from .upstream.masks import NAME
+from .upstream import NAME
 from .upstream.rotary import IdentityRotary
 
 NOTICES = 1e-7

@@ -34,7 +34,7 @@ from training import RecoveryArguments, TrainingArguments
 from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
-from hf_posenc.patching.plan import base_model_type
+from hf_posenc.families.base import base_model_type
 from hf_posenc.registry import family_for
 
 

@@ -21,7 +21,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 import hf_posenc
 from hf_posenc import hub
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.patching.plan import base_model_type
+from hf_posenc.families.base import base_model_type
 from hf_posenc.patching.state import without_adapter
 from hf_posenc.registry import family_for
 

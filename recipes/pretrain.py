@@ -34,7 +34,7 @@ from training import Phase, TrainingArguments
 from transformers import AutoTokenizer
 
 import hf_posenc
-from hf_posenc.patching.plan import base_model_type
+from hf_posenc.families.base import base_model_type
 
 
 @dataclass

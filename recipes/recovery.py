@@ -12,8 +12,7 @@ from options import UsageError
 from torch import Tensor, nn
 
 import hf_posenc
-from hf_posenc.families.base import resolve
-from hf_posenc.patching.plan import base_model_type
+from hf_posenc.families.base import base_model_type, resolve
 from hf_posenc.patching.state import without_adapter
 from hf_posenc.registry import family_for
 

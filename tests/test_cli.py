@@ -11,7 +11,7 @@ from situations import patched_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import hf_posenc
-from hf_posenc import cli
+from hf_posenc import commands
 from hf_posenc.cli import main
 from hf_posenc.evaluation import sliding_window_perplexity
 
@@ -137,7 +137,7 @@ def test_wrong_calls(arguments, message, stock, ours, tmp_path, capsys):
 @pytest.mark.parametrize("setting", ["trust_remote_code=True", "dtype=bfloat16", "device_map=auto", "max_distanc=3"])
 def test_patch_sets_only_hyperparameters(setting, stock, tmp_path, capsys, monkeypatch):
     """Nothing reaches transformers' own loader, which is not even called."""
-    monkeypatch.setattr(cli, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(commands, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     assert main(["patch", stock, "shaw", str(tmp_path / "out"), "--set", setting]) == 2
     name = setting.partition("=")[0]
     expected = (
@@ -159,14 +159,14 @@ def test_evaluate_says_what_it_does(tmp_path, capsys, tiny_checkpoints, monkeypa
     """Before the first number, and each row as soon as it is measured; on a terminal with a bar."""
     text = tmp_path / "a.txt"
     text.write_text("Call me Ishmael. Some years ago, never mind how long precisely, I thought I would sail.")
-    printed, bars, measure = [], [], cli.measure_context
+    printed, bars, measure = [], [], commands.measure_context
 
     def measured(*arguments, **keywords):
         printed.append(capsys.readouterr())
         bars.append(keywords["progress"])
         return measure(*arguments, **keywords)
 
-    monkeypatch.setattr(cli, "measure_context", measured)
+    monkeypatch.setattr(commands, "measure_context", measured)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main(["evaluate", str(tiny_checkpoints / "llama"), str(text), "--lengths", "16", "32"]) == 0
     assert "measuring 87 tokens on cpu" in printed[0].err
@@ -178,6 +178,6 @@ def test_ctrl_c_is_no_traceback(stock, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "from_pretrained", interrupted)
+    monkeypatch.setattr(commands, "from_pretrained", interrupted)
     assert main(["verify", stock]) == 130
     assert capsys.readouterr().err == "\nhf-posenc verify: interrupted\n"

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_posenc"
 
 LAYERS = (
-    ("errors",),
+    ("errors", "version", "deferred"),
     ("positions", "files", "modes", "tracing", "waves", "kept"),
     ("registry",),
     ("call",),
@@ -27,6 +27,7 @@ LAYERS = (
     ("verification", "checkpoint", "export", "lora", "parallel"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
+    ("commands",),
     ("cli",),
 )
 """Left to right. A part imports from what is before its entry, and from itself, but not from its neighbours there."""
@@ -176,6 +177,7 @@ REGISTRIES = {
     # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
     ("hf_posenc.model_types.config", "config_class"),
     ("hf_posenc.model_types.model", "model_class"),
+    ("hf_posenc.model_types.config", "register_models"),  # fills transformers' registries, once for each class
     # What the processor can do, which does not change; and torch.compile's own wrapper, which keeps kernels by itself.
     ("hf_posenc.engines.cpu", "has_amx"),
     ("hf_posenc.engines.cpu", "multiplies_bfloat16"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 from situations import patched_model
 
-from hf_posenc import cli
+from hf_posenc import cli, hub
 
 SAME: dict = {}
 """Results of a recipe's plain runs, by recipe and arguments; their numbers do not depend on the folder."""
@@ -533,7 +533,7 @@ def places(tmp_path, tiny_checkpoints, monkeypatch):
         )
         return SimpleNamespace(commit_url="url")
 
-    monkeypatch.setattr(cli.hub, "push", push)
+    monkeypatch.setattr(hub, "push", push)
     return {
         "STOCK": tiny_checkpoints / "llama",
         "OTHER": tiny_checkpoints / "gpt2",

@@ -13,6 +13,7 @@ from families import tiny
 
 from hf_posenc import PluginError, UnknownSchemeError, UnsupportedModelError, available_schemes, classes, registry
 from hf_posenc.cli import main
+from hf_posenc.model_types.config import register_configs
 from hf_posenc.registry import FAMILIES, SCHEMES, family_for, scheme_class, supported_model_types
 
 ROOT = Path(__file__).parents[1]
@@ -188,7 +189,9 @@ def offers(monkeypatch, tmp_path):
     def install(*rows):
         found = EntryPoints(EntryPoint(name, value, group)._for(Fake(of)) for group, name, value, of in rows)
         monkeypatch.setattr(registry, "entry_points", lambda: found)
-        registry.find_plugins()
+        registry._OFFERED.clear()
+        registry.available_schemes()
+        registry.supported_model_types()
 
     yield install
     sys.modules.pop("offered", None)
@@ -243,7 +246,7 @@ def test_the_command_lists_the_others_beside_a_broken_one(offers, capsys):
 )
 def test_a_broken_family_breaks_its_own_name_only(offers, value, said):
     offers((FAMILIES, "hyperclovax", value, "broken-package"))
-    classes.register_auto()  # as the import does: nothing is loaded, so nothing can fail
+    register_configs()  # as the import does: nothing is loaded, so nothing can fail
     with pytest.raises(PluginError, match=rf"'hyperclovax' = '{value}' of broken-package 7.0 {said}"):
         family_for("hyperclovax")
     assert family_for("llama")
@@ -287,7 +290,7 @@ def test_a_class_of_somebody_else_cannot_take_an_offered_name(offers):
 def test_a_model_type_that_transformers_lacks_is_a_warning(offers):
     offers((FAMILIES, "lama", "offered:ROW", "one"))
     with pytest.warns(UserWarning, match=r"'lama' = .* of one 7.0 cannot be used: transformers .* no such model type"):
-        classes.register_auto()
+        register_configs()
 
 
 def test_names_of_classes_that_are_none():

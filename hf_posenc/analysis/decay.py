@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..modes import evaluation
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule, Shared
-from ..upstream.masks import NAME
+from ..upstream import NAME
 from . import probe
 
 

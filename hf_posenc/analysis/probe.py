@@ -23,7 +23,7 @@ from ..patching.plan import BaseModel
 from ..patching.state import patch_of
 from ..positions import DensePositions
 from ..schemes.base import Dims, RotaryScheme, Scheme
-from ..upstream.masks import NAME
+from ..upstream import NAME
 from ..upstream.rotary import IdentityRotary, PartialRotary, make_rotary, scaling_types
 
 DIMS = Dims(num_heads=8, num_key_value_heads=8, head_dim=64, hidden_size=512, num_layers=1)

@@ -97,6 +97,11 @@ class Resolved:
     rotated: tuple[bool, ...]
 
 
+def base_model_type(config: Any) -> str:
+    """Return the stock model type of a config, also of one of our own (`posenc_gpt2` -> `gpt2`)."""
+    return str(config.model_type).removeprefix("posenc_")
+
+
 def resolve(family: Family, model: nn.Module) -> Resolved:
     """Looks up everything an family names in a live model, and changes nothing.
 

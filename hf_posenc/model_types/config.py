@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
+from .. import registry
 from ..errors import CheckpointError, HfPosencError
+from ..upstream import NAME
 from ..upstream.derived import revive, stock_class
-from ..upstream.masks import NAME
+from ..version import VERSION
 from .digests import DIGESTS, check_saved_config, config_digest
-from .entry import VERSION, named_schemes
+from .entry import named_schemes
 from .guards import ACTIVATION, ACTIVATIONS, UNREGISTERED
 
 CLASSES = "hf_posenc.classes"
@@ -53,6 +57,7 @@ class PosEncConfigMixin:
             if isinstance(value, str):
                 setattr(self, key, value.removeprefix(ACTIVATION))
         super().__post_init__(*args, **kwargs)  # type: ignore[misc]  # the stock class is behind us
+        register_models(type(self))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -143,11 +148,12 @@ def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Return our config class in front of a stock one, model type `posenc_<base>`, known to AutoConfig."""
     members = {
         "model_type": f"posenc_{stock.model_type}",
-        "__module__": CLASSES,
+        "__module__": __name__,
         "__annotations__": {"position_encoding": "dict | None"},
         "position_encoding": None,
     }
     cls = type("PosEnc" + stock.__name__, (PosEncConfigMixin, stock), members)
+    cls.__module__ = CLASSES  # set afterwards: dataclasses look into the module, which need not be imported yet
     AutoConfig.register(cls.model_type, cls, exist_ok=True)
     return cls
 
@@ -170,3 +176,51 @@ def stub_text(config: PreTrainedConfig) -> str:
     """Return the two lines of the file that `auto_map` points to."""
     names = sorted({type(config).__name__, *(f"PosEnc{name}" for name in heads_of(config).values())})
     return f"# pip install hf_posenc\nfrom {CLASSES} import {', '.join(names)}  # noqa: F401\n"
+
+
+@functools.cache
+def register_models(config: type[PreTrainedConfig]) -> None:
+    """Make the Auto classes find our class of every head of a family, and PEFT its target modules.
+
+    It is called when the first config of a class is made, which is before anybody looks for its model: doing it for all
+    families when the package is imported would import the code of all of them.
+
+    Args:
+        config: a class made by `config_class`.
+    """
+    import peft.utils.constants
+
+    from .model import model_class
+
+    stock: Any = stock_class(config, PosEncConfigMixin)
+    for auto, name in heads_of(config).items():
+        model = getattr(transformers, name)
+        if model.config_class is stock:  # Gemma 3's own heads are of its multimodal config
+            getattr(transformers, auto).register(config, model_class(model), exist_ok=True)
+    for name, table in vars(peft.utils.constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict) and stock.model_type in table:
+            table.setdefault(f"posenc_{stock.model_type}", table[stock.model_type])
+
+
+def register_configs() -> None:
+    """Make AutoConfig find our config class of every family.
+
+    Families of other packages are among them, and none of their code runs: an entry point is named after a model type,
+    and our classes are made of the stock ones. A model type that cannot be served is a warning (UserWarning) that names
+    the package; without it everything else works.
+    """
+    for model_type in registry.supported_model_types():
+        offer = registry.offer(model_type)
+        if model_type in CONFIG_MAPPING:
+            register_config(model_type)
+        elif offer is not None:  # one of ours is newer than the installed transformers
+            warnings.warn(
+                f"{offer} cannot be used: transformers {transformers.__version__} has no such model type", stacklevel=2
+            )
+
+
+def register_config(model_type: str) -> None:
+    """Make AutoConfig find our config class of a model type, unless its family is there only to refuse it."""
+    stock = CONFIG_MAPPING[model_type]
+    if not stock.sub_configs or not set(stock.sub_configs) & set(registry.refused(model_type)):
+        config_class(stock)

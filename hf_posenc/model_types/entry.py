@@ -11,11 +11,10 @@ from packaging.version import InvalidVersion, Version
 from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError, UnknownSchemeError
-from ..patching.plan import base_model_type
+from ..families.base import base_model_type
 from ..registry import family_for, scheme_class
 from ..schemes.base import EVERY_SCHEME, Scheme
-
-VERSION = "0.2.0.dev0"
+from ..version import VERSION
 
 ENTRY = "position_encoding"
 """Key of a config, and of `auto_mapping` in an adapter_config.json, that holds the entry."""

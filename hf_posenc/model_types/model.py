@@ -25,9 +25,9 @@ from ..patching.state import Patch
 from ..patching.undo import Undo
 from ..patching.wrappers import gathered, is_spread
 from ..schemes.base import Scheme
+from ..upstream import NAME
 from ..upstream.attention import SPLIT_HEADS
 from ..upstream.derived import revive, stock_class
-from ..upstream.masks import NAME
 from .config import CLASSES, READ, STUB, PosEncConfigMixin, config_class, stub_text
 from .digests import check_saved_weights, config_digest, write_digests
 from .entry import ENTRY, check_version, entry_of, is_older, schemes_of_config, write_out

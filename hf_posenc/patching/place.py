@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared, WithoutPositions
 from ..schemes.base import Dims, RotaryScheme, Scheme
-from ..upstream.masks import NAME, check_masks
+from ..upstream import NAME
+from ..upstream.masks import check_masks
 from ..upstream.rotary import (
     ORIGINAL_LENGTH,
     IdentityRotary,

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..families.base import Family, Resolved, resolve
+from ..families.base import Family, Resolved, base_model_type, resolve
 from ..modes import evaluation
 from ..modules import Native
 from ..placement import select
@@ -270,11 +270,6 @@ def layers_of(scheme: Scheme, count: int) -> tuple[int, ...]:
     """Return the indices of a fitted scheme's layers, of so many."""
     assert not isinstance(scheme.layers, str)
     return tuple(range(count)) if scheme.layers is None else scheme.layers
-
-
-def base_model_type(config: Any) -> str:
-    """Return the stock model type of a config, also of one of our own (`posenc_gpt2` -> `gpt2`)."""
-    return str(config.model_type).removeprefix("posenc_")
 
 
 def decoder_of(model: nn.Module) -> nn.Module:

@@ -15,7 +15,8 @@ from ..call import Call
 from ..engines import dispatch
 from ..modules import WithoutPositions
 from ..positions import ensure, read
-from .masks import BIDIRECTIONAL, NAME
+from . import NAME
+from .masks import BIDIRECTIONAL
 
 NO_MASK = (
     "the attention mask, which carries the positions, did not arrive at the attention layer. The context parallelism "

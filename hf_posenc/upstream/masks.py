@@ -24,9 +24,7 @@ from transformers.masking_utils import (
 )
 
 from .. import positions
-
-NAME = "hf_posenc"
-"""Name of our attention and mask function."""
+from . import NAME
 
 BIDIRECTIONAL = (
     "is_causal is False: no scheme here defines distances to keys that come later. Set config.is_causal "

@@ -1,0 +1,3 @@
+"""The version of this package, which checkpoints are stamped with."""
+
+VERSION = "0.2.0.dev0"
