@@ -1,4 +1,4 @@
-"""What every test relies on: no network, two threads; and what the tests of the recipes share."""
+"""What every test relies on: no network, two threads or workers; and what the tests of the recipes share."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported,
 import pytest
 import torch
 
-torch.set_num_threads(2)
+# Two threads, or one in each of the workers of `pytest -n 2`: what runs beside it has the other core.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -25,6 +26,17 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not is_again(item)]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_waiting_for_the_disk():
+    """Flushing is for power cuts, which no test makes; every save would wait for it. It still takes open files only.
+
+    Processes that tests start, and kill, flush as users' do.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
 
 
 @pytest.fixture

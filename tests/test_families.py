@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, dataclass, replace
 import pytest
 import torch
 import transformers
-from families import FAMILIES, tiny, tokens
+from families import FAMILIES, build, tiny, tokens
 from torch import nn
 
 from hf_posenc import errors, registry
@@ -21,6 +21,38 @@ ROTARY = tuple(family for family in FAMILIES if family not in LEARNED)
 
 def family_of(model):
     return family_for(model.config.model_type)
+
+
+def facts(model):
+    """What can be said of a model without naming an object: structure, plain attributes, values, what is shared."""
+    plain = (bool, int, float, str, type(None), torch.dtype)
+    seen = {}
+    parts = [("config", model.config), ("generation_config", model.generation_config), *model.named_modules()]
+    for name, part in parts:
+        attributes = {
+            key: value if isinstance(value, plain) else (type(value), len(value) if hasattr(value, "__len__") else None)
+            for key, value in vars(part).items()
+        }
+        objects = [
+            (key, seen.setdefault(id(value), (name, key))) for key, value in vars(part).items() if key == "config"
+        ]
+        yield name, type(part), list(attributes.items()), objects
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield name, seen.setdefault(id(parameter), name), parameter.requires_grad, vars(parameter), parameter.tolist()
+    yield [(name, buffer.dtype, buffer.tolist()) for name, buffer in model.named_buffers()]
+    yield model.config.to_dict(), model.generation_config.to_dict()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_of_a_tiny_model_is_one(family):
+    """Tests get copies of one that was built: they are the same in all that can be said, and share nothing."""
+    built, first, second = build(family), tiny(family), tiny(family)
+    assert list(facts(first)) == list(facts(second)) == list(facts(built))
+    for one, other in ((first, second), (second, built)):
+        assert one.config is not other.config
+        assert not set(map(id, one.modules())) & set(map(id, other.modules()))
+        held = {tensor.data_ptr() for tensor in (*one.parameters(), *one.buffers())}
+        assert not held & {tensor.data_ptr() for tensor in (*other.parameters(), *other.buffers())}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
