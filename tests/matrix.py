@@ -22,7 +22,9 @@ def combinations(row: Sequence[int], strength: int) -> list[tuple[tuple[int, int
     return list(itertools.combinations(enumerate(row), strength))
 
 
-def covering(rows: Sequence[Row], *, strength: int, times: int = 1, chosen: Iterable[int] = (), seed: str = "") -> set[int]:
+def covering(
+    rows: Sequence[Row], *, strength: int, times: int = 1, chosen: Iterable[int] = (), seed: str = ""
+) -> set[int]:
     """Return numbers of rows that have every combination of `strength` values that occurs, at least `times` times.
 
     Fewer times where it does not occur as often. The same arguments give the same rows on every machine.
@@ -98,4 +100,6 @@ def matrix(
 
 def shown(value: Any) -> str:
     """Return a value as a part of a test's name."""
+    if isinstance(value, tuple):
+        return "-".join(map(shown, value))
     return str(getattr(value, "__name__", value)).removeprefix("torch.")

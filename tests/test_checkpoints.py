@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 import transformers
 from families import FAMILIES, tiny, tokens
+from matrix import matrix
 from situations import CASES, SCHEMES, assert_same, distance, patched_model, randomize
 from transformers import (
     AutoConfig,
@@ -66,10 +67,7 @@ def python(code, *, check=True, **environment):
 # ---------------------------------------------------------------------------------------------------------- round trips
 
 
-@pytest.mark.parametrize("shards", ["one file", "shards"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", SAVED)
-@pytest.mark.parametrize("case", CASES)
+@matrix(case=CASES, family=SAVED, dtype=[torch.float32, torch.bfloat16], shards=["one file", "shards"])
 def test_round_trip(case, family, dtype, shards, tmp_path):
     patched_model(case, family).save_pretrained(tmp_path / "first")
     model = from_pretrained(tmp_path / "first", dtype=dtype)  # .to(dtype) would round the frequencies of rotations too
@@ -89,8 +87,7 @@ def test_round_trip(case, family, dtype, shards, tmp_path):
     assert (tmp_path / "config.json").read_text() == (tmp_path / "again/config.json").read_text()
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in SAVED])
-@pytest.mark.parametrize("case", SCHEMES)
+@matrix(case=SCHEMES, family=[family for family in FAMILIES if family not in SAVED], strength=1, times=5)
 def test_round_trip_of_every_family(case, family, tmp_path):
     model = patched_model(case, family)
     model.save_pretrained(tmp_path)
@@ -265,9 +262,7 @@ def tiny_of(folder):
     return tiny(json.loads((folder / "config.json").read_text())["model_type"].removeprefix("posenc_"))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
-@pytest.mark.parametrize("case", ["nope", "alibi", "rope", "learned", "shaw"])
-@pytest.mark.parametrize("way", EQUAL)
+@matrix(way=EQUAL, case=["nope", "alibi", "rope", "learned", "shaw"], family=["gpt2", "llama", "opt"])
 def test_ways_that_load_the_same_model(way, case, family, tmp_path):
     model = patched_model(case, family)
     model.save_pretrained(tmp_path)
@@ -276,9 +271,7 @@ def test_ways_that_load_the_same_model(way, case, family, tmp_path):
     assert hf_posenc.verify(loaded).ok
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
-@pytest.mark.parametrize("case", ["nope", "alibi", "rope", "learned", "shaw"])
-@pytest.mark.parametrize("way", REFUSED)
+@matrix(way=REFUSED, case=["nope", "alibi", "rope", "learned", "shaw"], family=["gpt2", "llama", "opt"])
 def test_ways_that_are_refused(way, case, family, tmp_path):
     patched_model(case, family).save_pretrained(tmp_path)
     with pytest.raises(
@@ -332,7 +325,7 @@ LOAD = """
 """
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_a_process_that_never_imported_us(family, tmp_path):
     model = patched_model("alibi", family)
     folder = tmp_path / "model"
@@ -585,16 +578,13 @@ def test_inspect_of_stock_checkpoints(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------------ kills
 
-# Saves once more over a checkpoint and is killed at the given call of a function that touches the disk.
+# Saves once more over a checkpoint and is killed at the given call of a function that touches the disk. What is killed
+# is a fork, so that importing happens once; the model is made, and saved, in the fork alone.
 KILLED = """
     import os, signal, sys
     import torch
+    import transformers.modeling_utils as m
     from situations import patched_model
-    folder, step = sys.argv[1], int(sys.argv[2])
-    model = patched_model("alibi", "llama")   # another scheme, other weights, shards instead of one file
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.5)
     calls = 0
     def counted(function):
         def call(*arguments, **options):
@@ -604,22 +594,45 @@ KILLED = """
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*arguments, **options)
         return call
-    for name in ("mkdir", "link", "replace", "rename", "remove", "rmdir", "fsync"):
-        setattr(os, name, counted(getattr(os, name)))
-    import transformers.modeling_utils as m
-    m.safe_save_file = counted(m.safe_save_file)
-    model.save_pretrained(folder, max_shard_size="20KB")
-    print("calls", calls)
+    def save(folder):
+        model = patched_model("alibi", "llama")   # another scheme, other weights, shards instead of one file
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+        for name in ("mkdir", "link", "replace", "rename", "remove", "rmdir", "fsync"):
+            setattr(os, name, counted(getattr(os, name)))
+        m.safe_save_file = counted(m.safe_save_file)
+        model.save_pretrained(folder, max_shard_size="20KB")
+        print("calls", calls, flush=True)
+    for argument in sys.argv[1:]:
+        folder, step = argument.rsplit(":", 1)
+        step = int(step)
+        child = os.fork()
+        if child == 0:
+            save(folder)
+            os._exit(0)
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def run_killed(folder, step):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(KILLED), str(folder), str(step)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+def run_killed(*saves):
+    """Save over each folder in a process that is killed at that step; return what each printed and how it ended."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            textwrap.dedent(KILLED),
+            *(f"{folder}:{step}" for folder, step in saves),
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.count("ended") == len(saves)
+    return done.stdout.split(), done.stderr[-500:]
 
 
 def saved_before(folder):
@@ -651,22 +664,20 @@ def new_logits():
 
 
 def kill_at(steps, tmp_path):
-    outcomes = []
-    for step in steps:
-        folder = tmp_path / str(step)
-        old = saved_before(folder)
-        done = run_killed(folder, step)
-        assert done.returncode == -9, done.stderr[-500:]
-        outcomes.append(check_killed(folder, old, new_logits()))
-    return outcomes
+    folders = [tmp_path / str(step) for step in steps]
+    olds = [saved_before(folder) for folder in folders]
+    printed, errors = run_killed(*zip(folders, steps, strict=True))
+    assert printed == ["ended", "-9"] * len(folders), errors
+    return [check_killed(folder, old, new_logits()) for folder, old in zip(folders, olds, strict=True)]
 
 
 def calls_of_a_save(tmp_path):
     saved_before(tmp_path / "whole")
-    done = run_killed(tmp_path / "whole", 0)
-    assert done.returncode == 0, done.stderr[-500:]
+    printed, errors = run_killed((tmp_path / "whole", 0))
+    assert printed[0] == "calls", errors
+    assert printed[2:] == ["ended", "0"], errors
     assert logits(from_pretrained(tmp_path / "whole")).equal(new_logits())
-    return int(done.stdout.split()[-1])
+    return int(printed[1])
 
 
 def test_a_killed_save_leaves_the_old_or_the_new_model(tmp_path):

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from families import FAMILIES, tiny, tokens
+from matrix import matrix
 from situations import SCORE_CASES, SCORE_SCHEMES, assert_same, patched_model, randomize
 
 # The situations once more: here every call goes to the fastest engine that can carry it, however short it is.
@@ -209,10 +210,9 @@ def compare(actual, expected, relative):
         assert (a.double() - e.double()).abs().max().item() <= relative * scale, number
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 3), (5, 5)], ids=["4 heads", "6 heads of 2", "5 of 1"])
-@pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize(("engine", "case"), ROWS)
-def test_against_the_reference(engine, case, situation, heads, groups):
+@matrix(row=ROWS, situation=SITUATIONS, heads_and_groups=[(4, 1), (6, 3), (5, 5)])
+def test_against_the_reference(row, situation, heads_and_groups):
+    (engine, case), (heads, groups) = row, heads_and_groups
     positions, shown = SITUATIONS[situation]()
     module, tensors = MODULES[case](heads), inputs(positions, heads, groups, torch.float32)
     weight = seeded(2, tensors[0].shape[2], heads, HEAD_DIM)
@@ -311,11 +311,15 @@ def step(engine, module, positions, tensors, **options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"weights": True}], ids=["plain", "softcap", "weights"])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 3)])
-@pytest.mark.parametrize("situation", CACHED)
-@pytest.mark.parametrize("case", [case for case in MODULES if case not in FORMLESS])
-def test_a_step_of_generation(case, situation, heads, groups, options, monkeypatch):
+@matrix(
+    case=[case for case in MODULES if case not in FORMLESS],
+    situation=CACHED,
+    heads_and_groups=[(4, 1), (6, 3)],
+    option=[None, "softcap", "weights"],
+)
+def test_a_step_of_generation(case, situation, heads_and_groups, option, monkeypatch):
+    heads, groups = heads_and_groups
+    options = {None: {}, "softcap": {"softcap": 2.0}, "weights": {"weights": True}}[option]
     positions, _ = SITUATIONS[situation]()
     module, tensors = MODULES[case](heads), inputs(positions, heads, groups, torch.float32)
     assert choose("auto", call_of(module, *tensors, positions, **options)).engine == "decode"

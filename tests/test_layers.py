@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from families import tiny, tokens
+from matrix import matrix
 from situations import CASES, SCHEMES, assert_same, patched_model
 
 from hf_posenc import AlreadyPatchedError, UnsupportedModelError, from_pretrained, patch_model, unpatch_model
@@ -49,10 +50,7 @@ def owns_the_positions(model, index):
     return index == 0 and "posenc" in layers_of(model)[0]._modules and "posenc" not in layers_of(model)[1]._modules
 
 
-@pytest.mark.parametrize("change", [drop, double], ids=lambda change: change.__name__)
-@pytest.mark.parametrize("index", [0, 2])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("case", CASES)
+@matrix(case=CASES, family=["gpt2", "llama"], index=[0, 2], change=[drop, double])
 def test_a_layer_less_or_more(case, family, index, change, tmp_path):
     model = patched_model(case, family, num_hidden_layers=3)
     refused = owns_the_positions(model, index)

@@ -13,9 +13,9 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, tiny, tokens
+from matrix import matrix
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from situations import CASES, SCHEMES, assert_same, distance, patched_model
-from torch.nn.parallel import DistributedDataParallel
 
 import hf_posenc
 from hf_posenc import (
@@ -60,8 +60,7 @@ def trained(case, family, folder, **options):
     return wrapped, before
 
 
-@pytest.mark.parametrize("family", SAVED)
-@pytest.mark.parametrize("case", CASES)
+@matrix(case=CASES, family=SAVED, strength=1, times=2)
 def test_an_adapter_comes_back(case, family, tmp_path):
     wrapped, before = trained(case, family, tmp_path)
     expected = logits(wrapped)
@@ -78,8 +77,7 @@ def test_an_adapter_comes_back(case, family, tmp_path):
     assert hf_posenc.verify(merged).ok
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", SCHEMES)
+@matrix(case=SCHEMES, family=FAMILIES, strength=1, times=3)
 def test_what_is_trained(case, family):
     model = patched_model(case, family)
     owned = sum(
@@ -341,6 +339,7 @@ def test_an_adapter_of_0_1_0_on_rope(family, tmp_path):
         load_adapter(hf_posenc.patch_model(tiny(family), "rope", scaling={**linear, "factor": 3.0}), tmp_path)
 
 
+DISTRIBUTED_CASES = ("alibi", "shaw", "shaw-shared", "learned")
 DISTRIBUTED = """
     import os, sys, warnings
     warnings.simplefilter("ignore")
@@ -350,46 +349,46 @@ DISTRIBUTED = """
     from families import tokens
     from situations import patched_model
     from hf_posenc import from_pretrained
-    folder, case = sys.argv[1:]
+    folder, *cases = sys.argv[1:]
     dist.init_process_group("gloo")
-    model = patched_model(case, "llama").train()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    for step in range(3):
-        ids = tokens(4, 20, seed=step)[2 * dist.get_rank():][:2]
-        wrapped(ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    wrapped.module.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
-    dist.barrier()
-    loaded = from_pretrained(folder)
-    for key, value in wrapped.module.state_dict().items():
-        assert loaded.state_dict()[key].equal(value), key
+    for case in cases:
+        model = patched_model(case, "llama").train()
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for step in range(3):
+            ids = tokens(4, 20, seed=step)[2 * dist.get_rank():][:2]
+            wrapped(ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        wrapped.module.save_pretrained(f"{folder}/{case}", is_main_process=dist.get_rank() == 0)
+        dist.barrier()
+        loaded = from_pretrained(f"{folder}/{case}")
+        for key, value in wrapped.module.state_dict().items():
+            assert loaded.state_dict()[key].equal(value), (case, key)
     dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("case", ["alibi", "shaw", "shaw-shared", "learned"])
-def test_two_processes_train_and_save(case, tmp_path):
+def test_two_processes_train_and_save(tmp_path):
     """Under DDP, without unused parameters, and what is saved is what one process gets from the whole batch."""
     root = Path(__file__).parents[1]
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(DISTRIBUTED))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [*launch, str(script), str(tmp_path / "model"), case],
+        [*launch, str(script), str(tmp_path), *DISTRIBUTED_CASES],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    model = patched_model(case, "llama").train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        ids = tokens(4, 20, seed=step)
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same(logits(from_pretrained(tmp_path / "model")), logits(model.eval()))
-    assert not isinstance(model, DistributedDataParallel)
+    for case in DISTRIBUTED_CASES:
+        model = patched_model(case, "llama").train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            ids = tokens(4, 20, seed=step)
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(logits(from_pretrained(tmp_path / case)), logits(model.eval()), case)

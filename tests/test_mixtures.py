@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from families import tiny, tokens
+from matrix import matrix
 from situations import assert_same, distance, randomize
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
@@ -78,6 +79,7 @@ PAIRS = [
     (family, name) for family, name in itertools.product(FAMILIES, MIXTURES) if (name, family) not in NOTHING_TO_DO
 ]
 over_pairs = pytest.mark.parametrize(("family", "name"), PAIRS)
+over_some_pairs = matrix(PAIRS, family=None, name=None, strength=1, times=3)
 
 
 # --------------------------------------------------------------------------------------------------- what each layer does
@@ -226,7 +228,7 @@ def test_a_window_from_its_definition():
 # -------------------------------------------------------------------------------------------------------------- situations
 
 
-@over_pairs
+@over_some_pairs
 def test_a_mixture_is_what_it_says(family, name):
     """verify, cached and padded forward passes, generation, gradients, copies."""
     model = mixed(family, name)
@@ -270,7 +272,7 @@ def test_a_mixture_is_what_it_says(family, name):
             assert_same(p.grad, expected[n], n)
 
 
-@over_pairs
+@over_some_pairs
 def test_a_mixture_is_saved_loaded_and_undone(family, name, tmp_path):
     model = base(family)
     ids, before = tokens(2, 18), base(family)(tokens(2, 18)).logits
@@ -330,7 +332,13 @@ def test_an_adapter_on_a_mixture(name, tmp_path):
         hf_posenc.load_adapter(patch_model(base("llama"), other), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["nope-every-4th", "rope-and-alibi", "hidden-and-scores"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rope-and-alibi",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("nope-every-4th", "hidden-and-scores")),
+    ],
+)
 def test_a_compiled_mixture(name):
     model = mixed("llama", name)
     ids = tokens(2, 12)

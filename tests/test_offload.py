@@ -5,12 +5,12 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 from families import tiny, tokens
-from situations import CASES, randomize
+from matrix import matrix
+from situations import BASES, CASES, randomize
 from snapshots import assert_same, snapshot
 
 from hf_posenc import UnsupportedModelError, from_pretrained, patch_model, unpatch_model, verify
 
-BASES = ("gpt2", "llama")
 FIRST = {"gpt2": "transformer.h.0", "llama": "model.layers.0"}
 LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
 
@@ -46,8 +46,8 @@ def parts(name, module, family):
 
 WAYS = {"cpu_offload": on_cpu, "disk_offload": on_disk, "dispatch_disk": dispatched("disk")}
 every_way = pytest.mark.parametrize("way", WAYS)
-every_case = pytest.mark.parametrize("case", CASES)
 every_base = pytest.mark.parametrize("family", BASES)
+every_row = matrix(way=WAYS, case=CASES, family=BASES)
 
 
 @torch.no_grad()
@@ -60,9 +60,7 @@ def made(case, family):
     return randomize(patch_model(tiny(family), scheme, seed=0, **hyperparameters))
 
 
-@every_way
-@every_case
-@every_base
+@every_row
 def test_patched_before(family, case, way, tmp_path):
     expected = logits(made(case, family))
     model = made(case, family)
@@ -73,9 +71,7 @@ def test_patched_before(family, case, way, tmp_path):
     assert model.generate(ids, **options).equal(made(case, family).generate(ids, **options))
 
 
-@every_way
-@every_case
-@every_base
+@every_row
 def test_patched_after(family, case, way, tmp_path):
     """What is put in then has no hook: it stays on the meta device, or beside layers that are elsewhere."""
     scheme, hyperparameters = CASES[case]
@@ -99,9 +95,7 @@ def assert_meta_same(after, before):
     assert_same(after, before)
 
 
-@every_way
-@every_case
-@every_base
+@every_row
 def test_unpatching_afterwards(family, case, way, tmp_path):
     stock = logits(tiny(family))
     model = made(case, family)

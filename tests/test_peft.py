@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from families import FAMILIES, tiny, tokens
+from matrix import matrix
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from situations import BASES, CASES, DIFFERENT, SCHEMES, assert_same, distance, patched_model
 
@@ -46,8 +47,7 @@ def full(model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", SCHEMES)
+@matrix(case=SCHEMES, family=FAMILIES, strength=1, times=3)
 def test_the_update_goes_through_the_scheme(case, family):
     """The merged weights run through the plain patched model: they must give what the wrapped model gave.
 

@@ -11,6 +11,7 @@ import pickle
 import pytest
 import torch
 from families import FAMILIES, tiny, tokens
+from matrix import matrix
 from situations import (
     BASES,
     BFLOAT16,
@@ -146,9 +147,7 @@ def skip_if_stock_does_otherwise(way, case, family):
 
 
 @torch.no_grad()
-@each_base
-@each_case
-@pytest.mark.parametrize("way", WAYS)
+@matrix(way=WAYS, case=CASES, family=BASES)
 def test_every_way_equals_the_full_forward(case, family, way):
     skip_if_stock_does_otherwise(way, case, family)
     model, ids = patched_model(case, family), tokens(2, LENGTH)
@@ -198,8 +197,7 @@ def packed(ids):
 
 
 @torch.no_grad()
-@each_family
-@each_scheme
+@matrix(case=SCHEMES, family=FAMILIES, strength=1, times=3)
 def test_packed_documents_equal_separate_ones(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     row, position_ids = packed(ids)
@@ -259,18 +257,14 @@ GENERATIONS = {
 
 
 @torch.no_grad()
-@each_base
-@each_case
-@pytest.mark.parametrize("how", GENERATIONS)
+@matrix(how=GENERATIONS, case=CASES, family=BASES)
 def test_greedy_generation(case, family, how):
     model, ids = patched_model(case, family), tokens(2, 10)
     assert generate(model, ids, **GENERATIONS[how]).equal(by_hand(model, ids))
 
 
 @torch.no_grad()
-@each_base
-@each_case
-@pytest.mark.parametrize("how", ["dynamic", "static"])
+@matrix(how=["dynamic", "static"], case=CASES, family=BASES)
 def test_generation_of_prompts_of_different_lengths(case, family, how):
     model, ids = patched_model(case, family), tokens(2, 10)
     padded = torch.stack([ids[0], torch.cat([torch.zeros(4, dtype=torch.long), ids[1, :6]])])
@@ -306,8 +300,7 @@ def test_speculative_generation(case, family):
 
 
 @torch.no_grad()
-@each_family
-@each_score_scheme
+@matrix(case=SCORE_SCHEMES, family=FAMILIES, strength=1, times=3)
 def test_generation_of_every_family(case, family):
     model, ids = patched_model(case, family), tokens(2, 10)
     expected = by_hand(model, ids)
@@ -339,8 +332,7 @@ def enable_checkpointing(model, **options):
     enable(options)
 
 
-@each_family
-@each_scheme
+@matrix(case=SCHEMES, family=FAMILIES, strength=1, times=3)
 def test_gradient_checkpointing(case, family):
     model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
     expected = gradients(model, ids)
@@ -419,12 +411,12 @@ def test_output_attentions(case, family):
 # -------------------------------------------------------------------------------------------------------------- copies
 
 
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
 @torch.no_grad()
-@each_family
-@each_scheme
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickle"]
-)
+@matrix(copied=[copy.deepcopy, pickled], case=SCHEMES, family=FAMILIES)
 def test_a_copy_lives_its_own_life(case, family, copied):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     stock, expected = full(tiny(family), ids), full(model, ids)
