@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 from families import FAMILIES, tokens
+from matrix import matrix
 from situations import (
     CASES,
     DIFFERENT,
@@ -29,8 +30,14 @@ PROMPT = 8
 # A sliding-window cache counts its tokens in a Python integer: every step is another graph, of the stock model as well.
 COMPILES_ONCE = ("gpt2", "llama", "gpt_neox", "opt", "gemma", "phi", "smollm3", "olmo2")
 
-# Compiling takes seconds each: the rest is in the slow tier.
-SLOWER = tuple(case for case in SCHEMES if case != "alibi")
+# Compiling takes seconds each: by default every row of a scheme and every family is compiled once, in the slow tier
+# every row in one family and every scheme in all.
+ROWS = [(case, family) for family in FAMILIES for case in (CASES if family == "llama" else SCHEMES)]
+
+
+def slower(cases, first):
+    """Return all cases, marked as slow but for the first ones."""
+    return [case if case in first else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +60,8 @@ def assert_same_gradients(found, wanted):
         assert distance(found[name] / scale, gradient / scale) <= TOLERANCE[torch.float32], name
 
 
-def check_training(case, family):
+@matrix(ROWS, case=None, family=None, strength=1)
+def test_trains_in_one_graph(case, family):
     model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
     labels = ids.clone()  # one tensor given twice is guarded as such, and the next batch would be another graph
     expected = model(ids, labels=labels, use_cache=False)
@@ -70,17 +78,6 @@ def check_training(case, family):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_llama_trains_in_one_graph(case):
-    check_training(case, "llama")
-
-
-@pytest.mark.parametrize("case", ["alibi", *(pytest.param(case, marks=pytest.mark.slow) for case in SLOWER)])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama"])
-def test_every_family_trains_in_one_graph(case, family):
-    check_training(case, family)
-
-
 def decode(model, step, ids, positions_of_steps=True):
     """Return the logits of the tokens after the prompt, each by one call of `step`."""
     cache = StaticCache(config=model.config, max_cache_len=32)
@@ -93,8 +90,7 @@ def decode(model, step, ids, positions_of_steps=True):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", SCHEMES)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@matrix(case=SCHEMES, family=COMPILES_ONCE, strength=1)
 def test_decoding_is_one_graph(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     counter = CompileCounter()
@@ -104,19 +100,9 @@ def test_decoding_is_one_graph(case, family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [family for family in COMPILES_ONCE if family not in ("llama", "gpt2")])
-def test_decoding_of_every_family_is_one_graph(family):
-    model, ids = patched_model("alibi", family), tokens(2, LENGTH)
-    counter = CompileCounter()
-    step = torch.compile(model, fullgraph=True, backend=counter, dynamic=False)
-    assert_same(decode(model, step, ids), model(ids, use_cache=False).logits[:, PROMPT:])
-    assert counter.frame_count == 1
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("case", ["rope", "alibi", "shaw", "da_transformer", "transformer_xl"])
+@pytest.mark.parametrize("case", slower(SCHEMES, ("rope", "alibi", "transformer_xl")))
 def test_padded_and_packed_batches(case):
-    model, ids = patched_model(case, "llama"), tokens(2, LENGTH)
+    model, ids = patched_model(case, "llama", num_hidden_layers=1), tokens(2, LENGTH)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
@@ -145,7 +131,7 @@ def gapped(ids):
 
 @pytest.mark.parametrize("case", [case for case in SCORE_SCHEMES if case != "transformer_xl"])
 def test_gapped_position_ids(case):
-    model = patched_model(case, "llama").train()
+    model = patched_model(case, "llama", num_hidden_layers=1).train()
     batch = gapped(tokens(2, LENGTH))
     expected = model(**batch)
     expected.loss.backward()
@@ -171,7 +157,7 @@ def test_gapped_position_ids_with_a_key_for_each_distance():
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["alibi", "transformer_xl"])
 def test_lengths_may_vary_without_a_graph_for_each(case):
-    model = patched_model(case, "llama")
+    model = patched_model(case, "llama", num_hidden_layers=1)
     counter = CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for length in (9, 12, 15, 21, 33):

@@ -12,9 +12,9 @@ from situations import SCORE_CASES, SCORE_SCHEMES, assert_same, patched_model, r
 
 # The situations once more: here every call goes to the fastest engine that can carry it, however short it is.
 from test_situations import (  # noqa: F401
+    check_family,
     test_autocast,
     test_bfloat16_is_close_to_float32,
-    test_every_family,
     test_every_way_equals_the_full_forward,
     test_gapped_position_ids_are_honoured,
     test_generation_of_prompts_of_different_lengths,
@@ -610,6 +610,12 @@ def test_every_family_by_its_engine_equals_the_reference(case, family):
         if "posenc_engine" in module.__dict__:
             module.posenc_engine = "reference"
     assert_same(fast, model(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+@matrix(case=SCORE_SCHEMES, family=FAMILIES, strength=1, times=3)
+def test_every_family(case, family):
+    check_family(case, family)
 
 
 @pytest.mark.parametrize("case", SCORE_CASES)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from families import tiny, tokens
+from matrix import matrix
 from situations import randomize
 from test_engines import HEAD_DIM, MODULES, SCALING, SITUATIONS, call_of, compare, inputs, seeded
 from torch.nn.attention import flex_attention as upstream
@@ -31,8 +32,6 @@ SITUATIONS = {
     "padded in the middle": lambda: holed(150, 40, 70),
     "gapped": lambda: (Positions.causal(60).follow(torch.arange(60)[None] * 3), None),
 }
-
-SELDOM = ("one chunk", "chunked prefill", "left-padded", "sliding window", "long")
 
 
 def holed(length, start, stop):
@@ -73,11 +72,7 @@ def _with_gradients(module, output, tensors, shown, weight):
     return [output, *torch.autograd.grad((output.double() * weight).sum(), leaves)]
 
 
-@pytest.mark.parametrize(
-    "situation",  # each is traced anew, so that only some run each time
-    [pytest.param(s, marks=[pytest.mark.slow] if s in SELDOM else []) for s in SITUATIONS],
-)
-@pytest.mark.parametrize("case", CASES)
+@matrix(case=CASES, situation=SITUATIONS, strength=1, times=2)  # each is traced anew
 def test_against_the_reference(case, situation, dense):
     groups = 1 if situation in ("causal", "packed") else 2
     positions, shown = SITUATIONS[situation]()

@@ -133,8 +133,7 @@ def test_unpatching_with_fewer_layers_and_with_copies(case):
     assert logits(unpatch_model(model)).equal(logits(stock))
 
 
-@pytest.mark.parametrize("way", ["wrapped", "in place"])
-@pytest.mark.parametrize("case", SCHEMES)
+@matrix(case=SCHEMES, way=["wrapped", "in place"], strength=1)
 def test_layers_that_were_compiled_one_by_one_before(case, way, tmp_path):
     model, (scheme, hyperparameters) = tiny("llama"), CASES[case]
     for index, layer in enumerate(model.model.layers):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, LENGTH, tiny, tokens
+from matrix import matrix
 from snapshots import assert_same, logits, snapshot
 from transformers import AutoModelForCausalLM
 
@@ -160,8 +161,12 @@ FAILING = [(family, variant) for family in ("gpt2", "llama") for variant in VARI
 ]
 
 
-@pytest.mark.parametrize("moment", ["before-recording", "after-recording"])
-@pytest.mark.parametrize(("family", "variant"), FAILING)
+@matrix(
+    [(*row, moment) for row in FAILING for moment in ("before-recording", "after-recording")],
+    family=None,
+    variant=None,
+    moment=None,
+)
 def test_a_failure_at_any_step_leaves_the_model_as_it_was(monkeypatch, family, variant, moment):
     scheme, hyperparameters = VARIANTS[variant]
     model = tiny(family)
@@ -323,6 +328,10 @@ def test_unpatch_after_training_keeps_the_trained_weights(family, scheme):
     assert logits(model).equal(logits(fresh))
 
 
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
 @pytest.mark.parametrize("scheme", ["nope", "alibi"])
 def test_training_mode_is_that_of_the_moment(scheme):
     model = tiny("gpt2").train()
@@ -333,11 +342,7 @@ def test_training_mode_is_that_of_the_moment(scheme):
     assert not any(module.training for module in model.modules())
 
 
-@every_variant
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize(
-    "copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
-)
+@matrix(variant=VARIANTS, family=["gpt2", "llama"], copier=[copy.deepcopy, pickled])
 def test_a_copy_is_undone_by_itself(family, variant, copier):
     scheme, hyperparameters = VARIANTS[variant]
     stock = tiny(family)

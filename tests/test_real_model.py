@@ -40,7 +40,14 @@ def tokens(all_tokens):
     return all_tokens[:6000]
 
 
-@pytest.mark.parametrize(("length", "published"), [(512, 4.525), (1024, 4.672), (2048, 5.248)])
+@pytest.mark.parametrize(
+    ("length", "published"),
+    [
+        (512, 4.525),
+        pytest.param(1024, 4.672, marks=pytest.mark.slow),
+        pytest.param(2048, 5.248, marks=pytest.mark.slow),
+    ],
+)
 def test_the_unpatched_model_has_the_perplexity_that_was_published(model, all_tokens, length, published):
     measured = non_overlapping_perplexity(model, all_tokens[: 80_000 // length * length], length=length)
     assert measured.perplexity == pytest.approx(published, rel=0.01)

@@ -12,6 +12,7 @@ import torch.distributed
 import transformers
 from families import FAMILIES as ALL_FAMILIES
 from families import LENGTH, tiny, tokens
+from matrix import matrix
 from snapshots import assert_same, logits, snapshot
 from torch import nn
 
@@ -533,6 +534,10 @@ def compiled(module):
     module.forward = torch.compile(module.forward, backend="eager")
 
 
+def compiled_in_place(module):
+    module.compile(backend="eager")
+
+
 REPLACED = pytest.mark.parametrize("replace", [hook, wrap, compiled])
 # torch's own modules warn on the first import of its compiler
 COMPILER = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -620,9 +625,11 @@ def test_unpatching_below_a_forward_that_was_put_on_later(family, replace):
 
 
 @COMPILER
-@pytest.mark.parametrize("replace", [wrap, compiled, lambda module: module.compile(backend="eager")])
-@pytest.mark.parametrize("variant", ["sinusoidal", "every_layer", "alibi", "nope", "rope"])
-@pytest.mark.parametrize("family", FAMILIES)
+@matrix(
+    family=FAMILIES,
+    variant=["sinusoidal", "every_layer", "alibi", "nope", "rope"],
+    replace=[wrap, compiled, compiled_in_place],
+)
 def test_layers_and_decoders_may_have_forwards_of_their_own(family, variant, replace):
     """Our hooks there run in `__call__`, before any forward, and a compiled one notices them."""
     scheme, options = {

@@ -8,6 +8,7 @@ import torch
 import transformers
 from families import FAMILIES, LENGTH, tiny, tokens
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from matrix import matrix
 from situations import DIFFERENT, distance
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -113,7 +114,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "kind"), PAIRS)
+@matrix(PAIRS, family=None, kind=None, strength=1, times=4)
 def test_rope_alone_is_the_base_bit_for_bit(family, kind, tmp_path):
     """Live, loaded from its checkpoint, and exported as a stock checkpoint; and `scaling='none'` is another model."""
     expected = seen(base(family, kind))

@@ -15,6 +15,7 @@ from itertools import cycle
 import pytest
 import torch
 from families import FAMILIES, tiny, tokens
+from matrix import matrix
 from situations import BASES, CASES, SCHEMES, SCORE_SCHEMES, assert_same, patched_model
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.models.auto import modeling_auto
@@ -100,9 +101,7 @@ def generated(model, ids, **options):
     return out.sequences, torch.stack(out.logits)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("case", SCORE_SCHEMES)
-@pytest.mark.parametrize("family", [*BASES, "mistral"])
+@matrix(family=[*BASES, "mistral"], case=SCORE_SCHEMES, cache=["dynamic", "static"])
 def test_prompts_that_end_in_padding(family, case, cache):
     """Padded on the right by a mask or by the pad id alone, and between other tokens; beyond Mistral's window of 8."""
     model, ids = patched_model(case, family), tokens(4, 10)
