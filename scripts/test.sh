@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All checks, from a bare clone: environment, lint, format, types, tests.
 #
-#   bash scripts/test.sh [PYTEST ARGUMENTS]     e.g. bash scripts/test.sh tests/test_readme.py -k table
+#   bash scripts/test.sh [PYTEST ARGUMENTS]     e.g. bash scripts/test.sh tests/test_readme.py -k table -n 0
 #
 # With CI=true also the slow tests and the tests on the oldest supported transformers.
 set -euo pipefail
@@ -20,7 +20,8 @@ say "== ruff"
 say "== mypy"
 "$ENV_PYTHON" -m mypy
 say "== pytest"
-"$ENV_PYTHON" -m pytest "$@"
+# Two workers, which share the tests; -n 0 among the arguments, and pytest by itself, run in one process.
+"$ENV_PYTHON" -m pytest -n 2 --dist worksteal "$@"
 
 if [ "${CI:-}" = "true" ]; then
     say "== pytest, slow tier"

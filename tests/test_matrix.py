@@ -1,7 +1,9 @@
 """The selections of the default tier are complete, small, the same everywhere, and leave nothing out of both tiers."""
 
+import fnmatch
 import itertools
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +72,11 @@ def test_what_is_not_in_the_default_tier_is_in_the_slow_one():
     assert tuples(default, 2).keys() == tuples(itertools.product("abcd", range(3), [True, False]), 2).keys()
     assert {m.name for value in mark.args[1] for m in value.marks} == {"slow"}
     assert mark.args[1][0].id == "a-0-True"
+
+
+def test_every_file_of_tests_has_its_place_in_the_readme():
+    here = Path(__file__).parent
+    named = re.findall(r"`(test_\S+\.py)`", (here / "README.md").read_text(encoding="utf-8"))
+    files = [path.name for path in here.glob("test_*.py")]
+    assert not [file for file in files if not any(fnmatch.fnmatch(file, pattern) for pattern in named)]
+    assert not [pattern for pattern in named if not fnmatch.filter(files, pattern)]
