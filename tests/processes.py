@@ -72,6 +72,23 @@ class Processes:
         return [answer[0] for answer in answers]
 
 
+def among(number: int, file: str, function: Callable[[], Any]) -> Any:
+    """Call a function in the first processes of a group, as a group of so many; None in the others. To be run in each.
+
+    The group that was there is left: from then on the processes are for calls of this one.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if int(os.environ["RANK"]) >= number:
+        return None
+    where = {"init_method": f"file://{file}", "rank": int(os.environ["RANK"]), "world_size": number}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE), **where)
+    try:
+        return function()
+    finally:
+        dist.destroy_process_group()
+
+
 def _serve(pipe: Any, rank: int, size: int, port: int, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")

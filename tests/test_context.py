@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from processes import Processes
+from processes import Processes, among
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_posenc import patch_model
@@ -155,11 +155,12 @@ def measured():
     return [row.to_dict() for row in measure_context(make_model(), documents, lengths=[8, 32], distributed=True)]
 
 
-def test_results_do_not_depend_on_the_number_of_processes():
+def test_results_do_not_depend_on_the_number_of_processes(tmp_path):
     """Bit for bit: the same batches, added up in the same order."""
-    results = []
+    processes, results = Processes(3), []
     for number in (1, 2, 3):
-        processes = Processes(number)
-        results += processes.run(measured)
-        processes.stop()
+        answers = processes.run(among, number, str(tmp_path / str(number)), measured)
+        assert [answer is not None for answer in answers] == [rank < number for rank in range(3)]
+        results += answers[:number]
+    processes.stop()
     assert all(result == results[0] for result in results)

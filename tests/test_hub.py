@@ -1,10 +1,12 @@
 """Push to the Hub and load from it: the real client against a small Hub on loopback."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,33 +37,101 @@ def logits(model):
     return model(IDS, use_cache=False).logits
 
 
-@pytest.fixture
-def hub():
-    with Hub() as running:
-        yield running
+# Imports once, and forks for each piece of code: says the fork's number, waits for a word, says how the fork ended.
+FORKING = """
+    import json, traceback
+    for line in sys.stdin:
+        request = json.loads(line)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(reading, 1)
+            os.chdir(request["folder"])
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            if os.path.islink(os.environ["HF_HOME"]):
+                os.unlink(os.environ["HF_HOME"])
+            os.makedirs(request["home"], exist_ok=True)
+            os.symlink(os.path.abspath(request["home"]), os.environ["HF_HOME"])
+            status = 1
+            try:
+                exec(compile(request["code"], "client", "exec"))
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        print(child, flush=True)
+        sys.stdin.readline()
+        os.write(writing, b"!")
+        os.close(reading), os.close(writing)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 
-@pytest.fixture
-def client(hub, tmp_path):
-    """Run code in a process that talks to the small Hub; huggingface_hub reads its address when it is imported."""
-
-    def start(code, home="home"):
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        return subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(code)],
-            env={**os.environ, **hub.environment(str(tmp_path / home)), "PYTHONPATH": paths},
-            cwd=tmp_path,
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """The small Hub, and a process whose forks talk to it; huggingface_hub reads its address when it is imported."""
+    folder = tmp_path_factory.mktemp("hub")
+    with Hub() as server:
+        clients = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PRELUDE) + textwrap.dedent(FORKING)],
+            env={
+                **os.environ,
+                **server.environment(str(folder / "home")),
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            },
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
         )
+        with clients:
+            yield server, clients
+            clients.kill()
+
+
+@pytest.fixture
+def hub(running):
+    hub, _ = running
+    hub.repositories.clear(), hub.blobs.clear(), hub.log.clear()
+    hub.victim = None
+    return hub
+
+
+class Client:
+    """Code in a process of its own, in a folder, with a home for what huggingface_hub keeps."""
+
+    def __init__(self, clients, code, folder, home):
+        self.clients, self.folder = clients, folder
+        self.say({"code": textwrap.dedent(code), "folder": str(folder), "home": home})
+        self.pid = int(clients.stdout.readline())
+
+    def say(self, what):
+        self.clients.stdin.write(json.dumps(what) + "\n")
+        self.clients.stdin.flush()
+
+    def run(self):
+        """Return status, output and errors."""
+        watch = threading.Timer(120, os.kill, (self.pid, signal.SIGKILL))
+        watch.start()
+        self.say("go")
+        status = int(self.clients.stdout.readline())
+        watch.cancel()
+        return status, (self.folder / "out").read_text(), (self.folder / "err").read_text()
+
+
+@pytest.fixture
+def client(running, hub, tmp_path):
+    def start(code, home="home"):
+        return Client(running[1], code, tmp_path, home)
 
     return start
 
 
 def run(process):
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err[-2000:]
+    status, out, err = process.run()
+    assert status == 0, err[-2000:]
     return out
 
 
@@ -282,9 +352,9 @@ def kill_at(hub, client, request):
     hub.kill_at = request
     process = client(PUSH, home=f"home{request}")
     hub.victim = process.pid
-    process.communicate(timeout=120)
+    status, _, _ = process.run()
     hub.victim = None
-    assert process.returncode == -signal.SIGKILL
+    assert status == -signal.SIGKILL
     assert dict(hub.files("tester/killed")) == before
     run(
         client(
