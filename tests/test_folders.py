@@ -648,7 +648,7 @@ def test_saving_killed_at_random(tmp_path):
     from folder_models import states
 
     states()[0][0].save_pretrained(tmp_path)
-    killed_while_saving(tmp_path, 4, random.Random(0))
+    killed_while_saving(tmp_path, 2, random.Random(0))
 
 
 @pytest.mark.slow
