@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported, which reads it once
+# Two threads, or one in each of the workers of `pytest -n 2`, and in what they start: the other core is the other's.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 
-# Two threads, or one in each of the workers of `pytest -n 2`: what runs beside it has the other core.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 RECIPES = Path(__file__).parents[1] / "recipes"
