@@ -63,6 +63,13 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
+ROTARY = tuple(
+    name for name, (_, config, _) in _FAMILIES.items() if hasattr(getattr(transformers, config), "rope_parameters")
+)
+"""Families that rotate queries and keys; the others have a table of positions."""
+LEARNED = tuple(name for name in FAMILIES if name not in ROTARY)
+WINDOWED = tuple(name for name, (_, _, extra) in _FAMILIES.items() if "sliding_window" in extra)
+"""Families whose tiny models have a sliding window in some layer."""
 
 _BUILT: dict[tuple[Any, ...], PreTrainedModel] = {}
 """Models as they were built; nobody else holds one. A copy costs half of what building does."""

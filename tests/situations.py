@@ -13,7 +13,8 @@ from families import tiny
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc import patch_model
+from hf_posenc import available_schemes, patch_model
+from hf_posenc.placement import OnHidden
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import PositionModule
 
@@ -40,7 +41,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 SCHEMES = tuple(case for case in CASES if "-" not in case)
 SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if scheme_class(scheme)().acts_on.attends)
 SCORE_SCHEMES = tuple(case for case in SCORE_CASES if case in SCHEMES)
-EMBEDDING_SCHEMES = ("sinusoidal", "learned")
+EMBEDDING_SCHEMES = tuple(
+    scheme for scheme in available_schemes() if isinstance(scheme_class(scheme)().acts_on, OnHidden)
+)
 ORDER_ONLY = ("nope", "cope")
 """Schemes to which the order of positions matters at most, not how far apart they are."""
 BASES = ("gpt2", "llama")

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from families import FAMILIES, tiny, tokens
+from families import FAMILIES, LEARNED, ROTARY, tiny, tokens
 from matrix import matrix
 from situations import CASES, SCHEMES, assert_same, distance, patched_model, randomize
 from transformers import (
@@ -262,7 +262,7 @@ def tiny_of(folder):
     return tiny(json.loads((folder / "config.json").read_text())["model_type"].removeprefix("posenc_"))
 
 
-@matrix(way=EQUAL, case=["nope", "alibi", "rope", "learned", "shaw"], family=["gpt2", "llama", "opt"])
+@matrix(way=EQUAL, case=SCHEMES, family=["gpt2", "llama", "opt"])
 def test_ways_that_load_the_same_model(way, case, family, tmp_path):
     model = patched_model(case, family)
     model.save_pretrained(tmp_path)
@@ -271,7 +271,7 @@ def test_ways_that_load_the_same_model(way, case, family, tmp_path):
     assert hf_posenc.verify(loaded).ok
 
 
-@matrix(way=REFUSED, case=["nope", "alibi", "rope", "learned", "shaw"], family=["gpt2", "llama", "opt"])
+@matrix(way=REFUSED, case=SCHEMES, family=["gpt2", "llama", "opt"])
 def test_ways_that_are_refused(way, case, family, tmp_path):
     patched_model(case, family).save_pretrained(tmp_path)
     with pytest.raises(
@@ -735,7 +735,7 @@ def test_a_save_that_fails_changes_nothing(tmp_path, monkeypatch):
 SCALED = {"rope_type": "linear", "factor": 2.0}
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gpt2", "opt", "gemma3")])
+@pytest.mark.parametrize("family", [family for family in ROTARY if family != "gemma3"])
 @pytest.mark.parametrize("scaling", [None, SCALED], ids=["plain", "linear"])
 def test_rope_is_exported(family, scaling, tmp_path):
     if family == "phi3" and scaling:
@@ -759,7 +759,7 @@ def test_nope_is_exported_as_smollm3(family, tmp_path):
     assert_same(logits(stock), logits(model))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize("family", LEARNED)
 @pytest.mark.parametrize("case", ["learned", "sinusoidal"])
 def test_tables_are_baked(case, family, tmp_path):
     model = patched_model(case, family)

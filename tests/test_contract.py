@@ -10,7 +10,7 @@ import logging
 import pytest
 import torch
 import transformers
-from families import FAMILIES, LENGTH, WINDOW, tiny, tokens
+from families import FAMILIES, LEARNED, LENGTH, ROTARY, WINDOW, WINDOWED, tiny, tokens
 from torch import nn
 from transformers import AttentionInterface, DynamicCache, GPT2Config, LlamaConfig, StaticCache, masking_utils
 from transformers import initialization as init
@@ -23,8 +23,6 @@ from hf_posenc.families import resolve
 from hf_posenc.registry import family_for
 
 NAME = "contract_probe"
-LEARNED = ("gpt2", "opt")
-ROTARY = tuple(family for family in FAMILIES if family not in LEARNED)
 PARTIAL = ("gpt_neox", "phi", "phi3")
 FULL_ROTATION = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 
@@ -272,7 +270,7 @@ class TestMask:
         assert second["q_offset"] is third["q_offset"]
         assert int(second["q_offset"]) == 12 + 3 + 4
 
-    @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2"])
+    @pytest.mark.parametrize("family", WINDOWED)
     def test_offsets_with_a_sliding_window_cache(self, family, probe):
         model, _ = probed(family)
         cache = DynamicCache(config=model.config)

@@ -31,6 +31,7 @@ from distributed_jobs import (
     shard,
 )
 from families import FAMILIES, tiny
+from matrix import matrix
 from processes import Processes
 from situations import BASES, CASES, SCHEMES, SCORE_SCHEMES
 
@@ -91,8 +92,7 @@ def test_packed_and_padded_sequences_are_shared(pair, case, family, kind):
     assert_equal(pair.run(compare_context_parallel, family, case, kind, balanced=family == "gpt2"))
 
 
-@pytest.mark.parametrize("kind", ["plain", "left"])
-@pytest.mark.parametrize("case", ["rope", "learned", "transformer_xl", "alibi"])
+@matrix(case=SCHEMES, kind=["plain", "left"], strength=1)
 def test_position_ids_are_all_a_shard_needs(pair, case, kind):
     for balanced in (False, True):
         assert_equal(

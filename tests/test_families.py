@@ -7,16 +7,13 @@ from dataclasses import FrozenInstanceError, dataclass, replace
 import pytest
 import torch
 import transformers
-from families import FAMILIES, build, tiny, tokens
+from families import FAMILIES, LEARNED, ROTARY, build, tiny, tokens
 from torch import nn
 
 from hf_posenc import errors, registry
 from hf_posenc.errors import UnknownSchemeError, UnsupportedModelError
 from hf_posenc.families import Family, resolve, table
 from hf_posenc.registry import family_for
-
-LEARNED = ("gpt2", "opt")
-ROTARY = tuple(family for family in FAMILIES if family not in LEARNED)
 
 
 def family_of(model):

@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
-from families import FAMILIES, tiny, tokens
+from families import FAMILIES, LEARNED, tiny, tokens
 from matrix import matrix
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from situations import CASES, SCHEMES, assert_same, distance, patched_model
@@ -106,8 +106,7 @@ def test_tied_embeddings_stay_tied(tmp_path):
     assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("case", ["nope", "alibi", "rope", "shaw"])
+@matrix(case=SCHEMES, family=["gpt2", "llama"], strength=1)
 def test_an_adapter_refuses_another_base(case, family, tmp_path):
     trained(case, family, tmp_path)
     other = "alibi" if case != "alibi" else "nope"
@@ -119,7 +118,7 @@ def test_an_adapter_refuses_another_base(case, family, tmp_path):
     assert entry["position_encoding"]["schemes"][0]["scheme"] == case
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize("family", LEARNED)
 @pytest.mark.parametrize("case", SCHEMES)
 def test_peft_itself_refuses_a_stock_base_that_has_a_table(case, family, tmp_path):
     """GPT-2 and OPT: the adapter names their table, and has nothing (or another table) for it."""

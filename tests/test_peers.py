@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from cases import SCALINGS, TRAINED
-from families import FAMILIES, VOCAB_SIZE, tiny, tokens
+from families import LEARNED, ROTARY, VOCAB_SIZE, tiny, tokens
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
@@ -272,7 +272,7 @@ def test_interleaved_rope_on_gpt2_is_the_rotation_of_gptj(share):
     )
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gpt2", "opt")])
+@pytest.mark.parametrize("family", ROTARY)
 def test_rope_with_the_bases_own_parameters_is_the_base_bit_for_bit(family):
     # GPT-NeoX: more than the one pair of each head that a quarter of 8 dimensions is.
     config = {
@@ -383,7 +383,7 @@ def test_transformer_xl_is_the_relative_attention_of_xlnet(attn_type, queries, k
 # -------------------------------------------------------------------------------------------------------- added positions
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize("family", LEARNED)
 @pytest.mark.parametrize("rows", [None, 64, 30], ids=["default", "all-rows", "fewer-rows"])
 def test_native_learned_positions_are_the_base_bit_for_bit(family, rows):
     model = tiny(family)

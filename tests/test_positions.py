@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 from families import WINDOW, tiny, tokens
+from matrix import matrix
+from situations import SCORE_SCHEMES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
@@ -337,9 +339,7 @@ def test_a_users_own_mask_per_head():
     assert where.distance()[0, 0, 3].tolist() == [3, 2, 1, 0]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("scheme", ["alibi", "shaw", "transformer_xl", "da_transformer"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@matrix(family=["gpt2", "llama"], scheme=SCORE_SCHEMES, form=FORMS)
 def test_a_users_own_causal_mask_gives_the_same_logits(family, scheme, form):
     model = patch_model(tiny(family), scheme, seed=0)
     ids = tokens(2, LENGTH)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import transformers
-from families import FAMILIES, LENGTH, tiny, tokens
+from families import LENGTH, ROTARY, tiny, tokens
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from matrix import matrix
 from situations import DIFFERENT, distance
@@ -18,7 +18,6 @@ from hf_posenc import export_stock, from_pretrained, patch_model, patched, unpat
 from hf_posenc.registry import family_for
 from hf_posenc.schemes.rope import WITH_LENGTH, Rope
 
-ROTATING = tuple(family for family in FAMILIES if family not in ("gpt2", "opt"))
 ORIGINAL = 16
 LENGTHS = (ORIGINAL - 6, ORIGINAL + 8, LENGTH + 8, ORIGINAL - 6)  # below, beyond, far beyond, and below again
 
@@ -101,14 +100,14 @@ def test_every_type_of_transformers_is_here():
 
 def test_what_is_left_out():
     """Pairs that transformers refuses to build or to run, so that there is no base to compare with."""
-    refused = {(family, kind) for family in ROTATING for kind in TYPES if base(family, kind) is None}
+    refused = {(family, kind) for family in ROTARY for kind in TYPES if base(family, kind) is None}
     only_longrope = {("phi3", kind) for kind in TYPES if kind not in ("default", "longrope")}
     assert refused == only_longrope | {("phi", "proportional")}
 
 
 PAIRS = [
     (family, kind)
-    for family in ROTATING
+    for family in ROTARY
     for kind in TYPES
     if (family != "phi3" or kind in ("default", "longrope")) and (family, kind) != ("phi", "proportional")
 ]
@@ -154,7 +153,7 @@ def test_rope_alone_is_the_base_bit_for_bit(family, kind, tmp_path):
 SAID = ("rope_theta", "partial_rotary_factor", "scaling")
 
 
-@pytest.mark.parametrize("family", ROTATING)
+@pytest.mark.parametrize("family", ROTARY)
 def test_a_new_base_of_frequencies_keeps_the_scaling(family):
     kind = "longrope" if family == "phi3" else "linear"
     model = base(family, kind)

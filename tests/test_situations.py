@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 import torch
-from families import FAMILIES, tiny, tokens
+from families import FAMILIES, WINDOWED, tiny, tokens
 from matrix import matrix
 from situations import (
     BASES,
@@ -38,7 +38,6 @@ from hf_posenc.upstream.rotary import IdentityRotary
 LENGTH = 20
 PADDING = 5
 CHUNKS = (7, 6, 1, 6)
-WINDOWED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "starcoder2")
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
 
 each_case = pytest.mark.parametrize("case", CASES)
