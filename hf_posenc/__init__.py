@@ -1,7 +1,7 @@
 """Replace the position handling of Hugging Face causal language models, in place, by any documented scheme.
 
-Importing this imports nothing heavy: a public name is looked up when it is first used. Model types of patched models
-are registered with AutoConfig as soon as that is imported, by whomever.
+Importing this imports nothing heavy: a public name is looked up when it is first used. AutoConfig is told the model
+types of patched models as soon as it is imported, by whomever.
 """
 
 from importlib import import_module
@@ -171,10 +171,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _register_configs() -> None:
-    from .model_types.config import register_configs
+def _announce() -> None:
+    from .classes import announce_all
 
-    register_configs()
+    announce_all()
 
 
-after_import("transformers.models.auto.configuration_auto", _register_configs)
+after_import("transformers.models.auto.configuration_auto", _announce)

@@ -1,21 +1,20 @@
-"""The names of our classes, by which checkpoints and pickles find them: `PosEnc<Stock>` of every supported family."""
+"""The names of our classes, `PosEnc<Stock>` of every family, by which checkpoints, pickles and AutoConfig find them."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import transformers
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
 
 from . import registry
 from .errors import UnsupportedModelError
-from .families.base import Family
-from .model_types.config import config_class, register_config
-from .model_types.model import model_class
+
+if TYPE_CHECKING:
+    from .families.base import Family
 
 
 def __getattr__(name: str) -> Any:
-    """Find the class `PosEnc<Stock>` of a supported family: checkpoints and pickles name it.
+    """Find the class `PosEnc<Stock>` of a supported family, which is made when it is first asked for.
 
     Raises:
         UnsupportedModelError: for a class of transformers whose model type no family serves; the file beside a
@@ -23,14 +22,25 @@ def __getattr__(name: str) -> Any:
         PluginError: if the package that offers the family cannot be imported.
         AttributeError: for any other name.
     """
-    stock = getattr(transformers, name.removeprefix("PosEnc"), None) if name.startswith("PosEnc") else None
-    is_config = isinstance(stock, type) and issubclass(stock, PreTrainedConfig)
-    is_model = isinstance(stock, type) and issubclass(stock, PreTrainedModel)
+    if not name.startswith("PosEnc"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import transformers
+
+    from .model_types.config import config_class
+
+    stock = getattr(transformers, name.removeprefix("PosEnc"), None)
+    is_class = isinstance(stock, type)
+    is_config = is_class and issubclass(stock, transformers.PreTrainedConfig)
+    is_model = is_class and not is_config and issubclass(stock, transformers.PreTrainedModel)
     config: Any = stock if is_config else getattr(stock, "config_class", None) if is_model else None
     if not getattr(config, "model_type", None):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     registry.family_for(config.model_type)
-    return config_class(stock) if is_config else model_class(stock)
+    if is_config:
+        return config_class(stock)
+    from .model_types.model import model_class
+
+    return model_class(stock)
 
 
 def register_family(family: Family) -> Family:
@@ -46,13 +56,46 @@ def register_family(family: Family) -> Family:
         UnsupportedModelError: the installed transformers has no such model type.
         ValueError: it names no model type, or one that another family serves. Registering an equal one is allowed.
     """
+    import transformers
+
     for model_type in family.model_types:
-        if model_type not in CONFIG_MAPPING:
+        if model_type not in transformers.CONFIG_MAPPING:
             raise UnsupportedModelError(
                 f"a family for model type {model_type!r} cannot be used: transformers {transformers.__version__} has "
                 "no such model type"
             )
     registry.register_family(family)
-    for model_type in family.model_types:
-        register_config(model_type)
+    announce(*family.model_types)
     return family
+
+
+def announce_all() -> None:
+    """Tell AutoConfig the name of our config class of every model type that is served.
+
+    Families of other packages are among them, and none of their code runs: an entry point is named after a model type,
+    and our classes are made of the stock ones. A model type that cannot be served is a warning (UserWarning) that names
+    the package; without it everything else works.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    for model_type in registry.supported_model_types():
+        offer = registry.offer(model_type)
+        if model_type in CONFIG_MAPPING_NAMES:
+            announce(model_type)
+        elif offer is not None:  # one of ours is newer than the installed transformers
+            warnings.warn(f"{offer} cannot be used: the installed transformers has no such model type", stacklevel=2)
+
+
+def announce(*model_types: str) -> None:
+    """Tell AutoConfig the names of our config classes of some model types, and that they are found in this module.
+
+    That is how AutoConfig knows its own: a name, and a module that is asked for it when a checkpoint says so. With
+    `AutoConfig.register` each class would have to be there already, and with it the code of every family.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    for model_type in model_types:
+        if "vision_config" not in registry.refused(model_type):  # multimodal, served only to say why not
+            ours = f"posenc_{model_type}"
+            CONFIG_MAPPING_NAMES[ours] = f"PosEnc{CONFIG_MAPPING_NAMES[model_type]}"
+            CONFIG_MAPPING._modules[ours] = sys.modules[__name__]

@@ -707,3 +707,17 @@ class TestModelMachinery:
         parameters = {"rope_type": "default", "rope_theta": 500.0}
         config = GPT2Config(rope_parameters=parameters)
         assert GPT2Config.from_dict(config.to_dict()).rope_parameters == parameters
+
+
+def test_auto_config_asks_a_module_for_a_class_by_its_name(monkeypatch):
+    """Model types are announced by name, so that no family's code is imported before it is needed: classes.py."""
+    from types import SimpleNamespace
+
+    from transformers.models.auto import configuration_auto
+
+    mapping = configuration_auto.CONFIG_MAPPING
+    assert mapping._mapping is configuration_auto.CONFIG_MAPPING_NAMES
+    monkeypatch.setitem(configuration_auto.CONFIG_MAPPING_NAMES, "some_type", "SomeConfig")
+    monkeypatch.setitem(mapping._modules, "some_type", SimpleNamespace(SomeConfig=int))
+    assert mapping["some_type"] is int
+    assert "some_type" in mapping

@@ -5,7 +5,3 @@ guards refuse a stock class, each for who gets past the ones before it: the mode
 implementation that is registered nowhere (stock classes), an activation that no stock class knows (stock classes that
 are given an attention implementation), and a tensor named after the scheme (state dicts that are loaded by hand).
 """
-
-# First of all, so that what is done once AutoConfig is there (see the package's own __init__) is not done in the middle
-# of importing what it needs.
-import transformers.models.auto.configuration_auto  # noqa: F401

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
-from transformers.models.auto import modeling_auto
+from transformers import PreTrainedConfig
 
-from .. import registry
 from ..errors import CheckpointError, HfPosencError
 from ..upstream import NAME
 from ..upstream.derived import revive, stock_class
@@ -31,13 +28,13 @@ STUB = "modeling_hf_posenc"
 """The file beside a checkpoint that `trust_remote_code=True` runs: it imports our classes, and nothing else."""
 
 _HEADS = {
-    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
-    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "AutoModel": "MODEL_MAPPING_NAMES",
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
 }
-"""Auto classes that know our models, and transformers' own table of each: model type -> class name."""
+"""Auto classes that know our models, and the name of transformers' own table of each: model type -> class name."""
 
 
 class PosEncConfigMixin:
@@ -145,7 +142,7 @@ class PosEncConfigMixin:
 
 @functools.cache
 def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Return our config class in front of a stock one, model type `posenc_<base>`, known to AutoConfig."""
+    """Return our config class in front of a stock one, model type `posenc_<base>`."""
     members = {
         "model_type": f"posenc_{stock.model_type}",
         "__module__": __name__,
@@ -154,7 +151,6 @@ def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     }
     cls = type("PosEnc" + stock.__name__, (PosEncConfigMixin, stock), members)
     cls.__module__ = CLASSES  # set afterwards: dataclasses look into the module, which need not be imported yet
-    AutoConfig.register(cls.model_type, cls, exist_ok=True)
     return cls
 
 
@@ -164,8 +160,12 @@ def heads_of(config: Any) -> dict[str, str]:
     Args:
         config: ours or stock.
     """
+    # Not at the top: this file is also imported while transformers is in the middle of importing that one.
+    from transformers.models.auto import modeling_auto
+
     base = str(config.model_type).removeprefix("posenc_")
-    return {auto: _one(names[base]) for auto, names in _HEADS.items() if base in names}
+    tables = {auto: getattr(modeling_auto, table) for auto, table in _HEADS.items()}
+    return {auto: _one(names[base]) for auto, names in tables.items() if base in names}
 
 
 def _one(names: Any) -> str:
@@ -200,27 +200,3 @@ def register_models(config: type[PreTrainedConfig]) -> None:
     for name, table in vars(peft.utils.constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict) and stock.model_type in table:
             table.setdefault(f"posenc_{stock.model_type}", table[stock.model_type])
-
-
-def register_configs() -> None:
-    """Make AutoConfig find our config class of every family.
-
-    Families of other packages are among them, and none of their code runs: an entry point is named after a model type,
-    and our classes are made of the stock ones. A model type that cannot be served is a warning (UserWarning) that names
-    the package; without it everything else works.
-    """
-    for model_type in registry.supported_model_types():
-        offer = registry.offer(model_type)
-        if model_type in CONFIG_MAPPING:
-            register_config(model_type)
-        elif offer is not None:  # one of ours is newer than the installed transformers
-            warnings.warn(
-                f"{offer} cannot be used: transformers {transformers.__version__} has no such model type", stacklevel=2
-            )
-
-
-def register_config(model_type: str) -> None:
-    """Make AutoConfig find our config class of a model type, unless its family is there only to refuse it."""
-    stock = CONFIG_MAPPING[model_type]
-    if not stock.sub_configs or not set(stock.sub_configs) & set(registry.refused(model_type)):
-        config_class(stock)
