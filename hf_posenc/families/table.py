@@ -61,10 +61,11 @@ FAMILIES = (
     Family(model_types=("gemma",), refuse=_ENCODER_USE),
     # Soft-capped scores, `scaling` from `query_pre_attn_scalar`, every other layer with a sliding window.
     Family(model_types=("gemma2",), refuse=_ENCODER_USE),
-    # The rotary module has frequencies per layer type and is called once for each, with its name. "gemma3" is the
-    # multimodal model; it is listed so that a user is told why it is refused.
+    # The rotary module has frequencies per layer type and is called once for each, with its name.
+    Family(model_types=("gemma3_text",), refuse=_ENCODER_USE),
+    # The multimodal model, which is here so that a user is told why it is refused.
     Family(
-        model_types=("gemma3_text", "gemma3"),
+        model_types=("gemma3",),
         refuse={
             "vision_config": "image tokens see each other in both directions, and every scheme is defined for keys at "
             "or before the query; copy its language model into a Gemma3ForCausalLM(config.text_config) and patch that "
