@@ -26,7 +26,7 @@ say "== pytest"
 if [ "${CI:-}" = "true" ]; then
     say "== pytest, slow tier"
     code=0
-    "$ENV_PYTHON" -m pytest -m "slow and not gpu" "$@" || code=$?
+    "$ENV_PYTHON" -m pytest -m "slow and not gpu" -n 2 --dist worksteal "$@" || code=$?
     # 5: nothing was collected, which is no failure where no test of the selection is slow.
     if [ "$code" != 0 ] && [ "$code" != 5 ]; then
         exit "$code"
