@@ -402,14 +402,20 @@ def which_engine(
     count = base.dims.num_layers
     if layer is None:
         on_scores = [each.layers for each in patch.schemes if each.acts_on.attends]
-        layer = min((int(layers[0]) if layers else 0 for layers in on_scores), default=0)
+        attending = min(base.sizes)
+        layer = min((int(layers[0]) if layers else attending for layers in on_scores), default=attending)
     if not -count <= layer < count:
         raise ValueError(f"there is no layer {layer}: the model has {count}, counted from 0")
-    attention: Any = base.found.attentions[layer]
-    device, dims = next(model.parameters()).device, base.dims
+    if layer % count not in base.sizes:
+        raise ValueError(f"layer {layer} has no attention: ask for one of {', '.join(map(str, base.sizes))}")
+    attention: Any = base.found.attention_of[layer % count]
+    device, dims = next(model.parameters()).device, base.sizes[layer % count]
     like = torch.empty(0, dtype=dtype or model.dtype, device=device)
     query = like.new_empty(()).expand(1, dims.num_heads, length, dims.head_dim)
-    key = like.new_empty(()).expand(1, dims.num_key_value_heads, keys or length, dims.head_dim)
+    key, value = (
+        like.new_empty(()).expand(1, dims.num_key_value_heads, keys or length, size)
+        for size in (dims.head_dim, dims.value_dim or dims.head_dim)
+    )
     module = attention.posenc.owner() if isinstance(attention.posenc, Shared) else attention.posenc
     positions = Positions.causal(length, keys or length, device)
     if (window := attention.__dict__.get("posenc_window")) is not None:
@@ -419,12 +425,13 @@ def which_engine(
         call = Call(
             query,
             key,
-            key,
+            value,
             positions,
             scaling=attention.scaling,
             softcap=getattr(model.config, "attn_logit_softcapping", None),
             dropout=dropout,
             weights=weights,
+            sinks=getattr(attention, "sinks", None),
             module=module,
             form=module.form(query),
         )

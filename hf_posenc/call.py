@@ -18,7 +18,7 @@ class Call:
     Attributes:
         query: (B, H, Q, D).
         key: (B, K, L, D), cached keys included; K divides H.
-        value: (B, K, L, D).
+        value: (B, K, L, V); V is D as a rule, and smaller in latent attention (MLA).
         positions: of these queries and keys, and what each query may see.
         scaling: factor of every term that contains the query, 1/sqrt(D) as a rule.
         vector_scaling: factor of terms without the query; None means `scaling`. They differ where the base model hands
@@ -26,6 +26,8 @@ class Call:
         softcap: `cap * tanh(score / cap)` on what is a product of vectors; None means none.
         dropout: probability that an attention weight is dropped.
         weights: whether the caller wants the attention weights (B, H, Q, L).
+        sinks: (H,) or None: a score per head that stands beside those of the keys in the softmax; what it weighs goes
+            nowhere.
         module: the scheme's module, which writes out `scores` and `mix`; None until the call reaches it.
         form: how its scores depend on distance (`hf_posenc.forms`), or None if that is no form.
     """
@@ -39,6 +41,7 @@ class Call:
     softcap: float | None = None
     dropout: float = 0.0
     weights: bool = False
+    sinks: Tensor | None = None
     module: Any = None
     form: Any = None
 
@@ -63,7 +66,8 @@ class Call:
         query, key, value = (each.to(dtype) for each in (self.query, self.key, self.value))
         if self.groups > 1:
             key, value = (each.repeat_interleave(self.groups, 1) for each in (key, value))
-        return replace(self, query=query, key=key, value=value)
+        sinks = None if self.sinks is None else self.sinks.to(dtype)
+        return replace(self, query=query, key=key, value=value, sinks=sinks)
 
     def distance(self) -> Tensor:
         """Return query position minus key position, integers (B|1, 1, Q, L), 0 where the key comes later."""
@@ -89,6 +93,13 @@ class Call:
     def cap(self, scores: Tensor) -> Tensor:
         """Return scores with the model's soft cap, if it has one. A bias is added after it, like a mask."""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        """Return the weights of masked scores (B, H, Q, L); with sinks a row sums to less than 1."""
+        if self.sinks is None:
+            return scores.softmax(-1)
+        sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
     def products(self) -> Tensor:
         """Return the scores of attention without positions, (B, H, Q, L); of a widened call."""

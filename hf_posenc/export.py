@@ -15,7 +15,7 @@ from .model_types.config import STUB, PosEncConfigMixin
 from .model_types.entry import ENTRY
 from .model_types.guards import ACTIVATION
 from .model_types.model import PosEncMixin, position_keys
-from .patching.plan import BaseModel, layers_of
+from .patching.plan import BaseModel
 from .patching.state import Patch, patch_of
 from .upstream.derived import stock_class
 
@@ -98,7 +98,7 @@ def _turned_layers(patch: Patch, base: BaseModel) -> list[bool] | None:
     if base.found.rotary is None:
         return None
     for scheme in patch.schemes:
-        layers = layers_of(scheme, len(turned))
+        layers = base.layers_of(scheme)
         if scheme.acts_on.rotates:
             rotation: Any = scheme
             own = all("posenc_rotation" not in base.found.layers[layer].__dict__ for layer in layers)

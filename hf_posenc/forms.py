@@ -121,7 +121,7 @@ class ClippedVectors(Form):
 
     Attributes:
         keys: `a`, (m + 1, D) or (H, m + 1, D).
-        values: `b`, of the same shape, or None.
+        values: `b`, (m + 1, V) or (H, m + 1, V), or None.
     """
 
     keys: Tensor

@@ -227,6 +227,11 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(inner).__name__}")
     found = resolve(family_for(base_model_type(inner.config)), inner)
+    if len(found.attentions) < len(found.layers):
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} has layers without attention, whose state would have to travel from shard to "
+            "shard: only attention can be divided over processes"
+        )
     if "posenc_exchange" in found.decoder.__dict__:
         raise ValueError("this model is inside context_parallel already")
     _check_rotary(found.decoder)

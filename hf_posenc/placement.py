@@ -7,7 +7,7 @@ says what there is, `Site` changes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import nn
@@ -33,6 +33,17 @@ class Base(Protocol):
         """Sizes of the attention."""
 
     @property
+    def sizes(self) -> Mapping[int, Dims]:
+        """Sizes of the attention of each layer that has one, by the layer's index."""
+
+    @property
+    def rotated(self) -> Sequence[bool]:
+        """For each layer, whether the base turns its queries and keys."""
+
+    def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
+        """Return the indices of a scheme's layers; without a selection those in which it can act."""
+
+    @property
     def keeps_table(self) -> bool:
         """Whether positions enter at the input from a table of the base's own, and go on doing so."""
 
@@ -46,8 +57,14 @@ class Base(Protocol):
 class Site(Protocol):
     """A model in the course of being changed, and the layers of it that one scheme is for."""
 
-    dims: Dims
     layers: tuple[int, ...]
+
+    @property
+    def dims(self) -> Dims:
+        """Sizes of the attention, in the first layer that has one."""
+
+    def dims_of(self, layer: int) -> Dims:
+        """Return the sizes of one layer's attention."""
 
     def share(self, module: nn.Module) -> Reference:
         """Let the model own a module that the layers share."""
@@ -116,6 +133,13 @@ class Nowhere(Placement):
 
     def fit(self, scheme: Scheme, base: Base) -> Scheme:
         """Refuse to do nothing, see `Placement.fit`."""
+        if scheme.layers is not None and scheme.window is None and any(base.rotated):
+            if not any(base.rotated[layer] for layer in base.layers_of(scheme)):
+                raise UnsupportedModelError(
+                    f"{scheme.name} would change nothing here: {base.name} leaves layer "
+                    f"{', '.join(map(str, scheme.layers))} unrotated by itself. It rotates layers "
+                    f"{', '.join(str(i) for i, turned in enumerate(base.rotated) if turned)}"
+                )
         if scheme.layers is not None and scheme.window is None and base.keeps_table:
             raise UnsupportedModelError(
                 f"{scheme.name} in some layers would change nothing here: the positions of {base.name} enter at the "
@@ -140,7 +164,14 @@ class OnScores(Placement):
 
     def fit(self, scheme: Any, base: Base) -> Any:
         """Check the sizes, and that attention can be computed by this package, see `Placement.fit`."""
-        scheme.check(base.dims)
+        sizes = [base.sizes[layer] for layer in base.layers_of(scheme)]
+        for dims in dict.fromkeys(sizes):
+            scheme.check(dims)
+        if len(set(sizes)) > 1 and scheme.build_shared(base.dims) is not None:
+            raise UnsupportedModelError(
+                f"{scheme.name}: the layers of {base.name} have heads of different numbers or sizes, so they cannot "
+                "share parameters: give each layer its own, or name layers that are alike"
+            )
         base.require_own_attention(scheme.name)
         return scheme
 
@@ -149,7 +180,7 @@ class OnScores(Placement):
         shared = scheme.build_shared(site.dims)
         owner = None if shared is None else site.share(shared)
         for layer in site.layers:
-            module = scheme.build(site.dims)
+            module = scheme.build(site.dims_of(layer))
             site.on_attention(layer, module if owner is None else scheme.attach_shared(module, owner))
 
 

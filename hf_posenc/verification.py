@@ -16,7 +16,7 @@ from .errors import NotPatchedError
 from .modes import evaluation
 from .modules import PositionModule, WithoutPositions
 from .patching.place import require_attention
-from .patching.plan import BaseModel, layers_of
+from .patching.plan import BaseModel
 from .patching.state import Patch, patch_of, without_adapter
 from .patching.undo import Undo, set_attribute, set_module
 from .patching.wrappers import check_in_place, check_unwrapped
@@ -145,7 +145,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
 
     with evaluation(model), _unguarded(found.decoder):
         backend = model.config._attn_implementation
-        lost = _lost(model, found.attentions, tokens) if patch.attends and backend == NAME else {}
+        lost = _lost(model, found.attention_of, tokens) if patch.attends and backend == NAME else {}
         standing = _Measurement(model, found.layers, tokens)
         trial = standing
         owners = [module for module in model.modules() if isinstance(module, PositionModule)]
@@ -197,7 +197,7 @@ def _answering(patch: Patch, base: BaseModel) -> list[bool]:
     rotated, first = list(base.found.rotated), base.found.position_table is None
     expected = list(rotated)  # of layers that keep what the base has
     for scheme in patch.schemes:
-        for layer in layers_of(scheme, len(rotated)):
+        for layer in base.layers_of(scheme):
             at_input = scheme.acts_on.enters_at_input  # added by a hook on the first layer where there is no table
             expected[layer] = first and layer == 0 if at_input else scheme.acts_on.answers(layer, rotated)
     return expected
@@ -218,14 +218,16 @@ class _Measurement:
             self.layers.append(_change(first(layer(call.hidden_states, *moved.args, **moved.kwargs)), original))
 
 
-def _lost(model: PreTrainedModel, attentions: list[nn.Module], tokens: Tensor) -> dict[int, float]:
+def _lost(model: PreTrainedModel, attentions: dict[int, nn.Module], tokens: Tensor) -> dict[int, float]:
     """Return by how much attention without a scheme differs from the model's own eager attention, where it does.
 
     A feature of the base that our attention function leaves out shows here, and nowhere else.
     """
-    calls, _ = _trace(model, attentions, tokens, torch.arange(tokens.shape[1], device=tokens.device)[None])
+    calls, _ = _trace(
+        model, list(attentions.values()), tokens, torch.arange(tokens.shape[1], device=tokens.device)[None]
+    )
     lost = {}
-    for index, (attention, call) in enumerate(zip(attentions, calls, strict=True)):
+    for (index, attention), call in zip(attentions.items(), calls, strict=True):
         hidden, args, kwargs = call.hidden_states, call.args, call.kwargs
         blank = hidden.new_zeros(1, 1, tokens.shape[1], tokens.shape[1])
 

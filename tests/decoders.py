@@ -56,6 +56,66 @@ SIZES: dict[str, Any] = {
     "input_jitter_noise": 0.0,
 }
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 6,
+}
+"""Latent attention (MLA): heads of queries and keys have 12 dimensions, 8 of them rotated, those of values 6."""
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+"""The second layer is not rotated where only layers with a window are."""
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    "afmoe": WINDOWED | {"num_dense_layers": 1, "global_attn_every_n_layers": 2},
+    "axk1": LATENT,
+    "bailing_hybrid": LATENT | {"layer_types": ["linear_attention", "full_attention"]},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "cohere2": WINDOWED,
+    "cohere2_moe": WINDOWED,
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "exaone4": WINDOWED,
+    "exaone_moe": WINDOWED,
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "flint": WINDOWED,
+    "glm4_moe_lite": LATENT,
+    "gpt_oss": WINDOWED | {"rope_parameters": YARN},
+    "granitemoehybrid": MAMBA | {"layer_types": LINEAR["layer_types"], "position_embedding_type": "rope"},
+    "kolibri1": WINDOWED,
+    "laguna": WINDOWED | {"num_attention_heads_per_layer": [8, 4]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "llama4_text": {"no_rope_layers": [1, 0], "floor_scale": 4, "attention_chunk_size": 64},
+    "mimo_v2_flash": WINDOWED | {"v_head_dim": 6},
+    "minicpm3": LATENT,
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
+    "olmo_hybrid": LINEAR,
+    "qwen3_5_moe_text": LINEAR,
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": LINEAR,
+    "youtu": LATENT,
+}
+"""What a type needs beyond `SIZES`, or shows what is special about it."""
+
+WITHOUT_TEMPERATURE: dict[str, dict[str, Any]] = {
+    "llama4_text": {"attn_temperature_tuning": False},
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.0}},
+}
+"""How a type is told not to multiply its queries by a factor that grows with the position."""
+
 
 def decoder(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel:
     """Return a tiny causal language model with random weights throughout, in eval mode.
@@ -67,7 +127,7 @@ def decoder(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel
     """
     cls = CONFIG_MAPPING[model_type]
     known = set(cls().to_dict()) | set(cls.attribute_map)
-    values = {key: value for key, value in SIZES.items() if key in known} | config
+    values = {key: value for key, value in SIZES.items() if key in known} | SPECIAL.get(model_type, {}) | config
     built = cls(**values)
     types = getattr(built, "layer_types", None)
     if types is not None and len(types) != built.num_hidden_layers:

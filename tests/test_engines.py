@@ -1,6 +1,7 @@
 """Fast engines compute what the reference engine computes in float64, and the choice among them never changes a result."""
 
 import copy
+import itertools
 import math
 import pickle
 
@@ -60,7 +61,10 @@ def never_short(monkeypatch):
 
 def build(scheme, heads, **hyperparameters):
     dims = Dims(heads, heads, HEAD_DIM, 32, 2)
-    module = scheme_class(scheme).parse(hyperparameters).build(dims)
+    return randomized(scheme_class(scheme).parse(hyperparameters).build(dims))
+
+
+def randomized(module):
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in module.parameters():
@@ -301,6 +305,133 @@ def test_rounded_is_as_accurate_as_eager_attention(case, situation):
     for mine, theirs, e in zip(actual, eager, expected, strict=True):
         assert (mine.double() - e).norm() <= 2 * (theirs.double() - e).norm() + 0.005 * e.norm()
     assert (actual[0].double() - expected[0]).norm() > 0.002 * expected[0].norm()  # it did round
+
+
+# ------------------------------------------------------------------------------------------- sinks, and smaller values
+
+
+def logits_of(call):
+    wide = call.widened()
+    return wide.positions.mask(wide.formula.scores(wide))
+
+
+def with_sinks(module, q, k, v, positions, sinks):
+    """Return the output with sinks, from that without: they hold a share of each row, which no value gets."""
+    call = call_of(module, q, k, v, positions)
+    total, (output, _) = logits_of(call).logsumexp(-1), reference.attend(call)  # (B, H, Q)
+    return output * torch.sigmoid(total - sinks[:, None]).transpose(1, 2)[..., None]
+
+
+@matrix(
+    [
+        (*row, dtype)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16)
+        for row in [
+            *itertools.product(["reference", "chunked"], MODULES, SITUATIONS),
+            *itertools.product(["decode"], [case for case in MODULES if case not in FORMLESS], CACHED),
+        ]
+    ],
+    engine=None,
+    case=None,
+    situation=None,
+    dtype=None,
+)
+def test_attention_sinks(engine, case, situation, dtype):
+    positions, shown = SITUATIONS[situation]()
+    module, heads = MODULES[case](6), 6
+    tensors = inputs(positions, heads, 3, dtype)
+    fitting = copy.deepcopy(module).double() if dtype == torch.float64 else module
+    # Around what the scores of a row add up to, so that they hold much of some rows and little of others.
+    sums = (
+        logits_of(call_of(module, *tensors, positions))
+        .logsumexp(-1)
+        .detach()
+        .transpose(0, 1)
+        .flatten(1)
+        .median(-1)
+        .values
+    )
+    sinks = (sums + torch.tensor([-2.0, -1.0, 0.0, 0.5, 1.0, 2.0])).requires_grad_()
+    call = call_of(fitting, *tensors, positions, sinks=sinks)
+    with torch.set_grad_enabled(engine != "decode"):
+        output, _ = dispatch.attend(call, engine)
+    wide = [each.detach().double().requires_grad_() for each in tensors]
+    exact = sinks.detach().double().requires_grad_()
+    expected = with_sinks(copy.deepcopy(module).double(), *wide, positions, exact)
+    plain, _ = reference.attend(call_of(copy.deepcopy(module).double(), *wide, positions))
+    seen = torch.ones_like(expected[..., :1]) if shown is None else shown[:, :, None, None]
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.05}[dtype]
+    assert ((output - expected) * seen).norm() <= tolerance * (expected * seen).norm()
+    assert ((plain - expected) * seen).norm() > 0.05 * (expected * seen).norm()
+    if output.requires_grad:
+        weight = seeded(2, output.shape[1], heads, HEAD_DIM) * seen
+        (mine,) = torch.autograd.grad((output.double() * weight).sum(), sinks)
+        (theirs,) = torch.autograd.grad((expected * weight).sum(), exact)
+        assert (mine - theirs).norm() <= 10 * tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("engine", ["banded", "toeplitz", "clipped", "rescaled", "skewed"])
+def test_an_engine_without_sinks_leaves_them_to_one_that_has(engine):
+    case = ENGINES[engine][0]
+    given = call(case, sinks=torch.zeros(4))
+    assert choose("auto", call(case)).engine != "chunked"
+    assert choose("auto", given).engine == "chunked"
+    with pytest.raises(ValueError, match="attention sinks"):
+        choose(engine, given)
+
+
+@matrix(
+    [
+        *((*row, situation, 10) for row in ROWS for situation in SITUATIONS if row[0] != "clipped"),
+        *(("clipped", "shaw-keys-only", situation, 10) for situation in SITUATIONS),
+        *((*row, 24) for row in itertools.product(["chunked"], MODULES, SITUATIONS)),
+        *((*row, size) for row in itertools.product(["decode"], ["alibi", *SHAW], CACHED) for size in (10, 24)),
+    ],
+    engine=None,
+    case=None,
+    situation=None,
+    size=None,
+)
+def test_values_of_another_size(engine, case, situation, size):
+    """As in latent attention: V is smaller than D as a rule."""
+    positions, shown = SITUATIONS[situation]()
+    dims = Dims(4, 4, HEAD_DIM, 32, 2, value_dim=size)
+    name, _, kind = case.partition("-")
+    options = {"max_distance": 7, "values": kind != "keys-only"} if name == "shaw" else {}
+    module = MODULES[case](4) if name != "shaw" else randomized(scheme_class(name).parse(options).build(dims))
+    q, k, v = inputs(positions, 4, 1, torch.float32)
+    v = torch.randn(*v.shape[:-1], size, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    given = call_of(module, q, k, v, positions)
+    with torch.set_grad_enabled(engine != "decode"):
+        if (reason := named(engine).refusal(given)) is not None:
+            assert (engine, reason) in EXPECTED_REFUSALS
+            pytest.skip(reason)
+        output, _ = dispatch.attend(given, engine)
+    wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
+    expected, _ = reference.attend(call_of(copy.deepcopy(module).double(), *wide, positions))
+    assert output.shape == expected.shape == (2, q.shape[2], 4, size)
+    seen = torch.ones_like(expected[..., :1]) if shown is None else shown[:, :, None, None]
+    assert ((output - expected) * seen).norm() <= 2e-5 * (expected * seen).norm()
+    if output.requires_grad:
+        weight = seeded(*expected.shape) * seen
+        mine = torch.autograd.grad((output.double() * weight).sum(), (q, k, v))
+        theirs = torch.autograd.grad((expected * weight).sum(), wide)
+        for a, e in zip(mine, theirs, strict=True):
+            assert (a - e).norm() <= 2e-4 * e.norm().clamp(min=1e-6)
+
+
+def test_values_that_an_engine_cannot_take():
+    """Larger ones, and smaller ones to which a scheme adds vectors of their size."""
+    positions = Positions.causal(40)
+    q, k, v = inputs(positions, 4, 1, torch.float32)
+    given = call_of(MODULES["alibi"](4), q, k, torch.cat([v, v], -1), positions)
+    assert choose("auto", given).engine == "chunked"
+    with pytest.raises(ValueError, match="here they have 32 and not 16"):
+        choose("banded", given)
+    given = call_of(MODULES["shaw"](4), q, k, v[..., :10], positions)
+    assert choose("auto", given).engine == "chunked"
+    with pytest.raises(ValueError, match="the scheme adds vectors to values, which have 10 dimensions"):
+        choose("clipped", given)
 
 
 # -------------------------------------------------------------------------------------------------------------- decoding

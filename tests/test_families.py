@@ -208,7 +208,7 @@ def test_multimodal_gemma3_is_refused():
 
 
 def test_an_unknown_model_type_lists_the_known_ones():
-    with pytest.raises(UnsupportedModelError, match=r"'bert' is not supported; choose from apertus, .*starcoder2"):
+    with pytest.raises(UnsupportedModelError, match=r"'bert' is not supported; choose from afmoe, .*starcoder2"):
         family_for("bert")
 
 

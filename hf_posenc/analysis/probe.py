@@ -240,7 +240,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
         model: patched or stock.
         see: called with a layer's index and its weights (B, H, Q, L), layer by layer as the model runs.
     """
-    attentions = parts(model).attentions
+    attentions = parts(model).attention_of
     ours = model.config._attn_implementation == NAME
 
     def take_reference(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -258,7 +258,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
             stock = model.config._attn_implementation
             model.set_attn_implementation("eager")
             stack.callback(model.set_attn_implementation, stock)
-        for index, attention in enumerate(attentions):
+        for index, attention in attentions.items():
             module = attention.posenc if ours else attention
             if ours:
                 stack.callback(module.register_forward_pre_hook(take_reference, with_kwargs=True).remove)

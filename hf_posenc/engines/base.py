@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..forms import Form
+from ..forms import ClippedVectors, Form
 from ..positions import DensePositions
 
 
@@ -22,10 +22,15 @@ class Engine:
         floors: scores per head (Q times L) below which `auto` passes it over because the next engine is faster, by
             dtype (None: any other).
         traced: whether torch.compile can trace it.
+        sinks: whether it takes calls with attention sinks.
+        value_sizes: whether it takes values of another size than queries and keys. If not, smaller ones reach it with
+            zeros behind them.
     """
 
     name: ClassVar[str]
     traced: ClassVar[bool] = False
+    sinks: ClassVar[bool] = False
+    value_sizes: ClassVar[bool] = False
     forms: ClassVar[tuple[type[Form], ...] | None] = None
     floors: Mapping[torch.dtype | None, int]
 
@@ -49,6 +54,20 @@ class Engine:
         """Return why the engine cannot carry a call, or None if it can."""
         return None
 
+    def refusal(self, call: Call) -> str | None:
+        """Return why the engine does not get a call, or None if it may: what it lacks by its class, or `why_not`."""
+        if call.sinks is not None and not self.sinks:
+            return "the model has attention sinks, which it does not know"
+        size, values = call.query.shape[-1], call.value.shape[-1]
+        if values != size and not self.value_sizes:
+            if values > size:
+                return f"its values have the size of queries and keys, here they have {values} and not {size}"
+            if isinstance(call.form, ClippedVectors) and call.form.values is not None:
+                return (
+                    f"the scheme adds vectors to values, which have {values} dimensions and not {size} as queries have"
+                )
+        return self.why_not(call)
+
     def distrust(self, call: Call) -> str | None:
         """Return why `auto` does not rely on the engine for a call that it can carry, or None if it does."""
         return None
@@ -57,7 +76,7 @@ class Engine:
         """Compute a call that there is nothing against.
 
         Returns:
-            output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) or None.
+            output (B, Q, H, V) in the query's dtype, and the weights (B, H, Q, L) or None.
         """
         raise NotImplementedError(type(self).__name__)
 

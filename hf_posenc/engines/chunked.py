@@ -28,6 +28,8 @@ class Chunked(Engine):
     """Every scheme, and every mask but a user's own 4-D one; no weights; not while compiling. O(L) memory."""
 
     name = "chunked"
+    sinks = True
+    value_sizes = True
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
@@ -45,7 +47,7 @@ def attend(call: Call) -> Tensor:
         call: with compact positions.
 
     Returns:
-        output (B, Q, H, D) in the query's dtype.
+        output (B, Q, H, V) in the query's dtype.
     """
     positions = call.positions
     assert isinstance(positions, Positions)

@@ -45,6 +45,8 @@ class Decode(Engine):
 
     name = "decode"
     traced = True
+    sinks = True
+    value_sizes = True
     forms = (Bias, Slopes, Factors, ClippedVectors, RelativeKeys)
 
     def considered(self, call: Call) -> bool:
@@ -70,7 +72,7 @@ class Decode(Engine):
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """Attend without gradients, see `Engine.attend`."""
-        query, softcap, dropout = call.query, call.softcap, call.dropout
+        query = call.query
         with torch.autocast(query.device.type, enabled=False):
             # Under autocast their dtypes may differ.
             key, value = call.key.to(query.dtype), call.value.to(query.dtype)
@@ -79,18 +81,19 @@ class Decode(Engine):
             most = key.shape[2] - 1 if torch.compiler.is_compiling() else None
             distance, visible = call.positions.distance().clamp(0, most), call.positions.visible()
             terms = _terms(call, distance, visible)
-            additive = terms.factors is None and softcap is None and dropout == 0
+            additive = terms.factors is None and call.softcap is None and call.dropout == 0
             # What the kernel hides has to be found again for vectors of values: many small operations.
             additive &= terms.value_table is None or key.shape[2] > SHORT
+            additive &= key.shape[3] == value.shape[3]
             if (
                 additive
                 and not (call.weights or torch.compiler.is_compiling())
                 and query.device.type == "cpu"
                 and (query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and not products_are_faster()))
             ):
-                output, found = _by_kernel(terms, key, value, distance, visible, call.scaling), None
+                output, found = _by_kernel(terms, call, key, value, distance, visible), None
             else:
-                output, found = _by_products(terms, key, value, distance, visible, call.scaling, softcap, dropout)
+                output, found = _by_products(terms, call, key, value, distance, visible)
         output = output.transpose(1, 2).to(query.dtype).contiguous()
         return output, found.to(query.dtype) if call.weights and found is not None else None
 
@@ -168,23 +171,27 @@ def _labels(distance: Tensor, by_label: Tensor) -> Tensor:
     return clipped.expand(*by_label.shape[:-1], distance.shape[-1])
 
 
-def _by_kernel(terms: Terms, key: Tensor, value: Tensor, distance: Tensor, visible: Tensor, scaling: float) -> Tensor:
+def _by_kernel(terms: Terms, call: Call, key: Tensor, value: Tensor, distance: Tensor, visible: Tensor) -> Tensor:
     """Return the output (B, H, Q, D) by the flash kernel of the CPU."""
-    query = terms.query
+    query, scaling = terms.query, call.scaling
     mask = terms.outside if terms.inside is None else terms.inside.add_(terms.outside)
     mask = mask.expand(*query.shape[:3], -1)
     output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _stacked(query, key), key, value, 0.0, False, attn_mask=_stacked(mask, key), scale=scaling
     )
-    output = output.reshape(query.shape)
+    output, total = output.reshape(query.shape), total.reshape(query.shape[:3])
+    held = torch.ones_like(total)
+    if call.sinks is not None:  # one more score in the sum of each row, whose weight the keys do not hold
+        sinks = call.sinks.to(total.dtype)[:, None]
+        held = torch.sigmoid(total - sinks)
+        output, total = output * held[..., None].to(output.dtype), torch.logaddexp(total, sinks)
     if terms.value_table is None:
         return output
-    total = total.reshape(query.shape[:3])
     table = terms.value_table.to(total.dtype)
     near = _near(distance, visible, table)
     scores = _products(query.to(total.dtype), key[:, :, near].to(total.dtype)) * scaling + mask[..., near]
     weights = (scores - total[..., None]).exp()
-    return output + _shares(weights, distance[..., near], table, torch.ones_like(total)) @ table
+    return output + _shares(weights, distance[..., near], table, held) @ table
 
 
 def _near(distance: Tensor, visible: Tensor, table: Tensor) -> slice:
@@ -209,28 +216,20 @@ def _shares(weights: Tensor, distance: Tensor, table: Tensor, total: Tensor) -> 
 
 
 def _by_products(
-    terms: Terms,
-    key: Tensor,
-    value: Tensor,
-    distance: Tensor,
-    visible: Tensor,
-    scaling: float,
-    softcap: float | None,
-    dropout: float,
+    terms: Terms, call: Call, key: Tensor, value: Tensor, distance: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (B, H, Q, D) and the weights by matrix products."""
+    """Return the output (B, H, Q, V) and the weights by matrix products."""
     wide = torch.promote_types(key.dtype, torch.float32)
-    scores = _products(terms.query, key).to(wide).mul_(scaling)
+    scores = _products(terms.query, key).to(wide).mul_(call.scaling)
     if terms.inside is not None:
         scores += terms.inside
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = call.cap(scores)
     if terms.factors is not None:
         scores = (scores.relu() if terms.relu else scores) * terms.factors
-    weights = (scores + terms.outside).softmax(-1)
-    weights = torch.nn.functional.dropout(weights, dropout, training=dropout > 0)
+    weights = call.softmax(scores + terms.outside)
+    weights = torch.nn.functional.dropout(weights, call.dropout, training=call.dropout > 0)
     output = _stacked(weights.to(value.dtype), value) @ value
-    output = output.reshape(terms.query.shape)
+    output = output.reshape(*terms.query.shape[:3], value.shape[-1])
     if terms.value_table is not None:
         table = terms.value_table.to(wide)
         everywhere = torch.compiler.is_compiling() or key.device.type != "cpu"  # where looking for keys is waiting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,12 +81,12 @@ def choose(wanted: str, call: Call) -> Choice:
         ValueError: if a wanted engine cannot carry the call; the message says why.
     """
     if wanted != "auto":
-        if reason := named(wanted).why_not(call):
+        if reason := named(wanted).refusal(call):
             raise ValueError(f"attention={wanted!r} cannot compute this call: {reason}; use attention='auto'")
         return Choice(wanted, "asked for")
     if torch.compiler.is_compiling():  # before sizes are compared, which would fix them in the graph
         for engine in ENGINES:
-            if engine.traced and engine.why_not(call) is None:
+            if engine.traced and engine.refusal(call) is None:
                 return Choice(engine.name, "torch.compile traces it")
     queries, keys = call.query.shape[2], call.key.shape[2]
     reasons: list[str] = []
@@ -96,7 +96,7 @@ def choose(wanted: str, call: Call) -> Choice:
         if queries * keys < engine.floor(call):
             reasons.append(f"not {engine.name}: {queries} queries and {keys} keys are too few to gain by it")
             continue
-        reason = engine.why_not(call) or engine.distrust(call)
+        reason = engine.refusal(call) or engine.distrust(call)
         if reason is None:
             return Choice(engine.name, "; ".join(reasons) or "the fastest")
         reasons.append(f"not {engine.name}: {reason}")
@@ -111,9 +111,14 @@ def attend(call: Call, wanted: str = "auto") -> tuple[Tensor, Tensor | None]:
         wanted: `auto` or one of `NAMES`.
 
     Returns:
-        output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) or None.
+        output (B, Q, H, V) in the query's dtype, and the weights (B, H, Q, L) or None.
 
     Raises:
         ValueError: if a wanted engine cannot carry the call.
     """
-    return named(choose(wanted, call).engine).attend(call)
+    engine, size = named(choose(wanted, call).engine), call.value.shape[-1]
+    if size == call.query.shape[-1] or engine.value_sizes:
+        return engine.attend(call)
+    value = torch.nn.functional.pad(call.value, (0, call.query.shape[-1] - size))
+    output, weights = engine.attend(replace(call, value=value))
+    return output[..., :size], weights

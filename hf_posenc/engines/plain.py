@@ -18,6 +18,7 @@ class Plain(Engine):
     name = "sdpa"
     forms = (Content,)
     traced = True
+    value_sizes = True
 
     def considered(self, call: Call) -> bool:
         """Return whether no scheme is on the scores."""

@@ -12,6 +12,8 @@ class Reference(Engine):
 
     name = "reference"
     traced = True
+    sinks = True
+    value_sizes = True
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor]:
         """Attend densely, see `attend`."""
@@ -25,12 +27,12 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         call: any.
 
     Returns:
-        output (B, Q, H, D) and weights (B, H, Q, L) after dropout, both in the query's dtype.
+        output (B, Q, H, V) and weights (B, H, Q, L) after dropout, both in the query's dtype.
     """
     with torch.autocast(call.query.device.type, enabled=False):
         wide = call.widened()
         scores = wide.formula.scores(wide)
-        weights = wide.positions.mask(scores).softmax(-1)
+        weights = wide.softmax(wide.positions.mask(scores))
         weights = torch.nn.functional.dropout(weights, wide.dropout, training=wide.dropout > 0)
         output = wide.formula.mix(wide, weights)
     dtype = call.query.dtype

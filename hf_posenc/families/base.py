@@ -20,7 +20,8 @@ class Family:
 
     Attributes:
         model_types: the `config.model_type` values the family serves.
-        decoder: from the base model (`model.base_model`) to the module that owns the layers; `""`: the base itself.
+        decoder: from the base model (`model.base_model`) to the module that owns the layers; `""`: the base itself,
+            as it is in any case for a model without a head that has layers.
         layers: from the decoder to the `nn.ModuleList` of decoder layers.
         attention: from a layer to its self-attention module. That module calls transformers' attention interface and
             has `scaling` and `layer_idx`.
@@ -35,8 +36,13 @@ class Family:
             slices by that and not by the width of cos.
         pairs: which dimensions of a head the family turns together: `half`, `(u, u + R/2)`, or `interleaved`,
             `(2u, 2u + 1)`.
-        doubles_angles: its rotary module gives each angle twice in a row, `[a, a, b, b, ...]`, and not the list of
-            angles twice.
+        interleaved_if: config attribute that, where it is true, has neighbouring dimensions turned together; `None`:
+            `pairs` says it for all models.
+        angles: what its rotary module gives for the angles `a, b, ...` of the pairs: `list twice`, cosines and sines
+            `[a, b, ..., a, b, ...]`; `each twice`, `[a, a, b, b, ...]`; `once`, `[a, b, ...]`; `complex`, one tensor
+            `[e^ia, e^ib, ...]`.
+        rotary_part: attribute of the attention that holds the size of the part of each head which is set apart for
+            rotation (latent attention, MLA); `None`: rotation begins at the first dimension of a head.
         query_is_scaled: queries reach the attention function already multiplied by `attention.scaling`, and it is
             called with `scaling=1.0`.
         refuse: config attributes that must be absent or falsy, each with the reason a user is told.
@@ -46,8 +52,16 @@ class Family:
         merge_heads: `(attention, output (B, T, H, D))` -> `(B, T, E)`, output projection and residual dropout included.
         attention_dropout: `(attention)` -> dropout probability of the attention weights while training.
         use_rope_flag: attribute of the attention module that switches rotation on (truthy) or off for that layer;
-            `None`: every layer rotates.
+            `None`: every layer rotates, or `rotates` says which.
+        rotates: `(attention)` -> whether the family's code rotates in that layer, where it decides by itself.
         rotated_layers: config attribute that holds one number per layer, 1 where it rotates; goes with `use_rope_flag`.
+        hybrid: some layers have no attention; they are those in which `attention` leads to no module with `scaling`.
+        heads: attribute of the attention that holds its number of query heads, where it differs by layer.
+        drops_position_ids: its `position_ids` do not reach the attention, or the layers.
+        temperature: attributes of the attention by which queries are multiplied with a factor that grows with the
+            position, and the values that switch that off.
+        temperature_keys: keys of `rope_parameters` that do the same; the first is the strength of the factor, 0 for
+            none.
         unrotated_twin: model type of the family, perhaps this one, that computes the same and can leave layers
             unrotated: what a model whose layers are partly unrotated is exported as; `None`: there is none.
     """
@@ -63,7 +77,9 @@ class Family:
     slices_rotary: bool = False
     rotary_size: str | None = None
     pairs: str = "half"
-    doubles_angles: bool = False
+    interleaved_if: str | None = None
+    angles: str = "list twice"
+    rotary_part: str | None = None
     query_is_scaled: bool = False
     refuse: Mapping[str, str] = field(default_factory=dict)
     split_heads: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
@@ -71,6 +87,12 @@ class Family:
     attention_dropout: Callable[[nn.Module], float] | None = None
     use_rope_flag: str | None = None
     rotated_layers: str | None = None
+    rotates: Callable[[nn.Module], bool] | None = None
+    hybrid: bool = False
+    heads: str | None = None
+    drops_position_ids: bool = False
+    temperature: Mapping[str, Any] = field(default_factory=dict)
+    temperature_keys: tuple[str, ...] = ()
     unrotated_twin: str | None = None
 
 
@@ -81,7 +103,7 @@ class Resolved:
     Attributes:
         decoder: the module that owns the layers.
         layers: the decoder layers, first to last.
-        attentions: the self-attention module of each layer, in the same order.
+        attention_of: the self-attention module of each layer that has one, by the layer's index, in order.
         token_embedding: the token embedding.
         rotary: the module that makes cos and sin, or `None`.
         position_table: the native table of learned positions, or `None`.
@@ -90,11 +112,16 @@ class Resolved:
 
     decoder: nn.Module
     layers: list[nn.Module]
-    attentions: list[nn.Module]
+    attention_of: dict[int, nn.Module]
     token_embedding: nn.Module
     rotary: nn.Module | None
     position_table: nn.Module | None
     rotated: tuple[bool, ...]
+
+    @property
+    def attentions(self) -> list[nn.Module]:
+        """The self-attention modules, first to last."""
+        return list(self.attention_of.values())
 
 
 def base_model_type(config: Any) -> str:
@@ -130,7 +157,7 @@ def resolve(family: Family, model: nn.Module) -> Resolved:
             "every scheme is defined for keys at or before the query; set it to True"
         )
 
-    decoder = _module(family, "decoder", model.base_model)
+    decoder = decoder_of(family, model)
     found = _module(family, "layers", decoder)
     if not isinstance(found, nn.ModuleList) or len(found) == 0:
         raise UnsupportedModelError(
@@ -138,27 +165,59 @@ def resolve(family: Family, model: nn.Module) -> Resolved:
             f"no ModuleList with at least one layer, but {_shown(found)}"
         )
     layers = [getattr(layer, "_orig_mod", layer) for layer in found]  # torch.compile(layer) wraps one, and hides hooks
-    attentions = [_module(family, "attention", layer) for layer in layers]
-    for attention in attentions:
-        for needed in ("scaling", "layer_idx", family.use_rope_flag, family.rotary_size):
+    attentions = {
+        index: _module(family, "attention", layer)
+        for index, layer in enumerate(layers)
+        if not family.hybrid or _attends(family, layer)
+    }
+    if not attentions:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be patched: none of its layers has attention")
+    needs = ("scaling", "layer_idx", family.use_rope_flag, family.rotary_size, family.rotary_part, family.heads)
+    for attention in attentions.values():
+        for needed in needs:
             if needed is not None and not hasattr(attention, needed):
                 raise UnsupportedModelError(
                     f"family for {', '.join(family.model_types)}: attention={family.attention!r} is a "
                     f"{type(attention).__name__}, which has no attribute {needed!r}"
                 )
+    # Set to None, it says that this model rotates nothing, as some settings of some families do.
+    unset = family.rotary is not None and getattr(decoder, family.rotary, decoder) is None
+    rotary = None if family.rotary is None or unset else _module(family, "rotary", decoder)
     return Resolved(
         decoder=decoder,
         layers=layers,
-        attentions=attentions,
+        attention_of=attentions,
         token_embedding=_module(family, "token_embedding", decoder),
-        rotary=_module(family, "rotary", decoder) if family.rotary is not None else None,
+        rotary=rotary,
         position_table=_module(family, "position_table", decoder) if family.position_table is not None else None,
         rotated=tuple(
-            family.rotary is not None
-            and (family.use_rope_flag is None or bool(getattr(attention, family.use_rope_flag)))
-            for attention in attentions
+            rotary is not None and index in attentions and _rotates(family, attentions[index])
+            for index in range(len(layers))
         ),
     )
+
+
+def decoder_of(family: Family, model: nn.Module) -> nn.Module:
+    """Return the module that owns the layers; a model of some families is that itself when it has no head.
+
+    Raises:
+        UnsupportedModelError: if the name leads nowhere.
+    """
+    base: Any = model.base_model
+    return base if base is model and hasattr(base, family.layers) else _module(family, "decoder", base)
+
+
+def _attends(family: Family, layer: nn.Module) -> bool:
+    found: Any = layer
+    for attribute in family.attention.split("."):
+        found = getattr(found, attribute, None)
+    return hasattr(found, "scaling")
+
+
+def _rotates(family: Family, attention: nn.Module) -> bool:
+    if family.rotates is not None:
+        return family.rotates(attention)
+    return family.use_rope_flag is None or bool(getattr(attention, family.use_rope_flag))
 
 
 def _module(family: Family, name_of_field: str, parent: nn.Module) -> nn.Module:

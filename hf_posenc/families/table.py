@@ -1,5 +1,9 @@
 """Families that are data alone: one row each. A family that brings code of its own has a file beside this one."""
 
+from typing import Any
+
+from torch import nn
+
 from .base import Family
 
 _ENCODER_USE = {
@@ -16,16 +20,22 @@ _LIKE_LLAMA = (
     "bitnet",
     "cwm",
     "dots1",
+    "falcon_h1",
     "flex_olmo",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "hy_v3",
+    "hyperclovax",
     "jais2",
     "mellum",
     "minimax_m2",
     "ministral",
     "mistral",
     "mixtral",
+    "nanochat",
     "olmo",
     "olmo2",
     "olmo3",
@@ -44,6 +54,20 @@ _INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "helium")
 _BY_WIDTH = ("glm4_moe", "nemotron")
 _INTERLEAVED_BY_WIDTH = ("glm", "glm4")
 _BY_NUMBER = ("phi", "stablelm")
+
+
+def _slides(attention: nn.Module) -> bool:
+    """Return whether a layer has a sliding window; in some families only those rotate."""
+    return getattr(attention, "sliding_window", None) is not None
+
+
+def _slides_or_all(attention: nn.Module) -> bool:
+    """Return whether a layer has a sliding window, or no layer has one."""
+    own: Any = attention
+    return own.sliding_window is None or own.is_sliding
+
+
+_LATENT = {"rotary_part": "qk_rope_head_dim"}
 
 FAMILIES = (
     # The plain rotary decoder; every field has its default. Its layers and those of SmolLM3 compute the same, and
@@ -80,7 +104,54 @@ FAMILIES = (
     # Neighbouring dimensions are turned together.
     *(Family(model_types=(model_type,), pairs="interleaved") for model_type in _INTERLEAVED),
     *(Family(model_types=(t,), pairs="interleaved", slices_rotary=True) for t in _INTERLEAVED_BY_WIDTH),
-    Family(model_types=("cohere",), pairs="interleaved", doubles_angles=True),
+    Family(model_types=("cohere",), pairs="interleaved", angles="each twice"),
+    # Only layers with a sliding window rotate.
+    Family(model_types=("cohere2",), pairs="interleaved", angles="each twice", rotates=_slides),
+    Family(model_types=("cohere2_moe",), pairs="interleaved", angles="each twice", rotates=_slides),
+    *(
+        Family(model_types=(model_type,), rotates=_slides_or_all)
+        for model_type in ("exaone4", "exaone_moe", "kolibri1")
+    ),
+    Family(model_types=("afmoe",), rotates=_slides),
+    # Attention sinks: one more score per head in the softmax. GPT-OSS gives each angle once.
+    Family(model_types=("gpt_oss",), angles="once"),
+    Family(model_types=("flint",), rotates=_slides),
+    Family(model_types=("mimo_v2_flash",), slices_rotary=True),
+    # Latent attention (MLA): a part of each head is set apart for rotation; values are smaller than queries and keys.
+    Family(model_types=("deepseek_v2",), pairs="interleaved", angles="complex", **_LATENT),
+    *(
+        Family(model_types=(model_type,), interleaved_if="rope_interleave", **_LATENT)
+        for model_type in ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu")
+    ),
+    Family(model_types=("minicpm3",), **_LATENT),
+    # Position ids end in the layers.
+    Family(model_types=("persimmon",), slices_rotary=True, rotary_size="rotary_ndims", drops_position_ids=True),
+    Family(
+        model_types=("llama4_text",),
+        decoder="model",
+        pairs="interleaved",
+        angles="complex",
+        use_rope_flag="use_rope",
+        drops_position_ids=True,
+        temperature={"attn_temperature_tuning": False},
+    ),
+    # Queries grow with the position beyond `original_max_position_embeddings`.
+    Family(
+        model_types=("ministral3",),
+        temperature_keys=("llama_4_scaling_beta", "original_max_position_embeddings"),
+    ),
+    Family(model_types=("modernbert-decoder",), attention="attn", token_embedding="embeddings.tok_embeddings"),
+    Family(model_types=("laguna",), slices_rotary=True, heads="num_heads"),
+    # Layers without attention, through which order flows all the same.
+    *(
+        Family(model_types=(model_type,), slices_rotary=True, hybrid=True)
+        for model_type in ("bamba", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+    ),
+    *(Family(model_types=(model_type,), hybrid=True) for model_type in ("lfm2", "lfm3", "olmo_hybrid")),
+    Family(model_types=("lfm2_moe",), hybrid=True, rotary="pos_emb"),
+    Family(model_types=("minimax",), slices_rotary=True, hybrid=True),
+    Family(model_types=("bailing_hybrid",), hybrid=True, pairs="interleaved", **_LATENT),
+    Family(model_types=("granitemoehybrid",), hybrid=True, drops_position_ids=True),
     # Mixture of attention heads: each expert has queries of its own, which share keys and values.
     Family(model_types=("jetmoe",), attention="self_attention"),
     # Fused projections, partial rotation, and LongRoPE, whose factors change with the length: `generate` drops the

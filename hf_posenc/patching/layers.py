@@ -68,10 +68,7 @@ class PatchedLayers:
             )
         for index, layer in enumerate(layers):
             carried = self.carried[0 if alike else index]
-            attention = layer
-            for part in self.attention.split("."):
-                attention = getattr(attention, part)
-            if not hasattr(layer, carried.marker) or not hasattr(attention, carried.on_attention or "forward"):
+            if not hasattr(layer, carried.marker) or not self._carries(layer, carried.on_attention):
                 if not alike:
                     return f"layer {index} of {name} does not carry what was put into the layer there: {AGAIN}"
                 return (
@@ -86,6 +83,14 @@ class PatchedLayers:
                     f"adds the position vectors to the hidden states: {AGAIN}"
                 )
         return None
+
+    def _carries(self, layer: Any, on_attention: str | None) -> bool:
+        """Return whether a layer's attention has what it must have; some layers have no attention."""
+        if on_attention is None:
+            return True
+        for part in self.attention.split("."):
+            layer = getattr(layer, part, None)
+        return hasattr(layer, on_attention)
 
 
 def require_patched_layers(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +13,13 @@ from torch import Tensor, nn
 
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared, WithoutPositions
 from ..schemes.base import Dims, RotaryScheme, Scheme
-from ..upstream import NAME
+from ..upstream import NAME, POSITION_IDS
 from ..upstream.masks import check_masks
 from ..upstream.rotary import (
     ORIGINAL_LENGTH,
     IdentityRotary,
     PartialRotary,
+    handed_down,
     rotary_class,
     turn_layer,
     turned_dimensions,
@@ -49,11 +52,25 @@ class NoEmbedding(PositionEmbedding):
 def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of a decoder layer: adds the vectors of `layer.posenc` to the hidden states."""
     hidden_states = args[0] if args else kwargs["hidden_states"]
-    position_ids = kwargs.get("position_ids")
+    position_ids = handed_down(kwargs)
     if position_ids is None:
         raise ValueError("position_ids did not arrive at the decoder layer, so no position vectors can be added")
     hidden_states = hidden_states + layer.posenc(position_ids).to(hidden_states)
     return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
+
+
+def hand_down_position_ids(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Forward pre-hook of a decoder that keeps its position ids to itself: hands them to layers and attention."""
+    at: Any = decoder.posenc_position_ids_at
+    position_ids = args[at] if len(args) > at else kwargs.get("position_ids")
+    if position_ids is None:
+        given = next(
+            each for each in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if each is not None
+        )
+        cache = kwargs.get("past_key_values")
+        before = 0 if cache is None else cache.get_seq_length()
+        position_ids = (torch.arange(given.shape[1], device=given.device) + before)[None]
+    return args, {**kwargs, POSITION_IDS: position_ids}
 
 
 def require_attention(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -93,7 +110,6 @@ class ModelSite:
         self.undo = undo
         self.plan = plan
         self.base = plan.base
-        self.dims: Dims = plan.base.dims
         self.layers = plan.layers_of(scheme)
         self.scheme = scheme
         self.owners = owners
@@ -102,13 +118,22 @@ class ModelSite:
         self.on_layers = False
         self.at_first = False
 
+    @property
+    def dims(self) -> Dims:
+        """Sizes of the attention, in the first layer that has one."""
+        return self.base.dims
+
+    def dims_of(self, layer: int) -> Dims:
+        """Return the sizes of one layer's attention."""
+        return self.base.sizes.get(layer, self.base.dims)
+
     def share(self, module: nn.Module) -> Reference:
         """Let the decoder own a module that the layers share."""
         return self._own("posenc", module)
 
     def on_attention(self, layer: int, module: nn.Module) -> None:
         """Put a module on the attention of a layer, which then attends through it."""
-        attention = self.base.found.attentions[layer]
+        attention = self.base.found.attention_of[layer]
         set_module(self.undo, attention, "posenc", module)
         set_attribute(self.undo, attention, "posenc_engine", self.plan.attention)
         self.on_attentions = "posenc"
@@ -142,7 +167,7 @@ class ModelSite:
             return  # the base's own rotation is right as it is: nothing to do, and so nothing to get wrong
         if scheme.layers is not None and family.use_rope_flag is not None:
             for layer in self.layers:  # named, so turned, though the base may leave it out
-                set_attribute(self.undo, found.attentions[layer], family.use_rope_flag, 1)
+                set_attribute(self.undo, found.attention_of[layer], family.use_rope_flag, 1)
         if base.is_own(scheme):
             return
         parameters = base.rope_parameters(scheme)
@@ -150,23 +175,25 @@ class ModelSite:
         if found.rotary is None:
             rotation = self._own("rotary_emb", rotary)
             for layer in self.layers:
-                attention = found.attentions[layer]
+                attention = found.attention_of[layer]
                 set_attribute(self.undo, attention, "posenc_rotation", rotation)
                 set_attribute(self.undo, attention, "posenc_family", family.model_types[0])
                 set_attribute(self.undo, attention, "posenc_pairs", scheme.pairs or "half")
                 set_class(self.undo, attention, rotary_class(type(attention)))
             self.on_attentions = "posenc_rotation"
-        elif len(self.layers) == self.dims.num_layers:
+        elif len(self.layers) == len(self.base.sizes):
             assert family.rotary is not None
             set_module(self.undo, found.decoder, family.rotary, rotary)
             if parameters is not None:
-                set_attribute(self.undo, base.config, "rope_parameters", parameters)
+                own: Any = base.config.rope_parameters
+                beside = {key: own[key] for key in family.temperature_keys if key in own and key not in parameters}
+                set_attribute(self.undo, base.config, "rope_parameters", {**parameters, **beside})
         else:
             give_rotation(self, self._own("posenc_rotary", rotary), takes_layer_type=_is_by_layer_type(parameters))
         if family.rotary_size is not None:
             size = turned_dimensions(rotary)
             for layer in self.layers:
-                set_attribute(self.undo, found.attentions[layer], family.rotary_size, size)
+                set_attribute(self.undo, found.attention_of[layer], family.rotary_size, size)
         self._list(rotary)
 
     def _rotary(self, scheme: RotaryScheme, parameters: dict[str, Any] | None) -> nn.Module:
@@ -176,10 +203,10 @@ class ModelSite:
         if parameters is not None:
             rotary = self.base.make_rotary(parameters)
         else:
-            rotary = scheme.build(self.dims)
+            dims = self.base.rotary_dims
+            rotary = scheme.build(dims)
             if found.rotary is not None and not family.slices_rotary:  # which turns whole heads
-                rotary = PartialRotary(rotary, self.dims.head_dim)
-                rotary.gives_doubled = family.doubles_angles
+                rotary = PartialRotary(rotary, dims.head_dim, gives=family.angles)
         parameter = next(found.decoder.parameters())
         if not parameter.is_meta:
             rotary.to(parameter.device)
@@ -248,7 +275,7 @@ def operate(undo: Undo, plan: Plan) -> list[PositionModule]:
         site.scheme.acts_on.put(site.scheme, site)
         if site.scheme.window is not None:
             for layer in site.layers:
-                set_attribute(undo, plan.base.found.attentions[layer], "posenc_window", site.scheme.window)
+                set_attribute(undo, plan.base.found.attention_of[layer], "posenc_window", site.scheme.window)
     if plan.attends:
         _attend_through(undo, plan)
     _mark_layers(undo, plan, sites)
@@ -263,11 +290,13 @@ def _silence_base(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
         assert family.rotary is not None
         silenced = [site for site in sites if not site.scheme.acts_on.rotates]
         if silenced and not plan.rotated_by_base():
-            set_module(undo, found.decoder, family.rotary, IdentityRotary(found.rotary))
+            set_module(undo, found.decoder, family.rotary, IdentityRotary(found.rotary, family.angles))
         elif silenced:
-            still = silenced[0]._own("posenc_still", IdentityRotary(found.rotary))
+            identity = IdentityRotary(found.rotary, family.angles)
+            still = silenced[0]._own("posenc_still", identity)
             for site in silenced:
-                give_rotation(site, still, takes_layer_type=False)
+                give_rotation(site, still, takes_layer_type=len(identity.pairs) > 1)
+    _level_temperature(undo, plan, sites)
     if found.position_table is not None and not plan.kept:
         assert family.position_table is not None
         silent = NoEmbedding(plan.base.dims.hidden_size)
@@ -275,10 +304,25 @@ def _silence_base(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
         set_module(undo, found.decoder, family.position_table, silent)
 
 
+def _level_temperature(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
+    """Switch off the factor by which some bases multiply queries, since it grows with the position."""
+    base, family = plan.base, plan.base.family
+    silenced = [site for site in sites if not site.scheme.acts_on.rotates]
+    for site in silenced:
+        for layer in site.layers:
+            for name, value in family.temperature.items():
+                set_attribute(undo, base.found.attention_of[layer], name, value)
+    if silenced and family.temperature_keys:
+        own: Any = base.config.rope_parameters
+        set_attribute(undo, base.config, "rope_parameters", {**own, family.temperature_keys[0]: 0.0})
+
+
 def _attend_through(undo: Undo, plan: Plan) -> None:
     """Have every layer attend through the attention function of this package, also those without a scheme on it."""
     found = plan.base.found
-    for attention in found.attentions:
+    for layer, attention in found.attention_of.items():
+        if plan.base.family.heads is not None:
+            set_attribute(undo, attention, "posenc_heads", plan.base.sizes[layer].num_heads)
         if "posenc" not in attention._modules:
             set_module(undo, attention, "posenc", WithoutPositions())
             windowed = "posenc_window" in attention.__dict__
@@ -295,10 +339,17 @@ def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
     found = plan.base.found
     carried = {layer: site.carried for site in sites for layer in site.layers}
     each = [carried.get(layer, Carried(KEPT)) for layer in range(len(found.layers))]
+    each = [
+        mine if layer in found.attention_of else replace(mine, on_attention=None) for layer, mine in enumerate(each)
+    ]
     for layer, carries in zip(found.layers, each, strict=True):
         device = next(layer.parameters()).device
         register_buffer(undo, layer, carries.marker, torch.zeros(1, dtype=torch.uint8, device=device))
-    alike = len(sites) == 1 and len(sites[0].layers) == len(each)
+    alike = len(sites) == 1 and len(sites[0].layers) == len(each) == len(found.attention_of)
+    if plan.base.family.drops_position_ids:
+        order = list(inspect.signature(type(found.decoder).forward).parameters)
+        set_attribute(undo, found.decoder, "posenc_position_ids_at", order.index("position_ids") - 1)
+        add_pre_hook(undo, found.decoder, hand_down_position_ids)
     layers = PatchedLayers(
         plan.base.family.layers,
         plan.base.family.attention,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .. import families
 from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type, resolve
 from ..modes import evaluation
@@ -36,14 +37,14 @@ class BaseModel:
         model: with or without head.
         family: what is known of its architecture.
         found: its modules.
-        dims: sizes of its attention.
+        sizes: of the attention of each layer that has one, by the layer's index.
         keeps_table: whether its own table of positions stays, since some layers keep what the base has.
     """
 
     model: PreTrainedModel
     family: Family
     found: Resolved
-    dims: Dims
+    sizes: Mapping[int, Dims]
     keeps_table: bool = False
 
     @classmethod
@@ -52,15 +53,37 @@ class BaseModel:
         config = model.config
         family = family_for(base_model_type(config))
         found = resolve(family, model)
-        first: Any = found.attentions[0]
-        dims = Dims(
-            num_heads=config.num_attention_heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_dim=first.head_dim if hasattr(first, "head_dim") else first.head_size,
-            hidden_size=config.hidden_size,
-            num_layers=len(found.layers),
-        )
-        return cls(model, family, found, dims)
+        sizes = {index: _sizes(family, config, each, len(found.layers)) for index, each in found.attention_of.items()}
+        return cls(model, family, found, sizes)
+
+    @property
+    def dims(self) -> Dims:
+        """Sizes of the attention, in the first layer that has one."""
+        return next(iter(self.sizes.values()))
+
+    @property
+    def rotary_dims(self) -> Dims:
+        """Sizes of what is rotated: heads, or the part of each head that is set apart for rotation."""
+        part = self.family.rotary_part
+        return self.dims if part is None else replace(self.dims, head_dim=getattr(self.found.attentions[0], part))
+
+    @property
+    def rotated(self) -> tuple[bool, ...]:
+        """For each layer, whether the base turns its queries and keys."""
+        return self.found.rotated
+
+    @property
+    def pairs(self) -> str:
+        """Which dimensions the base turns together, `half` or `interleaved`."""
+        flag = self.family.interleaved_if
+        return "interleaved" if flag is not None and getattr(self.config, flag) else self.family.pairs
+
+    def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
+        """Return the indices of a fitted scheme's layers; without a selection those in which it can act."""
+        assert not isinstance(scheme.layers, str)
+        if scheme.layers is not None:
+            return scheme.layers
+        return tuple(range(len(self.found.layers))) if scheme.acts_on.adds_vectors else tuple(self.sizes)
 
     @property
     def config(self) -> Any:
@@ -90,34 +113,47 @@ class BaseModel:
 
     def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
         """Return the scheme with all that was not given taken from the base, once its angles can be computed."""
-        if self.family.rotary is not None and scheme.pairs not in (None, self.family.pairs):
-            by = "halves" if self.family.pairs == "half" else "neighbouring dimensions"
+        if self.found.rotary is None and self.family.split_heads is None:
+            raise UnsupportedModelError(
+                f"{scheme.name}: this {self.name} rotates nothing, and its attention makes queries and keys where no "
+                "rotation can be put"
+            )
+        if self.found.rotary is not None and scheme.pairs not in (None, self.pairs):
+            by = "halves" if self.pairs == "half" else "neighbouring dimensions"
             raise UnsupportedModelError(
                 f"{scheme.name}: {self.name} rotates by {by} in its own code, so layout={scheme.pairs!r} cannot be "
                 "had: the rows of its query and key projections would have to be reordered"
             )
-        if self.dims.head_dim % 2:
-            raise ValueError(f"{scheme.name}: heads of size {self.dims.head_dim} cannot be split into pairs")
-        scheme.check(self.dims)
+        if self.family.rotates is not None and scheme.layers is not None:
+            still = [layer for layer in self.layers_of(scheme) if not self.found.rotated[layer]]
+            if still:
+                raise UnsupportedModelError(
+                    f"{scheme.name}: {self.name} leaves layer {', '.join(map(str, still))} unrotated in its own code: "
+                    f"name layers among {', '.join(str(i) for i, turned in enumerate(self.found.rotated) if turned)}"
+                )
+        dims = self.rotary_dims
+        if dims.head_dim % 2:
+            raise ValueError(f"{scheme.name}: heads of size {dims.head_dim} cannot be split into pairs")
+        scheme.check(dims)
         scheme = self._with_base(scheme)
         parameters = self.rope_parameters(scheme)
         if parameters is None:
-            pairs = len(scheme.build(self.dims).frequencies(torch.device("cpu")))
-            if not 0 < pairs <= self.dims.head_dim // 2:
-                raise ValueError(f"{scheme.name}: {pairs} frequencies do not fit heads of {self.dims.head_dim}")
+            pairs = len(scheme.build(dims).frequencies(torch.device("cpu")))
+            if not 0 < pairs <= dims.head_dim // 2:
+                raise ValueError(f"{scheme.name}: {pairs} frequencies do not fit heads of {dims.head_dim}")
         elif not self.is_own(scheme):
             self.make_rotary(parameters)  # raises if it cannot
         return scheme
 
     def own_rotation(self) -> dict[str, Any]:
         """Return the base's own `rope_parameters`, as far as transformers reads them."""
-        return own_rotation(self.config, self.dims, self.found.rotary, self.family.slices_rotary)
+        return own_rotation(self.config, self.rotary_dims, self.found.rotary, self.family.slices_rotary)
 
     def make_rotary(self, parameters: dict[str, Any]) -> nn.Module:
         """Return a rotary module of transformers with these parameters."""
-        rotary = make_rotary(parameters, self.config, self.dims, self.found.rotary, self.family.slices_rotary)
+        rotary = make_rotary(parameters, self.config, self.rotary_dims, self.found.rotary, self.family.slices_rotary)
         if isinstance(rotary, PartialRotary):
-            rotary.takes_doubled = rotary.gives_doubled = self.family.doubles_angles
+            rotary.takes = rotary.gives = self.family.angles
         return rotary
 
     def is_own(self, scheme: Any) -> bool:
@@ -127,8 +163,8 @@ class BaseModel:
         return parameters == self.rope_parameters(self._with_base(Rope()))
 
     def _with_base(self, scheme: RotaryScheme) -> RotaryScheme:
-        length, pairs = self.config.max_position_embeddings, self.family.pairs
-        return scheme.with_base(self.own_rotation(), length, scaling_types(), pairs)
+        length = self.config.max_position_embeddings
+        return scheme.with_base(self.own_rotation(), length, scaling_types(), self.pairs)
 
     def rope_parameters(self, scheme: RotaryScheme) -> dict[str, Any] | None:
         """Return a fitted scheme's `rope_parameters` as this base writes them: whole heads need no saying.
@@ -235,13 +271,13 @@ class Plan:
 
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
         """Return the indices of a scheme's layers."""
-        return layers_of(scheme, self.base.dims.num_layers)
+        return self.base.layers_of(scheme)
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The layers that nobody names, which keep what the base has."""
+        """The layers with attention that nobody names, which keep what the base has."""
         named = {layer for scheme in self.schemes for layer in self.layers_of(scheme)}
-        return tuple(layer for layer in range(self.base.dims.num_layers) if layer not in named)
+        return tuple(layer for layer in self.base.sizes if layer not in named)
 
     def rotated_by_base(self) -> tuple[int, ...]:
         """Return the layers that the base's own rotary module goes on turning."""
@@ -266,18 +302,26 @@ class Plan:
         return min(limits, default=None)
 
 
-def layers_of(scheme: Scheme, count: int) -> tuple[int, ...]:
-    """Return the indices of a fitted scheme's layers, of so many."""
-    assert not isinstance(scheme.layers, str)
-    return tuple(range(count)) if scheme.layers is None else scheme.layers
+def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims:
+    """Return the sizes of one attention."""
+    heads = config.num_attention_heads if family.heads is None else getattr(attention, family.heads)
+    size = next(
+        getattr(attention, name) for name in ("qk_head_dim", "head_dim", "head_size") if hasattr(attention, name)
+    )
+    return Dims(
+        num_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=size,
+        hidden_size=config.hidden_size,
+        num_layers=num_layers,
+        value_dim=getattr(attention, "v_head_dim", size),
+    )
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the module that owns the layers of a model of a known family."""
     config: Any = model.config
-    base: Any = model.base_model
-    module: nn.Module = base.get_submodule(family_for(base_model_type(config)).decoder)
-    return module
+    return families.base.decoder_of(family_for(base_model_type(config)), model)
 
 
 def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str) -> Plan:
@@ -303,7 +347,12 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     ]
     taken: dict[int, Scheme] = {}
     for scheme in chosen:
-        for layer in layers_of(scheme, base.dims.num_layers):
+        for layer in base.layers_of(scheme):
+            if layer not in base.sizes and not scheme.acts_on.adds_vectors:
+                raise UnsupportedModelError(
+                    f"{scheme.name}: layer {layer} of {base.name} has no attention, so nothing there has positions: "
+                    f"name layers among {', '.join(map(str, base.sizes))}"
+                )
             if (other := taken.setdefault(layer, scheme)) is not scheme:
                 raise ValueError(
                     f"{other.name} and {scheme.name} both name layer {layer}: give each of them layers of its own, as "
@@ -311,8 +360,13 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
                 )
         _check_window(scheme, base)
     check_engine(attention)
-    base = replace(base, keeps_table=base.has_table and len(taken) < base.dims.num_layers)
+    base = replace(base, keeps_table=base.has_table and len(taken) < len(base.found.layers))
     plan = Plan(base, tuple(scheme.acts_on.fit(scheme, base) for scheme in chosen), attention)
+    if base.family.temperature_keys and plan.rotated_by_base() and not all(s.acts_on.rotates for s in chosen):
+        raise UnsupportedModelError(
+            f"{base.name} multiplies its queries by a factor that grows with the position, in all layers or in none: "
+            "give every layer a scheme of one kind"
+        )
     for scheme in chosen:
         if scheme.window is not None and not scheme.acts_on.attends:
             base.require_own_attention(f"{scheme.name} with a window")
@@ -334,7 +388,7 @@ def _check_window(scheme: Scheme, base: BaseModel) -> None:
         raise TypeError(f"{scheme.name}: window must be a number of tokens or None, not {window!r}")
     if window < 1:
         raise ValueError(f"{scheme.name}: window must be at least 1, the token itself, not {window}")
-    for layer in layers_of(scheme, base.dims.num_layers):
+    for layer in base.layers_of(scheme):
         if (own := base.window_of(layer)) is not None and own <= window:
             raise ValueError(
                 f"{scheme.name}: window={window} would change nothing in layer {layer}, which has a sliding window of "
@@ -352,7 +406,7 @@ def check_forwards(plan: Plan) -> None:
     names = " and ".join(scheme.name for scheme in plan.schemes)
     turning = [scheme for scheme in plan.schemes if scheme.acts_on.rotates and found.rotary is None]
     turned = {layer for scheme in turning for layer in plan.layers_of(scheme)}  # their attention changes its class
-    for index, attention in enumerate(found.attentions):
+    for index, attention in found.attention_of.items():
         if index not in turned and not plan.attends:
             continue
         hooked = has_own_forward(attention)

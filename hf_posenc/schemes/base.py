@@ -28,13 +28,23 @@ from ..waves import compute_dtype, geometric_frequencies, sinusoids, wide_dtype
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes of the attention that a scheme is built for."""
+    """Sizes of the attention that a scheme is built for.
+
+    Attributes:
+        num_heads: H.
+        num_key_value_heads: K.
+        head_dim: D, of queries and keys.
+        hidden_size: E.
+        num_layers: N.
+        value_dim: of values; None: D. It differs in latent attention (MLA).
+    """
 
     num_heads: int
     num_key_value_heads: int
     head_dim: int
     hidden_size: int
     num_layers: int
+    value_dim: int | None = None
 
 
 EVERY_SCHEME = ("layers", "window")

@@ -42,7 +42,9 @@ class Shaw(ScoreScheme):
     def build(self, dims: Dims) -> ScoreModule:
         """Return the module of one attention layer."""
         heads = () if self.share_heads else (dims.num_heads,)
-        return ClippedDistanceVectors((*heads, self.max_distance + 1, dims.head_dim), self.values)
+        rows = (*heads, self.max_distance + 1)
+        values = dims.value_dim or dims.head_dim
+        return ClippedDistanceVectors((*rows, dims.head_dim), (*rows, values) if self.values else None)
 
     def build_shared(self, dims: Dims) -> PositionModule | None:
         """Return the one module of the whole model if the layers share it."""
@@ -50,18 +52,21 @@ class Shaw(ScoreScheme):
 
 
 class ClippedDistanceVectors(ScoreModule):
-    """Parameters `key_embeddings`, `value_embeddings`: (max_distance + 1, D) or (H, max_distance + 1, D)."""
+    """Parameters `key_embeddings` and `value_embeddings`: (max_distance + 1, D) or (H, max_distance + 1, D) each.
 
-    def __init__(self, shape: tuple[int, ...], values: bool) -> None:
+    The vectors for values have the size of values, which is not D in latent attention (MLA).
+    """
+
+    def __init__(self, keys: tuple[int, ...], values: tuple[int, ...] | None) -> None:
         """Make the tables.
 
         Args:
-            shape: of a table.
-            values: whether there is one for the values.
+            keys: shape of the table for keys.
+            values: shape of the table for values, or None.
         """
         super().__init__()
-        self.key_embeddings = parameter(*shape)
-        self.value_embeddings = parameter(*shape) if values else None
+        self.key_embeddings = parameter(*keys)
+        self.value_embeddings = None if values is None else parameter(*values)
 
     def reset_parameters(self) -> None:
         """Start small, as transformers starts embeddings."""

@@ -2,3 +2,6 @@
 
 NAME = "hf_posenc"
 """Name of our attention and mask function."""
+
+POSITION_IDS = "posenc_position_ids"
+"""Argument by which a decoder's position ids reach layers and attention where a family does not hand them down."""

@@ -15,7 +15,7 @@ from ..call import Call
 from ..engines import dispatch
 from ..modules import WithoutPositions
 from ..positions import ensure, read
-from . import NAME
+from . import NAME, POSITION_IDS
 from .masks import BIDIRECTIONAL
 
 NO_MASK = (
@@ -88,21 +88,21 @@ def scheme_attention(
         module: a model's attention, patched: it has `posenc`, `posenc_engine` and `scaling`.
         query: (B, H, Q, D).
         key: (B, K, L, D), including cached keys.
-        value: (B, K, L, D).
+        value: (B, K, L, V), as a rule V = D.
         attention_mask: the position channel, or a user's own 4-D mask.
         scaling: factor of the scores; None means the module's.
         dropout: probability that an attention weight is dropped.
         softcap: cap on the scores.
         position_ids: (B|1, Q).
-        **kwargs: what families pass besides, see `PASSED_OVER`.
+        **kwargs: what families pass besides, see `PASSED_OVER`; `s_aux` (H,), where the module has sinks.
 
     Returns:
-        output (B, Q, H, D) and weights (B, H, Q, L) or None.
+        output (B, Q, H, V) and weights (B, H, Q, L) or None.
 
     Raises:
         ValueError: if the module has no scheme, the mask did not arrive, heads are missing (tensor parallelism), or
             chosen position ids meet a filled cache.
-        TypeError: for an argument that is not known here and not None: attention sinks (`s_aux`), for one.
+        TypeError: for an argument that is not known here and not None.
         NotImplementedError: for paged attention.
     """
     if kwargs.get("cache") is not None:
@@ -116,6 +116,9 @@ def scheme_attention(
         )
     if attention_mask is None:
         raise ValueError(NO_MASK)
+    handed_down = kwargs.pop(POSITION_IDS, None)
+    position_ids = position_ids if handed_down is None else handed_down
+    sinks = kwargs.pop("s_aux", None) if hasattr(module, "sinks") else None
     if unknown := sorted(key for key in kwargs.keys() - PASSED_OVER.keys() if kwargs[key] is not None):
         raise TypeError(
             f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which the one of hf_posenc does not "
@@ -124,7 +127,7 @@ def scheme_attention(
         )
     if kwargs.get("is_causal") is False:
         raise ValueError(BIDIRECTIONAL)
-    heads = getattr(module.config, "num_attention_heads", query.shape[1])
+    heads = module.__dict__.get("posenc_heads") or getattr(module.config, "num_attention_heads", query.shape[1])
     if query.shape[1] != heads:
         raise ValueError(f"{query.shape[1]} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
     if exchange is None:
@@ -151,6 +154,7 @@ def scheme_attention(
         softcap=softcap,
         dropout=dropout,
         weights=_wants_weights(module, kwargs),
+        sinks=sinks,
     )
     if "posenc" not in module._modules:
         return WithoutPositions()(replace(call, weights=False), dispatch.attend)

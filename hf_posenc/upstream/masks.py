@@ -17,6 +17,7 @@ from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
     causal_mask_function,
+    chunked_overlay,
     packed_sequence_mask_function,
     prepare_padding_mask,
     sdpa_mask,
@@ -33,6 +34,7 @@ BIDIRECTIONAL = (
 
 _SLIDING = sliding_window_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+_CHUNKED = chunked_overlay(1, torch.zeros(1)).__code__
 _AND = and_masks(causal_mask_function).__code__
 
 
@@ -56,19 +58,21 @@ def describe_mask(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
         mask_function: (batch, head, query index, key index) -> visible.
 
     Returns:
-        A dict with `causal` (True if present), `window` (int) and `segments` (B|1, T) if present; None if any part is
-        unknown.
+        A dict with `causal` (True if present), `window` (int), `segments` (B|1, T) and `chunks` (their length and the
+        left padding (B,), where a query sees keys of its own chunk only) if present; None if any part is unknown.
     """
     if mask_function is causal_mask_function:
         return {"causal": True}
     code = getattr(mask_function, "__code__", None)
-    if code not in (_SLIDING, _PACKED, _AND, _REMAPPED) or code is None:
+    if code not in (_SLIDING, _PACKED, _CHUNKED, _AND, _REMAPPED) or code is None:
         return None
     inside = inspect.getclosurevars(mask_function).nonlocals
     if code is _SLIDING:
         return {"window": inside["sliding_window"]}
     if code is _PACKED:
         return {"segments": inside["packed_sequence_mask"]}
+    if code is _CHUNKED:
+        return {"chunks": (inside["chunk_size"], inside["left_padding"])}
     if code is _REMAPPED:  # positions of one packed document are consecutive: order and lags are those of the indices
         return describe_mask(inside["mask_function"])
     parts = [describe_mask(part) for part in inside["mask_functions"]]
@@ -76,6 +80,24 @@ def describe_mask(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
     if len(known) != len(parts) or sum("window" in part for part in known) > 1:
         return None
     return {key: value for part in known for key, value in part.items()}
+
+
+def in_segments(shape: dict[str, Any], key_index: Tensor, *, same_tokens: bool) -> dict[str, Any] | None:
+    """Return what `describe_mask` found with chunks as segments, or without them; None if that cannot be said.
+
+    Args:
+        shape: what was found.
+        key_index: (1, L) slots.
+        same_tokens: whether queries and keys are the same tokens.
+    """
+    if "chunks" not in shape:
+        return shape
+    size, padding = shape.pop("chunks")
+    if key_index.shape[-1] == 0 or int(key_index[0, -1]) < size:
+        return shape  # all in the first chunk; what is padding there nobody sees
+    if not same_tokens or "segments" in shape:
+        return None
+    return {**shape, "segments": (key_index - padding.to(key_index.device)[:, None]) // size}
 
 
 def causal_documents(segments: Tensor | None) -> Callable[..., Any]:
@@ -177,12 +199,13 @@ def position_channel(
         query_valid, key_valid = at(seen, query_index), at(seen, key_index)
         query_resumed = at(resumed, query_index)
 
+    same_tokens = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
     if torch.compiler.is_compiling() and getattr(mask_function, "__code__", None) is _AND:
         window = getattr(kwargs.get("config"), "sliding_window", None)
-        same_tokens = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
         shape: dict[str, Any] | None = probe_mask(mask_function, query_index, batch_size, same_tokens, window)
     else:
         shape = describe_mask(mask_function)
+        shape = None if shape is None else in_segments(shape, key_index, same_tokens=same_tokens)
     if shape is None or "causal" not in shape:
         visible = sdpa_mask(
             batch_size=batch_size,

@@ -18,6 +18,7 @@ from ..modules import Rotation
 from ..registry import family_for
 from ..schemes.base import PROPORTIONAL, Dims, Reference, by_layer_type
 from ..schemes.rope import apply_rotary
+from . import POSITION_IDS
 from .derived import revive, stock_class
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -111,50 +112,87 @@ def turned_dimensions(rotary: nn.Module) -> int:
     return 2 * next(b.shape[-1] for name, b in rotary.named_buffers() if name.endswith("inv_freq"))
 
 
+Turned = Tensor | tuple[Tensor, Tensor]
+"""What a rotary module returns: cosines and sines, or complex numbers."""
+
+
+def by_pair(turned: Turned, angles: str) -> tuple[Tensor, Tensor]:
+    """Return one cosine and sine per pair, (B|1, T, F) each, of what a rotary module gives; see `Family.angles`."""
+    if isinstance(turned, Tensor):
+        return turned.real, turned.imag
+    cos, sin = turned
+    if angles == "once":
+        return cos, sin
+    taken = slice(None, None, 2) if angles == "each twice" else slice(cos.shape[-1] // 2)
+    return cos[..., taken], sin[..., taken]
+
+
+def as_given(cos: Tensor, sin: Tensor, angles: str) -> Turned:
+    """Return cosines and sines (B|1, T, F) in the form that a family's attention takes; see `Family.angles`."""
+    if angles == "complex":
+        wide = torch.promote_types(cos.dtype, torch.float32)  # complex numbers of half precision are hardly supported
+        return torch.complex(cos.to(wide), sin.to(wide))
+    if angles == "once":
+        return cos, sin
+    if angles == "each twice":
+        return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+    return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+
+
 class IdentityRotary(nn.Module):
     """Stands in for a base's rotary module: cos 1, sin 0, which turns nothing, exactly."""
 
-    def __init__(self, native: nn.Module) -> None:
+    def __init__(self, native: nn.Module, angles: str = "list twice") -> None:
         """Return as many cosines as the native module would.
 
         Args:
-            native: the base's rotary module; its frequencies say how many dimensions of a head it turns.
+            native: the base's rotary module; its frequencies, of each layer type where these differ, say how many pairs
+                of dimensions it turns.
+            angles: the form in which it gives them, see `Family.angles`.
         """
         super().__init__()
-        self.size = turned_dimensions(native)
+        end = "inv_freq"
+        found = {name[: -len(end)].rstrip("_"): b.shape[-1] for name, b in native.named_buffers() if name.endswith(end)}
+        self.pairs = {name: count for name, count in found.items() if not name.endswith("original")}
+        self.angles = angles
+        if hasattr(native, "layer_types"):  # decoders ask their rotary module for which types it has angles
+            self.layer_types = native.layer_types
 
-    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return ones and zeros (B|1, T, R) in the dtype of x; further arguments of families are ignored."""
-        shape = (*position_ids.shape, self.size)
-        return x.new_ones(1).expand(shape), x.new_zeros(1).expand(shape)
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Turned:
+        """Return ones and zeros in the dtype of x and the form of the native module, for (B|1, T) positions.
+
+        Further arguments of families are ignored, but for the layer type.
+        """
+        kind = args[0] if args else kwargs.get("layer_type")
+        position_ids = position_ids[0] if position_ids.ndim == 3 else position_ids  # a text model's, three times over
+        shape = (*position_ids.shape, self.pairs.get(kind or "", max(self.pairs.values())))
+        return as_given(x.new_ones(1).expand(shape), x.new_zeros(1).expand(shape), self.angles)
 
 
 class PartialRotary(nn.Module):
     """Widens cos and sin for a base that turns whole heads: the added pairs stand still."""
 
-    def __init__(self, rotary: nn.Module, size: int) -> None:
+    def __init__(self, rotary: nn.Module, size: int, *, takes: str = "list twice", gives: str = "list twice") -> None:
         """Wrap a rotary module.
 
         Args:
             rotary: a module that returns cos and sin of fewer dimensions.
             size: D.
+            takes: the form in which it gives its angles, see `Family.angles`.
+            gives: the form in which the base's attention takes them.
         """
         super().__init__()
         self.rotary = rotary
         self.size = size
-        self.takes_doubled = self.gives_doubled = False  # each angle twice in a row, or the list of angles twice
+        self.takes = takes
+        self.gives = gives
 
-    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, (B|1, T, D) each."""
-        cos, sin = self.rotary(x, position_ids, *args, **kwargs)
-        half = cos.shape[-1] // 2
-        padding = (0, self.size // 2 - half)
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Turned:
+        """Return cos and sin of D / 2 pairs, for (B|1, T) positions."""
+        cos, sin = by_pair(self.rotary(x, position_ids, *args, **kwargs), self.takes)
+        padding = (0, self.size // 2 - cos.shape[-1])
         pad = torch.nn.functional.pad
-        cos, sin = ((each[..., ::2] if self.takes_doubled else each[..., :half]) for each in (cos, sin))
-        cos, sin = pad(cos, padding, value=1.0), pad(sin, padding)
-        if self.gives_doubled:
-            return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
-        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+        return as_given(pad(cos, padding, value=1.0), pad(sin, padding), self.gives)
 
 
 class _Asked(dict[str, Any]):
@@ -185,12 +223,19 @@ class _Asked(dict[str, Any]):
 
 def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of a decoder layer of a base that rotates: gives the layer a rotation of its own."""
-    if kwargs.get("position_embeddings") is None or kwargs.get("position_ids") is None:
+    position_ids = handed_down(kwargs)
+    if kwargs.get("position_embeddings") is None or position_ids is None:
         raise ValueError("the rotation did not arrive at the decoder layer by name, so it cannot be replaced")
     hidden_states = args[0] if args else kwargs["hidden_states"]
     owner: Any = layer
-    turned = owner.posenc_rotation()(hidden_states, kwargs["position_ids"], *owner.posenc_rotation_of)
+    turned = owner.posenc_rotation()(hidden_states, position_ids, *owner.posenc_rotation_of)
     return args, {**kwargs, "position_embeddings": turned}
+
+
+def handed_down(kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the position ids (B|1, T) that a decoder layer is called with, or None."""
+    found = kwargs.get(POSITION_IDS)
+    return kwargs.get("position_ids") if found is None else found
 
 
 def own_rotation(config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool) -> dict[str, Any]:
