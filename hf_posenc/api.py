@@ -109,7 +109,7 @@ def patch_model(
             owners = operate(undo, plan)
             _initialize(owners, native, seed, model)
         _rename(undo, model, plan.schemes)
-        patch = Patch(plan.schemes, attention, undo, plan.base.found.layers, plan.limit())
+        patch = Patch(plan.schemes, attention, undo, plan.base.found.layers, plan.limit(), plan.attends)
         set_attribute(undo, model.base_model, "_posenc_patch", patch)
     except BaseException:
         undo.roll_back()

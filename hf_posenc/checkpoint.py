@@ -16,10 +16,11 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from . import files
 from .api import parse_schemes, patch_model
 from .errors import CheckpointError, HfPosencError
+from .families.base import base_model_type
 from .model_types.entry import ENTRY, check_version, named_schemes, schemes_of_config
 from .model_types.model import model_class
 from .modules import WithoutPositions
-from .patching.state import patch_of
+from .patching.state import patch_of, without_adapter
 from .registry import family_for, scheme_class
 from .schemes.base import EVERY_SCHEME, Scheme
 from .upstream.attention import check_engine
@@ -97,9 +98,10 @@ def choose_engine(model: PreTrainedModel, attention: str) -> None:
             "change scores only"
         )
     patch.attention = attention
+    replaced = family_for(base_model_type(without_adapter(model).config)).bypasses_interface
     for module in model.modules():
-        window = "posenc_window" in module.__dict__
-        if "posenc_engine" in module.__dict__ and (window or not isinstance(module.posenc, WithoutPositions)):
+        chosen = replaced or "posenc_window" in module.__dict__
+        if "posenc_engine" in module.__dict__ and (chosen or not isinstance(module.posenc, WithoutPositions)):
             module.posenc_engine = attention
 
 

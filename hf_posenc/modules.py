@@ -25,12 +25,12 @@ class Native:
     Attributes:
         table: (num_positions, E) the base's own table of positions, or None.
         token_rms: root mean square of the token embeddings as they enter the first layer.
-        max_positions: the length the base was configured for.
+        max_positions: the length the base was configured for; None if its config does not say.
     """
 
     table: Tensor | None
     token_rms: float
-    max_positions: int
+    max_positions: int | None
 
 
 class PositionModule(nn.Module):

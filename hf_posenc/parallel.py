@@ -41,6 +41,7 @@ from transformers import PreTrainedModel
 from . import positions
 from .errors import UnsupportedModelError
 from .families.base import base_model_type, resolve
+from .patching.state import patch_of
 from .patching.undo import Undo, add_pre_hook, set_attribute
 from .registry import family_for
 from .upstream import NAME
@@ -159,9 +160,10 @@ def locate_shard(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     given["use_cache"] = False
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     ids, mask = given.get("position_ids"), given.get("attention_mask")
-    if ids is None or tokens is None:
+    is_channel = isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == torch.int32
+    if (ids is None and not is_channel) or tokens is None:
         raise ValueError(NO_POSITIONS)
-    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == torch.int32:
+    if is_channel:
         positions.check(mask, 0)
     else:
         given["attention_mask"] = _channel_of_positions(ids, mask, tokens.shape[:2], decoder.posenc_exchange.group)
@@ -226,7 +228,8 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(inner).__name__}")
-    found = resolve(family_for(base_model_type(inner.config)), inner)
+    family = family_for(base_model_type(inner.config))
+    found = resolve(family, inner)
     if len(found.attentions) < len(found.layers):
         raise UnsupportedModelError(
             f"{type(inner).__name__} has layers without attention, whose state would have to travel from shard to "
@@ -234,6 +237,11 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
         )
     if "posenc_exchange" in found.decoder.__dict__:
         raise ValueError("this model is inside context_parallel already")
+    if family.bypasses_interface and patch_of(inner) is None:
+        raise UnsupportedModelError(
+            f"the attention of a stock {type(inner).__name__} never calls transformers' attention interface, so that "
+            "it would stay inside each shard: patch the model first"
+        )
     _check_rotary(found.decoder)
     exchange, undo = Exchange(group), Undo()
     try:

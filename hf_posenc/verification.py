@@ -18,10 +18,12 @@ from .modules import PositionModule, WithoutPositions
 from .patching.place import require_attention
 from .patching.plan import BaseModel
 from .patching.state import Patch, patch_of, without_adapter
-from .patching.undo import Undo, set_attribute, set_module
+from .patching.undo import Undo, delete_attribute, set_attribute, set_module
 from .patching.wrappers import check_in_place, check_unwrapped
 from .tracing import LayerCall, first, recorded
 from .upstream import NAME
+from .upstream.channel import as_channel
+from .upstream.replaced import named, stock_output
 from .upstream.rotary import IdentityRotary
 
 NOTICES = 1e-7
@@ -145,7 +147,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
 
     with evaluation(model), _unguarded(found.decoder):
         backend = model.config._attn_implementation
-        lost = _lost(model, found.attention_of, tokens) if patch.attends and backend == NAME else {}
+        lost = _lost(base, tokens) if patch.attends and backend == NAME else {}
         standing = _Measurement(model, found.layers, tokens)
         trial = standing
         owners = [module for module in model.modules() if isinstance(module, PositionModule)]
@@ -218,14 +220,15 @@ class _Measurement:
             self.layers.append(_change(first(layer(call.hidden_states, *moved.args, **moved.kwargs)), original))
 
 
-def _lost(model: PreTrainedModel, attentions: dict[int, nn.Module], tokens: Tensor) -> dict[int, float]:
+def _lost(base: BaseModel, tokens: Tensor) -> dict[int, float]:
     """Return by how much attention without a scheme differs from the model's own eager attention, where it does.
 
-    A feature of the base that our attention function leaves out shows here, and nowhere else.
+    A feature of the base that our attention function leaves out shows here, and nowhere else. Where the stock attention
+    was replaced, because it bypasses transformers' interface, its own forward is the model's own eager attention.
     """
-    calls, _ = _trace(
-        model, list(attentions.values()), tokens, torch.arange(tokens.shape[1], device=tokens.device)[None]
-    )
+    model, attentions, family = base.model, base.found.attention_of, base.family
+    order = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    calls, _ = _trace(model, list(attentions.values()), tokens, order)
     lost = {}
     for (index, attention), call in zip(attentions.items(), calls, strict=True):
         hidden, args, kwargs = call.hidden_states, call.args, call.kwargs
@@ -239,11 +242,18 @@ def _lost(model: PreTrainedModel, attentions: dict[int, nn.Module], tokens: Tens
         try:
             set_module(undo, attention, "posenc", WithoutPositions())
             set_attribute(undo, attention, "posenc_engine", "reference")
-            set_attribute(undo, attention, "posenc_window", None)  # the eager attention has only the base's own
+            # The eager attention has no window but the base's own, and no rotation but what it is handed.
+            set_attribute(undo, attention, "posenc_window", family.own_window and family.own_window(attention))
+            delete_attribute(undo, attention, "posenc_rotation")
             plain = first(attention(hidden, *args, **kwargs))
             set_attribute(undo, attention.config, "_attn_implementation_internal", "eager")
-            masked = {key: eager_mask(given) for key, given in kwargs.items()}
-            own = first(attention(hidden, *(eager_mask(given) for given in args), **masked))
+            if family.bypasses_interface:
+                given = named(attention, args, kwargs)
+                mask = eager_mask(as_channel(given["attention_mask"], as_bool=family.mask_as_bool))
+                own = stock_output(attention, hidden, {**given, "attention_mask": mask})
+            else:
+                masked = {key: eager_mask(given) for key, given in kwargs.items()}
+                own = first(attention(hidden, *(eager_mask(given) for given in args), **masked))
         finally:
             undo.roll_back()
         error = _change(plain, own)

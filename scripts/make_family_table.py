@@ -21,6 +21,8 @@ END = "<!-- end of families -->"
 def positions(model_type: str) -> str:
     """What the stock model has for positions, in a few words."""
     family = family_for(model_type)
+    if family.own_positions is not None:
+        return family.own_positions
     if family.position_table is not None:
         return "a learned table at the input"
     if family.use_rope_flag is not None:

@@ -7,6 +7,7 @@ which is left out shows.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ SIZES: dict[str, Any] = {
     "ffn_dim": 48,
     "word_embed_proj_dim": 32,
     "init_std": 0.2,
+    "rotary_dim": 4,
+    "max_seq_len": 64,
+    "attention_types": [[["global", "local"], 1]],
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
     # experts
     "num_experts": 4,
     "num_local_experts": 4,
@@ -141,7 +147,9 @@ def decoder(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel
     types = getattr(built, "layer_types", None)
     if types is not None and len(types) != built.num_hidden_layers:
         built = cls(**values, layer_types=list(types[: built.num_hidden_layers]))
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Of the code of GPT-BigCode, when it is imported, in older releases of transformers.
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(built).eval()
         with torch.no_grad():

@@ -12,7 +12,9 @@ import pytest
 import torch
 from decoders import WITHOUT_TEMPERATURE, decoder
 from situations import randomize
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
 from hf_posenc import patch_model, unpatch_model, verify
@@ -27,6 +29,9 @@ NAMED = tuple(t for t in supported_model_types() if "vision_config" not in famil
 SERVED = tuple(t for t in NAMED if t in CONFIG_MAPPING)  # an older transformers does not have all of them
 EXACT = 2e-4  # relative norm of a difference in float32: two ways of adding up the same numbers
 LENGTH = 20
+
+# What the stock model has already: with it patched, nothing changes.
+NATIVE = {"bloom": "alibi", "mpt": "alibi", "jamba": "nope", "kimi_linear": "nope", "nemotron_h": "nope"}
 
 SCHEMES = {
     "alibi": {},
@@ -50,6 +55,8 @@ JOINS_DOCUMENTS = {
     "afmoe",
     "bailing_hybrid",
     "bamba",
+    "biogpt",
+    "falcon",
     "falcon_h1",
     "gpt_oss",
     "granitemoehybrid",
@@ -73,8 +80,8 @@ CANNOT_ROTATE = {"kimi_linear"}
 """Types that rotate nothing, and whose queries and keys (latent attention) nothing from outside can turn."""
 
 
-def has_table(model_type):
-    return family_for(model_type).position_table is not None
+PARTED_BY_US = {"bloom", "mpt"}
+"""Types in which they do so in a stock model only."""
 
 
 def relative(actual, expected):
@@ -108,14 +115,18 @@ def oracle(model_type, scheme):
     if scheme not in ("alibi", "nope"):
         return None
     stock.set_attn_implementation("eager")
-    table = getattr(
-        stock.base_model, "wpe", getattr(getattr(stock.base_model, "decoder", None), "embed_positions", None)
-    )
-    if table is not None:
-        table.weight.zero_()
+    family = family_for(model_type)
+    if family.position_table is not None:
+        stock.base_model.get_submodule(f"{family.decoder}.{family.position_table}".strip(".")).weight.zero_()
     lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None]
     window = getattr(stock.config, "sliding_window", None)
     assert not window or window >= LENGTH, "the oracle's mask has no window"
+
+    if model_type in OWN_ORACLES:
+        slopes = torch.tensor(alibi_slopes(stock.config.num_attention_heads))
+        bias = -slopes[:, None, None] * lag.clamp(min=0) if scheme == "alibi" else torch.zeros(1, LENGTH, LENGTH)
+        mask = bias.masked_fill(lag < 0, torch.finfo(torch.float32).min)
+        return OWN_ORACLES[model_type](stock, tokens(), bias, mask[None])
 
     def see(attention, args, kwargs):
         """Forward pre-hook of the stock attention, which gets the scheme as a float mask."""
@@ -133,6 +144,39 @@ def oracle(model_type, scheme):
     for attention in resolve(family_for(model_type), stock).attentions:
         attention.register_forward_pre_hook(see, with_kwargs=True)
     return without_rotation(stock)(tokens(), use_cache=False).logits
+
+
+def at_position_zero(stock, ids, bias, mask):
+    """Where the angle is 0: the rotation is in the attention's own code."""
+    return stock(ids, attention_mask=mask, position_ids=torch.zeros_like(ids), use_cache=False).logits
+
+
+def divided_at_position_zero(stock, ids, bias, mask):
+    """As `at_position_zero`, where the mask is divided by the square root of the size of a head, as the scores are."""
+    root = (stock.config.hidden_size // stock.config.num_attention_heads) ** 0.5
+    return at_position_zero(stock, ids, bias, torch.where(mask > -1e30, mask * root, mask))
+
+
+def with_alibi_of_zeros(stock, ids, bias, mask):
+    """The mask is added to scores that have no bias of the model's own."""
+    heads = stock.config.num_attention_heads
+    stock.base_model.build_alibi_tensor = lambda *args, **kwargs: torch.zeros(heads, 1, LENGTH)
+    return stock(ids, attention_mask=mask, use_cache=False).logits
+
+
+def with_bias_for_alibi(stock, ids, bias, mask):
+    """The mask is turned into bools, so the bias goes in where the model's own is made."""
+    bias = bias.expand(stock.config.num_attention_heads, -1, -1)
+    stock.base_model.build_mpt_alibi_tensor = lambda *args, **kwargs: bias
+    return stock(ids, use_cache=False).logits
+
+
+OWN_ORACLES = {
+    "gptj": at_position_zero,
+    "codegen": divided_at_position_zero,
+    "bloom": with_alibi_of_zeros,
+    "mpt": with_bias_for_alibi,
+}
 
 
 def hyperparameters(model_type, scheme):
@@ -194,10 +238,10 @@ def check(model_type, scheme, tmp_path):
     assert report.ok, report
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
-        unpositioned = scheme == "nope" and family_for(model_type).rotary is None and not has_table(model_type)
-        assert unpositioned == (relative(full, before) < 1e-3)
+        same = NATIVE.get(model_type) == scheme
+        assert same == (relative(full, before) < 1e-3)
         if (expected := oracle(model_type, scheme)) is not None:
-            assert unpositioned == (relative(expected, before) < 1e-3)
+            assert same == (relative(expected, before) < 1e-3)
             assert relative(full, expected) <= EXACT
         if scheme not in RUNS_ITSELF:
             for module in model.modules():
@@ -239,7 +283,9 @@ def test_what_a_stock_model_cannot_do(model_type):
     assert relative(by_steps(model), full) <= EXACT
     assert (relative(left_padded(model), full) > EXACT) == (model_type in COUNTS_SLOTS)
     _, second = packed(model)
-    assert (relative(second, full[:, : second.shape[1]]) > EXACT) == (model_type in JOINS_DOCUMENTS | COUNTS_SLOTS)
+    assert (relative(second, full[:, : second.shape[1]]) > EXACT) == (
+        model_type in JOINS_DOCUMENTS | COUNTS_SLOTS | PARTED_BY_US
+    )
 
 
 @pytest.mark.parametrize("model_type", SERVED)
@@ -257,31 +303,43 @@ def test_a_type_carries_every_scheme(model_type, tmp_path):
         check(model_type, scheme, tmp_path / scheme)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", SERVED)
-def test_the_pairs_that_a_type_turns(model_type):
-    """Seen from outside: one layer turns a query and a key that have one dimension each, in all pairs of dimensions."""
+def query_at(model, position):
+    """Return the query (H, D) of one token at a position, as it arrives at the first attention function."""
+    seen = []
+
+    def record(module, query, key, value, attention_mask, **kwargs):
+        seen.append(query[0, :, 0])
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("records", record)
+    AttentionMaskInterface.register("records", sdpa_mask)
+    try:
+        model.config._attn_implementation_internal = "records"
+        model(torch.tensor([[5]]), position_ids=torch.tensor([[position]]), use_cache=False)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping["records"]
+        del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["records"]
+    return seen[0]
+
+
+def turns_whole_heads(model_type):
     family = family_for(model_type)
-    if family.rotary is None or family.slices_rotary:
-        pytest.skip("it rotates nothing, or a part of each head, whose pairs are those of that part")
+    whole = family.rotary is not None and not family.slices_rotary and family.rotary_part is None
+    return (
+        whole and not family.bypasses_interface and model_type != "lfm3"
+    )  # whose layers differ in the share they turn
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", [t for t in SERVED if turns_whole_heads(t)])
+def test_the_pairs_that_a_type_turns(model_type):
+    """Seen from outside: half of the pairs of a head are turned, and the dimensions that change say which those are."""
     model = patch_model(decoder(model_type), "rope", partial_rotary_factor=0.5, rope_theta=10.0)
-    module = __import__(type(model).__mro__[2].__module__, fromlist=["apply_rotary_pos_emb"])
-    rotary = getattr(model.base_model, family.rotary)
-    types = getattr(model.config, "layer_types", None)
-    extra = (types[0],) if types and isinstance(model.config.rope_parameters.get(types[0]), dict) else ()
-    cos, sin = rotary(torch.empty(0), torch.tensor([[3]]), *extra)
-    turned = set()
-    for dimension in range(8):
-        one = torch.zeros(1, 1, 1, 8)
-        one[..., dimension] = 1.0
-        query, _ = module.apply_rotary_pos_emb(one, one, cos, sin)
-        touched = tuple(query.flatten().abs().gt(1e-6).nonzero().flatten().tolist())
-        if len(touched) == 2:
-            turned.add(touched)
-    expected = {(0, 1), (2, 3)} if family.pairs == "interleaved" else {(0, 4), (1, 5)}
-    assert turned == expected
+    moved = (query_at(model, 3) - query_at(model, 0)).abs().amax(0) > 1e-6
+    pairs = family_for(model_type).pairs
+    assert moved.nonzero()[:, 0].tolist() == ([0, 1, 2, 3] if pairs == "interleaved" else [0, 1, 4, 5])
     with pytest.raises(hf_posenc.UnsupportedModelError, match="in its own code"):
-        patch_model(decoder(model_type), "rope", layout="half" if family.pairs == "interleaved" else "interleaved")
+        patch_model(decoder(model_type), "rope", layout="half" if pairs == "interleaved" else "interleaved")
 
 
 def test_every_scheme_is_here():

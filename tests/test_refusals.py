@@ -225,10 +225,8 @@ def test_gpt2_settings_that_bypass_the_attention(setting, scheme):
 
 def unsupported(name):
     small = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    if name == "bloom":
-        return transformers.BloomForCausalLM(
-            transformers.BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
-        )
+    if name == "diffllama":
+        return transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**small, intermediate_size=16))
     if name == "bert":
         return transformers.BertModel(transformers.BertConfig(**small, intermediate_size=16))
     config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
@@ -236,7 +234,7 @@ def unsupported(name):
 
 
 @pytest.mark.parametrize("scheme", available_schemes())
-@pytest.mark.parametrize("name", ["bloom", "bert", "t5"])
+@pytest.mark.parametrize("name", ["diffllama", "bert", "t5"])
 def test_an_unsupported_model(name, scheme):
     refused(unsupported(name), scheme, UnsupportedModelError, repr(name), "gpt2", "llama")
     with pytest.raises(UnsupportedModelError, match=repr(name)):

@@ -6,7 +6,7 @@ distances get the same bias. Biases here are float32 whatever the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,10 +90,15 @@ def precision_audit(
             raise ValueError(f"{resolved.name} has no bias by distance; alibi has")
         bias = form.table(length)
         # Theirs grow with the key's index, ours fall with the distance: softmax cannot tell, and the count is the same.
-        theirs = {"bloom": bloom_alibi(keys, num_heads, dtype), "falcon": falcon_alibi(keys, num_heads, dtype)}
+        theirs = {_model_of(build): build(keys, num_heads, dtype) for build in (bloom_alibi, falcon_alibi)}
         for method, values in {"hf_posenc": bias.detach(), **theirs}.items():
             found.append(distinct(method, values.reshape(num_heads, length), dtype))
     return found
+
+
+def _model_of(build: Callable[..., Tensor]) -> str:
+    """Return the model whose code a function of transformers is."""
+    return build.__module__.rpartition("modeling_")[2]
 
 
 def distinct(method: str, biases: Tensor, dtype: torch.dtype) -> DistinctBiases:

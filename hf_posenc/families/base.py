@@ -23,8 +23,8 @@ class Family:
         decoder: from the base model (`model.base_model`) to the module that owns the layers; `""`: the base itself,
             as it is in any case for a model without a head that has layers.
         layers: from the decoder to the `nn.ModuleList` of decoder layers.
-        attention: from a layer to its self-attention module. That module calls transformers' attention interface and
-            has `scaling` and `layer_idx`.
+        attention: from a layer to its self-attention module. That module calls transformers' attention interface, or
+            the family says `bypasses_interface`; it has `scaling` and `layer_idx`, or the family says how to get them.
         token_embedding: from the decoder to the token embedding.
         rotary: from the decoder to the module that makes cos and sin for all layers; `None`: the family has none.
         position_table: from the decoder to the native table of learned positions, an `nn.Embedding`; `None`: the family
@@ -64,6 +64,31 @@ class Family:
             none.
         unrotated_twin: model type of the family, perhaps this one, that computes the same and can leave layers
             unrotated: what a model whose layers are partly unrotated is exported as; `None`: there is none.
+        bypasses_interface: its attention never calls transformers' attention interface. Whatever the scheme, it is
+            replaced by one that does, in every layer; so there are no layers that keep what the base has, and
+            `without_positions` is needed beside the three functions above.
+        without_positions: `(attention, arguments)` -> the arguments of the stock forward, by name and without the
+            hidden states, changed so that its own positions do nothing; `attention_mask` is a float mask that is added
+            to scores. What the replaced attention leaves out is found by comparing with this.
+        add_residual: `(attention, merged (B, T, E), residual (B, T, E))` -> (B, T, E), where the attention itself adds
+            the residual that it is called with.
+        scaling: `(attention)` -> factor of the scores, where the attention has no attribute `scaling`.
+        layer_index: attribute of the attention that numbers the layers.
+        key_value_heads: attribute of the attention that holds how many heads keys and values have; `None`: the config
+            says it.
+        cache: argument of the attention that holds the key-value cache.
+        own_rotation: `(config)` -> the base's own rotation as transformers' `rope_parameters`, where the config does
+            not have them; empty if it rotates nothing.
+        own_window: `(attention)` -> sliding window of the layer in tokens or `None`, where it is not in the mask.
+        length: attribute of the config that holds the length the base was made for; a config may lack it.
+        sized_by_length: modules of the family hold a matrix or table of that length, so that it is not raised where a
+            scheme has no limit.
+        positions_in_mask: position ids do not reach the layers; they are put into the position channel instead.
+        mask_as_bool: the decoder turns its mask into bools.
+        own_positions: what the base has for positions, in a few words for the list of families, where the other fields
+            do not say it.
+        decoder_attributes: attributes of the decoder, and what they are set to in order to switch off positions that
+            the decoder makes itself.
     """
 
     model_types: tuple[str, ...]
@@ -94,6 +119,21 @@ class Family:
     temperature: Mapping[str, Any] = field(default_factory=dict)
     temperature_keys: tuple[str, ...] = ()
     unrotated_twin: str | None = None
+    bypasses_interface: bool = False
+    without_positions: Callable[[nn.Module, dict[str, Any]], dict[str, Any]] | None = None
+    add_residual: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    scaling: Callable[[nn.Module], float] | None = None
+    layer_index: str = "layer_idx"
+    key_value_heads: str | None = None
+    cache: str = "past_key_values"
+    own_rotation: Callable[[Any], dict[str, Any]] | None = None
+    own_window: Callable[[nn.Module], int | None] | None = None
+    length: str = "max_position_embeddings"
+    sized_by_length: bool = False
+    positions_in_mask: bool = False
+    mask_as_bool: bool = False
+    own_positions: str | None = None
+    decoder_attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,9 +212,9 @@ def resolve(family: Family, model: nn.Module) -> Resolved:
     }
     if not attentions:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be patched: none of its layers has attention")
-    needs = ("scaling", "layer_idx", family.use_rope_flag, family.rotary_size, family.rotary_part, family.heads)
+    named = (family.layer_index, family.use_rope_flag, family.rotary_size, family.rotary_part, family.heads)
     for attention in attentions.values():
-        for needed in needs:
+        for needed in ("scaling" if family.scaling is None else None, *named, family.key_value_heads):
             if needed is not None and not hasattr(attention, needed):
                 raise UnsupportedModelError(
                     f"family for {', '.join(family.model_types)}: attention={family.attention!r} is a "

@@ -17,16 +17,19 @@ from transformers import initialization as init
 
 from .. import files, hub
 from ..errors import CheckpointError, HfPosencError, UnsupportedModelError, WeightShapeError
+from ..families.base import base_model_type
 from ..modules import PositionModule
 from ..patching.layers import MARKER
 from ..patching.place import operate
-from ..patching.plan import decoder_of, make_plan
+from ..patching.plan import decoder_of, make_plan, needs_own_attention
 from ..patching.state import Patch
 from ..patching.undo import Undo
 from ..patching.wrappers import gathered, is_spread
+from ..registry import family_for, supported_model_types
 from ..schemes.base import Scheme
 from ..upstream import NAME
 from ..upstream.attention import SPLIT_HEADS
+from ..upstream.channel import carrying_forward
 from ..upstream.derived import revive, stock_class
 from .config import CLASSES, READ, STUB, PosEncConfigMixin, config_class, stub_text
 from .digests import check_saved_weights, config_digest, write_digests
@@ -52,7 +55,7 @@ class PosEncMixin:
         check_version(config)
         write_out(config)
         schemes = schemes_of_config(config)
-        attends = any(scheme.attends for scheme in schemes)
+        attends = self._needs_own_attention(config)
         backend = config._attn_implementation_internal
         if attends and any(kind in str(backend) for kind in ("flash", "paged")):
             raise ValueError(would_drop(schemes, backend))
@@ -69,7 +72,7 @@ class PosEncMixin:
                 raise
             except (TypeError, ValueError) as error:
                 raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
-            patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit())
+            patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit(), plan.attends)
             object.__setattr__(base, "_posenc_patch", patch)
             config.position_encoding = {**config.position_encoding, "schemes": entry_of(plan.schemes)["schemes"]}
             owners = operate(Undo(), plan)
@@ -238,7 +241,8 @@ class PosEncMixin:
                     (folder / "README.md").write_text(text, encoding="utf-8")
             if tokenizer is not None:
                 tokenizer = copy.deepcopy(tokenizer)
-                tokenizer.model_max_length = self.config.max_position_embeddings
+                if (length := getattr(self.config, "max_position_embeddings", None)) is not None:
+                    tokenizer.model_max_length = length
                 tokenizer.save_pretrained(folder)
             if (folder / "config.json").is_file():
                 write_digests(folder)
@@ -302,7 +306,11 @@ class PosEncMixin:
 
     def _posenc_attends(self) -> bool:
         """Return whether attention has to be that of this package."""
-        return any(scheme.attends for scheme in schemes_of_config(self.config))
+        return self._needs_own_attention(self.config)
+
+    @staticmethod
+    def _needs_own_attention(config: PreTrainedConfig) -> bool:
+        return needs_own_attention(family_for(base_model_type(config)), schemes_of_config(config))
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False
@@ -353,6 +361,12 @@ def would_drop(schemes: Sequence[Scheme], attn_implementation: str | None) -> st
     """Return why schemes on attention scores refuse an attention implementation."""
     attending = [scheme for scheme in schemes if scheme.attends]
     names = [each.name if each.acts_on.attends else f"the window of {each.name}" for each in attending]
+    if not attending:
+        return (
+            f"attn_implementation={attn_implementation!r} would leave {' and '.join(each.name for each in schemes)} "
+            f"without positions, which reach the layers of this family only through the attention {NAME!r}: keep it, "
+            "or unpatch the model first"
+        )
     return (
         f"attn_implementation={attn_implementation!r} would drop {' and '.join(names)}, which changes attention "
         f"scores: keep {NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
@@ -416,7 +430,11 @@ def model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
     from transformers.utils import output_capturing
 
     config = config_class(stock.config_class)
-    cls = type("PosEnc" + stock.__name__, (PosEncMixin, stock), {"__module__": CLASSES, "config_class": config})
+    members: dict[str, Any] = {"__module__": CLASSES, "config_class": config}
+    model_type = stock.config_class.model_type
+    if model_type in supported_model_types() and (family := family_for(model_type)).positions_in_mask:
+        members["forward"] = carrying_forward(stock, family)
+    cls = type("PosEnc" + stock.__name__, (PosEncMixin, stock), members)
     # Which outputs a model can record is looked up by its class; without this, output_attentions gives None.
     dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
     return cls

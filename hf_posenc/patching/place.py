@@ -12,20 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared, WithoutPositions
+from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream import NAME, POSITION_IDS
+from ..upstream.channel import as_channel, positions_of
 from ..upstream.masks import check_masks
+from ..upstream.replaced import ReplacedAttention, replaced_class
 from ..upstream.rotary import (
     ORIGINAL_LENGTH,
     IdentityRotary,
     PartialRotary,
     handed_down,
-    rotary_class,
     turn_layer,
     turned_dimensions,
 )
 from .layers import KEPT, MARKER, Carried, PatchedLayers, require_patched_layers
-from .plan import Plan
+from .plan import BaseModel, Plan
 from .undo import Undo, add_pre_hook, register_buffer, set_attribute, set_class, set_module
 
 UNLIMITED = 2**17
@@ -52,7 +54,11 @@ class NoEmbedding(PositionEmbedding):
 def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of a decoder layer: adds the vectors of `layer.posenc` to the hidden states."""
     hidden_states = args[0] if args else kwargs["hidden_states"]
-    position_ids = handed_down(kwargs)
+    if "posenc_family" in layer.__dict__:
+        as_bool = family_for(layer.posenc_family).mask_as_bool
+        position_ids = positions_of(as_channel(kwargs.get("attention_mask"), as_bool=as_bool), hidden_states.shape[1])
+    else:
+        position_ids = handed_down(kwargs)
     if position_ids is None:
         raise ValueError("position_ids did not arrive at the decoder layer, so no position vectors can be added")
     hidden_states = hidden_states + layer.posenc(position_ids).to(hidden_states)
@@ -143,6 +149,8 @@ class ModelSite:
         """Add the vectors that a module makes to the hidden states that enter a layer."""
         target = self.base.found.layers[layer]
         set_module(self.undo, target, "posenc", Shared(module) if isinstance(module, Reference) else module)
+        if self.base.family.positions_in_mask:
+            set_attribute(self.undo, target, "posenc_family", self.base.family.model_types[0])
         add_pre_hook(self.undo, target, add_positions)
         self.on_layers = True
         if isinstance(module, nn.Module):
@@ -177,9 +185,8 @@ class ModelSite:
             for layer in self.layers:
                 attention = found.attention_of[layer]
                 set_attribute(self.undo, attention, "posenc_rotation", rotation)
-                set_attribute(self.undo, attention, "posenc_family", family.model_types[0])
-                set_attribute(self.undo, attention, "posenc_pairs", scheme.pairs or "half")
-                set_class(self.undo, attention, rotary_class(type(attention)))
+                set_attribute(self.undo, attention, "posenc_pairs", scheme.pairs or family.pairs)
+                _replace_attention(self.undo, base, attention)
             self.on_attentions = "posenc_rotation"
         elif len(self.layers) == len(self.base.sizes):
             assert family.rotary is not None
@@ -271,6 +278,9 @@ def operate(undo: Undo, plan: Plan) -> list[PositionModule]:
         marker = MARKER + scheme.name + (f"_{again + 1}" if again else "")
         sites.append(ModelSite(undo, plan, scheme, owners, marker))
     _silence_base(undo, plan, sites)
+    if plan.base.family.bypasses_interface:
+        for attention in plan.base.found.attentions:
+            _replace_attention(undo, plan.base, attention)
     for site in sites:
         site.scheme.acts_on.put(site.scheme, site)
         if site.scheme.window is not None:
@@ -302,6 +312,23 @@ def _silence_base(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
         silent = NoEmbedding(plan.base.dims.hidden_size)
         silent.like = Reference(found.decoder, family.token_embedding)
         set_module(undo, found.decoder, family.position_table, silent)
+    for name, value in family.decoder_attributes.items():
+        set_attribute(undo, found.decoder, name, value)
+
+
+def _replace_attention(undo: Undo, base: BaseModel, attention: nn.Module) -> None:
+    """Put our class in front of the class of an attention, unless it is there."""
+    family = base.family
+    if isinstance(attention, ReplacedAttention):
+        return
+    set_attribute(undo, attention, "posenc_family", family.model_types[0])
+    if family.scaling is not None:
+        set_attribute(undo, attention, "scaling", family.scaling(attention))
+    if family.own_window is not None and (window := family.own_window(attention)) is not None:
+        set_attribute(undo, attention, "posenc_window", window)
+    if "config" not in attention.__dict__:
+        set_attribute(undo, attention, "config", base.config)
+    set_class(undo, attention, replaced_class(type(attention)))
 
 
 def _level_temperature(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
@@ -325,8 +352,8 @@ def _attend_through(undo: Undo, plan: Plan) -> None:
             set_attribute(undo, attention, "posenc_heads", plan.base.sizes[layer].num_heads)
         if "posenc" not in attention._modules:
             set_module(undo, attention, "posenc", WithoutPositions())
-            windowed = "posenc_window" in attention.__dict__
-            set_attribute(undo, attention, "posenc_engine", plan.attention if windowed else "auto")
+            chosen = "posenc_window" in attention.__dict__ or plan.base.family.bypasses_interface
+            set_attribute(undo, attention, "posenc_engine", plan.attention if chosen else "auto")
     # A layer that was copied (copy.deepcopy) has a config of its own.
     configs = {id(each): each for each in (plan.base.config, *(attention.config for attention in found.attentions))}
     for each in configs.values():
@@ -375,7 +402,12 @@ def _set_lengths(undo: Undo, plan: Plan, rotary_lengths: list[int] | None) -> No
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if (limit := plan.limit()) is not None:
         set_attribute(undo, config, name, limit)
-    elif not plan.kept and not any(scheme.acts_on.rotates for scheme in plan.schemes):
+    elif (
+        hasattr(config, name)
+        and not plan.base.family.sized_by_length
+        and not plan.kept
+        and not any(scheme.acts_on.rotates for scheme in plan.schemes)
+    ):
         set_attribute(undo, config, name, max(UNLIMITED, config.max_position_embeddings))
     if ORIGINAL_LENGTH in config.__dict__ and rotary_lengths is not None:
         # Phi-3's generate drops the cache when it crosses this length, to switch between its two sets of frequencies;

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from .. import families
 from ..errors import UnsupportedModelError
@@ -20,7 +20,8 @@ from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme, by_layer_type
 from ..schemes.rope import Rope
 from ..upstream.attention import SPLIT_HEADS, check_engine
-from ..upstream.rotary import PartialRotary, RotaryAttention, make_rotary, own_rotation, scaling_types
+from ..upstream.replaced import ReplacedAttention
+from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary, own_rotation, scaling_types
 from .undo import has_own_forward
 
 TAKE_OFF = (
@@ -96,6 +97,11 @@ class BaseModel:
         return base_model_type(self.config)
 
     @property
+    def length(self) -> int | None:
+        """The length the base was made for, in tokens, or None if its config does not say."""
+        return getattr(self.config, self.family.length, None)
+
+    @property
     def has_table(self) -> bool:
         """Whether positions enter at the input, from a table."""
         return self.found.position_table is not None
@@ -142,16 +148,31 @@ class BaseModel:
             if not 0 < pairs <= dims.head_dim // 2:
                 raise ValueError(f"{scheme.name}: {pairs} frequencies do not fit heads of {dims.head_dim}")
         elif not self.is_own(scheme):
+            scaled = [each for each in by_layer_type(parameters).values() if each.get("rope_type") != "default"]
+            if self.length is None and any(each.get(ORIGINAL_LENGTH) is None for each in scaled):
+                raise ValueError(
+                    f"{scheme.name}: a scaling starts from the length that the base was made for, which the config of "
+                    f"{self.name} does not say: set config.{self.family.length}"
+                )
             self.make_rotary(parameters)  # raises if it cannot
         return scheme
 
     def own_rotation(self) -> dict[str, Any]:
         """Return the base's own `rope_parameters`, as far as transformers reads them."""
-        return own_rotation(self.config, self.rotary_dims, self.found.rotary, self.family.slices_rotary)
+        return own_rotation(self._rotary_config(), self.rotary_dims, self.found.rotary, self.family.slices_rotary)
+
+    def _rotary_config(self) -> Any:
+        """Return the config that says how the base rotates, one made for that where its own says it otherwise."""
+        if self.family.own_rotation is None:
+            return self.config
+        config = LlamaConfig(**({} if self.length is None else {"max_position_embeddings": self.length}))
+        config.rope_parameters = self.family.own_rotation(self.config)
+        return config
 
     def make_rotary(self, parameters: dict[str, Any]) -> nn.Module:
         """Return a rotary module of transformers with these parameters."""
-        rotary = make_rotary(parameters, self.config, self.rotary_dims, self.found.rotary, self.family.slices_rotary)
+        config = self._rotary_config()
+        rotary = make_rotary(parameters, config, self.rotary_dims, self.found.rotary, self.family.slices_rotary)
         if isinstance(rotary, PartialRotary):
             rotary.takes = rotary.gives = self.family.angles
         return rotary
@@ -163,8 +184,7 @@ class BaseModel:
         return parameters == self.rope_parameters(self._with_base(Rope()))
 
     def _with_base(self, scheme: RotaryScheme) -> RotaryScheme:
-        length = self.config.max_position_embeddings
-        return scheme.with_base(self.own_rotation(), length, scaling_types(), self.pairs)
+        return scheme.with_base(self.own_rotation(), self.length, scaling_types(), self.pairs)
 
     def rope_parameters(self, scheme: RotaryScheme) -> dict[str, Any] | None:
         """Return a fitted scheme's `rope_parameters` as this base writes them: whole heads need no saying.
@@ -192,6 +212,8 @@ class BaseModel:
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window that the base gives a layer, in tokens, or None."""
+        if self.family.own_window is not None:
+            return self.family.own_window(self.found.attentions[layer])
         types = getattr(self.config, "layer_types", None)
         if types is not None and types[layer] != "sliding_attention":
             return None
@@ -206,7 +228,7 @@ class BaseModel:
         if not found.token_embedding.weight.is_meta:
             entering = self._entering_tokens() if table is None else found.token_embedding(self._sample())
             rms = entering.detach().double().square().mean().sqrt().item()
-        return Native(table, rms, self.config.max_position_embeddings)
+        return Native(table, rms, self.length)
 
     def _sample(self) -> torch.Tensor:
         """Return up to 4096 tokens from all over the vocabulary."""
@@ -267,7 +289,7 @@ class Plan:
     @property
     def attends(self) -> bool:
         """Whether some layer needs the attention function of this package; then all layers attend through it."""
-        return any(scheme.attends for scheme in self.schemes)
+        return needs_own_attention(self.base.family, self.schemes)
 
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
         """Return the indices of a scheme's layers."""
@@ -305,17 +327,37 @@ class Plan:
 def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims:
     """Return the sizes of one attention."""
     heads = config.num_attention_heads if family.heads is None else getattr(attention, family.heads)
+    own = None if family.key_value_heads is None else int(getattr(attention, family.key_value_heads))
     size = next(
         getattr(attention, name) for name in ("qk_head_dim", "head_dim", "head_size") if hasattr(attention, name)
     )
     return Dims(
         num_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        num_key_value_heads=own or getattr(config, "num_key_value_heads", None) or heads,
         head_dim=size,
         hidden_size=config.hidden_size,
         num_layers=num_layers,
         value_dim=getattr(attention, "v_head_dim", size),
     )
+
+
+def needs_own_attention(family: Family, schemes: Sequence[Scheme]) -> bool:
+    """Return whether a model has to attend through the attention function of this package.
+
+    Args:
+        family: of the model.
+        schemes: that it has.
+    """
+    if family.bypasses_interface or any(scheme.attends for scheme in schemes):
+        return True
+    # Its mask, which the layers then take their positions from, is the channel only with this attention.
+    in_layers = [each.acts_on.rotates or each.acts_on.adds_vectors for each in schemes if not _at_input(family, each)]
+    return family.positions_in_mask and any(in_layers)
+
+
+def _at_input(family: Family, scheme: Scheme) -> bool:
+    """Return whether a scheme needs no positions in the layers, having put them into a table at the input."""
+    return family.position_table is not None and scheme.acts_on.enters_at_input
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
@@ -359,6 +401,13 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
                     "in [Alibi(layers='0::2'), Nope(layers='1::2')]"
                 )
         _check_window(scheme, base)
+    if base.family.bypasses_interface and len(taken) < base.dims.num_layers:
+        names = " and ".join(scheme.name for scheme in chosen)
+        raise UnsupportedModelError(
+            f"{names} in some layers: the attention of {base.name} never calls transformers' attention interface, so "
+            "that layers which keep what the base has cannot run beside those that are replaced. Give every layer a "
+            "scheme"
+        )
     check_engine(attention)
     base = replace(base, keeps_table=base.has_table and len(taken) < len(base.found.layers))
     plan = Plan(base, tuple(scheme.acts_on.fit(scheme, base) for scheme in chosen), attention)
@@ -370,6 +419,8 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     for scheme in chosen:
         if scheme.window is not None and not scheme.acts_on.attends:
             base.require_own_attention(f"{scheme.name} with a window")
+        elif not scheme.acts_on.attends and needs_own_attention(base.family, [scheme]):
+            base.require_own_attention(scheme.name)
     if attention != "auto" and not plan.attends:
         names = " and ".join(scheme.name for scheme in chosen)
         raise ValueError(
@@ -406,6 +457,8 @@ def check_forwards(plan: Plan) -> None:
     names = " and ".join(scheme.name for scheme in plan.schemes)
     turning = [scheme for scheme in plan.schemes if scheme.acts_on.rotates and found.rotary is None]
     turned = {layer for scheme in turning for layer in plan.layers_of(scheme)}  # their attention changes its class
+    if plan.base.family.bypasses_interface:
+        turned = set(found.attention_of)
     for index, attention in found.attention_of.items():
         if index not in turned and not plan.attends:
             continue
@@ -423,8 +476,8 @@ def check_forwards(plan: Plan) -> None:
 def check_class_undone(model: nn.Module) -> None:
     """Raise UnsupportedModelError if a forward was put on an attention whose class is to be changed back."""
     for name, module in model.named_modules():
-        if isinstance(module, RotaryAttention) and not has_own_forward(module):
+        if isinstance(module, ReplacedAttention) and not has_own_forward(module):
             raise UnsupportedModelError(
-                f"{name} was given a forward of its own after the model was patched, which would go on rotating: take "
+                f"{name} was given a forward of its own after the model was patched, which would stay: take "
                 f"it off ({TAKE_OFF}), then unpatch the model"
             )

@@ -22,6 +22,7 @@ class Patch:
         undo: the inverse steps; None for a model that was loaded patched, whose stock positions are gone.
         layers: the decoder layers that were patched, which need not be those that the model has now.
         limit: number of positions that exist, or None if there is no limit.
+        attends: whether the model attends through the attention function of this package.
     """
 
     schemes: tuple[Scheme, ...]
@@ -29,16 +30,12 @@ class Patch:
     undo: Undo | None
     layers: list[nn.Module] = field(default_factory=list)
     limit: int | None = None
+    attends: bool = False
 
     @property
     def name(self) -> str:
         """The schemes' names."""
         return " + ".join(scheme.name for scheme in self.schemes)
-
-    @property
-    def attends(self) -> bool:
-        """Whether the model attends through the attention function of this package."""
-        return any(scheme.attends for scheme in self.schemes)
 
 
 def patch_of(model: nn.Module) -> Patch | None:

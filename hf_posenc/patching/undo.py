@@ -79,6 +79,12 @@ def set_attribute(undo: Undo, owner: Any, name: str, value: Any) -> None:
     object.__setattr__(owner, name, value)
 
 
+def delete_attribute(undo: Undo, owner: Any, name: str) -> None:
+    """Take a plain attribute off a module, if it is there."""
+    if name in owner.__dict__:
+        undo.add(_restore_attribute, owner, name, owner.__dict__.pop(name))
+
+
 def _restore_attribute(owner: Any, name: str, value: Any) -> None:
     object.__setattr__(owner, name, value)
 

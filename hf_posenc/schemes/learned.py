@@ -82,6 +82,10 @@ class Learned(EmbeddingScheme):
             )
         rows = 0 if native.table is None else native.table.shape[0]
         wanted = self.num_positions or rows or native.max_positions
+        if wanted is None:
+            raise ValueError(
+                "learned: give num_positions, since the base's config does not say how many it was made for"
+            )
         choice = self.initialization or ("sinusoidal" if rows == 0 else "native" if wanted <= rows else "hierarchical")
         if choice in ("native", "interpolated", "hierarchical") and rows == 0:
             raise ValueError(

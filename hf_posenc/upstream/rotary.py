@@ -1,9 +1,8 @@
-"""Rotation of queries and keys: in place of a base's own, and in attention that has none."""
+"""Modules that make the angles by which queries and keys are turned: a base's own class, or LLaMA's."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,92 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..modules import Rotation
-from ..registry import family_for
-from ..schemes.base import PROPORTIONAL, Dims, Reference, by_layer_type
-from ..schemes.rope import apply_rotary
+from ..schemes.base import PROPORTIONAL, Dims, by_layer_type
 from . import POSITION_IDS
-from .derived import revive, stock_class
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 """Key of `rope_parameters`, and attribute of some configs, which transformers prefers to the key."""
-
-
-class RotaryAttention(nn.Module):
-    """Mixed in front of the attention of a base without rotary embedding: rotates before the cache, then attends.
-
-    Why a class and not a hook on the projection: PEFT wraps the projection, and its update would be added after the
-    hook.
-    """
-
-    posenc_family: str
-    posenc_pairs: str
-    posenc_rotation: Reference
-    layer_idx: int
-    scaling: float
-    config: PreTrainedConfig
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attend with rotated queries and keys.
-
-        Args:
-            hidden_states: (B, T, E).
-            past_key_values: a transformers cache, or None.
-            attention_mask: as the stock attention gets it.
-            position_ids: (B|1, T).
-            **kwargs: handed on to the attention function.
-
-        Returns:
-            (B, T, E) and the attention weights or None.
-        """
-        family = family_for(self.posenc_family)
-        assert family.split_heads
-        assert family.merge_heads
-        assert family.attention_dropout
-        query, key, value = family.split_heads(self, hidden_states)
-        if position_ids is None:
-            raise ValueError("position_ids did not arrive at the attention layer, so nothing can be rotated")
-        like = value.new_empty(0, dtype=torch.promote_types(value.dtype, torch.float32))
-        cos, sin = self.posenc_rotation()(like, position_ids)
-        query = apply_rotary(query, cos, sin, self.posenc_pairs)
-        key = apply_rotary(key, cos, sin, self.posenc_pairs)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        stock = stock_class(type(self), RotaryAttention)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, sys.modules[stock.__module__].eager_attention_forward
-        )
-        output, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=family.attention_dropout(self) if self.training else 0.0,
-            scaling=1.0 if family.query_is_scaled else self.scaling,
-            position_ids=position_ids,
-            **kwargs,
-        )
-        return family.merge_heads(self, output), weights
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy by the stock class, since this one is made on demand."""
-        return revive, (rotary_class, stock_class(type(self), RotaryAttention)), self.__dict__
-
-
-def rotary_class(stock: type) -> type:
-    """Return the rotating sub-class of a stock attention class."""
-    return type("Rotary" + stock.__name__, (RotaryAttention, stock), {"__module__": __name__})
 
 
 def turned_dimensions(rotary: nn.Module) -> int:
@@ -255,7 +176,7 @@ def own_rotation(config: PreTrainedConfig, dims: Dims, native: nn.Module | None,
         return {}
     for each in by_layer_type(own).values():
         each.setdefault("rope_type", each.get("type", "default"))
-        if not slices_rotary and each["rope_type"] != PROPORTIONAL:
+        if native is not None and not slices_rotary and each["rope_type"] != PROPORTIONAL:
             each.pop("partial_rotary_factor", None)
     _, asked = _rotary(own, config, dims, native, slices_rotary)
     for kind, read in asked.items():

@@ -1,0 +1,125 @@
+"""A class in front of a stock attention class: attention from a family's pieces, through transformers' interface."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..modules import Reference
+from ..registry import family_for
+from ..schemes.rope import apply_rotary
+from . import NAME
+from .channel import as_channel, positions_of
+from .derived import revive, stock_class
+
+
+class ReplacedAttention(nn.Module):
+    """Mixed in front of a stock attention class: turns queries and keys if told to, then attends through the interface.
+
+    For bases without rotary embedding, where a rotation is to go before the cache, and for bases that bypass the
+    interface. Why a class and not a hook on the projection: PEFT wraps the projection, and its update would be added
+    after the hook.
+    """
+
+    posenc_family: str
+    posenc_pairs: str
+    posenc_rotation: Reference
+    posenc_arguments: tuple[str, ...]
+    scaling: float
+    config: PreTrainedConfig
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: (B, T, E).
+            *args: as the stock attention gets them.
+            **kwargs: likewise; what the stock attention does not name is handed on to the attention function.
+
+        Returns:
+            (B, T, E) and the attention weights (B, H, T, L) or None.
+
+        Raises:
+            ValueError: if there is a rotation, and no position ids arrived.
+        """
+        family = family_for(self.posenc_family)
+        assert family.split_heads
+        assert family.merge_heads
+        assert family.attention_dropout
+        given = named(self, args, kwargs)
+        mask = as_channel(given.get("attention_mask"), as_bool=family.mask_as_bool)
+        query, key, value = family.split_heads(self, hidden_states)
+        position_ids = given.get("position_ids")
+        if "posenc_rotation" in self.__dict__:
+            turned_by = positions_of(mask, query.shape[2]) if family.positions_in_mask else position_ids
+            if turned_by is None:
+                raise ValueError("position_ids did not arrive at the attention layer, so nothing can be rotated")
+            like = value.new_empty(0, dtype=torch.promote_types(value.dtype, torch.float32))
+            cos, sin = self.posenc_rotation()(like, turned_by)
+            query = apply_rotary(query, cos, sin, self.posenc_pairs)
+            key = apply_rotary(key, cos, sin, self.posenc_pairs)
+        if (cache := given.get(family.cache)) is not None:
+            key, value = cache.update(key, value, getattr(self, family.layer_index))
+        backend = NAME if family.bypasses_interface else self.config._attn_implementation
+        module = sys.modules[stock_class(type(self), ReplacedAttention).__module__]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, getattr(module, "eager_attention_forward", None))
+        handed_on = {name: each for name, each in given.items() if name not in self.posenc_arguments}
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            **handed_on
+            | {"output_attentions": given.get("output_attentions"), "position_ids": position_ids}
+            | {"dropout": family.attention_dropout(self) if self.training else 0.0}
+            | {"scaling": 1.0 if family.query_is_scaled else self.scaling},
+        )
+        merged = family.merge_heads(self, output)
+        if family.add_residual is not None:
+            merged = family.add_residual(self, merged, given["residual"])
+        return merged, weights
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the stock class, since this one is made on demand."""
+        return revive, (replaced_class, stock_class(type(self), ReplacedAttention)), self.__dict__
+
+
+def named(attention: ReplacedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return what an attention was called with by name, without the hidden states.
+
+    Args:
+        attention: has the names of the stock forward.
+        args: positional arguments behind the hidden states.
+        kwargs: arguments by name.
+    """
+    return {**dict(zip(attention.posenc_arguments, args, strict=False)), **kwargs}
+
+
+def replaced_class(stock: type) -> type:
+    """Return the sub-class of a stock attention class that attends through transformers' interface."""
+    _, _, *parameters = inspect.signature(stock.forward).parameters.values()
+    names = tuple(each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD)
+    members = {"__module__": __name__, "posenc_arguments": names}
+    return type("Replaced" + stock.__name__, (ReplacedAttention, stock), members)
+
+
+def stock_output(attention: ReplacedAttention, hidden_states: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Return what the stock forward of a replaced attention gives, (B, T, E), with its own positions switched off.
+
+    Args:
+        attention: of a family that bypasses the interface.
+        hidden_states: (B, T, E).
+        arguments: the others, by name; `attention_mask` is a float mask (B|1, 1, T, L) that is added to scores.
+    """
+    stock: Any = stock_class(type(attention), ReplacedAttention)
+    without_positions = family_for(attention.posenc_family).without_positions
+    assert without_positions
+    output: Tensor = stock.forward(attention, hidden_states, **without_positions(attention, arguments))[0]
+    return output

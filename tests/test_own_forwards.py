@@ -1,0 +1,536 @@
+"""Families whose attention never calls transformers' interface: what replaces it is what it was.
+
+Where the stock model has a scheme by itself (ALiBi on BLOOM, MPT and Falcon, rotation on GPT-J, CodeGen and Falcon), the
+stock model is the reference; `test_every_decoder.py` has the other schemes.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from decoders import decoder
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache, StaticCache
+
+from hf_posenc import UnsupportedModelError, patch_model, unpatch_model, verify, which_engine
+from hf_posenc.patching.plan import BaseModel
+from hf_posenc.registry import family_for, supported_model_types
+from hf_posenc.schemes.alibi import Alibi, alibi_slopes
+from hf_posenc.schemes.nope import Nope
+
+# peft 0.21 asks for it by the name that transformers 5.23 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+LENGTH = 20
+CLOSE = 1e-4  # largest difference of float32 logits, of order 1: two ways of adding up the same numbers
+DIFFERENT = 100 * CLOSE
+HALF = {torch.float16: 0.02, torch.bfloat16: 0.15}  # relative norm; roundings of 2**-11 and 2**-8 over two layers
+
+REPLACED = [name for name in supported_model_types() if family_for(name).bypasses_interface]
+ALIBI = ["bloom", "mpt", "falcon"]
+# The variants of a family: every branch of its code.
+ROTATING = {
+    "gptj": ("gptj", {}),
+    "codegen": ("codegen", {}),
+    "falcon": ("falcon", {}),
+    "falcon, one key for each query": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon, groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, scaled": ("falcon", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}}),
+}
+
+
+def tokens(rows=1, length=LENGTH, seed=0):
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def difference(a, b):
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+def alibi_base(name, **config):
+    """A stock model with ALiBi of its own, and the slopes that it has."""
+    if name == "falcon":
+        config["alibi"] = True
+    model = decoder(name, **config)
+    heads = model.config.num_attention_heads
+    # Falcon adds the bias before it scales the scores.
+    factor = (model.config.hidden_size // heads) ** -0.5 if name == "falcon" else 1.0
+    return model, [slope * factor for slope in alibi_slopes(heads)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("heads", [4, 6, 12])
+@pytest.mark.parametrize("name", ALIBI)
+def test_alibi_is_what_the_stock_model_has(name, heads, padding):
+    model, slopes = alibi_base(name, num_attention_heads=heads, hidden_size=8 * heads)
+    ids = tokens(2)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    stock = model(ids, attention_mask=mask, use_cache=False).logits[:, padding:]
+    if name != "falcon":
+        assert slopes == alibi_slopes(heads)
+    patch_model(model, "alibi", slopes=slopes)
+    # Falcon makes its bias in bfloat16, which rounds slopes that are no powers of two.
+    close = 0.01 if name == "falcon" and heads == 12 else CLOSE
+    assert difference(model(ids, attention_mask=mask, use_cache=False).logits[:, padding:], stock) <= close
+    unpatch_model(model)
+    patch_model(model, "nope")
+    assert difference(model(ids, attention_mask=mask, use_cache=False).logits[:, padding:], stock) > DIFFERENT
+
+
+@torch.no_grad()
+def test_settings_of_mpt():
+    """Clipped projections and another scale are the base's; a largest slope of its own is read by no stock model."""
+    model = decoder("mpt", attn_config={"alibi_bias_max": 4, "clip_qkv": 0.5, "softmax_scale": 0.7})
+    stock = model(tokens(), use_cache=False).logits
+    patch_model(model, "alibi")
+    assert verify(model)
+    assert difference(model(tokens(), use_cache=False).logits, stock) <= CLOSE
+    for attention in BaseModel.of(model).found.attentions:
+        attention.clip_qkv = None
+    assert difference(model(tokens(), use_cache=False).logits, stock) > DIFFERENT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ROTATING)
+def test_rope_is_what_the_stock_model_has(variant):
+    name, config = ROTATING[variant]
+    model, ids = decoder(name, **config), tokens(2)
+    stock = model(ids, use_cache=False).logits
+    patch_model(model, "rope")
+    assert verify(model)
+    assert difference(model(ids, use_cache=False).logits, stock) <= CLOSE / 10
+    unpatch_model(model)
+    patch_model(model, "rope", rope_theta=7.0)
+    assert difference(model(ids, use_cache=False).logits, stock) > DIFFERENT
+    unpatch_model(model)
+    assert model(ids, use_cache=False).logits.equal(stock)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gptj", "codegen"])
+def test_other_frequencies_are_those_of_another_table(name):
+    model, theta, size = decoder(name), 7.0, 4
+    stock = copy.deepcopy(model)
+    angles = torch.arange(64.0)[:, None] * theta ** (-torch.arange(0, size, 2) / size)
+    for block in stock.transformer.h:
+        block.attn.embed_positions = torch.cat([angles.sin(), angles.cos()], 1)
+    expected = stock(tokens(), use_cache=False).logits
+    patch_model(model, "rope", rope_theta=theta)
+    assert difference(model(tokens(), use_cache=False).logits, expected) <= CLOSE
+
+
+def neox_of(gptj):
+    """The GPT-NeoX model with the weights of a GPT-J model: the rows of neighbouring dimensions go to the two halves."""
+    config, size = gptj.config, gptj.config.hidden_size // gptj.config.num_attention_heads
+    neox = decoder(
+        "gpt_neox",
+        intermediate_size=4 * config.hidden_size,
+        hidden_act=config.activation_function,
+        attention_bias=False,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": config.rotary_dim / size,
+        },
+    )
+    turned = torch.arange(config.rotary_dim).view(-1, 2).T.flatten()
+    rows = torch.cat([turned, torch.arange(config.rotary_dim, size)])
+
+    def by_head(projection, order):
+        return projection.weight.view(config.num_attention_heads, 1, size, -1)[:, :, order]
+
+    with torch.no_grad():
+        neox.gpt_neox.embed_in.weight.copy_(gptj.transformer.wte.weight)
+        neox.gpt_neox.final_layer_norm.load_state_dict(gptj.transformer.ln_f.state_dict())
+        gptj.lm_head.bias.zero_()
+        neox.get_output_embeddings().weight.copy_(gptj.lm_head.weight)
+        for layer, block in zip(neox.gpt_neox.layers, gptj.transformer.h, strict=True):
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.load_state_dict(block.ln_1.state_dict())
+            every = torch.arange(size)
+            parts = (by_head(block.attn.q_proj, rows), by_head(block.attn.k_proj, rows))
+            fused = torch.cat([*parts, by_head(block.attn.v_proj, every)], 1)
+            layer.attention.query_key_value.weight.copy_(fused.flatten(0, 2))
+            layer.attention.dense.load_state_dict(block.attn.out_proj.state_dict())
+            layer.mlp.dense_h_to_4h.load_state_dict(block.mlp.fc_in.state_dict())
+            layer.mlp.dense_4h_to_h.load_state_dict(block.mlp.fc_out.state_dict())
+    return neox
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", [None, {}, {"rope_theta": 7.0, "partial_rotary_factor": 0.5}])
+def test_gptj_and_gpt_neox_are_one_model_in_two_layouts(rope):
+    gptj = decoder("gptj")
+    neox = neox_of(gptj)
+    if rope is not None:
+        patch_model(gptj, "rope", **rope)
+        patch_model(neox, "rope", **rope)
+    expected = neox(tokens(), use_cache=False).logits
+    assert difference(gptj(tokens(), use_cache=False).logits, expected) <= CLOSE
+    if rope is not None:
+        unpatch_model(gptj)
+    patch_model(gptj, "rope", layout="half")  # the rows are not reordered, so that this is another model
+    assert difference(gptj(tokens(), use_cache=False).logits, expected) > DIFFERENT
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"), [("bloom", "alibi"), ("mpt", "alibi"), ("gptj", "rope"), ("falcon", "rope")]
+)
+def test_gradients_are_those_of_the_stock_model(name, scheme):
+    model, ids = decoder(name).train(), tokens(2)
+    found = []
+    for patch in (False, True):
+        if patch:
+            patch_model(model, scheme)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        found.append({key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    stock, ours = found
+    assert stock.keys() == ours.keys()
+    for key, gradient in stock.items():
+        assert difference(ours[key], gradient) <= CLOSE * max(1.0, gradient.abs().max().item()), key
+
+
+def stock_loss(model, ids, seed=0):
+    torch.manual_seed(seed)
+    return model(ids, labels=ids, use_cache=False).loss
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("bloom", {"hidden_dropout": 0.5}),
+        ("gptj", {"resid_pdrop": 0.5}),
+        ("codegen", {"resid_pdrop": 0.5}),
+        ("gpt_neo", {"resid_dropout": 0.5}),
+        ("falcon", {"attention_dropout": 0.9}),  # which a model that rotates does not apply to its attention weights
+    ],
+)
+def test_dropout_beside_the_attention_is_the_stock_models(name, config):
+    """With a seed: the random numbers are drawn for the same tensors in the same order."""
+    model, ids = decoder(name, **config), tokens(2)
+    scheme = {"bloom": "alibi", "gpt_neo": "nope"}.get(name, "rope")
+    if name == "gpt_neo":
+        model.transformer.wpe.weight.zero_()
+    still = stock_loss(model, ids)
+    stock = stock_loss(model.train(), ids)
+    if name != "falcon":
+        assert abs(stock - still) > DIFFERENT
+    patch_model(model, scheme)
+    assert abs(stock_loss(model, ids) - stock) <= CLOSE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("bloom", {"attention_dropout": 0.5}),
+        ("mpt", {"attn_config": {"attn_pdrop": 1}}),
+        ("gptj", {"attn_pdrop": 0.5}),
+        ("codegen", {"attn_pdrop": 0.5}),
+        ("gpt_neo", {"attention_dropout": 0.5}),
+        ("falcon", {"attention_dropout": 0.5, "alibi": True}),
+        ("gpt_bigcode", {"attn_pdrop": 0.5}),
+        ("biogpt", {"attention_probs_dropout_prob": 0.5}),
+    ],
+)
+def test_dropout_of_attention_weights_is_the_configs(name, config):
+    model = decoder(name, **config)
+    served = family_for(name)
+    given = 1 if name == "mpt" else 0.5
+    assert [served.attention_dropout(each) for each in BaseModel.of(model).found.attentions] == [given] * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 2])
+def test_local_layers_of_gpt_neo(window):
+    """Its windows are in no mask: they stay under every scheme, and a scheme may have a smaller one."""
+    layers = [[["global", "local"], 1]]
+    model = decoder("gpt_neo", attention_types=layers, window_size=4)
+    stock = decoder("gpt_neo", attention_types=layers, window_size=4 if window is None else window)
+    stock.transformer.wpe.weight.zero_()
+    expected = stock(tokens(), use_cache=False).logits
+    chosen = "nope" if window is None else [Nope(layers=[0]), Nope(layers=[1], window=window)]
+    patch_model(model, chosen)
+    assert verify(model)
+    assert difference(model(tokens(), use_cache=False).logits, expected) <= CLOSE
+    everywhere = patch_model(decoder("gpt_neo", attention_types=[[["global"], 2]]), "nope")
+    assert difference(everywhere(tokens(), use_cache=False).logits, expected) > DIFFERENT
+    with pytest.raises(ValueError, match="would change nothing in layer 1"):
+        patch_model(decoder("gpt_neo", attention_types=layers, window_size=4), "alibi", window=4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt_neo", "gpt_bigcode", "gptj", "codegen"])
+def test_buffers_do_not_grow_with_a_limit_that_there_is_not(name, tmp_path):
+    model = patch_model(decoder(name), "alibi")
+    assert model.config.max_position_embeddings == 64
+    assert model(tokens(length=80), use_cache=False).logits.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("scheme", ["alibi", "rope", "nope"])
+@pytest.mark.parametrize("name", REPLACED)
+def test_half_precision(name, scheme, dtype):
+    model = patch_model(decoder(name), scheme)
+    expected = model(tokens(), use_cache=False).logits
+    found = model.to(dtype)(tokens(), use_cache=False).logits
+    assert found.dtype == dtype
+    assert (found.float() - expected).norm() <= HALF[dtype] * expected.norm()
+
+
+# --------------------------------------------------------------------------------------------- positions in the mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("scheme", ["alibi", "rope", "sinusoidal"])
+@pytest.mark.parametrize("name", [name for name in supported_model_types() if family_for(name).positions_in_mask])
+def test_chosen_position_ids_reach_the_layers(name, scheme, adapter):
+    """Also where the model with a head hands them to nobody, and where PEFT calls its forward without hooks."""
+    options = {"placement": "every_layer"} if scheme == "sinusoidal" else {}
+    model = patch_model(decoder(name), scheme, **options)
+    if adapter:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    ids = tokens(2)
+    counted = model(ids, use_cache=False).logits
+    shifted = torch.arange(LENGTH)[None] + 3
+    apart = 2 * torch.arange(LENGTH)[None]
+    same = model(ids, attention_mask=torch.ones_like(ids), position_ids=shifted, use_cache=False).logits
+    assert (difference(same, counted) <= CLOSE) == (scheme != "sinusoidal")
+    other = model(ids, attention_mask=torch.ones_like(ids), position_ids=apart, use_cache=False).logits
+    assert difference(other, counted) > DIFFERENT
+    if scheme == "alibi" and not adapter:
+        unpatch_model(model)
+        slopes = [2 * slope for slope in alibi_slopes(4)]
+        assert difference(patch_model(model, "alibi", slopes=slopes)(ids, use_cache=False).logits, other) <= CLOSE
+
+
+@torch.no_grad()
+def test_a_mask_of_the_users_own():
+    ids = tokens()
+    causal = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    for name in ("bloom", "gpt_neo", "gptj", "falcon"):
+        model = patch_model(decoder(name), "alibi")
+        expected = model(ids, use_cache=False).logits
+        assert difference(model(ids, attention_mask=causal, use_cache=False).logits, expected) <= CLOSE
+    for name, options in [("mpt", {}), ("bloom", {"position_ids": torch.arange(LENGTH)[None]})]:
+        with pytest.raises(ValueError, match="pass a 2-D mask"):
+            patch_model(decoder(name), "alibi")(ids, attention_mask=causal, **options)
+    for name in ("bloom", "gpt_neo"):
+        with pytest.raises(ValueError, match="pass a 2-D mask"):
+            patch_model(decoder(name), "rope")(ids, attention_mask=causal)
+
+
+# ------------------------------------------------------------------------------------------------------------ generating
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", [*ALIBI, "gptj", "codegen"])
+def test_generates_what_the_stock_model_generates(name, cache):
+    """With padding on the left; greedily, so that the logits need to agree only in their largest."""
+    if name in ALIBI:
+        model, slopes = alibi_base(name)
+        scheme = Alibi(slopes=tuple(slopes))
+    else:
+        model, scheme = decoder(name), "rope"
+    ids, mask = tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": 12,
+        "min_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    expected = model.generate(ids, **options)
+    patch_model(model, scheme)
+    assert model.generate(ids, **options, cache_implementation=cache, disable_compile=True).equal(expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gpt_neo", "gpt_bigcode", "biogpt", "bloom"])
+@pytest.mark.parametrize("scheme", ["alibi", "rope"])
+def test_a_static_cache(name, scheme):
+    model = patch_model(decoder(name), scheme)
+    expected = model(tokens(), use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    found = [model(tokens()[:, :12], past_key_values=cache).logits]
+    found += [model(tokens()[:, n : n + 1], past_key_values=cache).logits for n in range(12, LENGTH)]
+    assert difference(torch.cat(found, 1), expected) <= CLOSE
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_layers_that_keep_what_the_base_has_are_refused(name):
+    model = decoder(name)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        before = model(tokens(), use_cache=False).logits
+    with pytest.raises(UnsupportedModelError, match=r"in some layers: the attention .* Give every layer a scheme"):
+        patch_model(model, "alibi", layers=[0])
+    assert all(value.equal(state[key]) for key, value in model.state_dict().items())
+    with torch.no_grad():
+        assert model(tokens(), use_cache=False).logits.equal(before)
+    patch_model(model, [Alibi(layers=[0]), Nope(layers=[1])])
+    assert verify(model)
+
+
+@pytest.mark.parametrize("scheme", ["nope", "rope", "alibi", "learned"])
+@pytest.mark.parametrize("name", REPLACED)
+def test_flash_attention_is_refused(name, scheme):
+    model = decoder(name)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    options = {"num_positions": 8} if scheme == "learned" else {}
+    with pytest.raises(UnsupportedModelError, match="which flash_attention_2 cannot carry"):
+        patch_model(model, scheme, **options)
+
+
+@pytest.mark.parametrize("scheme", ["nope", "rope", "alibi"])
+def test_another_attention_is_refused_later(scheme):
+    model = patch_model(decoder("bloom"), scheme)
+    with pytest.raises(ValueError, match="attn_implementation='eager'"):
+        model.set_attn_implementation("eager")
+    model.config._attn_implementation_internal = "eager"
+    with pytest.raises(ValueError, match="set behind the patch"):
+        model(tokens())
+
+
+def test_an_engine_can_be_chosen_under_every_scheme():
+    model = patch_model(decoder("gptj"), "rope", attention="reference")
+    assert which_engine(model, LENGTH).engine == "reference"
+    assert which_engine(patch_model(decoder("gptj"), "rope"), LENGTH).engine == "sdpa"
+
+
+def test_a_forward_that_somebody_put_there_is_refused():
+    model = decoder("bloom")
+    attention = model.transformer.h[1].self_attention
+    attention.forward = lambda *args, **kwargs: None
+    with pytest.raises(UnsupportedModelError, match="the attention of layer 1 has a forward of its own"):
+        patch_model(model, "nope")
+
+
+def test_what_bloom_does_not_know():
+    with pytest.raises(ValueError, match="give num_positions"):
+        patch_model(decoder("bloom"), "learned")
+    with pytest.raises(ValueError, match=r"set config\.seq_length"):
+        patch_model(decoder("bloom"), "rope", scaling={"rope_type": "linear", "factor": 2.0})
+    model = decoder("bloom")
+    model.config.seq_length = 16
+    assert patch_model(model, "learned").config.max_position_embeddings == 16
+    unpatch_model(model)
+    assert "max_position_embeddings" not in model.config.to_dict()
+    patch_model(model, "rope", scaling={"rope_type": "linear", "factor": 2.0})
+    with pytest.raises(UnsupportedModelError, match="slow_but_exact = True"):
+        patch_model(decoder("bloom", slow_but_exact=True), "nope")
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_verify_finds_what_is_left_out(name):
+    model = patch_model(decoder(name), "nope")
+    assert verify(model)
+    BaseModel.of(model).found.attentions[1].scaling = 0.1
+    report = verify(model)
+    assert "layer 1: attention without the scheme differs from the model's own" in str(report)
+
+
+# ---------------------------------------------------------------------------------------------------------- situations
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_the_classes_come_and_go(name):
+    model = decoder(name)
+    before = [type(module) for module in model.modules()], copy.deepcopy(vars(BaseModel.of(model).found.attentions[0]))
+    patch_model(model, "rope")
+    with torch.no_grad():
+        expected = model(tokens(), use_cache=False).logits
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert copied(tokens(), use_cache=False).logits.equal(expected)
+            assert type(BaseModel.of(copied).found.attentions[0]).__name__.startswith("Replaced")
+            unpatch_model(copied)
+    unpatch_model(model)
+    assert [type(module) for module in model.modules()] == before[0]
+    assert vars(BaseModel.of(model).found.attentions[0]).keys() == before[1].keys()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bloom", "gptj", "gpt_neo"])
+def test_attention_weights(name):
+    model = decoder(name)
+    scheme = {"bloom": "alibi", "gptj": "rope", "gpt_neo": "nope"}[name]
+    if name == "gpt_neo":
+        model.transformer.wpe.weight.zero_()
+    expected = model(tokens(), use_cache=False, output_attentions=True).attentions
+    patch_model(model, scheme)
+    found = model(tokens(), use_cache=False, output_attentions=True).attentions
+    assert len(found) == 2
+    assert all(difference(*pair) <= CLOSE for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("bloom", "query_key_value"),
+        ("mpt", "Wqkv"),
+        ("falcon", "query_key_value"),
+        ("gptj", "q_proj"),
+        ("gpt_neo", "k_proj"),
+    ],
+)
+def test_adapters_reach_the_attention(name, target):
+    """An update of a projection that is in the scores: before the rotation, and merged the same as beside."""
+    model = patch_model(decoder(name), "rope")
+    torch.manual_seed(0)
+    options = {"target_modules": [target], "init_lora_weights": False}
+    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).eval()
+    with torch.no_grad():
+        beside = wrapped(input_ids=tokens(), use_cache=False).logits
+        merged = wrapped.merge_and_unload()(tokens(), use_cache=False).logits
+        assert difference(merged, beside) <= CLOSE
+        assert difference(patch_model(decoder(name), "rope")(tokens(), use_cache=False).logits, beside) > DIFFERENT
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_activation_checkpointing(name):
+    model, ids = patch_model(decoder(name), "t5", num_buckets=8, max_distance=16, seed=0).train(), tokens(2)
+    found = []
+    for _ in range(2):
+        # Two forward passes before the backward one: what the first had must be there when it is run again.
+        (model(ids, labels=ids).loss + model(ids[:, :9], labels=ids[:, :9]).loss).backward()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        # Renamed within the supported versions; the old name warns.
+        name = "activation_checkpointing_enable"
+        getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")({"use_reentrant": False})
+    assert all(difference(*pair) <= CLOSE * max(1.0, pair[0].abs().max()) for pair in zip(*found, strict=True))
+
+
+# torch's own tracing of the activation function that BLOOM brings.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("scheme", ["alibi", "rope"])
+@pytest.mark.parametrize("name", ["bloom", "gptj", "mpt"])
+def test_compiles_to_one_graph(name, scheme):
+    torch._dynamo.reset()
+    model = patch_model(decoder(name), scheme)
+    with torch.no_grad():
+        expected = model(tokens(2), use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert difference(compiled(tokens(2), use_cache=False).logits, expected) <= CLOSE
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_caches_of_groups_hold_the_groups():
+    """Falcon's own code repeats keys for each query before it caches them."""
+    model = patch_model(decoder("falcon", new_decoder_architecture=True, num_kv_heads=2), "alibi")
+    cache = DynamicCache(config=model.config)
+    model(tokens(), past_key_values=cache)
+    assert cache.layers[0].keys.shape == (1, 2, LENGTH, 8)
