@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from .errors import NotPatchedError, UnsupportedModelError
 from .model_types.config import STUB, PosEncConfigMixin
 from .model_types.entry import ENTRY
-from .model_types.guards import ACTIVATION
+from .model_types.guards import unguarded
 from .model_types.model import PosEncMixin, position_keys
 from .patching.plan import BaseModel
 from .patching.state import Patch, patch_of
@@ -128,10 +128,7 @@ def _stock_settings(model: PreTrainedModel) -> dict[str, Any]:
     settings: dict[str, Any] = model.config.to_dict()
     for key in (ENTRY, "auto_map", "attn_implementation", "model_type", "architectures"):
         settings.pop(key, None)
-    for key in settings:
-        if isinstance(settings[key], str) and settings[key].startswith(ACTIVATION):
-            settings[key] = settings[key].removeprefix(ACTIVATION)
-    return settings
+    return {key: unguarded(key, value) for key, value in settings.items()}
 
 
 def _unrotated_twin(

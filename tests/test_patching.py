@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, LENGTH, tiny, tokens
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from matrix import matrix
 from snapshots import assert_same, logits, snapshot
 from transformers import AutoModelForCausalLM
@@ -478,10 +479,11 @@ def test_a_stock_class_refuses_a_patched_checkpoint(tmp_path, family, variant):
     model = tiny(family)
     stock = type(model)
     patch_model(model, scheme, seed=0, **hyperparameters).save_pretrained(tmp_path)
+    for load in (stock.from_pretrained, stock.config_class.from_pretrained):
+        with pytest.raises(StrictDataclassFieldValidationError, match="hf_posenc:"):
+            load(tmp_path)
     with pytest.raises(ValueError, match="hf_posenc"):
-        stock.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="hf_posenc"):
-        stock(stock.config_class.from_pretrained(tmp_path))
+        stock(stock.config_class.from_dict(model.config.to_dict()))
 
 
 def test_a_stock_checkpoint_saved_after_unpatching_is_stock(tmp_path):

@@ -15,7 +15,7 @@ from ..upstream.derived import revive, stock_class
 from ..version import VERSION
 from .digests import DIGESTS, check_saved_config, config_digest
 from .entry import named_schemes
-from .guards import ACTIVATION, ACTIVATIONS, UNREGISTERED
+from .guards import ACTIVATIONS, CHECKED, UNREGISTERED, guarded, unguarded
 
 CLASSES = "hf_posenc.classes"
 """The module by which checkpoints and pickles find our classes."""
@@ -43,18 +43,18 @@ class PosEncConfigMixin:
     position_encoding: dict[str, Any] | None = None
 
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:
-        """Take the guard off the activation, then start as the stock config.
+        """Start as the stock config, and have the Auto classes know its models.
 
         Args:
             *args: handed on.
             **kwargs: handed on.
         """
-        for key in ACTIVATIONS:
-            value = getattr(self, key, None)
-            if isinstance(value, str):
-                setattr(self, key, value.removeprefix(ACTIVATION))
         super().__post_init__(*args, **kwargs)  # type: ignore[misc]  # the stock class is behind us
         register_models(type(self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, its guard taken off before the stock class checks it; configs are made by this too."""
+        super().__setattr__(name, unguarded(name, value))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -111,17 +111,17 @@ class PosEncConfigMixin:
 
     def _guards(self) -> dict[str, Any]:
         own = {key: getattr(self, key, None) for key in ACTIVATIONS}
-        activations = {key: ACTIVATION + value for key, value in own.items() if isinstance(value, str)}
+        activations = {key: guarded(value) for key, value in own.items() if isinstance(value, str)}
         return {**activations, "attn_implementation": UNREGISTERED}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as a dict, with the guards."""
+        """Return the config as a dict, with the guards, without that on `tie_word_embeddings`: PEFT reads it here."""
         stock: dict[str, Any] = super().to_dict()  # type: ignore[misc]
         stock.pop(READ, None)
         return {**stock, **self._guards()}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return what is saved."""
+        """Return what is saved, with all guards."""
         saved = super().to_diff_dict()  # type: ignore[misc]
         saved.pop(READ, None)
         auto_map = {"AutoConfig": f"{STUB}.{type(self).__name__}"}
@@ -129,7 +129,8 @@ class PosEncConfigMixin:
         entry = self.position_encoding
         if isinstance(entry, dict):  # what an older version wrote is written anew in the form of this one
             entry = {"schemes": named_schemes(entry), "hf_posenc_version": VERSION}
-        return {**saved, "position_encoding": entry, "auto_map": auto_map, **self._guards()}
+        checked = {CHECKED: guarded(getattr(self, CHECKED))} if hasattr(self, CHECKED) else {}
+        return {**saved, "position_encoding": entry, "auto_map": auto_map, **checked, **self._guards()}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the stock class, since this one is made on demand."""
