@@ -15,7 +15,7 @@ from .call import Call
 from .engines.dispatch import Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from .families.base import base_model_type
-from .model_types.config import config_class, register_models
+from .model_types.config import config_class, register_models, stock_config
 from .model_types.entry import entry_of
 from .model_types.model import PosEncMixin, lacks_loss_type, model_class
 from .modules import PositionEmbedding, PositionModule, Shared
@@ -167,10 +167,11 @@ def _rename(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> No
     """Give model and config our own types, so that what they save cannot be taken for a stock checkpoint."""
     config = model.config
     set_class(undo, config, config_class(type(config)))
+    set_attribute(undo, config, "model_type", type(config).model_type)  # one that was read from a file has its own
     register_models(type(config))
     set_attribute(undo, config, "position_encoding", entry_of(schemes))
     for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
-        set_class(undo, module, model_class(type(module)))
+        set_class(undo, module, model_class(type(module), stock_config(module.config)))
     set_attribute(undo, config, "architectures", [type(model).__name__])
     if lacks_loss_type(model):
         set_attribute(undo, model, "loss_type", "ForCausalLM")

@@ -17,6 +17,7 @@ from . import files
 from .api import parse_schemes, patch_model
 from .errors import CheckpointError, HfPosencError
 from .families.base import base_model_type
+from .model_types.config import heads_of, name_of
 from .model_types.entry import ENTRY, check_version, named_schemes, schemes_of_config
 from .model_types.model import model_class
 from .modules import WithoutPositions
@@ -71,7 +72,7 @@ def from_pretrained(
             )
         named = dataclasses.fields(scheme_class(scheme)) if isinstance(scheme, str) else ()
         wanted = parse_schemes(scheme, {field.name: kwargs.pop(field.name) for field in named if field.name in kwargs})
-        family_for(model_type)  # before the weights are read
+        family_for(_meant(model_type))  # before the weights are read
         return _load_and_patch(name_or_path, raw, wanted, attention, seed, kwargs)
     if scheme is not None:
         raise CheckpointError(f"hf_posenc: {name_or_path} is patched already: load it without scheme")
@@ -137,18 +138,38 @@ def _saved_class(raw: dict[str, Any]) -> type[PreTrainedModel]:
     """Return our class that a patched checkpoint's config names; runs nothing of the checkpoint."""
     base = str(raw["model_type"]).removeprefix("posenc_")
     family_for(base)
-    name = _architecture(raw)
-    stock = _stock_model(base, name.removeprefix("PosEnc"))
-    if not name.startswith("PosEnc") or stock is None:
+    config, name = CONFIG_MAPPING[base], _architecture(raw)
+    stem = config.__name__.removesuffix("Config")
+    stock = _stock_model(base, name.removeprefix(f"PosEnc{stem}As").removeprefix("PosEnc"))
+    if stock is None or name != name_of(stock, config):
         raise CheckpointError(f"hf_posenc: architectures is {raw.get('architectures')!r}, which is no {base} of ours")
-    return model_class(stock)
+    return model_class(stock, config)
 
 
 def _stock_model(base: str, name: str) -> type[PreTrainedModel] | None:
     """Return the model class of transformers with this name if it is of this family: no other class is ever called."""
-    stock = getattr(transformers, name, None)
-    is_model = isinstance(stock, type) and issubclass(stock, PreTrainedModel)
-    return stock if is_model and getattr(stock, "config_class", None) is CONFIG_MAPPING[base] else None
+    stock, config = getattr(transformers, name, None), CONFIG_MAPPING[base]
+    if not isinstance(stock, type) or not issubclass(stock, PreTrainedModel):
+        return None
+    return stock if getattr(stock, "config_class", None) is config or name in heads_of(config).values() else None
+
+
+def _meant(model_type: str) -> str:
+    """Return what models of a stock model type say they are: a few types are another name of one."""
+    return str(CONFIG_MAPPING[model_type].model_type) if model_type in CONFIG_MAPPING else model_type
+
+
+def _stock_loader(base: str, name: str) -> Any:
+    """Return the class of transformers that loads a stock checkpoint, of the name that its config has or an Auto class.
+
+    A model class that is shared with another model type would read the config as one of that type; its Auto class does
+    not.
+    """
+    stock, config = _stock_model(base, name), CONFIG_MAPPING[base]
+    if stock is not None and stock.config_class is config:
+        return stock
+    autos = (auto for auto, head in heads_of(config).items() if head == name)
+    return getattr(transformers, next(autos, "AutoModelForCausalLM"))
 
 
 def _load_and_patch(
@@ -159,7 +180,7 @@ def _load_and_patch(
     seed: int | None,
     kwargs: dict[str, Any],
 ) -> PreTrainedModel:
-    loader = _stock_model(str(raw["model_type"]), _architecture(raw)) or transformers.AutoModelForCausalLM
+    loader = _stock_loader(str(raw["model_type"]), _architecture(raw))
     device_map = kwargs.pop("device_map", None)
     several = isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential")
     if several or (isinstance(device_map, dict) and len(set(device_map.values())) > 1):
@@ -253,7 +274,7 @@ def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
             schemes_of_config(config)
             check_version(config)
         else:
-            family_for(model_type)
+            family_for(_meant(model_type))
     except HfPosencError as error:
         problem = str(error)
     return Inspection(

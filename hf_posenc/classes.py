@@ -24,23 +24,34 @@ def __getattr__(name: str) -> Any:
     """
     if not name.startswith("PosEnc"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import transformers
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-    from .model_types.config import config_class
+    from .model_types.config import config_class, name_of
 
-    stock = getattr(transformers, name.removeprefix("PosEnc"), None)
-    is_class = isinstance(stock, type)
-    is_config = is_class and issubclass(stock, transformers.PreTrainedConfig)
-    is_model = is_class and not is_config and issubclass(stock, transformers.PreTrainedModel)
-    config: Any = stock if is_config else getattr(stock, "config_class", None) if is_model else None
-    if not getattr(config, "model_type", None):
+    said = name.removeprefix("PosEnc")
+    model, config = _of_transformers(said, PreTrainedModel), _of_transformers(said, PreTrainedConfig)
+    if model is not None:
+        config = model.config_class
+    elif config is None and "As" in said:  # of a model type whose models are those of another one
+        of, _, shared = said.partition("As")
+        if (model := _of_transformers(shared, PreTrainedModel)) is not None:
+            config = _of_transformers(f"{of}Config", PreTrainedConfig)
+    if not getattr(config, "model_type", None) or (model is not None and name_of(model, config) != name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     registry.family_for(config.model_type)
-    if is_config:
-        return config_class(stock)
+    if model is None:
+        return config_class(config)
     from .model_types.model import model_class
 
-    return model_class(stock)
+    return model_class(model, config)
+
+
+def _of_transformers(name: str, kind: type) -> Any:
+    """Return the class of transformers with a name if it derives from `kind`, or None."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    return found if isinstance(found, type) and issubclass(found, kind) else None
 
 
 def register_family(family: Family) -> Family:

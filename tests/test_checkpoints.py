@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from decoders import decoder
 from families import FAMILIES, LEARNED, ROTARY, tiny, tokens
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from matrix import matrix
@@ -348,6 +349,52 @@ def test_a_process_that_never_imported_us(family, tmp_path):
     done = python(code, check=False, HF_MODULES_CACHE=str(tmp_path / "modules2"))
     assert done.returncode != 0
     assert "hf_posenc" in done.stderr
+
+
+@pytest.mark.skipif("internlm3" not in transformers.CONFIG_MAPPING, reason="of a newer transformers")
+@pytest.mark.parametrize("model_type", ["internlm3", "iquestcoder"])
+def test_a_model_type_whose_models_are_those_of_another(model_type, tmp_path):
+    """Its config class is its own, its model classes are LLaMA's, and what is loaded is still of its type."""
+    model = patch_model(decoder(model_type), "alibi")
+    ours = f"PosEnc{type(decoder(model_type).config).__name__.removesuffix('Config')}AsLlamaForCausalLM"
+    assert type(model).__name__ == ours
+    assert getattr(hf_posenc.classes, ours) is type(model)
+    folder = tmp_path / "model"
+    for way, load in EQUAL.items():  # some edit the folder
+        model.save_pretrained(folder)
+        loaded = load(folder).eval()
+        assert (way, type(loaded), loaded.config.model_type) == (way, type(model), f"posenc_{model_type}")
+        assert logits(loaded).equal(logits(model)), way
+    model.save_pretrained(folder)
+    assert inspect(folder).base == model_type
+    bare = AutoModel.from_pretrained(folder)
+    bare.save_pretrained(tmp_path / "bare")
+    assert type(from_pretrained(tmp_path / "bare")) is type(bare) is type(model.model)
+    for stock in (transformers.LlamaForCausalLM, transformers.LlamaConfig, transformers.CONFIG_MAPPING[model_type]):
+        with pytest.raises(StrictDataclassFieldValidationError, match="hf_posenc:"):
+            stock.from_pretrained(folder, attn_implementation="eager")
+    edit_config(folder, lambda config: config.update(architectures=["PosEncLlamaForCausalLM"]))
+    with pytest.raises(CheckpointError, match=f"which is no {model_type} of ours"):
+        from_pretrained(folder)
+
+    decoder(model_type).save_pretrained(tmp_path / "stock")
+    loaded = from_pretrained(tmp_path / "stock", scheme="alibi")
+    assert (type(loaded), loaded.config.model_type) == (type(model), f"posenc_{model_type}")
+    assert logits(loaded).equal(logits(model))
+    export_stock(patch_model(decoder(model_type), "rope", rope_theta=50.0), tmp_path / "exported")
+    assert AutoConfig.from_pretrained(tmp_path / "exported").model_type == model_type
+
+
+def test_another_name_of_a_model_type(tmp_path):
+    """GPT-SW3 is GPT-2: transformers has one config class for both, which says so."""
+    stock = decoder("gpt-sw3")
+    stock.save_pretrained(tmp_path)
+    edit_config(tmp_path, lambda config: config.update(model_type="gpt-sw3"))
+    assert inspect(tmp_path).problem is None
+    loaded = from_pretrained(tmp_path, scheme="nope")
+    assert loaded.config.model_type == "posenc_gpt2"
+    loaded.save_pretrained(tmp_path / "patched")
+    assert logits(from_pretrained(tmp_path / "patched")).equal(logits(patch_model(decoder("gpt-sw3"), "nope")))
 
 
 def test_the_folder_holds_no_source_but_the_stub(tmp_path):

@@ -176,7 +176,7 @@ REGISTRIES = {
     ("hf_posenc.registry", "_OFFERED"),  # what installed packages offer for these two, not imported yet
     # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
     ("hf_posenc.model_types.config", "config_class"),
-    ("hf_posenc.model_types.model", "model_class"),
+    ("hf_posenc.model_types.model", "_model_class"),
     ("hf_posenc.model_types.config", "register_models"),  # fills transformers' registries, once for each class
     # What the processor can do, which does not change; and torch.compile's own wrapper, which keeps kernels by itself.
     ("hf_posenc.engines.cpu", "has_amx"),

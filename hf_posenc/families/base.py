@@ -165,8 +165,12 @@ class Resolved:
 
 
 def base_model_type(config: Any) -> str:
-    """Return the stock model type of a config, also of one of our own (`posenc_gpt2` -> `gpt2`)."""
-    return str(config.model_type).removeprefix("posenc_")
+    """Return the stock model type of a config, also of one of our own (`posenc_gpt2` -> `gpt2`).
+
+    It is that of the config's class: a config that was read from a file repeats what the file says, which may be
+    another name of the same type (`gpt-sw3`).
+    """
+    return str(type(config).model_type or config.model_type).removeprefix("posenc_")
 
 
 def resolve(family: Family, model: nn.Module) -> Resolved:

@@ -29,6 +29,8 @@ _LIKE_LLAMA = (
     "hunyuan_v1_moe",
     "hy_v3",
     "hyperclovax",
+    "internlm3",
+    "iquestcoder",
     "jais2",
     "mellum",
     "minimax_m2",

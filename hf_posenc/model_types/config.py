@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import CheckpointError, HfPosencError
 from ..upstream import NAME
@@ -125,7 +125,7 @@ class PosEncConfigMixin:
         saved = super().to_diff_dict()  # type: ignore[misc]
         saved.pop(READ, None)
         auto_map = {"AutoConfig": f"{STUB}.{type(self).__name__}"}
-        auto_map |= {auto: f"{STUB}.PosEnc{name}" for auto, name in heads_of(self).items()}
+        auto_map |= {auto: f"{STUB}.{name}" for auto, name in class_names(self).items()}
         entry = self.position_encoding
         if isinstance(entry, dict):  # what an older version wrote is written anew in the form of this one
             entry = {"schemes": named_schemes(entry), "hf_posenc_version": VERSION}
@@ -173,9 +173,38 @@ def _one(names: Any) -> str:
     return str(names) if isinstance(names, str) else str(names[0])
 
 
+def stock_config(config: PreTrainedConfig) -> type[PreTrainedConfig]:
+    """Return the stock class of a config, of one of ours that behind the mixin."""
+    return stock_class(type(config), PosEncConfigMixin) if isinstance(config, PosEncConfigMixin) else type(config)
+
+
+def name_of(model: type[PreTrainedModel], config: type[PreTrainedConfig]) -> str:
+    """Return the name of our class in front of a stock model class.
+
+    A few model types have a config class and no model classes of their own, they are models of another type. Ours are
+    then named after both, since one class has one config class: `PosEnc<type>As<model>`.
+
+    Args:
+        model: stock model class.
+        config: stock config class of the model, which may be of another model type than the model class's own.
+    """
+    shared = config.model_type != model.config_class.model_type
+    return "PosEnc" + (f"{config.__name__.removesuffix('Config')}As" if shared else "") + model.__name__
+
+
+def class_names(config: PreTrainedConfig) -> dict[str, str]:
+    """Return Auto class -> name of our class of every head that a family has.
+
+    Args:
+        config: ours or stock.
+    """
+    stock = stock_config(config)
+    return {auto: name_of(getattr(transformers, name), stock) for auto, name in heads_of(config).items()}
+
+
 def stub_text(config: PreTrainedConfig) -> str:
     """Return the two lines of the file that `auto_map` points to."""
-    names = sorted({type(config).__name__, *(f"PosEnc{name}" for name in heads_of(config).values())})
+    names = sorted({type(config).__name__, *class_names(config).values()})
     return f"# pip install hf_posenc\nfrom {CLASSES} import {', '.join(names)}  # noqa: F401\n"
 
 
@@ -196,8 +225,8 @@ def register_models(config: type[PreTrainedConfig]) -> None:
     stock: Any = stock_class(config, PosEncConfigMixin)
     for auto, name in heads_of(config).items():
         model = getattr(transformers, name)
-        if model.config_class is stock:  # Gemma 3's own heads are of its multimodal config
-            getattr(transformers, auto).register(config, model_class(model), exist_ok=True)
+        if model.config_class not in stock.sub_configs.values():  # heads of a multimodal type are of its text type
+            getattr(transformers, auto).register(config, model_class(model, stock), exist_ok=True)
     for name, table in vars(peft.utils.constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict) and stock.model_type in table:
             table.setdefault(f"posenc_{stock.model_type}", table[stock.model_type])

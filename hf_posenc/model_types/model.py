@@ -31,7 +31,7 @@ from ..upstream import NAME
 from ..upstream.attention import SPLIT_HEADS
 from ..upstream.channel import carrying_forward
 from ..upstream.derived import revive, stock_class
-from .config import CLASSES, READ, STUB, PosEncConfigMixin, config_class, stub_text
+from .config import CLASSES, READ, STUB, PosEncConfigMixin, config_class, name_of, stock_config, stub_text
 from .digests import check_saved_weights, config_digest, write_digests
 from .entry import ENTRY, check_version, entry_of, is_older, schemes_of_config, write_out
 from .guards import UNREGISTERED
@@ -82,7 +82,7 @@ class PosEncMixin:
                         owner.reset_parameters()
             for module in base.modules():
                 if isinstance(module, PreTrainedModel) and not isinstance(module, PosEncMixin):
-                    module.__class__ = model_class(type(module))
+                    module.__class__ = model_class(type(module), stock_config(config))
         elif attends:
             config._attn_implementation_internal = NAME
 
@@ -326,7 +326,7 @@ class PosEncMixin:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the stock class, since this one is made on demand."""
-        return revive, (model_class, stock_class(type(self), PosEncMixin)), self.__dict__
+        return revive, (model_class, stock_class(type(self), PosEncMixin), stock_config(self.config)), self.__dict__
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -424,17 +424,27 @@ def _overrides(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def model_class(stock: type[PreTrainedModel], config: type[PreTrainedConfig] | None = None) -> type[PreTrainedModel]:
+    """Return our model class in front of a stock one.
+
+    Args:
+        stock: model class.
+        config: stock config class of the model; that of the model class's own model type can be left out.
+    """
+    own = stock.config_class
+    return _model_class(stock, own if config is None or config.model_type == own.model_type else config)
+
+
 @functools.cache
-def model_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return our model class in front of a stock one."""
+def _model_class(stock: type[PreTrainedModel], stock_config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     from transformers.utils import output_capturing
 
-    config = config_class(stock.config_class)
+    config = config_class(stock_config)
     members: dict[str, Any] = {"__module__": CLASSES, "config_class": config}
-    model_type = stock.config_class.model_type
+    model_type = stock_config.model_type
     if model_type in supported_model_types() and (family := family_for(model_type)).positions_in_mask:
         members["forward"] = carrying_forward(stock, family)
-    cls = type("PosEnc" + stock.__name__, (PosEncMixin, stock), members)
+    cls = type(name_of(stock, stock_config), (PosEncMixin, stock), members)
     # Which outputs a model can record is looked up by its class; without this, output_attentions gives None.
     dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
     return cls

@@ -11,7 +11,7 @@ def stock_class(cls: type, mixin: type) -> type:
     return next(base for base in cls.__bases__ if base is not mixin)
 
 
-def revive(make: Callable[[type], type], stock: type) -> Any:
-    """Return an empty instance of the class that `make` derives from a stock class, for pickle and copy."""
-    cls = make(stock)
+def revive(make: Callable[..., type], *stock: type) -> Any:
+    """Return an empty instance of the class that `make` derives from stock classes, for pickle and copy."""
+    cls = make(*stock)
     return object.__new__(cls)
