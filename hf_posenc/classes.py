@@ -106,7 +106,6 @@ def announce(*model_types: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
     for model_type in model_types:
-        if "vision_config" not in registry.refused(model_type):  # multimodal, served only to say why not
-            ours = f"posenc_{model_type}"
-            CONFIG_MAPPING_NAMES[ours] = f"PosEnc{CONFIG_MAPPING_NAMES[model_type]}"
-            CONFIG_MAPPING._modules[ours] = sys.modules[__name__]
+        ours = f"posenc_{model_type}"
+        CONFIG_MAPPING_NAMES[ours] = f"PosEnc{CONFIG_MAPPING_NAMES[model_type]}"
+        CONFIG_MAPPING._modules[ours] = sys.modules[__name__]

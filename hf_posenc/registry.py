@@ -22,6 +22,7 @@ from .errors import PluginError, UnknownSchemeError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from .families.base import Family
+    from .families.refused import Refusal
     from .schemes.base import Scheme
 
     SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
@@ -31,6 +32,7 @@ SCHEMES, FAMILIES = "hf_posenc.schemes", "hf_posenc.families"
 
 _SCHEMES: dict[str, type[Scheme]] = {}
 _FAMILIES: dict[str, Family] = {}
+_REFUSED: dict[str, Refusal] = {}
 _OFFERED: dict[str, dict[str, tuple[EntryPoint, ...]]] = {}
 """Group -> name -> the entry points of this name: one, or several of packages that are in each other's way. A group is
 here once its registry has been filled."""
@@ -179,11 +181,36 @@ def register_family(family: Family) -> Family:
     return family
 
 
+def register_refusal(refusal: Refusal) -> None:
+    """Makes known why some model types are not served. Whoever has a family for one can register it all the same."""
+    _REFUSED.update(dict.fromkeys(refusal.model_types, refusal))
+
+
+def reason_against(model_type: str) -> str | None:
+    """Why a model type is not served, a clause; None where it is, or nothing is known of it."""
+    refusal = None if model_type in supported_model_types() else _REFUSED.get(model_type)
+    if refusal is None:
+        return None
+    if (text := refusal.text_type) is None:
+        return refusal.reason
+    if text in supported_model_types():
+        return (
+            f"{refusal.reason}; its language model is of type {text!r}, which is served: copy it into an "
+            "AutoModelForCausalLM.from_config(config.text_config) and patch that"
+        )
+    return f"{refusal.reason}; and its language model, of type {text!r}, is not served either: {reason_against(text)}"
+
+
+def refused_model_types() -> tuple[str, ...]:
+    """All model types that are not served for a reason that is known, sorted."""
+    return tuple(sorted(set(_REFUSED) - set(supported_model_types())))
+
+
 def family_for(model_type: str) -> Family:
     """The family that serves models whose `config.model_type` is `model_type`.
 
     Raises:
-        UnsupportedModelError: no family serves it; the message lists the model types that are served.
+        UnsupportedModelError: no family serves it; the message says why, or lists the model types that are served.
         PluginError: the package that offers it cannot be imported, or does not have it; or several packages offer it.
     """
     _offers(FAMILIES)
@@ -195,25 +222,20 @@ def family_for(model_type: str) -> Family:
         if unnamed := set(types) - set(_offers(FAMILIES)):  # whose model classes nobody would find
             raise PluginError(f"{_said(entry)} serves {', '.join(sorted(unnamed))} too: give each an entry point")
         _register(entry, register_family, loaded)
-    try:
+    if model_type in _FAMILIES:
         return _FAMILIES[model_type]
-    except KeyError:
-        raise UnsupportedModelError(
-            f"model type {model_type!r} is not supported; choose from {', '.join(supported_model_types())}, or install "
-            "or import the package that brings its family"
-        ) from None
+    if (reason := reason_against(model_type)) is not None:
+        raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}")
+    raise UnsupportedModelError(
+        f"model type {model_type!r} is not supported; choose from {', '.join(supported_model_types())}, or install "
+        "or import the package that brings its family"
+    )
 
 
 def supported_model_types() -> tuple[str, ...]:
     """All model types that have a family, sorted: registered, or offered by an installed package."""
     offered = _offers(FAMILIES)
     return tuple(sorted({*_FAMILIES, *offered}))
-
-
-def refused(model_type: str) -> tuple[str, ...]:
-    """The config attributes that a registered family refuses; none are known of one that is only offered."""
-    family = _FAMILIES.get(model_type)
-    return () if family is None else tuple(family.refuse)
 
 
 def offer(model_type: str) -> str | None:

@@ -13,9 +13,9 @@ import hf_posenc
 from hf_posenc.model_types.config import config_class
 from hf_posenc.model_types.digests import DIGESTS
 from hf_posenc.model_types.guards import ACTIVATIONS, CHECKED, PREFIX, guarded, unguarded
-from hf_posenc.registry import family_for, supported_model_types
+from hf_posenc.registry import supported_model_types
 
-SERVED = [t for t in supported_model_types() if "vision_config" not in family_for(t).refuse and t in CONFIG_MAPPING]
+SERVED = [t for t in supported_model_types() if t in CONFIG_MAPPING]
 # They declare no setting of this name, or hold configs that have one; no family is of these.
 WITHOUT = {"inkling2_text", "inkling_text", "mllama", "musicgen", "musicgen_melody"}
 

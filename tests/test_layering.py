@@ -173,6 +173,7 @@ SCHEME_CLASSES = {scheme_class(name).__name__ for name in available_schemes()} |
 REGISTRIES = {
     ("hf_posenc.registry", "_SCHEMES"),
     ("hf_posenc.registry", "_FAMILIES"),
+    ("hf_posenc.registry", "_REFUSED"),
     ("hf_posenc.registry", "_OFFERED"),  # what installed packages offer for these two, not imported yet
     # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
     ("hf_posenc.model_types.config", "config_class"),

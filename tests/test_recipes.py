@@ -311,7 +311,7 @@ def test_unsupported_and_patched_tiny_checkpoints_are_refused(recipe, tiny_check
     (tiny_checkpoints / "gpt2" / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
     with pytest.raises(SystemExit):
         recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out"))
-    assert "'bert' is not supported" in capsys.readouterr().err
+    assert "'bert' cannot be patched: it is an encoder" in capsys.readouterr().err
 
     hf_posenc.patch_model(LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama"), "nope").save_pretrained(
         tiny_checkpoints / "llama"

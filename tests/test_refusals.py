@@ -233,10 +233,13 @@ def unsupported(name):
     return transformers.T5ForConditionalGeneration(config)
 
 
+SAID = {"diffllama": ("difference of two softmaxes",), "bert": ("it is an encoder",), "t5": ("gpt2", "llama")}
+
+
 @pytest.mark.parametrize("scheme", available_schemes())
-@pytest.mark.parametrize("name", ["diffllama", "bert", "t5"])
+@pytest.mark.parametrize("name", SAID)
 def test_an_unsupported_model(name, scheme):
-    refused(unsupported(name), scheme, UnsupportedModelError, repr(name), "gpt2", "llama")
+    refused(unsupported(name), scheme, UnsupportedModelError, repr(name), *SAID[name])
     with pytest.raises(UnsupportedModelError, match=repr(name)):
         hf_posenc.describe(unsupported(name))
 

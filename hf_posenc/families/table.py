@@ -89,16 +89,6 @@ FAMILIES = (
     Family(model_types=("gemma2",), refuse=_ENCODER_USE),
     # The rotary module has frequencies per layer type and is called once for each, with its name.
     Family(model_types=("gemma3_text",), refuse=_ENCODER_USE),
-    # The multimodal model, which is here so that a user is told why it is refused.
-    Family(
-        model_types=("gemma3",),
-        refuse={
-            "vision_config": "image tokens see each other in both directions, and every scheme is defined for keys at "
-            "or before the query; copy its language model into a Gemma3ForCausalLM(config.text_config) and patch that "
-            "(Gemma3ForCausalLM.from_pretrained would not find the weights in this checkpoint)",
-            **_ENCODER_USE,
-        },
-    ),
     # Partial rotation, sliced by each attention's own number and not by the width of cos.
     *(Family(model_types=(model_type,), slices_rotary=True, rotary_size="rotary_ndims") for model_type in _BY_NUMBER),
     # Partial rotation, sliced by the width of cos.

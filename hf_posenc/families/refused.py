@@ -1,0 +1,280 @@
+"""Model types that are not served, by what stands in the way. Whoever describes one as a `Family` takes it off here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why some model types cannot be patched.
+
+    Attributes:
+        model_types: the `config.model_type` values.
+        reason: what stands in the way, a clause that a user is told.
+        text_type: model type of the language model inside, of multimodal ones; `None`: they are not, or it cannot be
+            taken out.
+    """
+
+    model_types: tuple[str, ...]
+    reason: str
+    text_type: str | None = None
+
+
+_ENCODER = "it is an encoder, a decoder only by a setting, and every scheme is defined for keys at or before the query"
+_DECODER_HALF = (
+    "it is the decoder half of an encoder-decoder, whose layers also attend to another sequence, where no scheme is "
+    "defined"
+)
+_INDEXER = (
+    "a learned indexer chooses the keys that each query may see, by rotated scores of its own that no scheme reaches"
+)
+_THREE_POSITIONS = (
+    "a token has three positions there (time, height and width of a picture), where schemes are defined for one"
+)
+_SEES_FORWARD = (
+    "image tokens see each other in both directions, and every scheme is defined for keys at or before the query"
+)
+_MULTIMODAL = "it is multimodal, and no scheme says how far a token is from a part of an image or a sound"
+_NO_ATTENTION = "it has no attention: order is in its recurrence, and there is no position encoding to replace"
+_NOT_YET = "nobody has yet described and tested where its positions live"
+
+REFUSALS = (
+    Refusal(
+        model_types=(
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "camembert",
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "megatron-bert",
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "xlm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        ),
+        reason=_ENCODER,
+    ),
+    Refusal(
+        model_types=(
+            "bart",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "marian",
+            "mbart",
+            "musicgen",
+            "musicgen_decoder",
+            "musicgen_melody",
+            "musicgen_melody_decoder",
+            "mvp",
+            "pegasus",
+            "plbart",
+            "prophetnet",
+            "trocr",
+            "whisper",
+        ),
+        reason=_DECODER_HALF,
+    ),
+    Refusal(model_types=("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), reason=_NO_ATTENTION),
+    # ------------------------------------------------------------------------------------------------- own positions
+    Refusal(
+        model_types=("beam",),
+        reason="the layers that it leaves unrotated multiply each query by a number that grows with its position",
+    ),
+    Refusal(
+        model_types=("inkling_text", "inkling2_text"),
+        reason="each attention computes a bias for every distance from the hidden states, and adds it to the scores",
+    ),
+    Refusal(
+        model_types=("cpmant",),
+        reason="its attention is code of its own that adds a bias for each distance within and between segments",
+    ),
+    Refusal(
+        model_types=("xlnet",),
+        reason="its attention is code of its own, with relative positions over a memory and two streams",
+    ),
+    Refusal(
+        model_types=("ctrl",),
+        reason="its positions are a buffer that it indexes in its forward, no module that another could stand in for",
+    ),
+    # ---------------------------------------------------------------------------------------- other kinds of attention
+    Refusal(
+        model_types=(
+            "axk2",
+            "deepseek_v32",
+            "dots3_note_text",
+            "glm_moe_dsa",
+            "hy_v4",
+            "qwen4_exp_text",
+        ),
+        reason=_INDEXER,
+    ),
+    Refusal(
+        model_types=("deepseek_v4",),
+        reason="its queries also see compressed keys, each of many tokens at once, which have no one position",
+    ),
+    Refusal(
+        model_types=("diffllama",),
+        reason="what its attention gives is the difference of two softmaxes, computed in code of its own",
+    ),
+    Refusal(
+        model_types=("doge",),
+        reason="its mask enters arithmetic: a learned one is made of it before attention is called",
+    ),
+    Refusal(
+        model_types=("reformer",),
+        reason="its attention is code of its own, by hashing and within chunks",
+    ),
+    Refusal(
+        model_types=("zaya",),
+        reason="its queries, keys and values mix each token with the ones before it, so that order is in them whatever "
+        "the scheme, and its masks are handed to layers in a dict",
+    ),
+    # --------------------------------------------------------------------------------------------- other kinds of layer
+    Refusal(
+        model_types=("blt",),
+        reason="it is several transformers, over bytes and over patches whose ends another model chooses, each with "
+        "positions of its own",
+    ),
+    Refusal(
+        model_types=("granite_swa", "granitemoe_swa"),
+        reason="it has a list of rotary modules, one for each base of frequencies among its layers, and none for all",
+    ),
+    Refusal(
+        model_types=("hrm_text",),
+        reason="two stacks of layers are run several times for each token, so that a layer is not one place",
+    ),
+    Refusal(model_types=("longcat_flash",), reason="each of its layers has two attentions"),
+    Refusal(
+        model_types=("moshi",),
+        reason="each attention has a rotary module of its own, and none serves all layers",
+    ),
+    Refusal(
+        model_types=("zamba", "zamba2"),
+        reason="layers share an attention, which is told with each call for which of them it is run",
+    ),
+    Refusal(
+        model_types=("gemma4_assistant", "gemma4_unified_assistant"),
+        reason="it drafts for another model, whose keys it attends to in both directions; it has none of its own",
+    ),
+    # ----------------------------------------------------------------------------------------------------- multimodal
+    Refusal(model_types=("gemma3",), reason=_SEES_FORWARD, text_type="gemma3_text"),
+    Refusal(model_types=("gemma4",), reason=_SEES_FORWARD, text_type="gemma4_text"),
+    Refusal(model_types=("gemma4_unified",), reason=_SEES_FORWARD, text_type="gemma4_unified_text"),
+    Refusal(model_types=("git",), reason=_SEES_FORWARD),
+    Refusal(model_types=("dots3_note",), reason=_MULTIMODAL, text_type="dots3_note_text"),
+    Refusal(model_types=("emu3",), reason=_MULTIMODAL, text_type="emu3_text_model"),
+    Refusal(model_types=("fuyu",), reason=_MULTIMODAL, text_type="persimmon"),
+    Refusal(model_types=("gemma3n",), reason=_MULTIMODAL, text_type="gemma3n_text"),
+    Refusal(model_types=("got_ocr2",), reason=_MULTIMODAL, text_type="qwen2"),
+    Refusal(model_types=("llama4",), reason=_MULTIMODAL, text_type="llama4_text"),
+    Refusal(model_types=("mllama",), reason=_MULTIMODAL, text_type="mllama_text_model"),
+    Refusal(model_types=("moss_transcribe_diarize",), reason=_MULTIMODAL, text_type="qwen3"),
+    Refusal(model_types=("phi4_multimodal",), reason=_MULTIMODAL),
+    Refusal(model_types=("qwen2_vl",), reason=_MULTIMODAL, text_type="qwen2_vl_text"),
+    Refusal(model_types=("qwen2_5_vl",), reason=_MULTIMODAL, text_type="qwen2_5_vl_text"),
+    Refusal(model_types=("qwen3_vl",), reason=_MULTIMODAL, text_type="qwen3_vl_text"),
+    Refusal(model_types=("qwen3_vl_moe",), reason=_MULTIMODAL, text_type="qwen3_vl_moe_text"),
+    Refusal(model_types=("qwen3_5",), reason=_MULTIMODAL, text_type="qwen3_5_text"),
+    Refusal(model_types=("qwen3_5_moe",), reason=_MULTIMODAL, text_type="qwen3_5_moe_text"),
+    Refusal(model_types=("qwen4_exp",), reason=_MULTIMODAL, text_type="qwen4_exp_text"),
+    Refusal(
+        model_types=("emu3_text_model",),
+        reason="transformers has no Auto class for it, so that what is saved could not be loaded by one",
+    ),
+    Refusal(
+        model_types=("mllama_text_model",),
+        reason="some of its layers attend to the image and have no self-attention, and no scheme is defined there",
+    ),
+    Refusal(
+        model_types=(
+            "cohere_compass_text",
+            "cosmos3_edge_text",
+            "ernie4_5_vl_moe_text",
+            "glm4v_moe_text",
+            "glm4v_text",
+            "glm_image_text",
+            "glm_ocr_text",
+            "hunyuan_vl_text",
+            "paddleocr_vl_text",
+            "qwen2_5_omni_text",
+            "qwen2_5_vl_text",
+            "qwen2_vl_text",
+            "qwen3_omni_moe_text",
+            "qwen3_vl_moe_text",
+            "qwen3_vl_text",
+        ),
+        reason=_THREE_POSITIONS,
+    ),
+    # ------------------------------------------------------------------------------------------------- not served yet
+    Refusal(
+        model_types=(
+            "afmoe",
+            "axk1",
+            "bailing_hybrid",
+            "bamba",
+            "biogpt",
+            "bloom",
+            "codegen",
+            "cohere2",
+            "cohere2_moe",
+            "dbrx",
+            "deepseek_v2",
+            "deepseek_v3",
+            "exaone4",
+            "exaone_moe",
+            "falcon",
+            "falcon_h1",
+            "flint",
+            "gemma3n_text",
+            "gemma4_text",
+            "gemma4_unified_text",
+            "glm4_moe_lite",
+            "gpt_bigcode",
+            "gpt_neo",
+            "gpt_neox_japanese",
+            "gpt_oss",
+            "gptj",
+            "granite",
+            "granitemoe",
+            "granitemoehybrid",
+            "granitemoeshared",
+            "hyperclovax",
+            "jamba",
+            "kimi_linear",
+            "kolibri1",
+            "laguna",
+            "lfm2",
+            "lfm2_moe",
+            "lfm3",
+            "llama4_text",
+            "mimo_v2_flash",
+            "minicpm3",
+            "minimax",
+            "minimax_m3_vl_text",
+            "ministral3",
+            "modernbert-decoder",
+            "mpt",
+            "nanochat",
+            "nemotron_h",
+            "olmo_hybrid",
+            "openai-gpt",
+            "persimmon",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+            "recurrent_gemma",
+            "xglm",
+            "youtu",
+        ),
+        reason=_NOT_YET,
+    ),
+)
