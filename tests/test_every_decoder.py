@@ -7,6 +7,7 @@ the scheme's bias: whatever is special about a type (norms, caps, experts, windo
 import copy
 import inspect
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -115,7 +116,9 @@ def oracle(model_type, scheme):
     stock.set_attn_implementation("eager")
     family = family_for(model_type)
     if family.position_table is not None:
-        stock.base_model.get_submodule(f"{family.decoder}.{family.position_table}".strip(".")).weight.zero_()
+        table = stock.base_model.get_submodule(f"{family.decoder}.{family.position_table}".strip("."))
+        for tensor in (*table.parameters(), *table.buffers()):
+            tensor.zero_()
     lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None]
     window = getattr(stock.config, "sliding_window", None)
     assert not window or window >= LENGTH, "the oracle's mask has no window"
@@ -169,7 +172,20 @@ def with_bias_for_alibi(stock, ids, bias, mask):
     return stock(ids, use_cache=False).logits
 
 
+def with_bias_on_products(stock, ids, bias, mask):
+    """The mask has to be the same for all heads, so the bias is added where the scores are made."""
+    multiply = torch.bmm
+
+    def biased(a, b):
+        product = multiply(a, b)
+        return product + bias if product.shape[1:] == bias.shape[1:] else product
+
+    with mock.patch("torch.bmm", biased):
+        return stock(ids, use_cache=False).logits
+
+
 OWN_ORACLES = {
+    "xglm": with_bias_on_products,
     "gptj": at_position_zero,
     "codegen": divided_at_position_zero,
     "bloom": with_alibi_of_zeros,

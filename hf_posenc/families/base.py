@@ -77,6 +77,7 @@ class Family:
         key_value_heads: attribute of the attention that holds how many heads keys and values have; `None`: the config
             says it.
         cache: argument of the attention that holds the key-value cache.
+        also_returns: attribute of the attention that it returns behind its output and its weights; `None`: nothing.
         own_rotation: `(config)` -> the base's own rotation as transformers' `rope_parameters`, where the config does
             not have them; empty if it rotates nothing.
         own_window: `(attention)` -> sliding window of the layer in tokens or `None`, where it is not in the mask.
@@ -126,6 +127,7 @@ class Family:
     layer_index: str = "layer_idx"
     key_value_heads: str | None = None
     cache: str = "past_key_values"
+    also_returns: str | None = None
     own_rotation: Callable[[Any], dict[str, Any]] | None = None
     own_window: Callable[[nn.Module], int | None] | None = None
     length: str = "max_position_embeddings"

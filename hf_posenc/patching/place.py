@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     hidden_states = args[0] if args else kwargs["hidden_states"]
     if "posenc_family" in layer.__dict__:
         as_bool = family_for(layer.posenc_family).mask_as_bool
-        position_ids = positions_of(as_channel(kwargs.get("attention_mask"), as_bool=as_bool), hidden_states.shape[1])
+        mask = {**dict(zip(layer.posenc_arguments, args, strict=False)), **kwargs}.get("attention_mask")
+        position_ids = positions_of(as_channel(mask, as_bool=as_bool), hidden_states.shape[1])
     else:
         position_ids = handed_down(kwargs)
     if position_ids is None:
@@ -151,6 +152,7 @@ class ModelSite:
         set_module(self.undo, target, "posenc", Shared(module) if isinstance(module, Reference) else module)
         if self.base.family.positions_in_mask:
             set_attribute(self.undo, target, "posenc_family", self.base.family.model_types[0])
+            set_attribute(self.undo, target, "posenc_arguments", tuple(signature(target.forward).parameters))
         add_pre_hook(self.undo, target, add_positions)
         self.on_layers = True
         if isinstance(module, nn.Module):
@@ -374,7 +376,7 @@ def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
         register_buffer(undo, layer, carries.marker, torch.zeros(1, dtype=torch.uint8, device=device))
     alike = len(sites) == 1 and len(sites[0].layers) == len(each) == len(found.attention_of)
     if plan.base.family.drops_position_ids:
-        order = list(inspect.signature(type(found.decoder).forward).parameters)
+        order = list(signature(type(found.decoder).forward).parameters)
         set_attribute(undo, found.decoder, "posenc_position_ids_at", order.index("position_ids") - 1)
         add_pre_hook(undo, found.decoder, hand_down_position_ids)
     layers = PatchedLayers(

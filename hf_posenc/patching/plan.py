@@ -226,7 +226,9 @@ class BaseModel:
             table = found.position_table.weight.detach()[self.family.table_offset :]
         rms = 0.0
         if not found.token_embedding.weight.is_meta:
-            entering = self._entering_tokens() if table is None else found.token_embedding(self._sample())
+            entering = (
+                self._entering_tokens() if found.position_table is None else found.token_embedding(self._sample())
+            )
             rms = entering.detach().double().square().mean().sqrt().item()
         return Native(table, rms, self.length)
 

@@ -34,7 +34,7 @@ class ReplacedAttention(nn.Module):
     scaling: float
     config: PreTrainedConfig
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Attend.
 
         Args:
@@ -43,7 +43,7 @@ class ReplacedAttention(nn.Module):
             **kwargs: likewise; what the stock attention does not name is handed on to the attention function.
 
         Returns:
-            (B, T, E) and the attention weights (B, H, T, L) or None.
+            (B, T, E), the attention weights (B, H, T, L) or None, and what the stock attention returns behind them.
 
         Raises:
             ValueError: if there is a rotation, and no position ids arrived.
@@ -84,7 +84,8 @@ class ReplacedAttention(nn.Module):
         merged = family.merge_heads(self, output)
         if family.add_residual is not None:
             merged = family.add_residual(self, merged, given["residual"])
-        return merged, weights
+        more = () if family.also_returns is None else (getattr(self, family.also_returns),)
+        return merged, weights, *more
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the stock class, since this one is made on demand."""
