@@ -103,9 +103,13 @@ def announce(*model_types: str) -> None:
     That is how AutoConfig knows its own: a name, and a module that is asked for it when a checkpoint says so. With
     `AutoConfig.register` each class would have to be there already, and with it the code of every family.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import (
+        CONFIG_MAPPING,
+        CONFIG_MAPPING_NAMES,
+        model_type_to_module_name,
+    )
 
     for model_type in model_types:
         ours = f"posenc_{model_type}"
         CONFIG_MAPPING_NAMES[ours] = f"PosEnc{CONFIG_MAPPING_NAMES[model_type]}"
-        CONFIG_MAPPING._modules[ours] = sys.modules[__name__]
+        CONFIG_MAPPING._modules[model_type_to_module_name(ours)] = sys.modules[__name__]

@@ -147,7 +147,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
 
     with evaluation(model), _unguarded(found.decoder):
         backend = model.config._attn_implementation
-        lost = _lost(base, tokens) if patch.attends and backend == NAME else {}
+        lost, left = _self_test(base, patch, tokens) if patch.attends and backend == NAME else ({}, {})
         standing = _Measurement(model, found.layers, tokens)
         trial = standing
         owners = [module for module in model.modules() if isinstance(module, PositionModule)]
@@ -171,6 +171,11 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
         f"layer {index}: attention without the scheme differs from the model's own eager attention by {error:.1%}: "
         "something that belongs to the model's attention is left out"
         for index, error in lost.items()
+    ]
+    problems += [
+        f"layer {index}: attention without the scheme answers to positions, by {answer:.1%}: what the base had for "
+        "them is still in it"
+        for index, answer in left.items()
     ]
     if patch.attends and backend != NAME:
         problems.append(
@@ -220,17 +225,23 @@ class _Measurement:
             self.layers.append(_change(first(layer(call.hidden_states, *moved.args, **moved.kwargs)), original))
 
 
-def _lost(base: BaseModel, tokens: Tensor) -> dict[int, float]:
-    """Return by how much attention without a scheme differs from the model's own eager attention, where it does.
+def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int, float], dict[int, float]]:
+    """Compare attention without a scheme with the model's own eager attention, and with itself at moved positions.
 
-    A feature of the base that our attention function leaves out shows here, and nowhere else. Where the stock attention
-    was replaced, because it bypasses transformers' interface, its own forward is the model's own eager attention.
+    A feature of the base that our attention function leaves out shows in the first, and nowhere else. Where the stock
+    attention was replaced, because it bypasses transformers' interface, its own forward is the model's own eager
+    attention. Positions of the base that were not taken out of a layer show in the second.
+
+    Returns:
+        Layer index -> relative change, where there is one that should not be.
     """
     model, attentions, family = base.model, base.found.attention_of, base.family
     order = torch.arange(tokens.shape[1], device=tokens.device)[None]
     calls, _ = _trace(model, list(attentions.values()), tokens, order)
-    lost = {}
-    for (index, attention), call in zip(attentions.items(), calls, strict=True):
+    moved, _ = _trace(model, list(attentions.values()), tokens, order.flip(-1))
+    silenced = {layer for scheme in patch.schemes if scheme.acts_on.attends for layer in base.layers_of(scheme)}
+    lost, left = {}, {}
+    for (index, attention), call, other in zip(attentions.items(), calls, moved, strict=True):
         hidden, args, kwargs = call.hidden_states, call.args, call.kwargs
         blank = hidden.new_zeros(1, 1, tokens.shape[1], tokens.shape[1])
 
@@ -246,6 +257,13 @@ def _lost(base: BaseModel, tokens: Tensor) -> dict[int, float]:
             set_attribute(undo, attention, "posenc_window", family.own_window and family.own_window(attention))
             delete_attribute(undo, attention, "posenc_rotation")
             plain = first(attention(hidden, *args, **kwargs))
+            elsewhere = named(attention, other.args, other.kwargs) if family.bypasses_interface else other.kwargs
+            if family.add_residual is not None:  # which has positions in it, and is not the attention's own
+                elsewhere = {**elsewhere, "residual": named(attention, args, kwargs)["residual"]}
+            rest = () if family.bypasses_interface else other.args
+            answer = _change(first(attention(hidden, *rest, **elsewhere)), plain)
+            if index in silenced and answer > NOTICES:
+                left[index] = answer
             set_attribute(undo, attention.config, "_attn_implementation_internal", "eager")
             if family.bypasses_interface:
                 given = named(attention, args, kwargs)
@@ -261,7 +279,7 @@ def _lost(base: BaseModel, tokens: Tensor) -> dict[int, float]:
         precision = max(torch.finfo(dtype).eps for dtype in (hidden.dtype, torch.float32))
         if not error < precision**0.5:
             lost[index] = error
-    return lost
+    return lost, left
 
 
 def _trace(

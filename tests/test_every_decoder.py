@@ -6,6 +6,7 @@ the scheme's bias: whatever is special about a type (norms, caps, experts, windo
 
 import copy
 import inspect
+import pickle
 from pathlib import Path
 from unittest import mock
 
@@ -13,16 +14,19 @@ import pytest
 import torch
 from decoders import WITHOUT_TEMPERATURE, decoder
 from situations import randomize
-from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
 from hf_posenc import patch_model, unpatch_model, verify
+from hf_posenc.engines import dispatch
 from hf_posenc.families.base import resolve
+from hf_posenc.model_types.model import PosEncMixin
 from hf_posenc.modules import PositionModule
 from hf_posenc.registry import family_for, supported_model_types
 from hf_posenc.schemes.alibi import alibi_slopes
+from hf_posenc.upstream.derived import stock_class
 
 README = Path(__file__).parents[1] / "README.md"
 SERVED = tuple(t for t in supported_model_types() if t in CONFIG_MAPPING)  # an older one does not have all of them
@@ -79,7 +83,7 @@ CANNOT_ROTATE = {"kimi_linear"}
 """Types that rotate nothing, and whose queries and keys (latent attention) nothing from outside can turn."""
 
 
-PARTED_BY_US = {"bloom", "mpt"}
+PARTED_BY_US = {"bloom", "mpt", "xglm"}
 """Types in which they do so in a stock model only."""
 
 
@@ -103,8 +107,14 @@ def without_rotation(model):
 
 
 @torch.no_grad()
-def oracle(model_type, scheme):
-    """Return the logits that a scheme must give, from the stock model alone; None where it is not written out here."""
+def oracle(model_type, scheme, change=lambda model: model):
+    """Return the logits that a scheme must give, from the stock model alone; None where it is not written out here.
+
+    Args:
+        model_type: of transformers.
+        scheme: its name.
+        change: what is done to the stock model before.
+    """
     stock = decoder(model_type, **(WITHOUT_TEMPERATURE.get(model_type, {}) if scheme != "rope" else {}))
     if scheme == "rope" and family_for(model_type).rotary is not None:
         own = copy.deepcopy(stock.config.rope_parameters)
@@ -113,7 +123,7 @@ def oracle(model_type, scheme):
         return decoder(model_type, rope_parameters=own)(tokens(), use_cache=False).logits
     if scheme not in ("alibi", "nope"):
         return None
-    stock.set_attn_implementation("eager")
+    change(stock).set_attn_implementation("eager")
     family = family_for(model_type)
     if family.position_table is not None:
         table = stock.base_model.get_submodule(f"{family.decoder}.{family.position_table}".strip("."))
@@ -237,6 +247,19 @@ def packed(model):
     return logits[:, :8], logits[:, 8:]
 
 
+def by_every_loader(folder, cls):
+    """Load a checkpoint in all the ways that the README says give back the model."""
+    yield hf_posenc.from_pretrained(folder)
+    yield AutoModelForCausalLM.from_pretrained(folder)
+    yield AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    yield AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    yield cls.from_pretrained(folder)
+    built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    built.load_state_dict(hf_posenc.from_pretrained(folder).state_dict())
+    yield built.eval()
+    yield pickle.loads(pickle.dumps(hf_posenc.from_pretrained(folder)))
+
+
 def check(model_type, scheme, tmp_path):
     ids, model = tokens(), decoder(model_type)
     with torch.no_grad():
@@ -279,9 +302,12 @@ def check(model_type, scheme, tmp_path):
     for owner in [module for module in model.modules() if isinstance(module, PositionModule)]:
         assert all(p.grad is not None and p.grad.norm() > 0 for p in owner.parameters())
     model.save_pretrained(tmp_path)
-    loaded = hf_posenc.from_pretrained(tmp_path)
     with torch.no_grad():
-        assert relative(loaded(ids, use_cache=False).logits, full) <= 1e-6  # experts lie elsewhere in memory
+        for loaded in by_every_loader(tmp_path, type(model)):
+            assert type(loaded) is type(model)
+            assert relative(loaded(ids, use_cache=False).logits, full) <= 1e-6  # experts lie elsewhere in memory
+    with pytest.raises(Exception, match="hf_posenc"):  # of several types: of transformers, or of what it validates with
+        stock_class(type(model), PosEncMixin).from_pretrained(tmp_path, attn_implementation="eager")
     unpatch_model(model)
     assert all(value.equal(stock[key]) for key, value in model.state_dict().items())
     with torch.no_grad():
@@ -354,6 +380,37 @@ def test_the_pairs_that_a_type_turns(model_type):
     assert moved.nonzero()[:, 0].tolist() == ([0, 1, 2, 3] if pairs == "interleaved" else [0, 1, 4, 5])
     with pytest.raises(hf_posenc.UnsupportedModelError, match="in its own code"):
         patch_model(decoder(model_type), "rope", layout="half" if pairs == "interleaved" else "interleaved")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["gpt_oss", "flint", "mimo_v2_flash"])
+def test_sinks_in_every_engine(model_type, monkeypatch):
+    """With sinks that hold about half of each row: every engine that `auto` could choose, whatever the length."""
+
+    def with_large_sinks(model):
+        generator = torch.Generator().manual_seed(2)
+        for module in model.modules():
+            if (sinks := getattr(module, "sinks", None)) is not None:
+                sinks.copy_(2.0 + torch.randn(sinks.shape, generator=generator))
+        return model
+
+    stock = decoder(model_type)
+    assert any(getattr(module, "sinks", None) is not None for module in stock.modules())
+    without = oracle(model_type, "alibi")
+    expected = oracle(model_type, "alibi", with_large_sinks)
+    assert relative(without, expected) > 0.05  # what leaving them out would cost
+    model = patch_model(with_large_sinks(stock), "alibi")
+    for floors in ({}, None):
+        for engine in dispatch.ENGINES if floors is not None else ():
+            monkeypatch.setattr(engine, "floors", floors)
+        assert relative(model(tokens(), use_cache=False).logits, expected) <= EXACT
+        assert relative(by_steps(model), expected) <= EXACT
+    for engine in ("reference", "chunked"):
+        for module in model.modules():
+            if "posenc_engine" in module.__dict__:
+                module.posenc_engine = engine
+        assert relative(model(tokens(), use_cache=False).logits, expected) <= EXACT
+    assert verify(model).ok
 
 
 def test_every_scheme_is_here():

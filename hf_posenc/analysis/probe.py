@@ -75,13 +75,24 @@ class _Bench:
 
     name = "a model"
     has_table = False
+    keeps_table = False
     layers = (0,)
+    rotated = (False,)
 
     def __init__(self, dims: Dims, trained_length: int) -> None:
         self.dims = dims
+        self.sizes = {0: dims}
         self.trained_length = trained_length
         self.modules: list[nn.Module] = []
         self.holder = nn.Module()
+
+    def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
+        """Return the one layer there is."""
+        return self.layers
+
+    def dims_of(self, layer: int) -> Dims:
+        """Return the sizes of the layer's attention."""
+        return self.dims
 
     def require_own_attention(self, scheme: str) -> None:
         """Do nothing: attention is computed here as it has to be."""

@@ -37,7 +37,10 @@ _SEES_FORWARD = (
 )
 _MULTIMODAL = "it is multimodal, and no scheme says how far a token is from a part of an image or a sound"
 _NO_ATTENTION = "it has no attention: order is in its recurrence, and there is no position encoding to replace"
-_NOT_YET = "nobody has yet described and tested where its positions live"
+_NOT_YET = (
+    "nobody has yet described and tested where its positions live; install or import the package that brings its "
+    "family, or describe it as a Family"
+)
 
 REFUSALS = (
     Refusal(

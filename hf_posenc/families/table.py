@@ -28,7 +28,6 @@ _LIKE_LLAMA = (
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "hy_v3",
-    "hyperclovax",
     "internlm3",
     "iquestcoder",
     "jais2",
