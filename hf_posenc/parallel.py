@@ -239,8 +239,8 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
         raise ValueError("this model is inside context_parallel already")
     if family.bypasses_interface and patch_of(inner) is None:
         raise UnsupportedModelError(
-            f"the attention of a stock {type(inner).__name__} never calls transformers' attention interface, so that "
-            "it would stay inside each shard: patch the model first"
+            f"the attention of a stock {type(inner).__name__} never calls transformers' attention interface, and stays "
+            "inside each shard: patch the model first"
         )
     _check_rotary(found.decoder)
     exchange, undo = Exchange(group), Undo()

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from families import VOCAB_SIZE, tiny, tokens
+from decoders import decoder
+from families import FAMILIES, VOCAB_SIZE, tiny, tokens
 from peft import get_peft_model
 from situations import CASES, position_gradients
 from torch import Tensor, nn
@@ -35,12 +36,13 @@ def build(family: str, case: str | None, *, dtype: torch.dtype = torch.float64, 
     """A tiny model in training mode, same on every rank, whose position parameters are far from where they start.
 
     Args:
-        family: of the base.
+        family: of the base, or a model type.
         case: row of `situations.CASES`, None for the stock model.
         dtype: of the model.
         **more: `config`, overrides for the base's; `attention`; hyper-parameters beyond the row's.
     """
-    model = tiny(family, **more.pop("config", {})).to(dtype)
+    make = tiny if family in FAMILIES else decoder
+    model = make(family, **more.pop("config", {})).to(dtype)
     if case is not None:
         scheme, hyperparameters = CASES[case]
         patch_model(model, scheme, seed=3, **(hyperparameters | more))
@@ -362,7 +364,7 @@ def compare_training(
     """Differences from one process: of losses, of final weights, of logits after saving and loading.
 
     Args:
-        family: of the base.
+        family: of the base, or a model type.
         case: row of `situations.CASES`.
         how: `ddp`, `fsdp2`, or through accelerate: `accelerate-fsdp2`, `-zero2`, `-zero3`.
             Also `accelerate-fsdp2-checkpointing`: as the launch files have it.

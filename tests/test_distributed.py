@@ -113,6 +113,18 @@ def test_schemes_in_some_layers_and_windows_are_shared(pair, case, more):
     assert_equal(pair.run(compare_context_parallel, "llama", case, "left", balanced=True, **more))
 
 
+@pytest.mark.parametrize("kind", ["left", "packed"])
+@pytest.mark.parametrize("model_type", ["gptj", "bloom", "mpt", "gpt_neo", "gpt_bigcode"])
+def test_replaced_attention_and_positions_in_the_mask_are_shared(pair, model_type, kind):
+    for case in ("alibi", "rope"):
+        assert_equal(pair.run(compare_context_parallel, model_type, case, kind, balanced=True))
+
+
+def test_stock_attention_that_bypasses_the_interface_is_refused(pair):
+    for answer in pair.run(refused, compare_context_parallel, "bloom", None):
+        assert "stays inside each shard: patch the model first" in answer
+
+
 @pytest.mark.parametrize("family", BASES)
 def test_stock_models_can_share_a_sequence_too(pair, family):
     assert_equal(pair.run(compare_context_parallel, family, None))
