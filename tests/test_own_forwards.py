@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, StaticCache
 
 from hf_posenc import UnsupportedModelError, patch_model, registry, unpatch_model, verify, which_engine
+from hf_posenc.analysis import frequencies
 from hf_posenc.patching.plan import BaseModel
 from hf_posenc.registry import family_for, supported_model_types
 from hf_posenc.schemes.alibi import Alibi, alibi_slopes
@@ -548,3 +549,11 @@ def test_caches_of_groups_hold_the_groups():
     cache = DynamicCache(config=model.config)
     model(tokens(), past_key_values=cache)
     assert cache.layers[0].keys.shape == (1, 2, LENGTH, 8)
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt_neox_japanese", "gptj"])
+def test_what_the_decoder_makes_itself_is_not_taken_for_the_rotation(name):
+    (found,) = frequencies(patch_model(decoder(name), "rope", rope_theta=7.0, partial_rotary_factor=1.0))
+    assert found.frequencies.tolist() == pytest.approx([7.0 ** (-2 * u / 8) for u in range(4)], rel=1e-5)
+    with pytest.raises(ValueError, match="has no waves"):
+        frequencies(patch_model(decoder(name), "nope"))

@@ -87,11 +87,13 @@ def frequencies(
         One entry; one per kind of layer where these differ (Gemma 3).
 
     Raises:
-        ValueError: if there are no waves.
+        ValueError: if there are no waves, or nobody says for what length a model was trained.
     """
     if isinstance(scheme, PreTrainedModel):
-        trained = trained_length or scheme.config.max_position_embeddings
         label = type(scheme).__name__
+        trained = trained_length or getattr(scheme.config, "max_position_embeddings", 0)
+        if not trained:
+            raise ValueError(f"give trained_length: the config of this {label} does not say it")
         waves = [module for module in scheme.modules() if isinstance(module, Waves)]
         rotary = probe.rotary_of(scheme)
         if waves:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -171,7 +171,7 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
         (length, E) float64 on the CPU, or None if the model adds none. With a table per layer, the first layer's.
 
     Raises:
-        ValueError: if the table is shorter.
+        ValueError: if the table is shorter, or nobody says how many there are.
     """
     found = parts(model)
     for module in [found.position_table, getattr(found.decoder, "posenc", None), getattr(found.layers[0], "posenc", 0)]:
@@ -179,7 +179,10 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
             continue
         if isinstance(module, PositionEmbedding):
             patch = patch_of(model)
-            rows = (patch.limit if patch else None) or model.config.max_position_embeddings
+            limit = patch.limit if patch else None
+            rows: int = limit or getattr(model.config, "max_position_embeddings", 0)
+            if not rows and length is None:
+                raise ValueError(f"give a length: the config of this {type(model).__name__} does not say how many")
             device = found.token_embedding.weight.device
             ids = torch.arange(min(rows, 2**16) if length is None else length, device=device)[None]
             with torch.no_grad():
@@ -196,6 +199,8 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
 def rotary_of(model: PreTrainedModel) -> nn.Module | None:
     """Return the module that makes the angles of a patched or stock model, or None if nothing is rotated."""
     found = parts(model)
+    if (rotation := found.attentions[0].__dict__.get("posenc_rotation")) is not None:
+        return cast(nn.Module, rotation())
     rotary = found.rotary if found.rotary is not None else getattr(found.decoder, "rotary_emb", None)
     return None if rotary is None or isinstance(rotary, IdentityRotary) else rotary
 

@@ -80,6 +80,7 @@ class Family:
         also_returns: attribute of the attention that it returns behind its output and its weights; `None`: nothing.
         own_rotation: `(config)` -> the base's own rotation as transformers' `rope_parameters`, where the config does
             not have them; empty if it rotates nothing.
+        idle_rotary: module of the decoder that makes cos and sin which nobody reads once the attention is replaced.
         own_window: `(attention)` -> sliding window of the layer in tokens or `None`, where it is not in the mask.
         length: attribute of the config that holds the length the base was made for; a config may lack it.
         sized_by_length: modules of the family hold a matrix or table of that length, so that it is not raised where a
@@ -129,6 +130,7 @@ class Family:
     cache: str = "past_key_values"
     also_returns: str | None = None
     own_rotation: Callable[[Any], dict[str, Any]] | None = None
+    idle_rotary: str | None = None
     own_window: Callable[[nn.Module], int | None] | None = None
     length: str = "max_position_embeddings"
     sized_by_length: bool = False

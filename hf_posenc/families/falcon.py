@@ -63,5 +63,6 @@ FAMILY = Family(
     key_value_heads="num_kv_heads",
     cache="layer_past",
     own_rotation=own_rotation,
+    idle_rotary="rotary_emb",
     decoder_attributes={"use_alibi": False},
 )

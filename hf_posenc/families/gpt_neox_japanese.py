@@ -57,4 +57,5 @@ FAMILY = Family(
     cache="layer_past",
     also_returns="dense_bias",
     own_rotation=own_rotation,
+    idle_rotary="rotary_emb",
 )

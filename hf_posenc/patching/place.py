@@ -314,6 +314,9 @@ def _silence_base(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
         silent = NoEmbedding(plan.base.dims.hidden_size)
         silent.like = Reference(found.decoder, family.token_embedding)
         set_module(undo, found.decoder, family.position_table, silent)
+    if family.idle_rotary is not None:
+        native = found.decoder.get_submodule(family.idle_rotary)
+        set_module(undo, found.decoder, family.idle_rotary, IdentityRotary(native))
     for name, value in family.decoder_attributes.items():
         set_attribute(undo, found.decoder, name, value)
 
