@@ -180,7 +180,7 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
         if isinstance(module, PositionEmbedding):
             patch = patch_of(model)
             limit = patch.limit if patch else None
-            rows: int = limit or getattr(model.config, "max_position_embeddings", 0)
+            rows = int(limit or getattr(model.config, "max_position_embeddings", 0))
             if not rows and length is None:
                 raise ValueError(f"give a length: the config of this {type(model).__name__} does not say how many")
             device = found.token_embedding.weight.device
