@@ -51,14 +51,15 @@ def test_a_saved_config_is_refused_by_its_stock_class_and_read_by_ours(model_typ
         for options in ({}, {"attn_implementation": "eager"}):
             with pytest.raises(Exception, match=PREFIX):
                 stock.from_pretrained(tmp_path, **options)
+        read, _ = PreTrainedConfig.get_config_dict(tmp_path)  # JSON has no infinity, and transformers its own way
         ways = {
             "from_pretrained": type(config).from_pretrained(tmp_path),
             "AutoConfig": AutoConfig.from_pretrained(tmp_path),
             "from_dict": type(config).from_dict(saved),
             "from_json_file": type(config).from_json_file(tmp_path / "config.json"),
-            "of the saved dict": type(config)(**saved),
+            "of the saved dict": type(config)(**read),
             "of the whole dict": type(config)(**config.to_dict()),
-            "for_model": AutoConfig.for_model(**saved),
+            "for_model": AutoConfig.for_model(**read),
             "copy": copy.copy(config),
             "deepcopy": copy.deepcopy(config),
             "pickle": pickle.loads(pickle.dumps(config)),

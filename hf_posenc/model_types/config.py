@@ -13,7 +13,7 @@ from ..errors import CheckpointError, HfPosencError
 from ..upstream import NAME
 from ..upstream.derived import revive, stock_class
 from ..version import VERSION
-from .digests import DIGESTS, check_saved_config, config_digest
+from .digests import DIGESTS, check_saved_config, config_digest, with_floats
 from .entry import named_schemes
 from .guards import ACTIVATIONS, CHECKED, UNREGISTERED, guarded, unguarded
 
@@ -72,7 +72,7 @@ class PosEncConfigMixin:
         """
         if not isinstance(config_dict, dict):
             raise CheckpointError(f"hf_posenc: a config is a JSON object, not {config_dict!r}")
-        saved = {key: value for key, value in config_dict.items() if key != DIGESTS}
+        saved = with_floats({key: value for key, value in config_dict.items() if key != DIGESTS})
         check_saved_config(config_dict)
         options = copy.copy(kwargs)
         try:

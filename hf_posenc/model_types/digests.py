@@ -19,16 +19,16 @@ What was changed by accident would otherwise load as another model. They stop no
 def config_digest(config: dict[str, Any]) -> str:
     """Return the digest of a saved config, without what transformers adds or rewrites when it reads one."""
     kept = {k: v for k, v in config.items() if k not in (DIGESTS, "auto_map") and not k.startswith("_")}
-    return files.digest(_with_floats(kept))
+    return files.digest(with_floats(kept))
 
 
-def _with_floats(value: Any) -> Any:
+def with_floats(value: Any) -> Any:
     """Return a JSON value with the floats that JSON lacks; transformers writes `{"__float__": "Infinity"}` for one."""
     if isinstance(value, dict):
         return (
-            float(value["__float__"]) if set(value) == {"__float__"} else {k: _with_floats(v) for k, v in value.items()}
+            float(value["__float__"]) if set(value) == {"__float__"} else {k: with_floats(v) for k, v in value.items()}
         )
-    return [_with_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [with_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_digests(folder: Path) -> None:
