@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line, without the program's name; None takes those of the process.
 
     Returns:
-        Exit status: 0; 1 where the answer is no (`inspect` of what cannot be loaded, `verify` that fails); 2 for an
+        Exit status: 0; 1 where the answer is no (`inspect` of what cannot be loaded, `verify` that fails, `families` of
+        a model type that cannot be patched); 2 for an
         error; 130 after Ctrl-C.
     """
     parser = _parser()
@@ -50,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("schemes", help="list the schemes and their hyper-parameters")
     command.set_defaults(run="list_schemes")
+
+    command = commands.add_parser("families", help="list the model types that can be patched, and why others cannot")
+    command.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help="by default all that are known")
+    command.set_defaults(run="list_families")
 
     command = commands.add_parser("inspect", help="say what a checkpoint is, without reading its weights")
     command.add_argument("checkpoint", help="directory or Hub id")

@@ -17,11 +17,12 @@ from transformers.utils import logging
 from . import analysis, hub
 from .analysis import plots, probe
 from .api import describe, parse_schemes
+from .catalogue import refused_types, served_type
 from .checkpoint import from_pretrained, inspect
-from .errors import PluginError
+from .errors import PluginError, UnsupportedModelError
 from .evaluation import measure_context
 from .evaluation.context import stride_of
-from .registry import available_schemes, scheme_class
+from .registry import available_schemes, scheme_class, supported_model_types
 from .verification import verify
 
 logging.set_verbosity_error()
@@ -37,6 +38,23 @@ def list_schemes(options: argparse.Namespace) -> int:
             continue
         print(f"{cls()}\n    {(cls.__doc__ or '').strip().splitlines()[0]}")
     return 0
+
+
+def list_families(options: argparse.Namespace) -> int:
+    """Print what is known of model types: of those that were asked for, or of all, those that can be patched first."""
+    refused = 0
+    for model_type in options.model_types or supported_model_types():
+        try:
+            said = str(served_type(model_type))
+        except UnsupportedModelError as error:
+            refused, said = 1, str(error)
+        except PluginError as error:  # of another package, which is not to hide the others
+            said = f"cannot be used: {error}"
+        print("\n    ".join([model_type, *said.splitlines()]))
+    for reason, types in ({} if options.model_types else refused_types()).items():
+        names = (name if text is None else f"{name} (its language model is {text})" for name, text in types.items())
+        print(f"{', '.join(names)}\n    cannot be patched: {reason}")
+    return refused
 
 
 def inspect_checkpoint(options: argparse.Namespace) -> int:

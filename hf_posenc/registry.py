@@ -201,9 +201,10 @@ def reason_against(model_type: str) -> str | None:
     return f"{refusal.reason}; and its language model, of type {text!r}, is not served either: {reason_against(text)}"
 
 
-def refused_model_types() -> tuple[str, ...]:
-    """All model types that are not served for a reason that is known, sorted."""
-    return tuple(sorted(set(_REFUSED) - set(supported_model_types())))
+def refusals() -> dict[str, Refusal]:
+    """All model types that are not served for a reason that is known, sorted, and what is known."""
+    served = supported_model_types()
+    return {model_type: _REFUSED[model_type] for model_type in sorted(_REFUSED) if model_type not in served}
 
 
 def family_for(model_type: str) -> Family:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the list of model types into docs/families.md, from the families that are registered.
+"""Writes the lists of model types into docs/families.md, from what is registered.
 
 python scripts/make_family_table.py            # write it
 python scripts/make_family_table.py --check    # exit 1 if it is not what the registry says
@@ -7,49 +7,59 @@ python scripts/make_family_table.py --check    # exit 1 if it is not what the re
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from transformers import CONFIG_MAPPING
 
-from hf_posenc.registry import family_for, supported_model_types
+from hf_posenc.catalogue import ServedType, refused_types, served_type
+from hf_posenc.registry import supported_model_types
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
-BEGIN = "<!-- families: written by scripts/make_family_table.py -->"
-END = "<!-- end of families -->"
+MARKS = {
+    name: (f"<!-- {name}: written by scripts/make_family_table.py -->", f"<!-- end of {name} -->")
+    for name in ("families", "refused")
+}
 
 
-def positions(model_type: str) -> str:
-    """What the stock model has for positions, in a few words."""
-    family = family_for(model_type)
-    if family.own_positions is not None:
-        return family.own_positions
-    if family.position_table is not None:
-        return "a learned table at the input"
-    if family.use_rope_flag is not None:
-        return "rotation, not in every layer"
-    return "rotation of a part of each head" if family.slices_rotary else "rotation of whole heads"
+def code(names: Iterable[str]) -> str:
+    """Names as Markdown code."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
-def refused(model_type: str) -> str:
-    """The settings of its config that are refused."""
-    return ", ".join(f"`{name}`" for name in family_for(model_type).refuse) or "-"
-
-
-def table() -> str:
-    """The table, between its markers."""
-    rows = ["| model type | its own positions | refused where the config sets |", "|---|---|---|"]
+def served() -> list[str]:
+    """The table of what can be patched: model types of which the same is known share a row, the largest row first."""
+    alike: dict[str, tuple[ServedType, list[str]]] = {}
     for model_type in supported_model_types():
-        rows.append(f"| `{model_type}` | {positions(model_type)} | {refused(model_type)} |")
-    return "\n".join([BEGIN, *rows, END])
+        known = served_type(model_type)
+        alike.setdefault(repr(known), (known, []))[1].append(model_type)
+    rows = ["| model types | their own positions | what is special | schemes | refused |", "|---|---|---|---|---|"]
+    for known, model_types in sorted(alike.values(), key=lambda row: (-len(row[1]), row[1])):
+        special = "; ".join(known.special) or "-"
+        schemes = f"all but {code(known.without)}" if known.without else "all"
+        refused = "; ".join(f"`config.{name}`: {reason}" for name, reason in known.refused.items()) or "-"
+        rows.append(f"| {code(model_types)} | {known.positions} | {special} | {schemes} | {refused} |")
+    return rows
+
+
+def refused() -> list[str]:
+    """The table of what cannot be patched."""
+    rows = ["| model types | why |", "|---|---|"]
+    for reason, types in refused_types().items():
+        names = (f"`{name}`" if text is None else f"`{name}` ({text})" for name, text in types.items())
+        rows.append(f"| {', '.join(names)} | {reason} |")
+    return rows
 
 
 def updated(text: str) -> str:
-    """`text` with the table renewed; ValueError unless it has both markers, once each, in order."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in after or END in after:
-        raise ValueError(f"expected one {BEGIN} followed by one {END}")
-    return before + table() + after
+    """`text` with both tables renewed; ValueError unless it has the markers of each, once, in order."""
+    for (begin, end), rows in zip(MARKS.values(), (served(), refused()), strict=True):
+        before, found, rest = text.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not (found and found_end) or begin in after or end in after:
+            raise ValueError(f"expected one {begin} followed by one {end}")
+        text = before + "\n".join([begin, *rows, end]) + after
+    return text
 
 
 def main() -> int:

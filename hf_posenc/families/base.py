@@ -89,6 +89,7 @@ class Family:
         mask_as_bool: the decoder turns its mask into bools.
         own_positions: what the base has for positions, in a few words for the list of families, where the other fields
             do not say it.
+        note: what a user of schemes has to know of it beside the other fields, a clause for the list of families.
         decoder_attributes: attributes of the decoder, and what they are set to in order to switch off positions that
             the decoder makes itself.
     """
@@ -137,6 +138,7 @@ class Family:
     positions_in_mask: bool = False
     mask_as_bool: bool = False
     own_positions: str | None = None
+    note: str = ""
     decoder_attributes: Mapping[str, Any] = field(default_factory=dict)
 
 

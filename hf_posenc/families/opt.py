@@ -26,6 +26,7 @@ def attention_dropout(attention: nn.Module) -> float:
 
 FAMILY = Family(
     model_types=("opt",),
+    note="documents packed into one row see each other",
     # OPTForCausalLM.model is an OPTModel, whose only child is the decoder.
     decoder="decoder",
     rotary=None,

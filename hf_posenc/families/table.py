@@ -28,8 +28,6 @@ _LIKE_LLAMA = (
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "hy_v3",
-    "internlm3",
-    "iquestcoder",
     "jais2",
     "mellum",
     "minimax_m2",
@@ -73,21 +71,24 @@ _LATENT = {"rotary_part": "qk_rope_head_dim"}
 FAMILIES = (
     # The plain rotary decoder; every field has its default. Its layers and those of SmolLM3 compute the same, and
     # SmolLM3 can leave some of them unrotated.
-    Family(model_types=("llama",), unrotated_twin="smollm3"),
+    Family(model_types=("llama",), unrotated_twin="smollm3", note="`nope` can be exported, as a SmolLM3"),
     *(Family(model_types=(model_type,)) for model_type in _LIKE_LLAMA),
+    # Configs of their own, for LLaMA's model classes.
+    *(Family(model_types=(t,), note="its models are LLaMA's") for t in ("internlm3", "iquestcoder")),
     # Every fourth layer is left unrotated as a rule (`config.no_rope_layers`: 1 means rotated).
     Family(
         model_types=("smollm3",),
         unrotated_twin="smollm3",
         use_rope_flag="use_rope",
         rotated_layers="no_rope_layers",
+        note="`nope` can be exported, in all or some layers",
     ),
     # Wide heads; the decoder scales the token embeddings by sqrt(E).
     Family(model_types=("gemma",), refuse=_ENCODER_USE),
     # Soft-capped scores, `scaling` from `query_pre_attn_scalar`, every other layer with a sliding window.
-    Family(model_types=("gemma2",), refuse=_ENCODER_USE),
+    Family(model_types=("gemma2",), refuse=_ENCODER_USE, note="soft-capped scores"),
     # The rotary module has frequencies per layer type and is called once for each, with its name.
-    Family(model_types=("gemma3_text",), refuse=_ENCODER_USE),
+    Family(model_types=("gemma3_text",), refuse=_ENCODER_USE, note="a rotation for each type of layer"),
     # Partial rotation, sliced by each attention's own number and not by the width of cos.
     *(Family(model_types=(model_type,), slices_rotary=True, rotary_size="rotary_ndims") for model_type in _BY_NUMBER),
     # Partial rotation, sliced by the width of cos.
@@ -105,9 +106,9 @@ FAMILIES = (
     ),
     Family(model_types=("afmoe",), rotates=_slides),
     # Attention sinks: one more score per head in the softmax. GPT-OSS gives each angle once.
-    Family(model_types=("gpt_oss",), angles="once"),
-    Family(model_types=("flint",), rotates=_slides),
-    Family(model_types=("mimo_v2_flash",), slices_rotary=True),
+    Family(model_types=("gpt_oss",), angles="once", note="attention sinks"),
+    Family(model_types=("flint",), rotates=_slides, note="attention sinks"),
+    Family(model_types=("mimo_v2_flash",), slices_rotary=True, note="attention sinks"),
     # Latent attention (MLA): a part of each head is set apart for rotation; values are smaller than queries and keys.
     Family(model_types=("deepseek_v2",), pairs="interleaved", angles="complex", **_LATENT),
     *(
@@ -144,11 +145,11 @@ FAMILIES = (
     Family(model_types=("bailing_hybrid",), hybrid=True, pairs="interleaved", **_LATENT),
     Family(model_types=("granitemoehybrid",), hybrid=True, drops_position_ids=True),
     # Mixture of attention heads: each expert has queries of its own, which share keys and values.
-    Family(model_types=("jetmoe",), attention="self_attention"),
+    Family(model_types=("jetmoe",), attention="self_attention", note="experts among its heads"),
     # Fused projections, partial rotation, and LongRoPE, whose factors change with the length: `generate` drops the
     # cache when it crosses `config.original_max_position_embeddings`, since keys that were rotated by the short factors
     # are useless from there on.
-    Family(model_types=("phi3",), slices_rotary=True),
+    Family(model_types=("phi3",), slices_rotary=True, note="LongRoPE drops the cache at its original length"),
     # GPT-NeoX and Pythia: partial rotation; layers take the cache as `layer_past`.
     Family(model_types=("gpt_neox",), attention="attention", token_embedding="embed_in", slices_rotary=True),
 )

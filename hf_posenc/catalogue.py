@@ -1,0 +1,101 @@
+"""What is known of each model type, in words: its positions, what is special, what it carries, why it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import PluginError
+from .families.base import Family
+from .registry import available_schemes, family_for, refusals, scheme_class
+
+
+@dataclass(frozen=True)
+class ServedType:
+    """What can be said of a model type that can be patched, without a model.
+
+    Attributes:
+        positions: what the stock model has for positions.
+        special: what else of it a user of schemes has to know; empty where it is a plain decoder.
+        without: names of the schemes that it cannot carry, of those that are registered; the others it can.
+        refused: settings of its config that are refused, each with the reason.
+    """
+
+    positions: str
+    special: tuple[str, ...]
+    without: tuple[str, ...]
+    refused: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return one line for positions, and one for each of the others where there is something to say."""
+        lines = [self.positions]
+        if self.special:
+            lines.append("; ".join(self.special))
+        if self.without:
+            lines.append(f"cannot carry {', '.join(self.without)}")
+        lines += [f"refused where its config sets {name}: {reason}" for name, reason in self.refused.items()]
+        return "\n".join(lines)
+
+
+def served_type(model_type: str) -> ServedType:
+    """Return what is known of a model type that is served.
+
+    Args:
+        model_type: of transformers.
+
+    Raises:
+        UnsupportedModelError: if it is not served; the message says why.
+        PluginError: if it is that of a package which is broken.
+    """
+    family = family_for(model_type)
+    return ServedType(_positions(family), _special(family), _without(family), dict(family.refuse))
+
+
+def _positions(family: Family) -> str:
+    if family.own_positions is not None:
+        return family.own_positions
+    if family.position_table is not None:
+        return "a learned table at the input"
+    if family.rotary is None:
+        return "none"
+    part = family.slices_rotary or family.rotary_part is not None
+    some = family.use_rope_flag is not None or family.rotates is not None
+    return f"rotation of {'a part of each head' if part else 'whole heads'}" + (", not in every layer" if some else "")
+
+
+def _special(family: Family) -> tuple[str, ...]:
+    grows = bool(family.temperature or family.temperature_keys)
+    said = {
+        "layers without attention, through which order flows under every scheme": family.hybrid,
+        "latent attention": family.rotary_part is not None,
+        "attends in code of its own, which is replaced under every scheme": family.bypasses_interface,
+        "queries that grow with their position, until a scheme takes the place of its rotation": grows,
+        "the number of heads differs by layer": family.heads is not None,
+    }
+    return tuple(clause for clause, holds in said.items() if holds) + ((family.note,) if family.note else ())
+
+
+def _without(family: Family) -> tuple[str, ...]:
+    """Return the schemes that turn queries and keys, where a family neither turns them nor says how they are made."""
+    if family.rotary is not None or family.split_heads is not None:
+        return ()
+    return tuple(name for name in available_schemes() if _rotates(name))
+
+
+def _rotates(scheme: str) -> bool:
+    """Return whether a scheme turns queries and keys; one of a package that is broken is none that can be carried."""
+    try:
+        return scheme_class(scheme)().acts_on.rotates
+    except PluginError:
+        return False
+
+
+def refused_types() -> dict[str, dict[str, str | None]]:
+    """Return why model types are not served: reason -> model type -> that of the language model inside, if any.
+
+    A multimodal type cannot be patched; its language model, taken out, can be if its type is served.
+    """
+    found: dict[str, dict[str, str | None]] = {}
+    for model_type, refusal in refusals().items():
+        found.setdefault(refusal.reason, {})[model_type] = refusal.text_type
+    return found
