@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests on the oldest transformers that is supported, in an environment of its own: .venv-oldest.
 #
-#   bash scripts/test_oldest.sh [PYTEST ARGUMENTS]     without arguments: contract, checkpoints, Hub
+#   bash scripts/test_oldest.sh [PYTEST ARGUMENTS]     without arguments: contract, checkpoints, guards, types, Hub
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
@@ -20,6 +20,6 @@ fi
 
 export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 if [ "$#" -eq 0 ]; then
-    set -- tests/test_contract.py tests/test_checkpoints.py tests/test_hub.py
+    set -- tests/test_contract.py tests/test_checkpoints.py tests/test_guards.py tests/test_all_types.py tests/test_hub.py
 fi
 exec "$ENV_PYTHON" -m pytest "$@"

@@ -1,0 +1,134 @@
+"""Every causal language model of transformers: served, or refused with a reason, and then left as it was."""
+
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from decoders import SIZES
+from packaging.version import Version
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import hf_posenc
+from hf_posenc import UnsupportedModelError, patch_model, registry
+from hf_posenc.families import Family
+from hf_posenc.families.refused import REFUSALS
+from hf_posenc.registry import family_for, reason_against, refusals, supported_model_types
+
+TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+SERVED = supported_model_types()  # each is in test_every_decoder.py
+SMALL = 5_000_000  # parameters; what has more stays on the meta device
+SETTINGS = {"reformer": {"is_decoder": True}, "xlnet": {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}}
+
+
+def meant(model_type):
+    """Return what models of a type say they are: gpt-sw3 is another name of gpt2."""
+    return CONFIG_MAPPING[model_type].model_type
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_type_is_served_or_refused_with_a_reason(model_type):
+    """A newer transformers may fail here, and the package works with it all the same: it refuses what it does not know."""
+    if meant(model_type) in SERVED:
+        assert family_for(meant(model_type)) is not None
+        return
+    assert model_type in refusals(), (
+        f"nothing is known of {model_type}: describe it in hf_posenc/families/table.py, or say in "
+        "hf_posenc/families/refused.py what stands in the way"
+    )
+    with pytest.raises(UnsupportedModelError) as raised:
+        family_for(model_type)
+    assert str(raised.value) == f"model type {model_type!r} cannot be patched: {reason_against(model_type)}"
+
+
+def built(model_type):
+    """Return a model of a type, tiny where its config has the sizes that others have, on the meta device if it is large."""
+    stock, settings = CONFIG_MAPPING[model_type], SETTINGS.get(model_type, {})
+    problems = []
+    for sizes in (SIZES, {}):
+        try:
+            known = set(stock().to_dict()) | set(stock.attribute_map)
+            config = stock(**{key: value for key, value in sizes.items() if key in known}, **settings)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            break
+        except Exception as error:  # whatever a config or a model finds wrong with these sizes
+            problems.append(f"{type(error).__name__}: {error}".strip().splitlines()[0])
+    else:
+        pytest.skip(f"no model of {model_type} can be built by these sizes, or by default: {problems[-1]}")
+    if sum(parameter.numel() for parameter in model.parameters()) > SMALL:
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def facts(model):
+    """Return what a patch changes: classes, configs, modules, hooks, attributes, and which tensors there are."""
+    modules = [
+        (name, type(module), sorted(vars(module)), list(module._forward_hooks), list(module._forward_pre_hooks))
+        for name, module in model.named_modules()
+    ]
+    tensors = [(name, id(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    configs = [(id(module.config), type(module.config)) for module in model.modules() if hasattr(module, "config")]
+    return type(model), modules, tensors, configs, model.config.to_dict()
+
+
+@pytest.mark.filterwarnings("ignore")  # what stock configs and models say while they are built is their own business
+@pytest.mark.parametrize("model_type", [model_type for model_type in TYPES if meant(model_type) not in SERVED])
+def test_a_refused_model_is_left_as_it_was(model_type):
+    model = built(model_type)
+    model_type = model.config.model_type  # AutoModelForCausalLM takes the language model out of some multimodal ones
+    if model_type in SERVED:
+        return
+    before = facts(model)
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for scheme in ("alibi", "nope", "rope", "learned"):
+        with pytest.raises(UnsupportedModelError) as raised:
+            patch_model(model, scheme)
+        assert str(raised.value) == f"model type {model_type!r} cannot be patched: {reason_against(model_type)}"
+    with pytest.raises(UnsupportedModelError, match=repr(model_type)):
+        hf_posenc.describe(model)
+    assert facts(model) == before
+    assert all(value.is_meta or value.equal(values[name]) for name, value in model.state_dict().items())
+
+
+def test_a_reason_is_for_what_is_not_served():
+    named = Counter(model_type for refusal in REFUSALS for model_type in refusal.model_types)
+    assert not [model_type for model_type, count in named.items() if count > 1]
+    assert not [model_type for model_type in named if model_type in SERVED], "take them off families/refused.py"
+    inside = {refusal.text_type for refusal in REFUSALS} - {None}
+    assert not [text for text in inside if text not in SERVED and text not in named]
+    for refusal in REFUSALS:
+        assert refusal.reason == refusal.reason.strip(". \n")
+
+
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="an older transformers does not have all types"
+)
+def test_every_type_with_a_reason_exists():
+    assert not [model_type for model_type in refusals() if model_type not in CONFIG_MAPPING]
+
+
+def test_the_reason_is_given_before_weights_are_read(tmp_path):
+    transformers.MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="'mamba' cannot be patched: it has no attention"):
+        hf_posenc.from_pretrained(tmp_path, scheme="alibi")
+    assert "it has no attention" in hf_posenc.inspect(tmp_path).problem
+
+
+def test_a_language_model_inside_is_named(monkeypatch):
+    said = reason_against("gemma3")
+    assert "of type 'gemma3_text', which is served: copy it into" in said
+    monkeypatch.setattr(registry, "_FAMILIES", {t: f for t, f in registry._FAMILIES.items() if t != "gemma3_text"})
+    monkeypatch.setattr(registry, "_REFUSED", registry._REFUSED | {"gemma3_text": registry._REFUSED["mamba"]})
+    assert "of type 'gemma3_text', is not served either: it has no attention" in reason_against("gemma3")
+
+
+def test_whoever_has_a_family_for_a_refused_type_can_register_it(monkeypatch):
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    family = registry.register_family(Family(model_types=("mamba",)))
+    assert family_for("mamba") is family
+    assert reason_against("mamba") is None
+    assert "mamba" not in refusals()
