@@ -443,6 +443,37 @@ T5 = [
 ]
 
 
+# --- kerple: Chi et al. 2022: -r_1 log(1 + r_2 |m - n|) or -r_1 |m - n|^r_2 is added to the logit, r_1, r_2 > 0, the power's r_2 at
+# most 2; what is trained is x, with r = log(1 + e^x), and 2 / (1 + e^-x) for the power's r_2
+
+
+def kerple_attention(query, key, value, parameters, *, softmax_scale, cap=identity, variant="log", **_):
+    r_1 = torch.log(1 + torch.exp(parameters["raw_scale"]))
+    if variant == "log":
+        r_2 = torch.log(1 + torch.exp(parameters["raw_rate"]))
+    else:
+        r_2 = 2 / (1 + torch.exp(-parameters["raw_exponent"]))
+
+    def bias(h, n):
+        if variant == "log":
+            return -r_1[h] * torch.log(1 + r_2[h] * n)
+        return -r_1[h] * torch.exp(r_2[h] * math.log(n)) if n else 0.0
+
+    return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) + bias(h, i - j))
+
+
+def kerple(name: str, **hyperparameters: Any) -> Case:
+    return Case(id=f"kerple-{name}", scheme="kerple", hyperparameters=hyperparameters, attention=kerple_attention)
+
+
+KERPLE = [
+    kerple("default"),
+    kerple("power", variant="power"),
+    kerple("per-layer", share_layers=False),
+    kerple("power-per-layer", variant="power", share_layers=False),
+]
+
+
 # --- alibi: Press et al. 2021, section 3: q_i K^T + m [-(i-1), ..., -2, -1, 0]; the slopes of n heads are the geometric
 # sequence that starts at 2^(-8/n) with that same ratio; where n is no power of two, those of the closest smaller power
 # of two, then every other one of twice that power (the authors' code)
@@ -543,6 +574,7 @@ CASES: list[Case] = [
     *TRANSFORMER_XL,
     *SHAW,
     *T5,
+    *KERPLE,
     *ALIBI,
     *DA_TRANSFORMER,
     *COPE,

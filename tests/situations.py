@@ -36,6 +36,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi-trainable": ("alibi", {"trainable": True}),
     "da_transformer": ("da_transformer", {}),
     "t5": ("t5", {"num_buckets": 8, "max_distance": 16}),
+    "kerple": ("kerple", {}),
+    "kerple-power": ("kerple", {"variant": "power", "share_layers": False}),
     "cope": ("cope", {"num_positions": 6}),
 }
 SCHEMES = tuple(case for case in CASES if "-" not in case)

@@ -128,6 +128,7 @@ EXPECTED = {
     "alibi": ("yes", "not applicable", "yes", "yes", "yes"),
     "da_transformer": ("no", "not applicable", "yes", "yes", "no"),
     "t5": ("no", "not applicable", "yes", "yes", "no"),
+    "kerple": ("yes", "not applicable", "yes", "yes", "yes"),
     "cope": ("no", "not applicable", "yes", "yes", "no"),
 }
 

@@ -41,6 +41,7 @@ SCHEMES = {
     "nope": {},
     "rope": {"rope_theta": 50.0},
     "t5": {"num_buckets": 8, "max_distance": 16},
+    "kerple": {},
     "sinusoidal": {},
     "learned": {"num_positions": 64},
     "shaw": {"max_distance": 5},
@@ -207,8 +208,8 @@ def hyperparameters(model_type, scheme):
     if scheme == "rope" and family_for(model_type).slices_rotary:
         # More than the one pair that a quarter of 8 dimensions is, whose angle is 1 for every base of frequencies.
         return {**SCHEMES[scheme], "partial_rotary_factor": 0.5}
-    if scheme == "t5" and family_for(model_type).heads is not None:
-        return {**SCHEMES[scheme], "share_layers": False}  # there are as many biases as heads
+    if scheme in ("t5", "kerple") and family_for(model_type).heads is not None:
+        return {**SCHEMES[scheme], "share_layers": False}  # their numbers are as many as heads
     return SCHEMES[scheme]
 
 

@@ -17,7 +17,7 @@ from hf_posenc.engines import dispatch, flex, reference, selftest
 from hf_posenc.engines.dispatch import choose, named
 from hf_posenc.positions import Positions, pack, unpack
 
-CASES = ("alibi", "alibi-trainable", "t5", "shaw-keys-only", "da_transformer")
+CASES = ("alibi", "alibi-trainable", "t5", "kerple", "kerple-power", "shaw-keys-only", "da_transformer")
 pytestmark = [
     # What compiling itself gives rise to: torch looks at gradients of captured tensors, and uses what it deprecates.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -332,7 +332,8 @@ def test_auto_takes_what_passed(form, found, engine, untried, monkeypatch):
 def test_the_kind_of_a_call(case):
     q, k, _ = inputs(Positions.causal(40), 4, 2, torch.bfloat16)
     learning = selftest.kind_of(MODULES[case](4).form(q), q, k, None)
-    forms = {"alibi": "linear", "alibi-trainable": "added", "t5": "added", "shaw-keys-only": "labelled"}
+    forms = {"alibi": "linear", "shaw-keys-only": "labelled"}
+    forms |= dict.fromkeys(("alibi-trainable", "t5", "kerple", "kerple-power"), "added")
     expected = kind(forms.get(case, "rescaled and clipped"), dtype=torch.bfloat16, size=HEAD_DIM)
     assert learning == expected
     with torch.no_grad():

@@ -209,6 +209,52 @@ def test_alibi_slopes_of_any_number_of_heads(num_heads):
     assert_close(slopes, torch.tensor(paper_slopes(num_heads), dtype=torch.float64), torch.float64, "slopes")
 
 
+def kerple(case_id: str, num_heads: int):
+    return build(next(case for case in CASES if case.id == case_id), Dims(num_heads, num_heads, 2, 2 * num_heads, 1))
+
+
+@pytest.mark.parametrize("case_id", ["kerple-per-layer", "kerple-power-per-layer"])
+def test_where_kerple_starts(case_id):
+    """As the authors' code: uniform in (0, 2) for `r_1` of the logarithm and `r_2` of the power, in (0, 1) else, from 0.01."""
+    module, parameters = kerple(case_id, 4000)
+    torch.manual_seed(0)
+    module.reset_parameters()
+    assert not list(module.buffers()), "buffers would be left uninitialised by from_pretrained"
+    for name, x in parameters.items():
+        assert x.shape == (4000,)
+        most = (
+            2
+            if (case_id, name) in {("kerple-per-layer", "raw_scale"), ("kerple-power-per-layer", "raw_exponent")}
+            else 1
+        )
+        r = 2 / (1 + torch.exp(-x)) if name == "raw_exponent" else torch.log(1 + torch.exp(x))
+        assert 0.01 * (1 - 1e-5) <= r.min() < 0.02
+        assert 0.99 * most < r.max() <= most * (1 + 1e-5)
+        quantiles = torch.tensor([0.25, 0.5, 0.75])
+        assert torch.allclose(r.quantile(quantiles), most * quantiles, rtol=0, atol=0.03 * most), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case_id", ["kerple-per-layer", "kerple-power-per-layer"])
+def test_kerple_falls_with_the_distance_whatever_is_trained(case_id, dtype):
+    """No values of the parameters raise a key above a nearer one, or make anything that is no number."""
+    corners = torch.cartesian_prod(*[torch.tensor([-1000.0, -90.0, -1.0, 0.0, 30.0, 90.0, 1000.0])] * 2)
+    module, parameters = kerple(case_id, len(corners))
+    with torch.no_grad():
+        for n, parameter in enumerate(parameters.values()):
+            parameter.copy_(corners[:, n])
+    distance = torch.tensor([0, 1, 2, 30, 1000, 1_000_000])
+    biases = module.to(dtype).form(torch.empty(0, dtype=dtype)).values(distance)
+    assert biases.dtype == dtype
+    assert biases.isfinite().all()
+    assert (biases <= 0).all()
+    assert (biases.diff() <= 0).all()
+    ordinary = (corners.abs() <= 30).all(1)
+    assert (biases.diff()[ordinary] < 0).all()
+    gradients = torch.autograd.grad(biases.sum(), list(parameters.values()))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 def test_cope_counts_what_is_visible_in_the_order_of_positions():
     """One query on 9 keys, of which a window, a document and padding hide 5: as if it saw the others only."""
     case = next(case for case in CASES if case.id == "cope-few")
@@ -653,6 +699,8 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
             ["{a0}.position_projection", "{a1}.position_projection", "{d}.content_bias", "{d}.position_bias"],
         ),
         ("da_transformer-no-relu", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("distance_weight", "saturation")]),
+        ("kerple-default", ["{d}.raw_scale", "{d}.raw_rate"]),
+        ("kerple-power-per-layer", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("raw_scale", "raw_exponent")]),
         ("cope-few", ["{a0}.position_embeddings", "{a1}.position_embeddings"]),
         ("cope-shared-layers", ["{d}.position_embeddings"]),
         ("sinusoidal-every-layer-trained", ["{d}.frequencies"]),

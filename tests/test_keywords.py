@@ -29,6 +29,7 @@ VALUES = {
     "alibi": {"slopes": (None, [0.5, 0.1, 0.2, 0.3]), "trainable": (False, True)},
     "cope": {"num_positions": (64, 5), "share_layers": (False, True)},
     "da_transformer": {"relu": (True, False)},
+    "kerple": {"variant": ("log", "power"), "share_layers": (True, False)},
     "learned": {
         "num_positions": (None, 32),
         "placement": ("input", "every_layer"),

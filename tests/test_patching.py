@@ -36,6 +36,7 @@ VARIANTS = {
     "shaw-shared": ("shaw", {"share_layers": True, "max_distance": 4}),
     "shaw-per-head": ("shaw", {"share_heads": False, "values": False, "max_distance": 4}),
     "alibi-trainable": ("alibi", {"trainable": True}),
+    "kerple-power": ("kerple", {"variant": "power", "share_layers": False}),
     "da_transformer-linear": ("da_transformer", {"relu": False}),
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)

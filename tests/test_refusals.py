@@ -112,6 +112,8 @@ WRONG = [
     ("t5", "max_distance", 16, ValueError, ["above num_buckets / 2 = 16"]),
     ("t5", "max_distance", "128", TypeError, ["integer"]),
     ("t5", "share_layers", 1, TypeError, ["True or False"]),
+    *[("kerple", "variant", value, ValueError, ["log", "power"]) for value in ("logarithmic", None, 2)],
+    *[("kerple", "share_layers", value, TypeError, ["True or False"]) for value in (1, "no")],
     *[("sinusoidal", "base", value, ValueError, ["positive"]) for value in (0, -2.0, INF, NAN)],
     *[("sinusoidal", "base", value, TypeError, ["number"]) for value in ("10000", None, True)],
     ("sinusoidal", "layout", "half", ValueError, ["interleaved", "split", "'half'"]),
