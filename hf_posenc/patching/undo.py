@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,40 @@ class Undo:
         while self.steps:
             step, arguments = self.steps.pop()
             step(*arguments)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Undo everything for the length of a `with` block; afterwards all is back, the same modules and values."""
+        kept: list[tuple[Any, _Snapshot]] = []
+        try:
+            for step, arguments in reversed(self.steps):
+                kept.append((arguments[0], _Snapshot(arguments[0])))
+                step(*arguments)
+            yield
+        finally:
+            for owner, snapshot in reversed(kept):
+                snapshot.restore(owner)
+
+
+class _Snapshot:
+    """What inverse steps may change of a module or a config: its class, attributes, children, buffers and pre-hooks."""
+
+    TABLES = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+
+    def __init__(self, owner: Any) -> None:
+        self.cls = type(owner)
+        self.attributes = {name: value for name, value in owner.__dict__.items() if name not in self.TABLES}
+        self.tables = {name: dict(owner.__dict__[name]) for name in self.TABLES if name in owner.__dict__}
+
+    def restore(self, owner: Any) -> None:
+        owner.__class__ = self.cls
+        for name in [name for name in owner.__dict__ if name not in self.attributes and name not in self.TABLES]:
+            del owner.__dict__[name]
+        owner.__dict__.update(self.attributes)
+        for name, entries in self.tables.items():  # the dictionaries stay the same: handles of hooks refer to them
+            table = owner.__dict__[name]
+            table.clear()
+            table.update(entries)
 
 
 def set_module(undo: Undo, owner: nn.Module, name: str, module: nn.Module) -> None:

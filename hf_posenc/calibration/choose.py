@@ -1,0 +1,111 @@
+"""Closed forms tried on a model: for each head the one that leaves its attention closest to the base's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..patching.plan import BaseModel
+from .closed import Averages, Turn, curve, fit, target_of, turn_of
+from .pair import Pair
+
+CANDIDATES = ("as it was", "bias", "turned", "turned, bias")
+"""What is tried: the scheme as it was; its curve fitted to what the base's positions add on average; queries turned by
+the mean rotation; both."""
+
+
+def close(
+    pair: Pair, windows: int, before: dict[int, Tensor]
+) -> tuple[dict[int, Averages], dict[int, tuple[str, ...]], dict[int, Tensor]]:
+    """Try the closed forms, and keep the best of each head."""
+    plain = pair.averages(windows)
+    turns = _turns(pair, plain)
+    everywhere = {index: torch.ones(pair.plan.sizes[index].num_heads, dtype=torch.bool) for index in turns}
+    modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
+    start = _State(turns, modules)
+    found = {"as it was": before}
+    if modules:
+        _fit_all(pair, modules, {index: target_of(modules[index], pair.like(index), plain[index]) for index in modules})
+        found["bias"] = pair.divergence()
+        start.restore()
+    turned = plain
+    if turns:
+        for index, turn in turns.items():
+            turn.apply(everywhere[index])
+        found["turned"] = pair.divergence()
+        if modules:
+            turned = pair.averages(windows)
+            _fit_all(
+                pair, modules, {index: target_of(modules[index], pair.like(index), turned[index]) for index in modules}
+            )
+            found["turned, bias"] = pair.divergence()
+        start.restore()
+    names = [name for name in CANDIDATES if name in found]
+    best = {index: torch.stack([found[name][index] for name in names]).argmin(0) for index in pair.layers}
+    chosen = {index: tuple(names[number] for number in best[index].tolist()) for index in pair.layers}
+    for index, turn in turns.items():
+        turn.apply(torch.tensor([name.startswith("turned") for name in chosen[index]]))
+    if modules:
+        targets: dict[int, tuple[Tensor, Tensor]] = {}
+        for index, module in modules.items():
+            like = pair.like(index)
+            own = curve(module, like, plain[index].pairs.shape[0])
+            assert own is not None
+            by_name = {
+                "bias": target_of(module, like, plain[index]),
+                "turned, bias": target_of(module, like, turned[index]),
+            }
+            kept = (own.detach().double(), plain[index].pairs.expand_as(own).double())
+            picked = [by_name.get(name, kept) for name in chosen[index]]
+            shape, weight = (torch.stack([pick[n][head] for head, pick in enumerate(picked)]) for n in range(2))
+            targets[index] = shape, weight
+        _fit_all(pair, modules, targets)
+    closed = pair.divergence()
+    if sum(each.sum() for each in closed.values()) > sum(each.sum() for each in before.values()):
+        start.restore()  # heads that share parameters cannot each have what is best for them
+        return plain, {index: ("as it was",) * len(names_) for index, names_ in chosen.items()}, before
+    return plain, chosen, closed
+
+
+def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, tuple[Tensor, Tensor]]) -> None:
+    """Fit every module to the curves of the layers that it serves."""
+    owners: dict[int, tuple[Any, Tensor, list[tuple[Tensor, Tensor]]]] = {}
+    for index, module in modules.items():
+        owners.setdefault(id(module), (module, pair.like(index), []))[2].append(targets[index])
+    for module, like, curves in owners.values():
+        fit(module, like, curves)
+
+
+def _turns(pair: Pair, averages: dict[int, Averages]) -> dict[int, Turn]:
+    """Return the mean rotation of each layer's heads, where the base rotates and its queries can take it."""
+    found = {}
+    with pair.as_base() as model:
+        base = BaseModel.of(model)
+        rotary = base.found.rotary
+        types: Any = getattr(base.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
+        for index in pair.layers:
+            if rotary is None or not base.found.rotated[index]:
+                continue
+            if any(scheme.acts_on.rotates and index in pair.plan.layers_of(scheme) for scheme in pair.patch.schemes):
+                continue
+            turn = turn_of(pair.plan, index, rotary, averages[index].mass, types[index] if types else None)
+            if turn is not None:
+                found[index] = turn
+    return found
+
+
+class _State:
+    """The values that closed forms change, to be put back."""
+
+    def __init__(self, turns: dict[int, Turn], modules: dict[int, Any]) -> None:
+        changed = [p for turn in turns.values() for p in turn.projection.parameters()]
+        changed += [p for module in modules.values() for p in module.parameters()]
+        self.kept = [(p, p.detach().clone()) for p in {id(p): p for p in changed}.values()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put them back."""
+        for parameter, value in self.kept:
+            parameter.copy_(value)

@@ -1,0 +1,182 @@
+"""What the attention of a base and of the scheme in its place sees, on the same inputs, a few queries at a time.
+
+Nothing of the size queries times keys is kept: a few rows of scores are computed and used, and computed again for a
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..call import Call
+from ..engines.chunked import cut
+from ..errors import UnsupportedModelError
+from ..forms import Content
+from ..modules import Shared, WithoutPositions
+from ..patching.plan import BaseModel
+from ..patching.state import patch_of
+from ..patching.undo import Undo, set_attribute, set_module
+from ..positions import Positions
+from ..tracing import LayerCall, recorded
+from ..upstream import NAME
+
+SCORES = 2**21
+"""Scores that are computed at once, over batch and heads."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of attention scores.
+
+    Attributes:
+        scores: (B, H, R, L) float32 or float64, invisible keys at the dtype's minimum.
+        visible: (B|1, 1|H, R, L) bool.
+        distance: (B|1, 1, R, L) integers.
+        sinks: (H,) or None.
+    """
+
+    scores: Tensor
+    visible: Tensor
+    distance: Tensor
+    sinks: Tensor | None
+
+    def log_weights(self) -> Tensor:
+        """Return the logarithms of the attention weights, (B, H, R, L), or (B, H, R, L + 1) with sinks."""
+        scores = self.scores
+        if self.sinks is not None:
+            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sinks], -1)
+        return scores.log_softmax(-1)
+
+
+def parts(call: Call) -> Iterator[slice]:
+    """Split the queries of a call so that the scores of a part are not more than `SCORES`."""
+    batch, heads, queries, _ = call.query.shape
+    rows = max(1, min(queries, SCORES // (batch * heads * call.key.shape[2])))
+    for start in range(0, queries, rows):
+        yield slice(start, min(start + rows, queries))
+
+
+def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
+    """Return the scores of some queries.
+
+    Args:
+        call: with its module and form.
+        part: which queries.
+        content: leave out what the scheme does: `q . k` alone.
+    """
+    positions = call.positions
+    assert isinstance(positions, Positions)
+    sub = replace(call, query=call.query[:, :, part], positions=cut(positions, part, slice(0, call.key.shape[2])))
+    wide = sub.widened()
+    scores = (Content() if content else wide.formula).scores(wide)
+    return Rows(wide.positions.mask(scores), wide.visible(), wide.distance(), wide.sinks)
+
+
+class _Arrived(BaseException):
+    """Carries the call that a layer made of its attention out of the layer."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+def _owner(module: nn.Module) -> Any:
+    return module.owner() if isinstance(module, Shared) else module
+
+
+def _complete(module: nn.Module, call: Call) -> Call:
+    owner = _owner(module)
+    return replace(call, module=owner, form=owner.form(call.query))
+
+
+@contextmanager
+def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
+    """Have all attention of a model, also of a stock one, go through the attention function of this package."""
+    if base.family.bypasses_interface and patch_of(model) is None:
+        raise UnsupportedModelError(
+            f"the attention of a stock {type(model).__name__} never calls transformers' attention interface, so that "
+            "nobody sees its scores: it cannot be the base of a calibration"
+        )
+    undo = Undo()
+    try:
+        for index, attention in base.found.attention_of.items():
+            if "posenc" not in attention._modules:
+                set_module(undo, attention, "posenc", WithoutPositions())
+                set_attribute(undo, attention, "posenc_engine", "auto")
+            if base.family.heads is not None:
+                set_attribute(undo, attention, "posenc_heads", base.sizes[index].num_heads)
+        for config in {id(c): c for c in (model.config, *(a.config for a in base.found.attentions))}.values():
+            set_attribute(undo, config, "_attn_implementation_internal", NAME)
+        yield
+    finally:
+        undo.roll_back()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one layer was called with, and what its attention was asked to compute.
+
+    Attributes:
+        layer: arguments of the decoder layer.
+        call: of its attention.
+    """
+
+    layer: LayerCall
+    call: Call
+
+
+@torch.no_grad()
+def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> dict[int, Seen]:
+    """Run a model and write down what happens in some of its layers.
+
+    Args:
+        model: patched or stock, in evaluation mode.
+        tokens: (B, T), documents without padding.
+        layers: indices of layers with attention.
+    """
+    base = BaseModel.of(model)
+    calls: dict[int, Call] = {}
+
+    def record(index: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            calls[index] = _complete(module, args[0])
+
+        return hook
+
+    with attending(model, base), ExitStack() as hooks:
+        for index in layers:
+            module: Any = base.found.attention_of[index].posenc
+            hooks.callback(module.register_forward_pre_hook(record(index)).remove)
+        entered = hooks.enter_context(recorded(base.found.layers))
+        model.base_model(tokens, use_cache=False)
+    return {index: Seen(entered[index], calls[index]) for index in layers}
+
+
+def asked(layer: nn.Module, attention: Any, hidden_states: Tensor, seen: LayerCall) -> Call:
+    """Return what a layer asks of its attention on some hidden states, with gradients where they are enabled.
+
+    Args:
+        layer: a decoder layer of a model that attends through this package.
+        attention: its attention.
+        hidden_states: (B, T, E) that enter the layer.
+        seen: the other arguments of the layer.
+    """
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        raise _Arrived(_complete(module, args[0]))
+
+    handle = attention.posenc.register_forward_pre_hook(hook)
+    try:
+        layer(hidden_states, *seen.args, **seen.kwargs)
+    except _Arrived as arrived:
+        return arrived.call
+    finally:
+        handle.remove()
+    raise UnsupportedModelError(f"{type(layer).__name__} never reached its attention")

@@ -1,0 +1,80 @@
+"""Attention matched to the base's, layer by layer, by gradient steps on the base's own hidden states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..modules import PositionModule
+from .maps import attending
+from .pair import Pair, mean_kl
+
+
+def match(
+    pair: Pair,
+    weights: str,
+    steps: int,
+    batch_size: int,
+    rates: tuple[float, float],
+    seed: int,
+    on_step: Callable[[int, float], None] | None,
+) -> None:
+    """Match the attention of each layer to the base's by gradient steps."""
+    scheme = [p for module in pair.model.modules() if isinstance(module, PositionModule) for p in module.parameters()]
+    scheme = list({id(p): p for p in scheme}.values())
+    own = {id(p) for p in scheme}
+    moved: list[nn.Parameter] = []
+    if weights != "scheme":
+        reached = [p for index in pair.layers for p in pair.query_key(index) if id(p) not in own]
+        moved = [p for p in reached if weights == "query_key" or p.requires_grad]
+    parameters = scheme + moved
+    if not parameters:
+        return
+    groups = [{"params": each, "lr": rate} for each, rate in zip((scheme, moved), rates, strict=True) if each]
+    frozen = [p for p in parameters if not p.requires_grad]
+    optimizer = torch.optim.Adam(groups)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5 * (1 + math.cos(math.pi * n / steps)))
+    generator = torch.Generator().manual_seed(seed)
+    processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    try:
+        for p in frozen:
+            p.requires_grad_(True)
+        with attending(pair.model, pair.plan):
+            for step in range(1, steps + 1):
+                order = torch.randint(len(pair.train), (processes, batch_size), generator=generator)
+                value = _gradients(pair, pair.train[order[rank].to(pair.train.device)], parameters)
+                if processes > 1:
+                    for p in parameters:
+                        if p.grad is not None:
+                            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG if p.is_cuda else dist.ReduceOp.SUM)
+                            p.grad /= 1 if p.is_cuda else processes
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                if on_step is not None:
+                    on_step(step, value)
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+        for p in parameters:
+            p.grad = None
+
+
+def _gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter]) -> float:
+    """Add the gradients of the mean KL divergence of a batch, and return it, the mean over layers and heads."""
+    theirs, inputs = pair.seen(tokens)
+    value = 0.0
+    for index, (hidden, seen) in inputs.items():
+        base, ours = theirs[index].call, pair.asked(index, hidden, seen)
+        loss = mean_kl(base, ours)
+        if loss.requires_grad:
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for p, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    p.grad = gradient if p.grad is None else p.grad + gradient
+        value += loss.item()
+    return value / len(inputs)

@@ -1,0 +1,197 @@
+"""A patched model and its base: what the layers of both see of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from ..call import Call
+from ..forms import Factors
+from ..modes import evaluation
+from ..modules import Shared
+from ..patching.plan import BaseModel
+from ..patching.state import Patch
+from ..tracing import LayerCall
+from .closed import Averages, curve
+from .maps import Seen, asked, attending, observe, parts, rows_of
+
+
+class Pair:
+    """A patched model, its base, and the windows of tokens that they are compared on.
+
+    Where the base is the model itself, as it was before it was patched, the two share all weights: those that are going
+    to be moved are kept aside, and nothing else is held twice.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, patch: Patch, base: PreTrainedModel | None, tokens: Tensor, held: int
+    ) -> None:
+        """Look at both.
+
+        Args:
+            model: patched, in evaluation mode.
+            patch: what is known of it.
+            base: another model, or None for what the model was.
+            tokens: (N, T).
+            held: how many windows, the last ones, only measure.
+        """
+        self.model, self.patch, self.other = model, patch, base
+        self.plan = BaseModel.of(model)
+        tokens = tokens.to(next(self.plan.found.token_embedding.parameters()).device)
+        self.train, self.held = tokens[:-held], tokens[-held:]
+        named = {layer for scheme in patch.schemes for layer in self.plan.layers_of(scheme)}
+        self.layers = sorted(named & set(self.plan.sizes))
+        self._arguments: dict[torch.Size, dict[int, LayerCall]] = {}
+        self.originals: list[tuple[nn.Parameter, Tensor]] = []
+        if base is None:
+            moved = {id(p): p for index in self.layers for p in self.query_key(index)}
+            self.originals = [(p, p.detach().clone()) for p in moved.values()]
+
+    @contextmanager
+    def as_base(self) -> Iterator[PreTrainedModel]:
+        """Have the base: another model, or this one as it was before it was patched."""
+        if self.other is not None:
+            with evaluation(self.other):
+                yield self.other
+            return
+        assert self.patch.undo is not None
+        moved = [p.data for p, _ in self.originals]
+        try:
+            for p, original in self.originals:
+                p.data = original
+            with self.patch.undo.suspended():
+                yield self.model
+        finally:
+            for (p, _), data in zip(self.originals, moved, strict=True):
+                p.data = data
+
+    def seen(self, tokens: Tensor) -> tuple[dict[int, Seen], dict[int, tuple[Tensor, LayerCall]]]:
+        """Return what the base's layers see, and the scheme's on the base's hidden states.
+
+        Vectors that only one of them adds to the hidden states at the input are taken off, or added, in every layer:
+        they run through the whole model beside what the layers write.
+        """
+        with self.as_base() as base:
+            theirs = observe(base, tokens, [0, *self.layers] if 0 in self.plan.sizes else self.layers)
+        ours = self.arguments(tokens)
+        shift: Tensor | float = 0.0
+        if self.plan.found.position_table is not None:
+            shift = self._entering(self.model, tokens) - self._entering_base(tokens)
+        added: Tensor | float = 0.0
+        first: Any = self.plan.found.layers[0]
+        at_first = self.patch.schemes and any(scheme.acts_on.enters_at_input for scheme in self.patch.schemes)
+        if at_first and "posenc" in first._modules:
+            with torch.no_grad():
+                added = first.posenc(torch.arange(tokens.shape[1], device=tokens.device)[None])
+        inputs = {}
+        for index in self.layers:
+            hidden = theirs[index].layer.hidden_states + shift
+            inputs[index] = (hidden + added if index else hidden, ours[index])
+        return theirs, inputs
+
+    def arguments(self, tokens: Tensor) -> dict[int, LayerCall]:
+        """Return what the patched layers are called with beside hidden states, by the shape of tokens."""
+        if tokens.shape not in self._arguments:
+            seen = observe(self.model, tokens, self.layers)
+            self._arguments[tokens.shape] = {index: each.layer for index, each in seen.items()}
+        return self._arguments[tokens.shape]
+
+    def _entering_base(self, tokens: Tensor) -> Tensor:
+        with self.as_base() as base:
+            return self._entering(base, tokens)
+
+    def _entering(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
+        layer = min(self.plan.sizes)
+        return observe(model, tokens, [layer])[layer].layer.hidden_states
+
+    def asked(self, index: int, hidden: Tensor, arguments: LayerCall) -> Call:
+        """Return what a patched layer asks of its attention."""
+        found = self.plan.found
+        return asked(found.layers[index], found.attention_of[index], hidden, arguments)
+
+    @torch.no_grad()
+    def divergence(self) -> dict[int, Tensor]:
+        """Return the KL divergence of each layer's heads from the base's on the held-out windows, (H,) each."""
+        sums = {index: torch.zeros(self.plan.sizes[index].num_heads) for index in self.layers}
+        with attending(self.model, self.plan):
+            for batch in self.held.split(4):
+                theirs, inputs = self.seen(batch)
+                for index, (hidden, seen) in inputs.items():
+                    ours = self.asked(index, hidden, seen)
+                    base = theirs[index].call
+                    for part in parts(base):
+                        sums[index] += _kl(base, ours, part).sum((0, 2)).cpu()
+        return {index: total / self.held.numel() for index, total in sums.items()}
+
+    @torch.no_grad()
+    def averages(self, windows: int) -> dict[int, Averages]:
+        """Return sums by distance over some windows."""
+        found = {}
+        with attending(self.model, self.plan):
+            for batch in self.train[:windows].split(4):
+                theirs, inputs = self.seen(batch)
+                for index, (hidden, seen) in inputs.items():
+                    ours, base = self.asked(index, hidden, seen), theirs[index].call
+                    relu = isinstance(ours.form, Factors) and ours.form.relu
+                    if index not in found:
+                        heads = base.query.shape[1]
+                        found[index] = Averages.none(heads, batch.shape[1], batch.device)
+                    found[index].add(base, ours, relu=relu)
+        return found
+
+    def like(self, index: int) -> Tensor:
+        """Return an empty tensor with the dtype and device of a layer's queries."""
+        return next(self.plan.found.attention_of[index].parameters()).new_empty(0)
+
+    def module(self, index: int) -> Any:
+        """Return a layer's module with a trainable bias or factor by distance, or None."""
+        attention: Any = self.plan.found.attention_of[index]
+        placed = attention._modules.get("posenc")
+        owner: Any = placed.owner() if isinstance(placed, Shared) else placed
+        if owner is None or not any(True for _ in owner.parameters()):
+            return None
+        return None if curve(owner, self.like(index), 1) is None else owner
+
+    def query_key(self, index: int) -> list[nn.Parameter]:
+        """Return the parameters of a layer's attention that reach its scores."""
+        _, inputs = self.seen(self.train[:1])
+        with torch.enable_grad(), attending(self.model, self.plan):
+            hidden, seen = inputs[index]
+            attention = self.plan.found.attention_of[index]
+            candidates = [p for p in attention.parameters() if p.is_floating_point()]
+            kept = [p.requires_grad for p in candidates]
+            try:
+                for p in candidates:
+                    p.requires_grad_(True)
+                call = self.asked(index, hidden, seen)
+                reached = torch.autograd.grad(call.query.sum() + call.key.sum(), candidates, allow_unused=True)
+            finally:
+                for p, needed in zip(candidates, kept, strict=True):
+                    p.requires_grad_(needed)
+        return [p for p, gradient in zip(candidates, reached, strict=True) if gradient is not None]
+
+
+def _kl(base: Call, ours: Call, part: slice) -> Tensor:
+    """Return the KL divergence of some rows of attention weights from the base's, (B, H, R), in nats."""
+    theirs, mine = rows_of(base, part).log_weights(), rows_of(ours, part).log_weights()
+    weights = theirs.exp()
+    return torch.where(weights > 0, weights * (theirs - mine), 0.0).sum(-1)
+
+
+def mean_kl(base: Call, ours: Call) -> Tensor:
+    """Return the mean KL divergence over rows, queries and heads; where there are several parts, each is run again."""
+    pieces = list(parts(base))
+    total = base.query.new_zeros(())
+
+    def piece(part: slice) -> Tensor:
+        return _kl(base, ours, part).sum()
+
+    for part in pieces:
+        total = total + (piece(part) if len(pieces) == 1 else checkpoint(piece, part, use_reentrant=False))
+    return total / base.query[..., 0].numel()

@@ -1,0 +1,380 @@
+"""Calibration: what a base's positions did is found, put into the scheme, and nothing else is changed."""
+
+import copy
+
+import pytest
+import torch
+from families import tiny, tokens
+from snapshots import assert_same, snapshot
+
+import hf_posenc
+from hf_posenc import NotPatchedError, UnsupportedModelError, patch_model, unpatch_model
+from hf_posenc.calibration import calibrate
+from hf_posenc.calibration.closed import Averages, turn_of
+from hf_posenc.calibration.maps import attending, observe
+from hf_posenc.calibration.pair import Pair
+from hf_posenc.patching.state import patch_of
+from hf_posenc.schemes.t5 import T5
+
+LENGTH = 24
+
+
+def windows(count=12, length=LENGTH):
+    return tokens(count, length, seed=3)
+
+
+def logits(model, ids=None):
+    with torch.no_grad():
+        return model(windows(2) if ids is None else ids, use_cache=False).logits
+
+
+def pair_of(model, base=None, count=6, held=2):
+    return Pair(model, patch_of(model), base, windows(count), held)
+
+
+# --------------------------------------------------------------------------------------------- the base under the patch
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3", "phi3", "smollm3"])
+@pytest.mark.parametrize("scheme", ["alibi", "nope", "sinusoidal", "t5", "rope"])
+def test_a_patch_can_be_suspended(family, scheme):
+    options = {"rope_theta": 50.0} if scheme == "rope" else {}
+    model = tiny(family)
+    stock = logits(model)
+    patch_model(model, scheme, seed=0, **options)
+    before, patched = snapshot(model), logits(model)
+    assert not patched.equal(stock)
+    for _ in range(2):
+        with patch_of(model).undo.suspended():
+            assert logits(model).equal(stock)
+            assert type(model) is type(tiny(family))
+        assert_same(snapshot(model), before)
+        assert logits(model).equal(patched)
+    with pytest.raises(ZeroDivisionError), patch_of(model).undo.suspended():
+        raise ZeroDivisionError
+    assert logits(model).equal(patched)
+    assert logits(unpatch_model(model)).equal(stock)
+
+
+def test_hooks_of_others_stay_in_their_order():
+    model, seen = patch_model(tiny("llama"), "alibi"), []
+    handle = model.model.register_forward_pre_hook(lambda *_: seen.append("mine"))
+    with patch_of(model).undo.suspended():
+        logits(model)
+    logits(model)
+    assert seen == ["mine", "mine"]
+    handle.remove()
+    logits(model)
+    assert seen == ["mine", "mine"]
+
+
+# ----------------------------------------------------------------------------------------------------- brute force
+
+
+def by_hand(model, ids):
+    """Scores of the first layer of a LLaMA in float64, rotated and not, (B, H, T, T) each."""
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+        q, k = (p(x).view(*ids.shape, -1, 8).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+        k = k.repeat_interleave(2, 1)
+        angles = torch.arange(ids.shape[1])[:, None] * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+
+        def turned(v):
+            z = torch.complex(v[..., :4], v[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
+            return torch.cat([z.real, z.imag], -1)
+
+        return turned(q) @ turned(k).mT * 8**-0.5, q @ k.mT * 8**-0.5
+
+
+def exact(model):
+    """A model in float64, whose rotation is computed in float64 too."""
+    model = model.double()
+    frequencies = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+
+    def forward(x, position_ids):
+        angles = position_ids[..., None].double() * frequencies
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos(), angles.sin()
+
+    model.model.rotary_emb.forward = forward
+    return model
+
+
+def test_averages_are_those_over_all_pairs():
+    model, ids = exact(tiny("llama")), windows()[:4]
+    rotated, plain = by_hand(model, ids)
+    patch_model(model, "t5", share_layers=False)
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    found = pair.averages(4)[0]
+    lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    weights = rotated.masked_fill(lag < 0, -torch.inf).softmax(-1)
+    for distance in range(LENGTH):
+        here = lag == distance
+        assert found.pairs[distance] == 4 * here.sum()
+        for sums, values in (
+            (found.difference, rotated - plain),
+            (found.product, rotated * plain),
+            (found.square, plain * plain),
+            (found.mass, weights),
+        ):
+            expected = values[:, :, here].sum((0, 2))
+            assert (sums[:, distance] - expected).abs().max() <= 1e-10 * max(1.0, expected.abs().max())
+
+
+def test_the_mean_rotation_goes_into_the_queries():
+    model = exact(tiny("llama"))
+    query = model.model.layers[0].self_attn.q_proj
+    weight = query.weight.detach().clone()
+    patch_model(model, "nope")
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    mass = pair.averages(4)[0].mass
+    with pair.as_base() as stock:
+        turn = turn_of(pair.plan, 0, stock.model.rotary_emb, mass, None)
+    heads = torch.tensor([True, False, True, True])
+    turn.apply(heads)
+    angles = torch.arange(LENGTH)[:, None] * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    share = mass / mass.sum(-1, keepdim=True)
+    for head in range(4):
+        rows = weight.view(4, 8, -1)[head]
+        z = torch.complex(rows[:4], rows[4:])
+        if heads[head]:
+            z = z * torch.complex(share[head] @ angles.cos(), share[head] @ angles.sin())[:, None]
+        expected = torch.cat([z.real, z.imag])
+        assert (query.weight.view(4, 8, -1)[head] - expected).abs().max() <= 1e-10
+
+
+def test_no_rows_beyond_a_part(monkeypatch):
+    """The same numbers whatever number of rows is computed at once."""
+    from hf_posenc.calibration import maps
+
+    def found():
+        model = patch_model(tiny("llama").double(), "t5", share_layers=False, seed=0)
+        pair = pair_of(model)
+        return pair.divergence(), pair.averages(4)
+
+    divergence, averages = found()
+    monkeypatch.setattr(maps, "SCORES", 700)
+    again, others = found()
+    for index in divergence:
+        assert torch.allclose(divergence[index].double(), again[index].double(), rtol=1e-6)
+        for name in ("pairs", "difference", "product", "square", "mass"):
+            assert torch.allclose(getattr(averages[index], name), getattr(others[index], name), rtol=1e-12)
+
+
+def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from hf_posenc.calibration import maps
+
+    monkeypatch.setattr(maps, "SCORES", 4 * 800 * 8)
+
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.most = max(self.most, result.numel())
+            return result
+
+    model = patch_model(tiny("llama", max_position_embeddings=800), "t5", share_layers=False)
+    with Largest() as largest:
+        calibrate(model, tokens(3, 800), steps=1, batch_size=1, held_out=1)
+    assert largest.most < 2 * 800 * 800  # a head alone has 800 * 800 scores, of four
+
+
+# --------------------------------------------------------------------------------------------------- what it comes to
+
+
+def test_a_base_that_the_scheme_can_express_is_recovered():
+    base = patch_model(tiny("llama").double(), T5(share_layers=False), seed=1)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for layer in base.model.layers:
+            for p in layer.self_attn.posenc.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+    model = patch_model(tiny("llama").double(), T5(share_layers=False), seed=0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for p in layer.self_attn.posenc.parameters():
+                p.zero_()
+    expected = logits(base)
+    assert (logits(model) - expected).norm() > 0.05 * expected.norm()
+    report = calibrate(model, windows(), stage="closed_form", base=base)
+    assert all(each.chosen == ("bias",) * 4 for each in report.layers)
+    assert all(each.before.mean() > 1e-2 and each.closed.max() < 1e-10 for each in report.layers)
+    assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "scheme", ["t5", "kerple", "shaw", "transformer_xl", "da_transformer", "alibi", "nope", "cope"]
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_attention_comes_closer_to_the_bases(scheme, family):
+    options = {"t5": {"share_layers": False}, "kerple": {"share_layers": False}, "alibi": {"trainable": True}}
+    model = tiny(family)
+    patch_model(model, scheme, seed=0, **options.get(scheme, {}))
+    others = {n: p.clone() for n, p in model.named_parameters() if not moves(n)}
+    flags = {n: p.requires_grad for n, p in model.named_parameters()}
+    seen = []
+    report = calibrate(model, windows(56), steps=40, weight_rate=3e-3, on_step=lambda *said: seen.append(said))
+    assert [step for step, _ in seen] == list(range(1, 41))
+    before, closed, after = (
+        sum(getattr(each, name).mean().item() for each in report.layers) for name in ("before", "closed", "after")
+    )
+    assert closed <= before
+    assert after < closed
+    assert sum(value for _, value in seen[-5:]) < sum(value for _, value in seen[:5])
+    assert all(p.equal(others[n]) for n, p in model.named_parameters() if not moves(n))
+    assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
+    assert all(p.grad is None for p in model.parameters())
+    assert str(report).count("\n") == 3
+    assert report.tokens == 56 * LENGTH
+    assert report.unexpressed(0.0) == (0, 1)
+    assert report.unexpressed(100.0) == ()
+
+
+def moves(name):
+    return "posenc" in name or any(part in name for part in ("q_proj", "k_proj", "c_attn", "rotary_emb"))
+
+
+def test_the_base_stays_what_it_was():
+    """It shares its weights with the model: those that are moved are not the base's."""
+    model = tiny("llama")
+    stock = copy.deepcopy(model)
+    patch_model(model, "t5", share_layers=False, seed=0)
+    pair = pair_of(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.add_(1.0)
+    with pair.as_base() as base:
+        assert logits(base).equal(logits(stock))
+    theirs = observe(stock, windows(2), [0, 1])
+    with pair.as_base() as base:
+        ours = observe(base, windows(2), [0, 1])
+    for index in theirs:
+        assert ours[index].call.query.equal(theirs[index].call.query)
+        assert ours[index].layer.hidden_states.equal(theirs[index].layer.hidden_states)
+
+
+def test_the_second_stage_moves_what_it_is_told_to():
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    calibrate(model, windows(), stage="closed_form")
+    kept = {n: p.clone() for n, p in model.named_parameters()}
+    calibrate(model, windows(), weights="scheme", steps=3)
+    moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
+    queries = {n for n in moved if "q_proj" in n}  # by the closed forms, once more
+    assert moved - queries == {n for n in kept if "posenc" in n}
+
+
+def test_a_mixture_is_calibrated_where_it_was_swapped():
+    model = tiny("llama")
+    patch_model(model, T5(layers=(1,), share_layers=False), seed=0)
+    kept = {n: p.clone() for n, p in model.named_parameters()}
+    report = calibrate(model, windows(), steps=3)
+    assert [each.index for each in report.layers] == [1]
+    moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
+    assert moved
+    assert all("layers.1.self_attn" in n for n in moved)
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    def found(seed):
+        model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+        calibrate(model, windows(), steps=4, seed=seed)
+        return logits(model)
+
+    assert found(0).equal(found(0))
+    assert not found(0).equal(found(1))
+
+
+def test_a_loaded_model_needs_its_base(tmp_path):
+    stock = tiny("llama")
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    model.save_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    with pytest.raises(NotPatchedError, match="give the base"):
+        calibrate(loaded, windows())
+    mine = calibrate(loaded, windows(), steps=3, base=stock)
+    theirs = calibrate(model, windows(), steps=3)
+    for a, b in zip(mine.layers, theirs.layers, strict=True):
+        assert a.chosen == b.chosen
+        assert torch.allclose(a.after, b.after, rtol=1e-4)
+    assert logits(stock).equal(logits(tiny("llama")))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
+def test_adapters_and_dtypes():
+    from peft import get_peft_model
+
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    adapted = get_peft_model(model, hf_posenc.lora_config(model, r=2))
+    kept = {n: p.clone() for n, p in adapted.named_parameters()}
+    report = calibrate(adapted, windows(56), weights="adapter", steps=40, weight_rate=3e-3)
+    assert report.layers[0].after.mean() < report.layers[0].before.mean()
+    moved = {n for n, p in adapted.named_parameters() if not p.equal(kept[n])}
+    trained = {n for n, p in adapted.named_parameters() if p.requires_grad}
+    assert moved == {n for n in trained if "posenc" in n or "q_proj" in n or "k_proj" in n}
+    half = patch_model(tiny("llama").bfloat16(), "t5", share_layers=False, seed=0)
+    report = calibrate(half, windows(56), steps=2)
+    assert all(each.after.isfinite().all() for each in report.layers)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stage": "all"}, "stage must be one of closed_form, attention, not 'all'"),
+        ({"weights": "everything"}, "weights must be one of scheme, query_key, adapter, not 'everything'"),
+        ({"tokens": torch.zeros(3, 8)}, "tokens must be integers"),
+        ({"tokens": torch.zeros(8, dtype=torch.int64)}, r"tokens must be integers \(windows, length\)"),
+        ({"held_out": 12}, "12 windows are too few: 12 are held out"),
+        ({"held_out": 0}, "are too few"),
+    ],
+)
+def test_wrong_arguments(changes, message):
+    model = patch_model(tiny("llama"), "t5", seed=0)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, **({"tokens": windows()} | changes))
+    assert_same(snapshot(model), before)
+
+
+def test_models_that_cannot_be():
+    with pytest.raises(NotPatchedError, match="nothing to calibrate"):
+        calibrate(tiny("llama"), windows())
+    from decoders import decoder
+
+    model = patch_model(decoder("bloom"), "t5", seed=0)
+    with pytest.raises(UnsupportedModelError, match="cannot be the base of a calibration"):
+        calibrate(model, windows())
+
+
+def test_an_error_half_way_leaves_the_patch():
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+
+    def stop(step, value):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, windows(), on_step=stop)
+    assert hf_posenc.verify(model).ok
+    assert all(p.grad is None for p in model.parameters())
+    unpatch_model(model)
+
+
+def test_averages_over_nothing():
+    empty = Averages.none(2, 3, torch.device("cpu"))
+    assert empty.mean_difference.equal(torch.zeros(2, 3, dtype=torch.float64))
+
+
+def test_attention_of_a_stock_model_is_seen_and_left_as_it_was():
+    model = tiny("llama")
+    before, expected = snapshot(model), logits(model)
+    from hf_posenc.patching.plan import BaseModel
+
+    with attending(model, BaseModel.of(model)):
+        assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
+    assert_same(snapshot(model), before)
