@@ -460,6 +460,7 @@ def default_of(field):
 
 COMMANDS = {
     ("schemes",): (),
+    ("families",): (),
     ("inspect",): ("STOCK",),
     ("verify",): ("OURS",),
     ("patch",): ("STOCK", "shaw", "OUT/patched"),
@@ -469,6 +470,7 @@ COMMANDS = {
 }
 # With the option, and where another call is needed to show it, that call without.
 OPTIONS = {
+    ("families", "model_types"): ("llama",),
     ("inspect", "checkpoint"): ("OURS",),
     ("inspect", "revision"): ("STOCK", "--revision", "main"),
     ("verify", "checkpoint"): ("STOCK",),
