@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""What a swap of positions costs, plain and calibrated: losses before fine-tuning and along the way, against the base.
+
+python scripts/measure_calibration.py CHECKPOINT TEXT --schemes t5 kerple --json results.json
+
+For each scheme and seed: the plain swap, the closed forms, and both stages of calibration, each fine-tuned; and the base
+fine-tuned at the rate of the calibrated starts, as the control. Documents of TEXT are separated by blank lines; the last
+tenth of them is held out and only measured. Results are written after each run, so that an interrupted measurement goes
+on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_posenc import patch_model
+from hf_posenc.calibration import calibrate
+from hf_posenc.schemes.t5 import T5
+
+SCHEMES = {
+    "t5": ("t5", {"share_layers": False}),
+    "kerple": ("kerple", {"share_layers": False}),
+    "alibi": ("alibi", {"trainable": True}),
+    "transformer_xl": ("transformer_xl", {}),
+    "shaw": ("shaw", {}),
+    "da_transformer": ("da_transformer", {}),
+    "nope": ("nope", {}),
+    "mixture": ([T5(share_layers=False, layers="1::2")], {}),  # every other layer keeps what the base has
+}
+STARTS = ("plain", "closed_form", "attention")
+
+
+def documents(tokenizer, text: str) -> list[list[int]]:
+    """Return the tokens of each document, with the tokenizer's own first token."""
+    return [tokenizer(part.strip()).input_ids for part in text.split("\n\n") if part.strip()]
+
+
+def windows(parts: list[list[int]], length: int) -> torch.Tensor:
+    """Return documents one after the other, cut into windows (N, length)."""
+    ids = torch.tensor([token for part in parts for token in part])
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+@torch.no_grad()
+def loss(model: PreTrainedModel, tokens: torch.Tensor) -> float:
+    """Return the mean cross entropy of the next token, in nats."""
+    model.eval()
+    sums = 0.0
+    for batch in tokens.split(max(1, 4096 // tokens.shape[1])):
+        logits = model(batch, use_cache=False).logits[:, :-1]
+        sums += F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()
+    return sums / tokens[:, 1:].numel()
+
+
+def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, float]:
+    """Return the loss at each length."""
+    return {str(length): round(loss(model, tokens), 4) for length, tokens in held.items()}
+
+
+def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[str, dict[str, float]]:
+    """Train with AdamW, the rate constant after a tenth of warm-up; return the losses at each number of tokens."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    per_step, found = batch_size * train.shape[1], {}
+    steps = {math.ceil(tokens / per_step): tokens for tokens in tokens_at}
+    warm = max(1, max(steps) // 10)
+    for step in range(1, max(steps) + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, step / warm)
+        model.train()
+        batch = train[torch.randint(len(train), (batch_size,), generator=generator)]
+        logits = model(batch, use_cache=False).logits[:, :-1]
+        F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in steps:
+            found[str(steps[step])] = measure(model, held)
+    return found
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="folder or Hub id of a pretrained causal language model")
+    parser.add_argument("text", type=Path, help="text file, documents separated by blank lines")
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window of fine-tuning")
+    parser.add_argument("--calibrate-length", type=int, default=256, help="tokens of a window of calibration")
+    parser.add_argument("--steps", type=int, default=150, help="of the second stage of calibration")
+    parser.add_argument("--weight-rate", type=float, default=2e-3, help="of weights in the second stage")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 4096], help="at which is measured")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[25_000, 50_000, 100_000, 250_000])
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=3e-4, help="of fine-tuning from calibrated starts, and the base")
+    parser.add_argument("--plain-rate", type=float, default=1e-3, help="of fine-tuning from plain swaps")
+    parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
+    options = parser.parse_args()
+    results = json.loads(options.json.read_text()) if options.json.exists() else {"runs": {}}
+    results["settings"] = {k: v for k, v in vars(options).items() if k not in ("checkpoint", "text", "json", "schemes")}
+    results["settings"] |= {"checkpoint": Path(options.checkpoint).name, "text": options.text.name}
+    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+    parts = documents(tokenizer, options.text.read_text(encoding="utf-8"))
+    split = len(parts) - max(1, len(parts) // 10)
+    train = windows(parts[:split], options.length)
+    short = windows(parts[:split], options.calibrate_length)
+    held = {length: windows(parts[split:], length)[: max(8, 40_000 // length)] for length in options.lengths}
+
+    def keep(name: str, found: dict) -> None:
+        results["runs"][name] = found
+        scratch = options.json.with_suffix(".part")
+        scratch.write_text(json.dumps(results, indent=1) + "\n")
+        os.replace(scratch, options.json)
+        print(name, json.dumps(found), flush=True)
+
+    def model() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
+
+    settings = {"tokens_at": options.tokens, "batch_size": options.batch_size}
+    for seed in options.seeds:
+        if (name := f"control, seed {seed}") not in results["runs"]:
+            base = model()
+            before = measure(base, held)
+            after = fine_tune(base, train, held, rate=options.rate, seed=seed, **settings)
+            keep(name, {"before": before, "after": after, "rate": options.rate})
+        for scheme in options.schemes:
+            for start in options.starts:
+                if (name := f"{scheme}, {start}, seed {seed}") in results["runs"]:
+                    continue
+                given, hyperparameters = SCHEMES[scheme]
+                swapped = patch_model(model(), given, seed=seed, **hyperparameters)
+                began, report, used = time.perf_counter(), None, 0
+                if start != "plain":
+                    report = calibrate(
+                        swapped,
+                        short[:600],
+                        stage=start,
+                        steps=options.steps,
+                        weight_rate=options.weight_rate,
+                        seed=seed,
+                    )
+                    used = (24 + (options.steps * 4 if start == "attention" else 0)) * options.calibrate_length
+                seconds = time.perf_counter() - began
+                before = measure(swapped, held)
+                rate = options.plain_rate if start == "plain" else options.rate
+                after = fine_tune(swapped, train, held, rate=rate, seed=seed, **settings)
+                found = {"before": before, "after": after, "rate": rate}
+                if report is not None:
+                    found["calibration"] = {
+                        "seconds": round(seconds, 1),
+                        "tokens": used,
+                        "divergence": [round(each.after.mean().item(), 4) for each in report.layers],
+                        "chosen": [list(each.chosen) for each in report.layers],
+                    }
+                keep(name, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
