@@ -20,6 +20,7 @@ fi
 
 export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 if [ "$#" -eq 0 ]; then
-    set -- tests/test_contract.py tests/test_checkpoints.py tests/test_guards.py tests/test_all_types.py tests/test_hub.py
+    set -- tests/test_contract.py tests/test_checkpoints.py tests/test_guards.py tests/test_all_types.py tests/test_every_decoder.py \
+        tests/test_own_forwards.py tests/test_hub.py
 fi
 exec "$ENV_PYTHON" -m pytest "$@"

@@ -312,7 +312,8 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
         for load in loaders:
             loaded = load(tmp_path, type(model))
             assert type(loaded) is type(model)
-            assert relative(loaded(ids, use_cache=False).logits, full) <= 1e-6  # experts lie elsewhere in memory
+            # Experts lie elsewhere in memory, and one of the loaders asks for another attention.
+            assert relative(loaded(ids, use_cache=False).logits, full) <= 1e-5
     with pytest.raises(Exception, match="hf_posenc"):  # of several types: of transformers, or of what it validates with
         stock_class(type(model), PosEncMixin).from_pretrained(tmp_path, attn_implementation="eager")
     unpatch_model(model)
@@ -391,7 +392,7 @@ def test_the_pairs_that_a_type_turns(model_type):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["gpt_oss", "flint", "mimo_v2_flash"])
+@pytest.mark.parametrize("model_type", [t for t in ("gpt_oss", "flint", "mimo_v2_flash") if t in SERVED])
 def test_sinks_in_every_engine(model_type, monkeypatch):
     """With sinks that hold about half of each row: every engine that `auto` could choose, whatever the length."""
 

@@ -99,6 +99,11 @@ class PosEncConfigMixin:
         else:
             PreTrainedConfig.output_attentions.fset(self, value)
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: transformers 5.17 would give layer types new names, which the stock model does not know."""
+        return False
+
     def validate(self) -> None:
         """Check the config as transformers does, which believes that its own eager attention alone has weights."""
         wanted = self._output_attentions
