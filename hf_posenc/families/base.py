@@ -43,6 +43,8 @@ class Family:
             `[e^ia, e^ib, ...]`.
         rotary_part: attribute of the attention that holds the size of the part of each head which is set apart for
             rotation (latent attention, MLA); `None`: rotation begins at the first dimension of a head.
+        rescales: its attention, when it is made, takes a factor of `scaling` from `rope_parameters` (YaRN's
+            `mscale_all_dim`).
         query_is_scaled: queries reach the attention function already multiplied by `attention.scaling`, and it is
             called with `scaling=1.0`.
         refuse: config attributes that must be absent or falsy, each with the reason a user is told.
@@ -108,6 +110,7 @@ class Family:
     interleaved_if: str | None = None
     angles: str = "list twice"
     rotary_part: str | None = None
+    rescales: bool = False
     query_is_scaled: bool = False
     refuse: Mapping[str, str] = field(default_factory=dict)
     split_heads: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None

@@ -66,7 +66,7 @@ def _slides_or_all(attention: nn.Module) -> bool:
     return own.sliding_window is None or own.is_sliding
 
 
-_LATENT = {"rotary_part": "qk_rope_head_dim"}
+_LATENT: dict[str, Any] = {"rotary_part": "qk_rope_head_dim", "rescales": True}
 
 FAMILIES = (
     # The plain rotary decoder; every field has its default. Its layers and those of SmolLM3 compute the same, and

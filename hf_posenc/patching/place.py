@@ -199,6 +199,10 @@ class ModelSite:
                 set_attribute(self.undo, base.config, "rope_parameters", {**parameters, **beside})
         else:
             give_rotation(self, self._own("posenc_rotary", rotary), takes_layer_type=_is_by_layer_type(parameters))
+        if family.rescales and parameters is not None:
+            for layer in self.layers:
+                scaling = base.scaling_with(layer, parameters)
+                set_attribute(self.undo, found.attention_of[layer], "scaling", scaling)
         if family.rotary_size is not None:
             size = turned_dimensions(rotary)
             for layer in self.layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -176,6 +177,14 @@ class BaseModel:
         if isinstance(rotary, PartialRotary):
             rotary.takes = rotary.gives = self.family.angles
         return rotary
+
+    def scaling_with(self, layer: int, parameters: dict[str, Any]) -> float:
+        """Return the factor of the scores that a layer's attention would have, made with these `rope_parameters`."""
+        attention: Any = self.found.attention_of[layer]
+        config = copy.deepcopy(self.config)
+        config.rope_parameters = parameters
+        with torch.device("meta"):
+            return float(type(attention)(config, getattr(attention, self.family.layer_index)).scaling)
 
     def is_own(self, scheme: Any) -> bool:
         """Return whether a fitted scheme is what the base does by itself where it rotates, in every respect."""
