@@ -135,9 +135,11 @@ FAMILIES = (
     Family(model_types=("modernbert-decoder",), attention="attn", token_embedding="embeddings.tok_embeddings"),
     Family(model_types=("laguna",), slices_rotary=True, heads="num_heads"),
     # Layers without attention, through which order flows all the same.
+    *(Family(model_types=(model_type,), slices_rotary=True, hybrid=True) for model_type in ("bamba", "qwen3_next")),
+    # The decoders of models that see: a position may have a time, a height and a width.
     *(
-        Family(model_types=(model_type,), slices_rotary=True, hybrid=True)
-        for model_type in ("bamba", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+        Family(model_types=(model_type,), slices_rotary=True, hybrid=True, coordinates="mrope_section")
+        for model_type in ("qwen3_5_moe_text", "qwen3_5_text")
     ),
     *(Family(model_types=(model_type,), hybrid=True) for model_type in ("lfm2", "lfm3", "olmo_hybrid")),
     Family(model_types=("lfm2_moe",), hybrid=True, rotary="pos_emb"),

@@ -1,0 +1,134 @@
+"""What is special about some model types, in the situations in which it could be lost; see `tests/test_every_decoder.py`."""
+
+import copy
+
+import pytest
+import torch
+from decoders import decoder
+from transformers import StaticCache
+
+import hf_posenc
+from hf_posenc import export_stock, from_pretrained, patch_model, verify
+from hf_posenc.schemes.alibi import Alibi
+from hf_posenc.schemes.learned import Learned
+from hf_posenc.schemes.nope import Nope
+from hf_posenc.schemes.rope import Rope
+
+LENGTH = 20
+EXACT = 2e-4  # relative norm of a difference in float32: two ways of adding up the same numbers
+
+
+def tokens():
+    return torch.arange(3, 3 + LENGTH)[None]
+
+
+@torch.no_grad()
+def logits(model, **arguments):
+    return model(tokens(), use_cache=False, **arguments).logits
+
+
+def relative(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [1, 2, 1]}
+"""Pairs for time, height and width; the type's own section would leave the pairs of a tiny head where they are."""
+
+
+def coordinates(*, alike, axes, step=1):
+    """Return positions (axes, 1, T); the first of four axes is that of the text."""
+    time = torch.arange(LENGTH) * step
+    seen = [time, time, time] if alike else [time, time // 2, time % 5]
+    return torch.stack([time, *seen][-axes:])[:, None]
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize(
+    "scheme", [Alibi(), Learned(num_positions=64), Alibi(layers=[1]), Rope(layers=[1], rope_theta=9)]
+)
+def test_several_coordinates_are_refused_where_one_number_counts(scheme, axes):
+    """And where they are all alike, they are that number, gaps included."""
+    kinds = ["full_attention", "full_attention"]
+    model = patch_model(decoder("qwen3_5_text", layer_types=kinds, rope_parameters=MROPE), scheme, seed=0)
+    for step in (1, 3):
+        alike = coordinates(alike=True, axes=axes, step=step)
+        assert logits(model, position_ids=alike).equal(logits(model, position_ids=alike[0]))
+    with pytest.raises(ValueError, match="several coordinates"):
+        logits(model, position_ids=coordinates(alike=False, axes=axes))
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+def test_several_coordinates_turn_what_the_base_turns(axes, tmp_path):
+    """A rotation of the whole model keeps how the base divides the pairs, also in a checkpoint and exported."""
+    section = [3, 1, 0]
+    given = coordinates(alike=False, axes=axes)
+    expected = logits(decoder("qwen3_5_text", rope_parameters=MROPE | {"rope_theta": 50.0}), position_ids=given)
+    other = logits(
+        decoder("qwen3_5_text", rope_parameters=MROPE | {"rope_theta": 50.0, "mrope_section": section}),
+        position_ids=given,
+    )
+    assert relative(other, expected) > 1e-2
+    for number, (divided, wanted) in enumerate(((MROPE["mrope_section"], expected), (section, other))):
+        parameters = MROPE | {"mrope_section": divided}
+        model = patch_model(decoder("qwen3_5_text", rope_parameters=parameters), "rope", rope_theta=50.0)
+        assert logits(model, position_ids=given).equal(wanted)
+        model.save_pretrained(tmp_path / f"{number}")
+        assert logits(from_pretrained(tmp_path / f"{number}"), position_ids=given).equal(wanted)
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    stock = decoder("qwen3_5_text", rope_parameters=MROPE | scaled)
+    before = logits(stock, position_ids=given)
+    assert logits(patch_model(stock, "rope"), position_ids=given).equal(before)
+
+
+def test_a_copied_layer_loses_its_temperature_too():
+    """A layer that was copied has a config of its own, which says how queries grow with the position."""
+    expected = logits(patch_model(decoder("ministral3"), "alibi"))
+    model = decoder("ministral3")
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+    own = model.model.layers[1].self_attn.config
+    assert own is not model.config
+    before = logits(model)
+    assert logits(patch_model(model, "alibi")).equal(expected)
+    hf_posenc.unpatch_model(model)
+    assert logits(model).equal(before)
+
+
+def test_a_temperature_of_all_layers_is_kept_or_not():
+    """One part of the layers that is turned, and would lose it, is refused; without it there is nothing to lose."""
+    mixtures = ([Alibi(layers=[0]), Rope(layers=[1], rope_theta=10.0)], [Alibi(layers=[0])], [Nope(layers=[1])])
+    own = decoder("ministral3").config.rope_parameters
+    for mixture in mixtures:
+        with pytest.raises(hf_posenc.UnsupportedModelError, match="in all layers or in none"):
+            patch_model(decoder("ministral3"), mixture)
+        model = decoder("ministral3", rope_parameters=own | {"llama_4_scaling_beta": 0.0})
+        assert verify(patch_model(model, mixture)).ok
+
+
+@pytest.mark.parametrize("model_type", ["phi", "persimmon", "stablelm"])
+def test_p_rope_where_attention_slices_by_its_own_number(model_type, tmp_path):
+    """What is loaded computes what was saved; the stock class, which would take fewer dimensions, is refused."""
+    model = patch_model(
+        decoder(model_type), "rope", scaling={"rope_type": "proportional"}, partial_rotary_factor=0.75, rope_theta=50.0
+    )
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "patched")
+    assert logits(from_pretrained(tmp_path / "patched")).equal(expected)
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="no stock class computes rope"):
+        export_stock(model, tmp_path / "stock")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", [Alibi(), Alibi(layers=[0]), Alibi(window=5)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_chunks_of_attention_with_a_static_cache(scheme, compiled):
+    """Queries see keys of their own chunk only, also where a compiled step cannot look into the mask's closure."""
+    torch._dynamo.reset()
+    model = patch_model(decoder("llama4_text", attention_chunk_size=8), scheme)
+    expected, ids, positions = logits(model), tokens(), torch.arange(LENGTH)[None]
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 4)
+    found = [model(ids[:, :6], position_ids=positions[:, :6], past_key_values=cache).logits]
+    step = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    for n in range(6, LENGTH):
+        here = slice(n, n + 1)
+        found.append(step(ids[:, here], position_ids=positions[:, here], past_key_values=cache).logits)
+    assert relative(torch.cat(found, 1), expected) <= EXACT
