@@ -9,6 +9,8 @@ from transformers import StaticCache
 
 import hf_posenc
 from hf_posenc import export_stock, from_pretrained, patch_model, verify
+from hf_posenc.analysis.probe import position_vectors
+from hf_posenc.patching.plan import BaseModel
 from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.learned import Learned
 from hf_posenc.schemes.nope import Nope
@@ -132,3 +134,84 @@ def test_chunks_of_attention_with_a_static_cache(scheme, compiled):
         here = slice(n, n + 1)
         found.append(step(ids[:, here], position_ids=positions[:, here], past_key_values=cache).logits)
     assert relative(torch.cat(found, 1), expected) <= EXACT
+
+
+def own_mask(*, kind, window=None):
+    """Return a mask of the user's own, (1, 1, T, T): key 2 hidden from later tokens, and perhaps beyond a window.
+
+    A float mask adds something to the scores, too.
+    """
+    lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None]
+    seen = (lag >= 0) & ((torch.arange(LENGTH) != 2)[None] | (lag == 0))
+    if window is not None:
+        seen &= lag < window
+    if kind == "bool":
+        return seen[None, None]
+    added = torch.randn(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0))
+    return added.masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("scheme", [Alibi, Nope, Rope])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "deepseek_v3", "cohere2"])
+def test_a_window_under_a_mask_of_ones_own(model_type, scheme, kind):
+    """The window of the scheme hides what the same window in the mask hides."""
+    windowed = patch_model(decoder(model_type), scheme(window=5))
+    wide = patch_model(decoder(model_type), scheme(window=LENGTH))  # the same attention function, and nothing hidden
+    found = logits(windowed, attention_mask=own_mask(kind=kind))
+    assert relative(found, logits(wide, attention_mask=own_mask(kind=kind, window=5))) <= EXACT
+    assert relative(found, logits(wide, attention_mask=own_mask(kind=kind))) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "cohere2"])
+def test_a_mixture_under_a_float_mask_of_ones_own(model_type, dtype):
+    """Layers that keep what they have add it as those with a scheme do; the first tokens are seen by nobody."""
+    mask, ids = own_mask(kind="float"), tokens()
+    mask[..., :4] = torch.finfo(torch.float32).min
+    model = patch_model(decoder(model_type).to(dtype), [Alibi(layers=[0], window=7)])
+    found = logits(model, attention_mask=mask)[:, 4:]
+    for module in model.modules():
+        if "posenc_engine" in module.__dict__:
+            module.posenc_engine = "reference"
+    assert found.isfinite().all()
+    limit = EXACT if dtype == torch.float32 else 1e-2  # float16 has 11 bits, and scores are rounded to them
+    assert relative(found.float(), logits(model, attention_mask=mask)[:, 4:].float()) <= limit
+    hidden = torch.cat([ids[:, :4].flip(1), ids[:, 4:]], 1)
+    with torch.no_grad():
+        assert (
+            relative(model(hidden, attention_mask=mask, use_cache=False).logits[:, 4:].float(), found.float()) <= limit
+        )
+
+
+SCALED = {
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "granite": {"embedding_multiplier": 12.0},
+    "nanochat": {},
+    "minicpm3": {"scale_emb": 12.0},
+    "falcon_h1": {"embedding_multiplier": 5.0},
+    "llama": {},
+}
+"""Types that scale or normalise their token embeddings on the way to the first layer, and how much; LLaMA does not."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", SCALED)
+def test_the_size_of_what_enters_the_first_layer(model_type):
+    """Seen from outside, by a hook: vectors that are added start at that size, measured over the whole vocabulary."""
+    model = decoder(model_type, **SCALED[model_type])
+    entering = []
+    layer = model.model.layers[0]
+    handle = layer.register_forward_pre_hook(
+        lambda module, args, kwargs: entering.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    model(torch.arange(model.config.vocab_size)[None], use_cache=False)
+    handle.remove()
+    wanted = entering[0].double().square().mean().sqrt().item()
+    table = model.get_input_embeddings().weight.double().square().mean().sqrt().item()
+    assert (abs(wanted / table - 1) > 0.5) == (model_type != "llama")
+    assert BaseModel.of(model).native().token_rms == pytest.approx(wanted, rel=1e-5)
+    vectors = position_vectors(patch_model(model, "sinusoidal"), 64)
+    assert vectors.square().mean().sqrt().item() == pytest.approx(wanted, rel=1e-3)
