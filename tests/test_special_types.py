@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 from decoders import decoder
-from transformers import StaticCache
+from transformers import CONFIG_MAPPING, StaticCache
 
 import hf_posenc
 from hf_posenc import export_stock, from_pretrained, patch_model, verify
 from hf_posenc.analysis.probe import position_vectors
 from hf_posenc.patching.plan import BaseModel
+from hf_posenc.registry import family_for, supported_model_types
 from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.learned import Learned
 from hf_posenc.schemes.nope import Nope
@@ -215,3 +216,16 @@ def test_the_size_of_what_enters_the_first_layer(model_type):
     assert BaseModel.of(model).native().token_rms == pytest.approx(wanted, rel=1e-5)
     vectors = position_vectors(patch_model(model, "sinusoidal"), 64)
     assert vectors.square().mean().sqrt().item() == pytest.approx(wanted, rel=1e-3)
+
+
+TURNED = [t for t in supported_model_types() if t in CONFIG_MAPPING and family_for(t).rotary is not None]
+
+
+@pytest.mark.parametrize("model_type", TURNED)
+def test_a_share_of_each_head_is_a_share(model_type):
+    """No type's own module of angles reads the share from somewhere else, or not at all."""
+    half, whole = (
+        logits(patch_model(decoder(model_type), "rope", partial_rotary_factor=share, rope_theta=10.0, scaling="none"))
+        for share in (0.5, 1.0)
+    )
+    assert relative(half, whole) > 1e-4

@@ -143,7 +143,7 @@ FAMILIES = (
     ),
     *(Family(model_types=(model_type,), hybrid=True) for model_type in ("lfm2", "lfm3", "olmo_hybrid")),
     Family(model_types=("lfm2_moe",), hybrid=True, rotary="pos_emb"),
-    Family(model_types=("minimax",), slices_rotary=True, hybrid=True),
+    Family(model_types=("minimax",), hybrid=True),
     Family(model_types=("bailing_hybrid",), hybrid=True, pairs="interleaved", **_LATENT),
     Family(model_types=("granitemoehybrid",), hybrid=True, drops_position_ids=True),
     # Mixture of attention heads: each expert has queries of its own, which share keys and values.

@@ -342,10 +342,13 @@ class Plan:
     @property
     def needs_one_coordinate(self) -> bool:
         """Whether some layer counts positions by one number, in a model whose positions may have several."""
+        if self.base.family.coordinates is None:
+            return False
         kinds = [each.acts_on for each in self.schemes]
+        rotating: list[Any] = [scheme for scheme in self.schemes if scheme.acts_on.rotates]
+        angles = [self.base.rope_parameters(scheme) for scheme in rotating]
         named = any(scheme.layers is not None for scheme in self.schemes)
-        by_one = named or any(kind.attends or kind.adds_vectors for kind in kinds)
-        return self.base.family.coordinates is not None and by_one
+        return named or None in angles or any(kind.attends or kind.adds_vectors for kind in kinds)
 
     def resolved(self, native: Native) -> Plan:
         """Return the plan with the choices made that depend on the base's weights."""
