@@ -106,6 +106,10 @@ def _turned_layers(patch: Patch, base: BaseModel) -> list[bool] | None:
                 return None
             if rotation.leaves_dimensions and not base.family.slices_rotary:
                 return None
+            if (size := base.family.rotary_size) is not None:
+                taken = int(base.dims.head_dim * rotation.rope_parameters().get("partial_rotary_factor", 1.0))
+                if any(getattr(base.found.attention_of[layer], size) != taken for layer in layers):
+                    return None
         elif any(scheme.acts_on.answers(layer, turned) for layer in layers):
             return None
         else:

@@ -135,13 +135,14 @@ class Rotation(PositionModule):
 
         Args:
             x: has the dtype of the result.
-            position_ids: (B|1, T).
+            position_ids: (B|1, T); several coordinates of a position, (N, B, T), are alike.
             *args: of families, ignored.
             **kwargs: of families, ignored.
 
         Returns:
             (B|1, T, 2 F) each, for F pairs.
         """
+        position_ids = position_ids[0] if position_ids.ndim == 3 else position_ids
         sines, cosines = sinusoids(position_ids, self.frequencies(position_ids.device))
         return torch.cat([cosines, cosines], -1).to(x.dtype), torch.cat([sines, sines], -1).to(x.dtype)
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from decoders import decoder
 from families import LENGTH, tiny, tokens
 from situations import randomize
 from torch.testing import assert_close
@@ -245,3 +246,18 @@ def test_frequencies_of_models():
     for model in (tiny("gpt2"), patch_model(tiny("llama"), "alibi")):
         with pytest.raises(ValueError, match="has no waves"):
             frequencies(model)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "cohere", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4_text"])
+def test_angles_in_every_form(model_type, patched):
+    """Given twice, side by side, once, or as complex numbers: the angles of 4 pairs are the same."""
+    model = decoder(model_type, rope_parameters={"rope_type": "default", "rope_theta": 10000.0 if not patched else 7.0})
+    if patched:
+        patch_model(model, "rope", rope_theta=10000.0)
+    (found,) = frequencies(model)
+    assert_close(found.frequencies, torch.tensor([1.0, 0.1, 0.01, 0.001]).double(), rtol=1e-5, atol=0)
+    curve = [sum(math.cos(d * 10.0**-u) for u in range(4)) / 4 for d in range(30)]
+    assert_close(
+        model_decay(model, tokens(1, 30)).scores[0, 0].double(), torch.tensor(curve).double(), rtol=0, atol=1e-5
+    )

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from families import FAMILIES, WINDOWED, tokens
+from families import FAMILIES, WINDOWED, tiny, tokens
 from matrix import matrix
 from situations import (
     CASES,
@@ -24,6 +24,8 @@ from situations import (
 )
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from transformers import StaticCache
+
+from hf_posenc import patch_model
 
 LENGTH = 20
 PROMPT = 8
@@ -195,3 +197,13 @@ def test_the_default_backend(case):
     actual.loss.backward()
     assert_same(actual.logits, expected.logits)
     assert_same_gradients(gradients(model), wanted)
+
+
+@torch.no_grad()
+def test_a_model_is_not_run_by_the_graph_of_another():
+    """Models of one class, which differ in what is put beside their modules only, compiled one after the other."""
+    for window in (None, 3, 6):
+        model = patch_model(tiny("llama"), "alibi", window=window)
+        expected = model(tokens(), use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert distance(compiled(tokens(), use_cache=False).logits, expected) <= TOLERANCE[torch.float32], window

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import transformers
+from decoders import decoder
 from families import LENGTH, ROTARY, tiny, tokens
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from matrix import matrix
@@ -15,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posenc
 from hf_posenc import export_stock, from_pretrained, patch_model, patched, unpatch_model, verify
-from hf_posenc.registry import family_for
+from hf_posenc.registry import family_for, supported_model_types
 from hf_posenc.schemes.rope import WITH_LENGTH, Rope
 
 ORIGINAL = 16
@@ -363,3 +364,40 @@ def test_resolved_is_resolved():
         assert once.with_base({"rope_type": "default", "rope_theta": 1.0}, 5, tuple(ROPE_INIT_FUNCTIONS)) == once
         assert Rope.parse(json.loads(json.dumps(once.hyperparameters()))) == once
     assert family_for("smollm3").rotated_layers in transformers.SmolLM3Config().to_dict()
+
+
+LATENT = [t for t in supported_model_types() if t in transformers.CONFIG_MAPPING and family_for(t).rescales]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", LATENT)
+def test_a_scaling_that_the_attention_reads_as_well(model_type, tmp_path):
+    """YaRN's `mscale_all_dim` is a factor of the scores too, which an attention computes when it is made."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    scaling |= {"mscale": 1.0, "mscale_all_dim": 0.5}
+    with_scaling, ids = {**scaling, "rope_theta": 1e4}, tokens(1)
+
+    def logits(model):
+        return model(ids, use_cache=False).logits
+
+    own, scaled = decoder(model_type), decoder(model_type, rope_parameters=with_scaling)
+    plain = decoder(model_type, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    for base, wanted, expected in ((own, scaling, logits(scaled)), (scaled, "none", logits(plain))):
+        before = logits(base)
+        model = patch_model(base, "rope", rope_theta=1e4, scaling=wanted)
+        assert logits(model).equal(expected)
+        model.save_pretrained(tmp_path / str(wanted == "none"))
+        assert logits(from_pretrained(tmp_path / str(wanted == "none"))).equal(expected)
+        assert logits(unpatch_model(model)).equal(before)
+
+
+@torch.no_grad()
+def test_a_scaling_in_some_layers_that_the_attention_reads_as_well(tmp_path):
+    """Layers that are named one after the other are those that are named at once."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    scaling |= {"mscale": 1.0, "mscale_all_dim": 0.5}
+    model = patch_model(decoder("deepseek_v3"), [Rope(layers=[n], scaling=scaling) for n in (0, 1)])
+    expected = patch_model(decoder("deepseek_v3"), "rope", scaling=scaling)(tokens(1), use_cache=False).logits
+    torch.testing.assert_close(model(tokens(1), use_cache=False).logits, expected)
+    model.save_pretrained(tmp_path)
+    assert from_pretrained(tmp_path)(tokens(1), use_cache=False).logits.allclose(expected)

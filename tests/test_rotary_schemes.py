@@ -29,6 +29,8 @@ from hf_posenc import (
     unpatch_model,
     verify,
 )
+from hf_posenc.patching.plan import BaseModel
+from hf_posenc.registry import family_for
 from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.nope import Nope
 from hf_posenc.schemes.rope import Rope
@@ -370,3 +372,74 @@ def test_layers_that_the_base_leaves_out_stay_out_unless_named():
     model = patch_model(model, [Nope(layers=[0]), Linear(layers=[1])])
     assert verify(model)
     assert [layer.expected for layer in verify(model).layers] == [False, True]
+
+
+def in_form(angles, form):
+    """Return angles (..., F) as a stock attention takes them, written out; see `Family.angles`."""
+    if form == "complex":
+        return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+    repeated = {
+        "once": angles,
+        "each twice": torch.stack([angles, angles], -1).flatten(-2),
+        "list twice": torch.cat([angles, angles], -1),
+    }[form]
+    return repeated.cos().float(), repeated.sin().float()
+
+
+SPECIAL = (
+    "gpt_oss",
+    "cohere",
+    "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "minicpm3",
+    "bailing_hybrid",
+    "llama4_text",
+    "mimo_v2_flash",
+    "laguna",
+    "persimmon",
+    "lfm3",
+    "qwen3_next",
+    "qwen3_5_text",
+    "modernbert-decoder",
+    "granitemoehybrid",
+    "minimax",
+    "jetmoe",
+    "gemma3_text",
+)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("model_type", SPECIAL)
+def test_it_turns_whatever_form_a_base_takes_angles_in(model_type, share, tmp_path):
+    """Against the stock model with its module of angles replaced by the formula in float64."""
+    ids = torch.arange(3, 23)[None]
+    stock, model = decoder(model_type), decoder(model_type)
+    own, family = BaseModel.of(stock), family_for(model_type)
+    size = own.rotary_dims.head_dim
+    count = int(size * share) // 2
+    frequencies = 0.7 * (1 - torch.arange(count, dtype=torch.float64) / count)
+    still = 0 if family.slices_rotary else size // 2 - count
+
+    def literal(x, position_ids, *args, **kwargs):
+        positions = position_ids[0] if position_ids.ndim == 3 else position_ids
+        return in_form(nn.functional.pad(positions[..., None] * frequencies, (0, still)), family.angles)
+
+    own.found.rotary.forward = literal
+    if family.rotary_size is not None:
+        for attention in own.found.attentions:
+            setattr(attention, family.rotary_size, 2 * count)
+    expected = stock(ids, use_cache=False).logits
+    patch_model(model, Linear(first=0.7, share=share, layout=own.pairs))
+    found = model(ids, use_cache=False).logits
+    assert ((found - expected).norm() / expected.norm()).item() < 2e-5
+    assert verify(model).ok
+    model.save_pretrained(tmp_path / "patched")
+    assert from_pretrained(tmp_path / "patched")(ids, use_cache=False).logits.allclose(found, atol=1e-5)
+    with pytest.raises(UnsupportedModelError, match="no stock class"):
+        export_stock(model, tmp_path / "stock")
+    if family.coordinates is not None:
+        axes = torch.stack([ids, ids // 2, ids % 5])
+        with pytest.raises(ValueError, match="several coordinates"):
+            model(ids, position_ids=axes, use_cache=False)

@@ -90,7 +90,7 @@ def decay(
         query = torch.full((dims.num_heads, dims.head_dim), dims.head_dim**-0.25, dtype=torch.float64)
         scores = _of_scores(module, query, d, dims.head_dim**-0.5)[None]
     else:
-        scores = _of_rotation(module, d, None)
+        scores = _of_rotation(module, d, None, "list twice")
     return Decay(resolved.name, d, scores)
 
 
@@ -133,11 +133,11 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
             for hook in hooks:
                 hook.remove()
         return Decay(label, d, torch.stack(rows))
-    rotary = probe.rotary_of(model)
+    rotary, angles = probe.rotary_of(model)
     if rotary is not None:
         kinds = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
-        per_layer: list[str | None] = list(kinds) if kinds else [None]
-        return Decay(label, d, torch.cat([_of_rotation(rotary, d, kind) for kind in per_layer]))
+        per_layer: list[str | None] = [kinds[layer] for layer in found.attention_of] if kinds else [None]
+        return Decay(label, d, torch.cat([_of_rotation(rotary, d, kind, angles) for kind in per_layer]))
     vectors = probe.position_vectors(model)
     if vectors is None:
         return Decay(label, d, torch.ones(1, 1, len(d), dtype=torch.float64))
@@ -162,8 +162,8 @@ def _of_vectors(vectors: Tensor, distances: Tensor) -> Tensor:
     return (means[distances] / means[0])[None, None]
 
 
-def _of_rotation(rotary: nn.Module, distances: Tensor, kind: str | None) -> Tensor:
-    cos, _ = probe.rotations(rotary, torch.cat([torch.zeros(1, dtype=torch.int64), distances]), kind)
+def _of_rotation(rotary: nn.Module, distances: Tensor, kind: str | None, angles: str) -> Tensor:
+    cos, _ = probe.rotations(rotary, torch.cat([torch.zeros(1, dtype=torch.int64), distances]), kind, angles)
     return (cos[1:] * cos[0]).mean(-1)[None, None]  # position 0 shows the attention factor
 
 

@@ -95,7 +95,7 @@ def frequencies(
         if not trained:
             raise ValueError(f"give trained_length: the config of this {label} does not say it")
         waves = [module for module in scheme.modules() if isinstance(module, Waves)]
-        rotary = probe.rotary_of(scheme)
+        rotary, angles = probe.rotary_of(scheme)
         if waves:
             return [Frequencies(label, _of_waves(waves[0]), trained)]
     else:
@@ -104,13 +104,13 @@ def frequencies(
         label = resolved.name
         if isinstance(module, Waves):
             return [Frequencies(label, _of_waves(module), trained)]
-        rotary = module if resolved.acts_on.rotates else None
+        rotary, angles = module if resolved.acts_on.rotates else None, "list twice"
     if rotary is None:
         raise ValueError(f"{label} has no waves: only sinusoidal and rope have")
     found = []
     for kind in getattr(rotary, "layer_types", None) or [None]:
         last = max(2, length or trained) - 1
-        cos, sin = probe.rotations(rotary, torch.tensor([1, last]), kind)
+        cos, sin = probe.rotations(rotary, torch.tensor([1, last]), kind, angles)
         name = label if kind is None else f"{label}, {kind}"
         found.append(Frequencies(name, torch.atan2(sin[0], cos[0]), trained))  # no pair turns by more than pi at once
     return found

@@ -24,7 +24,7 @@ from ..patching.state import patch_of
 from ..positions import DensePositions
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream import NAME
-from ..upstream.rotary import IdentityRotary, PartialRotary, make_rotary, scaling_types
+from ..upstream.rotary import IdentityRotary, PartialRotary, by_pair, make_rotary, scaling_types
 
 DIMS = Dims(num_heads=8, num_key_value_heads=8, head_dim=64, hidden_size=512, num_layers=1)
 """Sizes of the attention that a scheme without a model is looked at in."""
@@ -196,23 +196,30 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
     return None
 
 
-def rotary_of(model: PreTrainedModel) -> nn.Module | None:
-    """Return the module that makes the angles of a patched or stock model, or None if nothing is rotated."""
-    found = parts(model)
+def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:
+    """Return the module that makes the angles of a patched or stock model, and in which form, see `Family.angles`.
+
+    None if nothing is rotated.
+    """
+    base = BaseModel.of(model)
+    found, angles = base.found, base.family.angles
     if (rotation := found.attentions[0].__dict__.get("posenc_rotation")) is not None:
-        return cast(nn.Module, rotation())
+        return cast(nn.Module, rotation()), angles
     rotary = found.rotary if found.rotary is not None else getattr(found.decoder, "rotary_emb", None)
-    return None if rotary is None or isinstance(rotary, IdentityRotary) else rotary
+    return None if rotary is None or isinstance(rotary, IdentityRotary) else rotary, angles
 
 
 @torch.no_grad()
-def rotations(rotary: nn.Module, positions: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+def rotations(
+    rotary: nn.Module, positions: Tensor, layer_type: str | None = None, angles: str = "list twice"
+) -> tuple[Tensor, Tensor]:
     """Return what a rotary module turns queries and keys by.
 
     Args:
         rotary: of a model, or of `build`.
         positions: (T,) integers; scalings that depend on the length see the largest.
         layer_type: for families whose kinds of layers turn differently (Gemma 3).
+        angles: the form in which the module gives them, see `Family.angles`.
 
     Returns:
         cosines and sines (T, pairs), float64, times the module's attention factor.
@@ -220,9 +227,8 @@ def rotations(rotary: nn.Module, positions: Tensor, layer_type: str | None = Non
     own = next(itertools.chain(rotary.buffers(), rotary.parameters()), positions)
     like = torch.empty(0, dtype=torch.float32, device=own.device)
     extra = () if layer_type is None else (layer_type,)
-    cos, sin = rotary(like, positions[None].to(own.device), *extra)
-    pairs = cos.shape[-1] // 2
-    return cos[0, :, :pairs].double().cpu(), sin[0, :, :pairs].double().cpu()
+    cos, sin = by_pair(rotary(like, positions[None].to(own.device), *extra), angles)
+    return cos[0].double().cpu(), sin[0].double().cpu()
 
 
 def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor, scaling: float) -> Tensor:

@@ -43,6 +43,8 @@ class Family:
             `[e^ia, e^ib, ...]`.
         rotary_part: attribute of the attention that holds the size of the part of each head which is set apart for
             rotation (latent attention, MLA); `None`: rotation begins at the first dimension of a head.
+        rescales: its attention, when it is made, takes a factor of `scaling` from `rope_parameters` (YaRN's
+            `mscale_all_dim`).
         query_is_scaled: queries reach the attention function already multiplied by `attention.scaling`, and it is
             called with `scaling=1.0`.
         refuse: config attributes that must be absent or falsy, each with the reason a user is told.
@@ -58,6 +60,8 @@ class Family:
         hybrid: some layers have no attention; they are those in which `attention` leads to no module with `scaling`.
         heads: attribute of the attention that holds its number of query heads, where it differs by layer.
         drops_position_ids: its `position_ids` do not reach the attention, or the layers.
+        coordinates: key of `rope_parameters` that divides the pairs of a head among several coordinates of a position,
+            (3, B, T), or (4, B, T) behind those of the text; `None`: a position is one number.
         temperature: attributes of the attention by which queries are multiplied with a factor that grows with the
             position, and the values that switch that off.
         temperature_keys: keys of `rope_parameters` that do the same; the first is the strength of the factor, 0 for
@@ -108,6 +112,7 @@ class Family:
     interleaved_if: str | None = None
     angles: str = "list twice"
     rotary_part: str | None = None
+    rescales: bool = False
     query_is_scaled: bool = False
     refuse: Mapping[str, str] = field(default_factory=dict)
     split_heads: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
@@ -119,6 +124,7 @@ class Family:
     hybrid: bool = False
     heads: str | None = None
     drops_position_ids: bool = False
+    coordinates: str | None = None
     temperature: Mapping[str, Any] = field(default_factory=dict)
     temperature_keys: tuple[str, ...] = ()
     unrotated_twin: str | None = None

@@ -66,7 +66,7 @@ def _slides_or_all(attention: nn.Module) -> bool:
     return own.sliding_window is None or own.is_sliding
 
 
-_LATENT = {"rotary_part": "qk_rope_head_dim"}
+_LATENT: dict[str, Any] = {"rotary_part": "qk_rope_head_dim", "rescales": True}
 
 FAMILIES = (
     # The plain rotary decoder; every field has its default. Its layers and those of SmolLM3 compute the same, and
@@ -136,13 +136,15 @@ FAMILIES = (
     Family(model_types=("modernbert-decoder",), attention="attn", token_embedding="embeddings.tok_embeddings"),
     Family(model_types=("laguna",), slices_rotary=True, heads="num_heads"),
     # Layers without attention, through which order flows all the same.
+    *(Family(model_types=(model_type,), slices_rotary=True, hybrid=True) for model_type in ("bamba", "qwen3_next")),
+    # The decoders of models that see: a position may have a time, a height and a width.
     *(
-        Family(model_types=(model_type,), slices_rotary=True, hybrid=True)
-        for model_type in ("bamba", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+        Family(model_types=(model_type,), slices_rotary=True, hybrid=True, coordinates="mrope_section")
+        for model_type in ("qwen3_5_moe_text", "qwen3_5_text")
     ),
     *(Family(model_types=(model_type,), hybrid=True) for model_type in ("lfm2", "lfm3", "olmo_hybrid")),
     Family(model_types=("lfm2_moe",), hybrid=True, rotary="pos_emb"),
-    Family(model_types=("minimax",), slices_rotary=True, hybrid=True),
+    Family(model_types=("minimax",), hybrid=True),
     Family(model_types=("bailing_hybrid",), hybrid=True, pairs="interleaved", **_LATENT),
     Family(model_types=("granitemoehybrid",), hybrid=True, drops_position_ids=True),
     # Mixture of attention heads: each expert has queries of its own, which share keys and values.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared, WithoutPositions
+from ..positions import ensure
 from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream import NAME, POSITION_IDS
@@ -32,6 +33,12 @@ from .undo import Undo, add_pre_hook, register_buffer, set_attribute, set_class,
 
 UNLIMITED = 2**17
 """`max_position_embeddings` of a patched model whose scheme has no limit; `generate` caps its default length by it."""
+
+
+SEVERAL_COORDINATES = (
+    "position_ids give a token several coordinates (time, height and width), and the scheme counts positions by one "
+    "number: pass position_ids (B, T), or take a scheme that leaves that to the base (rope or nope in all layers)"
+)
 
 
 class NoEmbedding(PositionEmbedding):
@@ -78,6 +85,18 @@ def hand_down_position_ids(decoder: nn.Module, args: tuple[Any, ...], kwargs: di
         before = 0 if cache is None else cache.get_seq_length()
         position_ids = (torch.arange(given.shape[1], device=given.device) + before)[None]
     return args, {**kwargs, POSITION_IDS: position_ids}
+
+
+def require_one_coordinate(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Forward pre-hook of a decoder whose positions may have several coordinates: takes them if they are all alike."""
+    at: Any = decoder.posenc_position_ids_at
+    position_ids = args[at] if len(args) > at else kwargs.get("position_ids")
+    if position_ids is None or position_ids.ndim < 3:
+        return args, kwargs
+    ensure((position_ids == position_ids[:1]).all(), SEVERAL_COORDINATES)
+    if len(args) > at:
+        return (*args[:at], position_ids[0], *args[at + 1 :]), kwargs
+    return args, {**kwargs, "position_ids": position_ids[0]}
 
 
 def require_attention(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,6 +193,7 @@ class ModelSite:
         """Turn the queries and keys of the layers as the scheme says."""
         base, found, family = self.base, self.base.found, self.base.family
         if base.is_own(scheme) and all(found.rotated[layer] for layer in self.layers):
+            self._take_all_turned(found.rotary)
             return  # the base's own rotation is right as it is: nothing to do, and so nothing to get wrong
         if scheme.layers is not None and family.use_rope_flag is not None:
             for layer in self.layers:  # named, so turned, though the base may leave it out
@@ -196,14 +216,23 @@ class ModelSite:
             if parameters is not None:
                 own: Any = base.config.rope_parameters
                 beside = {key: own[key] for key in family.temperature_keys if key in own and key not in parameters}
-                set_attribute(self.undo, base.config, "rope_parameters", {**parameters, **beside})
+                for config in base.configs:
+                    set_attribute(self.undo, config, "rope_parameters", {**parameters, **beside})
         else:
             give_rotation(self, self._own("posenc_rotary", rotary), takes_layer_type=_is_by_layer_type(parameters))
-        if family.rotary_size is not None:
+        if family.rescales and parameters is not None:
+            for layer in self.layers:
+                scaling = base.scaling_with(layer, parameters)
+                set_attribute(self.undo, found.attention_of[layer], "scaling", scaling)
+        self._take_all_turned(rotary)
+        self._list(rotary)
+
+    def _take_all_turned(self, rotary: nn.Module | None) -> None:
+        """Tell attention that slices by a number of its own how many dimensions there are cosines for."""
+        if (name := self.base.family.rotary_size) is not None and rotary is not None:
             size = turned_dimensions(rotary)
             for layer in self.layers:
-                set_attribute(self.undo, found.attention_of[layer], family.rotary_size, size)
-        self._list(rotary)
+                set_attribute(self.undo, self.base.found.attention_of[layer], name, size)
 
     def _rotary(self, scheme: RotaryScheme, parameters: dict[str, Any] | None) -> nn.Module:
         """Return the module that makes the angles."""
@@ -216,6 +245,8 @@ class ModelSite:
             rotary = scheme.build(dims)
             if found.rotary is not None and not family.slices_rotary:  # which turns whole heads
                 rotary = PartialRotary(rotary, dims.head_dim, gives=family.angles)
+        if hasattr(found.rotary, "layer_types"):  # decoders ask their rotary module for which types it has angles
+            rotary.layer_types = found.rotary.layer_types
         parameter = next(found.decoder.parameters())
         if not parameter.is_meta:
             rotary.to(parameter.device)
@@ -345,8 +376,9 @@ def _level_temperature(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
             for name, value in family.temperature.items():
                 set_attribute(undo, base.found.attention_of[layer], name, value)
     if silenced and family.temperature_keys:
-        own: Any = base.config.rope_parameters
-        set_attribute(undo, base.config, "rope_parameters", {**own, family.temperature_keys[0]: 0.0})
+        for config in base.configs:
+            off = {**config.rope_parameters, family.temperature_keys[0]: 0.0}
+            set_attribute(undo, config, "rope_parameters", off)
 
 
 def _attend_through(undo: Undo, plan: Plan) -> None:
@@ -359,9 +391,7 @@ def _attend_through(undo: Undo, plan: Plan) -> None:
             set_module(undo, attention, "posenc", WithoutPositions())
             chosen = "posenc_window" in attention.__dict__ or plan.base.family.bypasses_interface
             set_attribute(undo, attention, "posenc_engine", plan.attention if chosen else "auto")
-    # A layer that was copied (copy.deepcopy) has a config of its own.
-    configs = {id(each): each for each in (plan.base.config, *(attention.config for attention in found.attentions))}
-    for each in configs.values():
+    for each in plan.base.configs:
         set_attribute(undo, each, "_attn_implementation_internal", NAME)
     add_pre_hook(undo, found.decoder, require_attention)
 
@@ -378,10 +408,11 @@ def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
         device = next(layer.parameters()).device
         register_buffer(undo, layer, carries.marker, torch.zeros(1, dtype=torch.uint8, device=device))
     alike = len(sites) == 1 and len(sites[0].layers) == len(each) == len(found.attention_of)
-    if plan.base.family.drops_position_ids:
+    if plan.base.family.drops_position_ids or plan.needs_one_coordinate:
         order = list(signature(type(found.decoder).forward).parameters)
         set_attribute(undo, found.decoder, "posenc_position_ids_at", order.index("position_ids") - 1)
-        add_pre_hook(undo, found.decoder, hand_down_position_ids)
+        one = plan.needs_one_coordinate
+        add_pre_hook(undo, found.decoder, require_one_coordinate if one else hand_down_position_ids)
     layers = PatchedLayers(
         plan.base.family.layers,
         plan.base.family.attention,

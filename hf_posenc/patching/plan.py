@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,6 +80,12 @@ class BaseModel:
         flag = self.family.interleaved_if
         return "interleaved" if flag is not None and getattr(self.config, flag) else self.family.pairs
 
+    @property
+    def has_temperature(self) -> bool:
+        """Whether queries of all layers are multiplied by a factor that grows with the position."""
+        keys = self.family.temperature_keys
+        return bool(keys) and bool(self.config.rope_parameters.get(keys[0]))
+
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
         """Return the indices of a fitted scheme's layers; without a selection those in which it can act."""
         assert not isinstance(scheme.layers, str)
@@ -90,6 +97,12 @@ class BaseModel:
     def config(self) -> Any:
         """The model's config."""
         return self.model.config
+
+    @property
+    def configs(self) -> list[Any]:
+        """The model's config, and those of its attentions: a layer that was copied (copy.deepcopy) has its own."""
+        of_attentions = (each.config for each in self.found.attentions if "config" in each.__dict__)
+        return list({id(each): each for each in (self.config, *of_attentions)}.values())
 
     @property
     def name(self) -> str:
@@ -159,7 +172,9 @@ class BaseModel:
 
     def own_rotation(self) -> dict[str, Any]:
         """Return the base's own `rope_parameters`, as far as transformers reads them."""
-        return own_rotation(self._rotary_config(), self.rotary_dims, self.found.rotary, self.family.slices_rotary)
+        own = own_rotation(self._rotary_config(), self.rotary_dims, self.found.rotary, self.family.slices_rotary)
+        own.pop(self.family.coordinates, None)  # no choice of a scheme's
+        return own
 
     def _rotary_config(self) -> Any:
         """Return the config that says how the base rotates, one made for that where its own says it otherwise."""
@@ -176,6 +191,14 @@ class BaseModel:
         if isinstance(rotary, PartialRotary):
             rotary.takes = rotary.gives = self.family.angles
         return rotary
+
+    def scaling_with(self, layer: int, parameters: dict[str, Any]) -> float:
+        """Return the factor of the scores that a layer's attention would have, made with these `rope_parameters`."""
+        attention: Any = self.found.attention_of[layer]
+        config = copy.deepcopy(self.config)
+        config.rope_parameters = parameters
+        with torch.device("meta"):
+            return float(type(attention)(config, getattr(attention, self.family.layer_index)).scaling)
 
     def is_own(self, scheme: Any) -> bool:
         """Return whether a fitted scheme is what the base does by itself where it rotates, in every respect."""
@@ -208,6 +231,8 @@ class BaseModel:
         for kind, each in given.items():
             if each.setdefault("partial_rotary_factor", 1.0) == 1.0 and "partial_rotary_factor" not in written[kind]:
                 del each["partial_rotary_factor"]
+        if (key := self.family.coordinates) is not None and key in self.config.rope_parameters:
+            given[None][key] = self.config.rope_parameters[key]
         return given[None] if None in given else given
 
     def window_of(self, layer: int) -> int | None:
@@ -314,6 +339,17 @@ class Plan:
         ]
         return tuple(sorted(kept + own))
 
+    @property
+    def needs_one_coordinate(self) -> bool:
+        """Whether some layer counts positions by one number, in a model whose positions may have several."""
+        if self.base.family.coordinates is None:
+            return False
+        kinds = [each.acts_on for each in self.schemes]
+        rotating: list[Any] = [scheme for scheme in self.schemes if scheme.acts_on.rotates]
+        angles = [self.base.rope_parameters(scheme) for scheme in rotating]
+        named = any(scheme.layers is not None for scheme in self.schemes)
+        return named or None in angles or any(kind.attends or kind.adds_vectors for kind in kinds)
+
     def resolved(self, native: Native) -> Plan:
         """Return the plan with the choices made that depend on the base's weights."""
         return replace(self, schemes=tuple(scheme.resolve(native, self.base.dims) for scheme in self.schemes))
@@ -413,7 +449,8 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     check_engine(attention)
     base = replace(base, keeps_table=base.has_table and len(taken) < len(base.found.layers))
     plan = Plan(base, tuple(scheme.acts_on.fit(scheme, base) for scheme in chosen), attention)
-    if base.family.temperature_keys and plan.rotated_by_base() and not all(s.acts_on.rotates for s in chosen):
+    turning = plan.rotated_by_base() or any(scheme.acts_on.rotates for scheme in chosen)
+    if base.has_temperature and turning and not all(scheme.acts_on.rotates for scheme in chosen):
         raise UnsupportedModelError(
             f"{base.name} multiplies its queries by a factor that grows with the position, in all layers or in none: "
             "give every layer a scheme of one kind"

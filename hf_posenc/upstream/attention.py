@@ -107,7 +107,8 @@ def scheme_attention(
     """
     if kwargs.get("cache") is not None:
         raise NotImplementedError(PAGED)
-    exchange = module.__dict__.get("posenc_exchange")  # inside context_parallel
+    # With getattr: that a __dict__ lacks something torch.compile does not guard, and another model's graph would run.
+    exchange = getattr(module, "posenc_exchange", None)  # inside context_parallel
     if "posenc" not in module._modules and exchange is None:
         raise ValueError(
             f"{type(module).__name__} runs with the attention implementation {NAME!r} but carries no position "
@@ -127,7 +128,7 @@ def scheme_attention(
         )
     if kwargs.get("is_causal") is False:
         raise ValueError(BIDIRECTIONAL)
-    heads = module.__dict__.get("posenc_heads") or getattr(module.config, "num_attention_heads", query.shape[1])
+    heads = getattr(module, "posenc_heads", None) or getattr(module.config, "num_attention_heads", query.shape[1])
     if query.shape[1] != heads:
         raise ValueError(f"{query.shape[1]} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
     if exchange is None:
@@ -142,7 +143,7 @@ def scheme_attention(
         # With a cache this only checks: once for all layers, which get the same two tensors.
         positions.follow(position_ids)
         attention_mask.__dict__["posenc_checked"] = position_ids
-    if (window := module.__dict__.get("posenc_window")) is not None:
+    if (window := getattr(module, "posenc_window", None)) is not None:
         positions = positions.within(window)
     call = Call(
         query,

@@ -118,7 +118,8 @@ def probe_mask(
     """Find window and segments by asking the mask function about O(Q) pairs.
 
     For compiling, where closures cannot be taken apart. The decoder masks of transformers are conjunctions of
-    causality, one sliding window and packed segments; each family that is supported builds its masks from these only.
+    causality, one sliding window, packed segments and chunks; each family that is supported builds its masks from these
+    only. Chunks are segments to it.
 
     Args:
         mask_function: a conjunction of the above.
@@ -201,8 +202,13 @@ def position_channel(
 
     same_tokens = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
     if torch.compiler.is_compiling() and getattr(mask_function, "__code__", None) is _AND:
-        window = getattr(kwargs.get("config"), "sliding_window", None)
-        shape: dict[str, Any] | None = probe_mask(mask_function, query_index, batch_size, same_tokens, window)
+        config = kwargs.get("config")
+        window = getattr(config, "sliding_window", None)
+        # Chunks are found as segments are, between tokens that follow each other, so not with a cache.
+        in_chunks = getattr(config, "attention_chunk_size", None) is not None and not same_tokens
+        shape: dict[str, Any] | None = (
+            None if in_chunks else probe_mask(mask_function, query_index, batch_size, same_tokens, window)
+        )
     else:
         shape = describe_mask(mask_function)
         shape = None if shape is None else in_segments(shape, key_index, same_tokens=same_tokens)
