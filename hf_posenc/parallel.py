@@ -118,23 +118,24 @@ class Exchange:
 
         Args:
             key: (B, K, T, D) of this shard.
-            value: (B, K, T, D).
+            value: (B, K, T, V).
             channel: compact channel (B|1, 1, ROWS, T + L), its keys in the order of the processes.
             window: sliding window of this layer, which the channel does not know.
 
         Returns:
-            key and value (B, K, L, D), and the positions of the shard's queries and of all keys.
+            key (B, K, L, D), value (B, K, L, V), and the positions of the shard's queries and of all keys.
         """
-        queries = key.shape[2]
-        both = _Gather.apply(torch.stack([key, value]), self.group)  # (processes, 2, B, K, T, D)
-        both = both.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-        whole = positions.read(channel, queries, both.shape[3])
+        queries, sizes = key.shape[2], [key.shape[3], value.shape[3]]
+        both = _Gather.apply(torch.cat([key, value], -1), self.group)  # (processes, B, K, T, D + V)
+        both = both.permute(1, 2, 0, 3, 4).flatten(2, 3)
+        whole = positions.read(channel, queries, both.shape[2])
         assert isinstance(whole, positions.Positions)
         order = whole.key_index.argsort(dim=-1, stable=True)
         if order.shape[0] == 1:
-            both = both.index_select(3, order[0])
+            both = both.index_select(2, order[0])
         else:
-            both = both.gather(3, order[None, :, None, :, None].expand(both.shape))
+            both = both.gather(2, order[:, None, :, None].expand(both.shape))
+        key, value = both.split(sizes, -1)
 
         def ordered(row: Tensor) -> Tensor:
             return row.expand(order.shape[0], -1).gather(-1, order)
@@ -147,7 +148,7 @@ class Exchange:
             key_segment=ordered(whole.key_segment),
             window=whole.window if window is None else torch.full_like(whole.window, window),
         )
-        return both[0], both[1], whole
+        return key, value, whole
 
 
 def locate_shard(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -235,6 +236,10 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
             f"{type(inner).__name__} has layers without attention, whose state would have to travel from shard to "
             "shard: only attention can be divided over processes"
         )
+    if family.undivided is not None:
+        raise UnsupportedModelError(
+            f"the sequences of a {type(inner).__name__} cannot be divided over processes: {family.undivided}"
+        )
     if "posenc_exchange" in found.decoder.__dict__:
         raise ValueError("this model is inside context_parallel already")
     if family.bypasses_interface and patch_of(inner) is None:
@@ -248,6 +253,8 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
         set_attribute(undo, inner.config, "_attn_implementation_internal", NAME)
         for module in (found.decoder, *found.attentions):
             set_attribute(undo, module, "posenc_exchange", exchange)
+        for attention in found.attentions if family.heads is not None else ():
+            set_attribute(undo, attention, "posenc_heads", getattr(attention, family.heads))
         add_pre_hook(undo, found.decoder, locate_shard)
         yield model
     finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoders import decoder
 from distributed_jobs import (
     attend_inside_the_shard,
     compare_context_parallel,
@@ -118,6 +119,27 @@ def test_schemes_in_some_layers_and_windows_are_shared(pair, case, more):
 def test_replaced_attention_and_positions_in_the_mask_are_shared(pair, model_type, kind):
     for case in ("alibi", "rope"):
         assert_equal(pair.run(compare_context_parallel, model_type, case, kind, balanced=True))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gpt_oss", "flint", "mimo_v2_flash", "deepseek_v3", "minicpm3", "laguna", "cohere2"]
+)
+def test_what_is_special_about_some_types_is_shared(pair, model_type):
+    """Sinks, values of another size, layers that differ in heads, windows that some layers have."""
+    own = decoder(model_type).config
+    config = {"sliding_window": 8} if getattr(own, "sliding_window", None) else {}
+    for case in (None, "alibi", "rope"):
+        answers = pair.run(
+            compare_context_parallel, model_type, case, balanced=True, dtype=torch.float32, config=config
+        )
+        assert_equal(answers, FLOAT32)
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "llama4_text", "bamba"])
+def test_what_cannot_be_divided_is_refused(pair, model_type):
+    for case in (None, "alibi"):
+        for answer in pair.run(refused, compare_context_parallel, model_type, case):
+            assert "state, which would have to" in answer or "state would have to" in answer or "chunks" in answer
 
 
 def test_stock_attention_that_bypasses_the_interface_is_refused(pair):

@@ -58,6 +58,7 @@ class Family:
         rotates: `(attention)` -> whether the family's code rotates in that layer, where it decides by itself.
         rotated_layers: config attribute that holds one number per layer, 1 where it rotates; goes with `use_rope_flag`.
         hybrid: some layers have no attention; they are those in which `attention` leads to no module with `scaling`.
+        undivided: why its sequences cannot be divided over processes; `None`: they can, unless it is `hybrid`.
         heads: attribute of the attention that holds its number of query heads, where it differs by layer.
         drops_position_ids: its `position_ids` do not reach the attention, or the layers.
         coordinates: key of `rope_parameters` that divides the pairs of a head among several coordinates of a position,
@@ -122,6 +123,7 @@ class Family:
     rotated_layers: str | None = None
     rotates: Callable[[nn.Module], bool] | None = None
     hybrid: bool = False
+    undivided: str | None = None
     heads: str | None = None
     drops_position_ids: bool = False
     coordinates: str | None = None

@@ -20,7 +20,6 @@ _LIKE_LLAMA = (
     "bitnet",
     "cwm",
     "dots1",
-    "falcon_h1",
     "flex_olmo",
     "granite",
     "granitemoe",
@@ -73,6 +72,11 @@ FAMILIES = (
     # SmolLM3 can leave some of them unrotated.
     Family(model_types=("llama",), unrotated_twin="smollm3", note="`nope` can be exported, as a SmolLM3"),
     *(Family(model_types=(model_type,)) for model_type in _LIKE_LLAMA),
+    # A Mamba beside the attention of every layer.
+    Family(
+        model_types=("falcon_h1",),
+        undivided="beside its attention every layer has a state, which would have to travel from shard to shard",
+    ),
     # Configs of their own, for LLaMA's model classes.
     *(Family(model_types=(t,), note="its models are LLaMA's") for t in ("internlm3", "iquestcoder")),
     # Every fourth layer is left unrotated as a rule (`config.no_rope_layers`: 1 means rotated).
@@ -126,6 +130,7 @@ FAMILIES = (
         use_rope_flag="use_rope",
         drops_position_ids=True,
         temperature={"attn_temperature_tuning": False},
+        undivided="it makes chunks of the sequence for its attention, and counts tokens from the start of each shard",
     ),
     # Queries grow with the position beyond `original_max_position_embeddings`.
     Family(
