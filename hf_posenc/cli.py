@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--device", default="cpu", help="for instance cuda")
     command.add_argument("--report", type=Path, metavar="JSON", help="file for what was found, by layer and head")
+    command.add_argument("--plot", type=Path, metavar="PICTURE", help="the same drawn: png, svg or pdf by its suffix")
     command.set_defaults(run="calibrate_checkpoint", defaults=CALIBRATION)
 
     command = commands.add_parser("evaluate", help="measure both perplexities of a checkpoint on a text")

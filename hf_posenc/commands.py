@@ -125,8 +125,12 @@ def calibrate_checkpoint(options: argparse.Namespace) -> int:
     choices = _choices(options)
     if options.save_to.exists():
         raise FileExistsError(f"{options.save_to} exists already")
-    if options.report and not options.report.parent.is_dir():
-        raise FileNotFoundError(f"{options.report}: there is no folder {options.report.parent}")
+    for path in filter(None, (options.report, options.plot)):
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+    if options.plot:
+        plots.kind_of(options.plot)
+        plots.check_installed()
     scheme = parse_schemes(options.scheme, _settings(options))  # only what is the scheme's own, before anything is read
     device = _device(options.device)
     text = _read(options.text)
@@ -152,6 +156,8 @@ def calibrate_checkpoint(options: argparse.Namespace) -> int:
     if options.report:
         with files.replaced(options.report) as partial:
             partial.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        plots.save(plots.calibration(report, title=f"{report.scheme} on {Path(checkpoint).name}"), options.plot)
     print(describe(model))
     print(report)
     if left := report.unexpressed():
@@ -159,7 +165,9 @@ def calibrate_checkpoint(options: argparse.Namespace) -> int:
             f"0.1 nats per query and head, or more, are left in the layers {', '.join(map(str, left))}: "
             "--set layers=... names those that get the scheme, the others keep the base's positions"
         )
-    print(f"saved in {options.save_to}" + (f", numbers in {options.report}" if options.report else ""))
+    written = [f"saved in {options.save_to}"]
+    written += [f"{what} in {path}" for what, path in (("numbers", options.report), ("picture", options.plot)) if path]
+    print(", ".join(written))
     return 0
 
 
@@ -280,8 +288,7 @@ def draw(options: argparse.Namespace) -> int:
     for path in filter(None, (options.output, options.numbers)):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
-    if options.output.suffix.lower().removeprefix(".") not in plots.FORMATS:
-        raise ValueError(f"a figure is saved as {', '.join(plots.FORMATS)}, not as {options.output.name!r}")
+    plots.kind_of(options.output)
     settings = _settings(options)
     # A checkpoint is called by the name of its directory; two of one name keep their whole paths.
     short = {source: Path(source).name if Path(source).is_dir() else source for source in options.sources}

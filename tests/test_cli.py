@@ -113,6 +113,20 @@ def test_calibrate(readable, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+def test_calibrate_draws(readable, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is an extra: pip install 'hf_posenc[plots]'")
+    assert main([*readable, "--plot", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert f"picture in {tmp_path / 'a.png'}" in capsys.readouterr().out
+
+
+def test_calibrate_says_at_once_that_it_cannot_draw(readable, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*readable, "--plot", str(tmp_path / "a.png")]) == 2
+    assert "pip install 'hf_posenc[plots]'" in capsys.readouterr().err
+
+
 def test_calibrate_has_the_defaults_and_choices_of_the_function():
     parameters = inspect.signature(hf_posenc.calibrate).parameters
     assert {name: parameters[name].default for name in cli.CALIBRATION} == cli.CALIBRATION
@@ -183,6 +197,8 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         ([*CALIBRATE, "--stage", "closed_form", "--steps", "3"], "--steps changes nothing with --stage closed_form"),
         ([*CALIBRATE, "--weights", "scheme", "--weight-rate", "1"], "--weight-rate changes nothing with --weights"),
         ([*CALIBRATE, "--report", "NOWHERE/a.json"], "there is no folder"),
+        ([*CALIBRATE, "--plot", "NOWHERE/a.png"], "there is no folder"),
+        ([*CALIBRATE, "--plot", "HERE/a.bmp"], "a figure is saved as"),
         ([*CALIBRATE, "--scheme", "shav"], "choose from alibi"),
         ([*CALIBRATE, "--set", "buckets=3"], "t5 has no hyper-parameter buckets; it has"),
         ([*CALIBRATE, "--text", "NOWHERE"], "there is no file"),
