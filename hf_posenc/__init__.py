@@ -11,6 +11,7 @@ from .deferred import after_import
 
 if TYPE_CHECKING:
     from .api import describe, is_patched, patch_model, patched, schemes_of, unpatch_model, which_engine
+    from .calibration.calibrate import Calibration, calibrate
     from .call import Call
     from .checkpoint import from_pretrained, inspect
     from .classes import register_family
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyPatchedError",
     "Bias",
+    "Calibration",
     "Call",
     "CheckpointError",
     "ClippedVectors",
@@ -60,6 +62,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "available_schemes",
+    "calibrate",
     "context_group",
     "context_parallel",
     "describe",
@@ -89,6 +92,10 @@ _FROM = {
         "schemes_of",
         "unpatch_model",
         "which_engine",
+    ),
+    ".calibration": (
+        "Calibration",
+        "calibrate",
     ),
     ".call": ("Call",),
     ".checkpoint": (

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .version import VERSION
 
@@ -14,6 +15,21 @@ PLOTS = ("vectors", "similarity", "decay", "biases", "wavelengths", "attention",
 
 LENGTH = 128
 """Tokens that `plot` shows."""
+
+STAGES = ("closed_form", "attention")
+MOVED = ("scheme", "query_key")
+CALIBRATION: dict[str, Any] = {
+    "stage": "attention",
+    "weights": "query_key",
+    "steps": 100,
+    "rate": 2e-2,
+    "weight_rate": 1e-3,
+    "held_out": 8,
+}
+"""Choices of `calibrate`, and what it does by default, as the function of that name: --help does without it."""
+
+WINDOW = 512
+"""Tokens in a window that `calibrate` reads."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,8 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0; 1 where the answer is no (`inspect` of what cannot be loaded, `verify` that fails, `families` of
-        a model type that cannot be patched); 2 for an
-        error; 130 after Ctrl-C.
+        a model type that cannot be patched); 2 for an error; 130 after Ctrl-C.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -75,6 +90,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run="patch_checkpoint")
 
+    command = commands.add_parser(
+        "calibrate", help="patch a stock checkpoint, fit the scheme to what its positions did, and save it"
+    )
+    command.add_argument("checkpoint", help="directory or Hub id of a stock checkpoint, with its tokenizer")
+    command.add_argument("--scheme", required=True, help="its name: hf-posenc schemes lists them")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a hyper-parameter, e.g. max_distance=64"
+    )
+    command.add_argument("--text", type=Path, required=True, help="UTF-8 text file, of the kind the base was made for")
+    command.add_argument("--save-to", type=Path, required=True, help="directory that does not exist yet")
+    command.add_argument(
+        "--length", type=int, default=WINDOW, help=f"tokens in a window of the text (default {WINDOW})"
+    )
+    command.add_argument("--windows", type=int, help="how many to use, held-out ones included; by default all")
+    command.add_argument("--held-out", type=int, help=_by_default("windows that only decide and measure", "held_out"))
+    command.add_argument("--stage", choices=STAGES, help=_by_default("closed forms alone, or attention too", "stage"))
+    command.add_argument(
+        "--weights", choices=MOVED, help=_by_default("what the second stage moves beside the scheme", "weights")
+    )
+    command.add_argument("--steps", type=int, help=_by_default("of the second stage", "steps"))
+    command.add_argument("--rate", type=float, help=_by_default("learning rate of the scheme's parameters", "rate"))
+    command.add_argument(
+        "--weight-rate", type=float, help=_by_default("of the weights that make queries and keys", "weight_rate")
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, help="for parameters that start at random, and the order of windows (default 0)"
+    )
+    command.add_argument("--device", default="cpu", help="for instance cuda")
+    command.add_argument("--report", type=Path, metavar="JSON", help="file for what was found, by layer and head")
+    command.add_argument("--plot", type=Path, metavar="PICTURE", help="the same drawn: png, svg or pdf by its suffix")
+    command.set_defaults(run="calibrate_checkpoint", defaults=CALIBRATION)
+
     command = commands.add_parser("evaluate", help="measure both perplexities of a checkpoint on a text")
     command.add_argument("checkpoint", help="directory or Hub id, with its tokenizer")
     command.add_argument("text", type=Path, nargs="+", help="UTF-8 text files, a document each")
@@ -107,6 +154,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--message", help="title of the commit")
     command.set_defaults(run="push_checkpoint")
     return parser
+
+
+def _by_default(text: str, name: str) -> str:
+    """Return the help of an option of `calibrate`."""
+    return f"{text} (default {CALIBRATION[name]})"
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from . import analysis, hub
+from . import analysis, files, hub
 from .analysis import plots, probe
 from .api import describe, parse_schemes
+from .calibration.calibrate import calibrate, check_choices
 from .catalogue import refused_types, served_type
 from .checkpoint import from_pretrained, inspect
 from .errors import PluginError, UnsupportedModelError
@@ -87,7 +88,8 @@ def patch_checkpoint(options: argparse.Namespace) -> int:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError):  # a checkpoint without one
         tokenizer = None
-    model.save_pretrained(options.output, tokenizer=tokenizer)
+    with files.new_folder(options.output) as folder:
+        model.save_pretrained(folder, tokenizer=tokenizer)
     print(describe(model))
     print(f"saved in {options.output}" + ("" if tokenizer else ", without a tokenizer: the checkpoint has none"))
     return 0
@@ -112,6 +114,93 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, ast.literal_eval(value)
     except (SyntaxError, ValueError):
         return name, value  # a word, e.g. layout=split
+
+
+SECOND_STAGE = ("weights", "steps", "rate", "weight_rate")
+"""Options of `calibrate` that are of its second stage."""
+
+
+def calibrate_checkpoint(options: argparse.Namespace) -> int:
+    """Patch a stock checkpoint, fit the scheme to what the base's positions did, and save it."""
+    choices = _choices(options)
+    if options.save_to.exists():
+        raise FileExistsError(f"{options.save_to} exists already")
+    for path in filter(None, (options.report, options.plot)):
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
+    if options.plot:
+        plots.kind_of(options.plot)
+        plots.check_installed()
+    scheme = parse_schemes(options.scheme, _settings(options))  # only what is the scheme's own, before anything is read
+    device = _device(options.device)
+    text = _read(options.text)
+    checkpoint = hub.checkpoint_name(options.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    windows = _windows(options, tokenizer(text, verbose=False).input_ids, choices["held_out"])
+    model = from_pretrained(checkpoint, scheme=scheme, seed=options.seed).to(device)
+    print(
+        f"calibrating with {len(windows) - choices['held_out']:,} windows of {options.length:,} tokens, and "
+        f"{choices['held_out']:,} held out, on {device}; closed forms come first",
+        file=sys.stderr,
+        flush=True,
+    )
+    steps = choices["steps"]
+
+    def say(step: int, divergence: float) -> None:
+        if step == 1 or step == steps or step % max(1, steps // 10) == 0:
+            print(f"step {step} of {steps}: {divergence:.4f} nats", file=sys.stderr, flush=True)
+
+    report = calibrate(model, windows, seed=options.seed, on_step=say, **choices)
+    with files.new_folder(options.save_to) as folder:
+        model.save_pretrained(folder, tokenizer=tokenizer)
+    if options.report:
+        with files.replaced(options.report) as partial:
+            partial.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        plots.save(plots.calibration(report, title=f"{report.scheme} on {Path(checkpoint).name}"), options.plot)
+    print(describe(model))
+    print(report)
+    if left := report.unexpressed():
+        print(
+            f"0.1 nats per query and head, or more, are left in the layers {', '.join(map(str, left))}: "
+            "--set layers=... names those that get the scheme, the others keep the base's positions"
+        )
+    written = [f"saved in {options.save_to}"]
+    written += [f"{what} in {path}" for what, path in (("numbers", options.report), ("picture", options.plot)) if path]
+    print(", ".join(written))
+    return 0
+
+
+def _choices(options: argparse.Namespace) -> dict[str, Any]:
+    """Return arguments of `calibrate`, by default those of the command; what would change nothing is refused."""
+    given = {name: value for name in options.defaults if (value := getattr(options, name)) is not None}
+    choices: dict[str, Any] = {**options.defaults, **given}
+    unread: tuple[str, ...] = ()
+    if choices["stage"] == "closed_form":
+        unread, reason = SECOND_STAGE, "--stage closed_form"
+    elif choices["weights"] == "scheme":
+        unread, reason = ("weight_rate",), "--weights scheme"
+    for name in unread:
+        if name in given:
+            raise ValueError(f"--{name.replace('_', '-')} changes nothing with {reason}: leave it out")
+    check_choices(**choices, **({} if options.windows is None else {"windows": options.windows}))
+    if options.length < 2:
+        raise ValueError(f"--length must be at least 2, not {options.length}")
+    return choices
+
+
+def _windows(options: argparse.Namespace, ids: list[int], held_out: int) -> torch.Tensor:
+    """Return windows of the text, (N, T) int64; what does not fill one is left out."""
+    count, length = len(ids) // options.length, options.length
+    if options.windows is not None and options.windows > count:
+        raise ValueError(f"{options.text} has {count} windows of {length} tokens, {options.windows} were asked for")
+    used = count if options.windows is None else options.windows
+    if used <= held_out:
+        raise ValueError(
+            f"{used} windows of {length} tokens from {options.text} are too few: --held-out takes {held_out}, and at "
+            "least one is needed beside"
+        )
+    return torch.tensor(ids[: used * length], dtype=torch.long).view(used, length)
 
 
 def evaluate_checkpoint(options: argparse.Namespace) -> int:
@@ -199,8 +288,7 @@ def draw(options: argparse.Namespace) -> int:
     for path in filter(None, (options.output, options.numbers)):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
-    if options.output.suffix.lower().removeprefix(".") not in plots.FORMATS:
-        raise ValueError(f"a figure is saved as {', '.join(plots.FORMATS)}, not as {options.output.name!r}")
+    plots.kind_of(options.output)
     settings = _settings(options)
     # A checkpoint is called by the name of its directory; two of one name keep their whole paths.
     short = {source: Path(source).name if Path(source).is_dir() else source for source in options.sources}

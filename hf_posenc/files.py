@@ -125,6 +125,28 @@ def replaced(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+@contextmanager
+def new_folder(directory: Path) -> Iterator[Path]:
+    """Make a folder, whole or not at all.
+
+    Args:
+        directory: that does not exist yet, or is empty; the folder that it lies in is made if it does not exist.
+
+    Yields:
+        A path of the same name, in a folder of its own beside it, to make the folder at. If the body raises, nothing
+        of it is left.
+
+    Raises:
+        OSError: if it cannot be written, or there is something at `directory` by then.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{STAGING}-", dir=directory.parent) as name:
+        partial = Path(name) / directory.name
+        yield partial
+        os.rename(partial, directory)
+    _flush(directory.parent)
+
+
 def complete(directory: Path, *, locked: bool = False) -> bool:
     """Move on what an interrupted save left complete but unmoved. Every save does this first; readers need not.
 

@@ -1,6 +1,8 @@
 """Calibration: what a base's positions did is found, put into the scheme, and nothing else is changed."""
 
 import copy
+import dataclasses
+import json
 
 import pytest
 import torch
@@ -8,11 +10,11 @@ from families import tiny, tokens
 from snapshots import assert_same, snapshot
 
 import hf_posenc
-from hf_posenc import NotPatchedError, UnsupportedModelError, patch_model, unpatch_model
-from hf_posenc.calibration import calibrate
+from hf_posenc import NotPatchedError, UnsupportedModelError, calibrate, patch_model, unpatch_model
 from hf_posenc.calibration.closed import Averages, turn_of
 from hf_posenc.calibration.maps import attending, observe
 from hf_posenc.calibration.pair import Pair
+from hf_posenc.modules import Shared
 from hf_posenc.patching.state import patch_of
 from hf_posenc.schemes.t5 import T5
 
@@ -303,6 +305,29 @@ def test_a_loaded_model_needs_its_base(tmp_path):
     assert logits(stock).equal(logits(tiny("llama")))
 
 
+@pytest.mark.parametrize(
+    ("scheme", "factor"), [("alibi", False), ("kerple", False), ("da_transformer", True), ("shaw", None)]
+)
+def test_the_report_has_the_curves_and_goes_to_json(scheme, factor):
+    """Also of a scheme that has nothing to train; a scheme whose scores are no curve has none."""
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    report = calibrate(model, windows(), stage="closed_form")
+    written = json.loads(json.dumps(report.to_dict()))
+    assert written["scheme"] == scheme
+    assert [each["index"] for each in written["layers"]] == [0, 1]
+    for layer, said in zip(report.layers, written["layers"], strict=True):
+        assert set(said) == {field.name for field in dataclasses.fields(layer)}
+        assert layer.base_curve.shape == (4, LENGTH)
+        assert said["after"] == layer.after.tolist()
+        assert said["multiplies"] is bool(factor)
+        if factor is None:
+            assert said["scheme_curve"] is layer.scheme_curve is None
+        else:
+            placed = model.model.layers[layer.index].self_attn.posenc
+            owner = placed.owner() if isinstance(placed, Shared) else placed
+            assert layer.scheme_curve.equal(owner.form(torch.empty(0)).table(LENGTH).detach())
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
 def test_adapters_and_dtypes():
     from peft import get_peft_model
@@ -331,7 +356,10 @@ def test_adapters_and_dtypes():
         ({"tokens": torch.zeros(3, 8)}, "tokens must be integers"),
         ({"tokens": torch.zeros(8, dtype=torch.int64)}, r"tokens must be integers \(windows, length\)"),
         ({"held_out": 12}, "12 windows are too few: 12 are held out"),
-        ({"held_out": 0}, "are too few"),
+        ({"held_out": 0}, "held_out must be positive, not 0"),
+        ({"steps": 0}, "steps must be positive, not 0"),
+        ({"rate": float("nan")}, "rate must be positive, not nan"),
+        ({"tokens": tokens(12, 65)}, "windows of 65 tokens are longer than the 64 the base was made for"),
     ],
 )
 def test_wrong_arguments(changes, message):
@@ -339,6 +367,14 @@ def test_wrong_arguments(changes, message):
     before = snapshot(model)
     with pytest.raises(ValueError, match=message):
         calibrate(model, **({"tokens": windows()} | changes))
+    assert_same(snapshot(model), before)
+
+
+def test_a_second_stage_with_nothing_to_move():
+    model = patch_model(tiny("llama"), "alibi")
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="leaves nothing to move: alibi has no parameters"):
+        calibrate(model, windows(), weights="scheme")
     assert_same(snapshot(model), before)
 
 

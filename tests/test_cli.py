@@ -1,8 +1,10 @@
 """The command: what it prints, what it returns, and that it says what is wrong without a traceback."""
 
+import inspect
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from situations import patched_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import hf_posenc
-from hf_posenc import commands
+from hf_posenc import cli, commands
+from hf_posenc.calibration.calibrate import STAGES, WEIGHTS
 from hf_posenc.cli import main
 from hf_posenc.evaluation import sliding_window_perplexity
 
@@ -78,6 +81,83 @@ def test_patch_then_verify(stock, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+CALIBRATE = ["calibrate", "STOCK", "--scheme", "t5", "--text", "TEXT", "--save-to", "OUT"]
+
+
+@pytest.fixture
+def readable(tmp_path, tiny_checkpoints, text):
+    """Arguments of `calibrate`, with a tiny LLaMA that has a tokenizer."""
+    places = {"STOCK": tiny_checkpoints / "llama", "TEXT": text, "OUT": tmp_path / "out"}
+    return [str(places.get(word, word)) for word in [*CALIBRATE, "--length", "32", "--windows", "12", "--steps", "4"]]
+
+
+def test_calibrate(readable, tmp_path, capsys):
+    """What calibrate does in Python, saved with the tokenizer, and in numbers."""
+    report, saved = tmp_path / "report.json", tmp_path / "out"
+    given = ["--set", "share_layers=False", "--held-out", "3", "--seed", "2", "--weight-rate", "0.01"]
+    assert main([*readable, *given, "--report", str(report)]) == 0
+    captured = capsys.readouterr()
+    assert "calibrating with 9 windows of 32 tokens, and 3 held out, on cpu" in captured.err
+    assert [line.split(":")[0] for line in captured.err.splitlines() if line.startswith("step")] == [
+        f"step {n} of 4" for n in range(1, 5)
+    ]
+    stock, text = readable[1], Path(readable[5]).read_text()
+    tokens = torch.tensor(AutoTokenizer.from_pretrained(saved)(text, verbose=False).input_ids)[: 12 * 32].view(12, 32)
+    model = hf_posenc.from_pretrained(stock, scheme="t5", share_layers=False, seed=2)
+    expected = hf_posenc.calibrate(model, tokens, steps=4, held_out=3, seed=2, weight_rate=0.01)
+    assert json.loads(report.read_text()) == expected.to_dict()
+    assert str(expected) in captured.out
+    found = hf_posenc.from_pretrained(saved).state_dict()
+    assert all(value.equal(found[name]) for name, value in model.state_dict().items())
+    assert main([*readable, *given]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_calibrate_draws(readable, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is an extra: pip install 'hf_posenc[plots]'")
+    assert main([*readable, "--plot", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert f"picture in {tmp_path / 'a.png'}" in capsys.readouterr().out
+
+
+def test_calibrate_says_at_once_that_it_cannot_draw(readable, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*readable, "--plot", str(tmp_path / "a.png")]) == 2
+    assert "pip install 'hf_posenc[plots]'" in capsys.readouterr().err
+
+
+def test_calibrate_has_the_defaults_and_choices_of_the_function():
+    parameters = inspect.signature(hf_posenc.calibrate).parameters
+    assert {name: parameters[name].default for name in cli.CALIBRATION} == cli.CALIBRATION
+    assert cli.STAGES == STAGES
+    assert set(cli.MOVED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
+
+
+@pytest.mark.parametrize("moment", ["calibrate", "save"])
+def test_ctrl_c_leaves_no_folder(moment, readable, tmp_path, capsys, monkeypatch):
+    def interrupted(*arguments, **_):
+        if moment == "save":
+            (arguments[1].parent / "half").write_text("written")
+        raise KeyboardInterrupt
+
+    before = sorted(tmp_path.iterdir())
+    if moment == "save":
+        monkeypatch.setattr("hf_posenc.model_types.model.PosEncMixin.save_pretrained", interrupted)
+    else:
+        monkeypatch.setattr(commands, "calibrate", interrupted)
+    assert main(readable) == 130
+    assert capsys.readouterr().err.endswith("\nhf-posenc calibrate: interrupted\n")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_second_stage_is_said_only_where_there_is_one(readable, tmp_path, capsys):
+    assert main([*readable[:-2], "--stage", "closed_form"]) == 0
+    captured = capsys.readouterr()
+    assert not re.search("^step", captured.err, re.MULTILINE)
+    assert hf_posenc.verify(hf_posenc.from_pretrained(tmp_path / "out")).ok
+
+
 def test_evaluate(tmp_path, capsys, tiny_checkpoints):
     """A stock and a patched checkpoint on the same text: the numbers of measure_context."""
     text = tmp_path / "a.txt"
@@ -109,6 +189,22 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance=0"], "max_distance must be positive"),
         (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance"], "NAME=VALUE"),
         (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance=3", "--set", "max_distance=4"], "max_distance twice"),
+        ([*CALIBRATE, "--held-out", "0"], "held_out must be positive, not 0"),
+        ([*CALIBRATE, "--steps", "-1"], "steps must be positive, not -1"),
+        ([*CALIBRATE, "--windows", "0"], "windows must be positive, not 0"),
+        ([*CALIBRATE, "--rate", "0"], "rate must be positive, not 0"),
+        ([*CALIBRATE, "--length", "1"], "--length must be at least 2, not 1"),
+        ([*CALIBRATE, "--stage", "closed_form", "--steps", "3"], "--steps changes nothing with --stage closed_form"),
+        ([*CALIBRATE, "--weights", "scheme", "--weight-rate", "1"], "--weight-rate changes nothing with --weights"),
+        ([*CALIBRATE, "--report", "NOWHERE/a.json"], "there is no folder"),
+        ([*CALIBRATE, "--plot", "NOWHERE/a.png"], "there is no folder"),
+        ([*CALIBRATE, "--plot", "HERE/a.bmp"], "a figure is saved as"),
+        ([*CALIBRATE, "--scheme", "shav"], "choose from alibi"),
+        ([*CALIBRATE, "--set", "buckets=3"], "t5 has no hyper-parameter buckets; it has"),
+        ([*CALIBRATE, "--text", "NOWHERE"], "there is no file"),
+        ([*CALIBRATE, "--save-to", "HERE"], "exists already"),
+        ([*CALIBRATE, "--device", "toaster"], "--device toaster cannot be used here"),
+        (["calibrate", "NOWHERE", *CALIBRATE[2:]], "there is no folder"),
         (["push", "NOWHERE", "me/x"], "there is no folder"),
         (["push", "HERE", "me/x"], "it has no config.json"),
         (["inspect", "NOWHERE"], "there is no folder"),
@@ -150,6 +246,26 @@ def test_wrong_calls(arguments, message, stock, ours, tmp_path, capsys):
     assert captured.err.startswith(f"hf-posenc {arguments[0]}: ")
     assert not (tmp_path / "out").exists()
     assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--windows", "200"], "windows of 32 tokens, 200 were asked for"),
+        (["--held-out", "12"], "12 windows of 32 tokens from TEXT are too few: --held-out takes 12"),
+    ],
+)
+def test_calibrate_needs_enough_text(more, message, readable, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    assert main([*readable, *more]) == 2
+    assert message.replace("TEXT", readable[5]) in capsys.readouterr().err
+
+
+def test_windows_longer_than_the_base_was_made_for(readable, tmp_path, capsys):
+    assert main([*readable, "--length", "33"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == "hf-posenc calibrate: windows of 33 tokens are longer than the 32 the base was made for"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("setting", ["trust_remote_code=True", "dtype=bfloat16", "device_map=auto", "max_distanc=3"])

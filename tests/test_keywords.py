@@ -294,6 +294,52 @@ def _(folder):
     assert any(parameter.requires_grad for parameter in wrapped.parameters())
 
 
+# What calibrate takes.
+
+
+def calibrated(text=3, scheme="nope", **options):
+    """What a calibration of a small model comes to: all of its weights, and its report."""
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    options = {"held_out": 2, "steps": 2, "batch_size": 2} | options
+    report = hf_posenc.calibrate(model, tokens(9, 24, seed=text), **options)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), report
+
+
+@shows("calibrate", "model", "tokens", "base")
+def _(folder):
+    refuses(hf_posenc.NotPatchedError, hf_posenc.calibrate, tiny("llama"), tokens(9, 24))
+    default, _ = calibrated()
+    assert not calibrated(text=4)[0].equal(default)
+    assert not calibrated(base=patch_model(tiny("llama"), "alibi"))[0].equal(default)
+
+
+for keyword, value in {
+    "stage": "closed_form",
+    "steps": 3,
+    "batch_size": 1,
+    "rate": 0.1,
+    "weight_rate": 0.1,
+    "closed_windows": 1,
+    "seed": 1,
+}.items():
+
+    @shows("calibrate", keyword)
+    def _(folder, keyword=keyword, value=value):
+        scheme = "kerple" if keyword == "rate" else "nope"  # which has no parameters, whose rate it is
+        assert not calibrated(scheme=scheme, **{keyword: value})[0].equal(calibrated(scheme=scheme)[0])
+        if keyword != "seed":
+            refuses(ValueError, calibrated, **{keyword: 0})
+
+
+@shows("calibrate", "weights", "held_out", "on_step")
+def _(folder):
+    refuses(ValueError, calibrated, weights="scheme")
+    seen = []
+    _, report = calibrated(on_step=lambda step, value: seen.append(step))
+    assert seen == [1, 2]
+    assert not calibrated(held_out=1)[1].layers[0].before.equal(report.layers[0].before)
+
+
 # What from_pretrained, inspect and export_stock take.
 
 

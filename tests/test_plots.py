@@ -13,6 +13,7 @@ from families import tiny, tokens
 
 from hf_posenc import analysis
 from hf_posenc.analysis import plots
+from hf_posenc.calibration import Calibration, LayerFit
 from hf_posenc.cli import main
 
 pytest.importorskip("matplotlib", reason="matplotlib is an extra: pip install 'hf_posenc[plots]'")
@@ -44,7 +45,18 @@ def figures():
     yield "attention", lambda: plots.attention_by_distance(analysis.attention_by_distance(tiny("gpt2"), tokens(1, 20)))
     yield "order", lambda: plots.order_by_layer({"a": analysis.order_sensitivity(tiny("gpt2"), tokens(1, 8))})
 
+    yield "calibration", lambda: plots.calibration(REPORT, title="Calibration")
 
+
+def fit(index, curve, *, multiplies=False):
+    """What calibration could have done to a layer of two heads."""
+    before, closed, after = (torch.tensor([share, share / 2]) for share in (1.0, 0.4, 0.0))
+    base = torch.tensor([[4.0, 1.0, 1.0, 0.0], [0.0, -1.0, -2.0, -3.0]])
+    return LayerFit(index, before, closed, after, ("bias", "as it was"), base, curve, multiplies)
+
+
+CURVE = torch.tensor([[3.0, 2.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+REPORT = Calibration("some", (fit(1, CURVE), fit(4, CURVE, multiplies=True), fit(5, None)), 1000)
 FIGURES = dict(figures())
 
 
@@ -135,6 +147,36 @@ def test_wavelengths_and_trained_length():
         plots.wavelengths(analysis.frequencies("rope") + analysis.frequencies("rope", trained_length=64))
 
 
+def test_calibration_shows_curves_and_divergences():
+    """Curves less their mean over pairs, of which a window of 4 has 4, 3, 2 and 1; factors on an axis of their own."""
+    figure = plots.calibration(REPORT)
+    left, right = figure.axes[0:6:2], figure.axes[1:6:2]
+    (beside,) = figure.axes[6:]
+    base = [list(line.get_ydata()) for line in left[0].lines[:2]]
+    assert base[0] == pytest.approx([4 - 2.1, 1 - 2.1, 1 - 2.1, -2.1])
+    assert base[1] == pytest.approx([1, 0, -1, -2])
+    assert [list(line.get_ydata()) for line in left[0].lines[2:]] == [[1, 0, -1, -2], [0, 0, 0, 0]]
+    assert [len(axes.lines) for axes in left] == [4, 2, 2]
+    assert [list(line.get_ydata()) for line in beside.lines] == CURVE.tolist()
+    assert left[0].lines[0].get_color() == left[0].lines[2].get_color() != left[0].lines[1].get_color()
+    assert left[0].lines[0].get_linestyle() != left[0].lines[2].get_linestyle()
+    assert [axes.get_ylabel().splitlines()[0] for axes in left] == ["layer 1", "layer 4", "layer 5"]
+    shown = {line.get_label(): list(line.get_ydata()) for line in right[0].lines}
+    assert list(shown) == ["before", "closed forms", "at the end"]
+    assert shown["closed forms"] == pytest.approx([0.4, 0.2])
+    assert shown["at the end"] == pytest.approx([1e-6, 1e-6])  # as low as the axis goes
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["base", "some", *shown]
+
+
+def test_calibration_of_many_layers_has_a_panel_for_each():
+    many = Calibration("some", tuple(fit(index, None) for index in range(33)), 1000)
+    figure = plots.calibration(many)
+    shown = [axes.get_ylabel().splitlines()[0] for axes in figure.axes if axes.get_visible()]
+    assert sorted(label for label in shown if label.startswith("layer")) == sorted(f"layer {n}" for n in range(33))
+    assert shown.count("KL (nats)") == 33
+    assert [text.get_text() for text in figure.legends[0].get_texts()][:2] == ["base", "before"]
+
+
 def test_the_gallery_is_drawn_from_schemes_alone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import plot_schemes
@@ -192,6 +234,7 @@ def test_wrong_commands(arguments, message, tmp_path, monkeypatch, capsys):
     [
         (lambda: plots.perplexity_by_length({"base": []}), "nothing to draw"),
         (lambda: plots.loss_by_position({"base": [(4, 4, 1.0)]}), "last position"),
+        (lambda: plots.calibration(Calibration("some", (), 0)), "nothing to draw"),
         (lambda: plots.retrieval_heat_map([*CELLS, CELLS[0]]), "two cells"),
         (lambda: plots.save(FIGURES["loss"](), "figure.bmp"), "png, svg, pdf"),
     ],

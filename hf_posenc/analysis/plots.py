@@ -1,96 +1,48 @@
-"""Figures of what is measured and computed elsewhere; the only file that draws, and the only one that needs matplotlib.
+"""Figures of what is measured and computed elsewhere, which need matplotlib.
 
 Every function returns a `matplotlib.figure.Figure` that belongs to no window and no global state; `save` writes it.
-Colours are Okabe and Ito's, told apart by colour-blind readers; lines differ in marker and dashes as well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import replaced
+from . import pen
+from .pen import FORMATS, check_installed, kind_of, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from torch import Tensor
 
+    from ..calibration import Calibration, LayerFit
     from .decay import AttentionByDistance, Decay
     from .frequencies import Frequencies
     from .order import OrderSensitivity
     from .precision import DistinctBiases
 
-MISSING = "plots need matplotlib, which is not installed: pip install 'hf_posenc[plots]'. The numbers need no plots"
-
-FORMATS = ("png", "svg", "pdf")
-"""What `save` can write."""
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
-"""Okabe and Ito 2008, without the yellow (too faint on white), with a grey."""
-
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-METHODS = {"non-overlapping": 1, "sliding": 0}
-"""Words in a label that say how perplexity was counted, and the dashes that they get; the rest decides the colour."""
-
-GREY = "#595959"
-_STYLE: Any = {
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture on every machine
-    "font.size": 9.5,
-    "axes.titlesize": 11,
-    "axes.labelsize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-    "axes.linewidth": 0.8,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.7,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": "black",
-    "ytick.labelcolor": "black",
-    "legend.frameon": False,
-    "legend.handlelength": 2.8,
-    "lines.linewidth": 1.7,
-    "lines.markersize": 4.8,
-    "image.cmap": "viridis",
-    "svg.hashsalt": "hf_posenc",  # ids of an SVG are random otherwise
-    "svg.fonttype": "path",
-}
-
-
-def save(figure: Figure, path: str | Path, *, dpi: int = 150) -> Path:
-    """Write a figure, atomically; the same figure gives the same bytes (no date, no random ids).
-
-    Args:
-        figure: of this module, or any other.
-        path: its suffix decides the format, one of `FORMATS`. An existing file is replaced.
-        dpi: pixels per inch of a PNG.
-
-    Returns:
-        The path.
-
-    Raises:
-        ValueError: for another suffix.
-        OSError: if the file cannot be written.
-    """
-    path = Path(path)
-    kind = path.suffix.lower().removeprefix(".")
-    if kind not in FORMATS:
-        raise ValueError(f"a figure is saved as {', '.join(FORMATS)}, not as {path.name!r}")
-    # What each format writes about its making.
-    unwanted = {"png": ("Software",), "svg": ("Date", "Creator"), "pdf": ("CreationDate", "Creator", "Producer")}[kind]
-    with _style(), replaced(path) as partial:
-        figure.savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", metadata=dict.fromkeys(unwanted))
-    return path
-
+__all__ = [
+    "FORMATS",
+    "attention_by_distance",
+    "bias_maps",
+    "calibration",
+    "check_installed",
+    "decay_curves",
+    "distinct_biases",
+    "kind_of",
+    "loss_by_position",
+    "loss_curve",
+    "order_by_layer",
+    "perplexity_by_length",
+    "position_vectors",
+    "retrieval_heat_map",
+    "save",
+    "similarity_matrix",
+    "wavelengths",
+]
 
 # ------------------------------------------------------------------------------------------------------ runs of a model
 
@@ -112,17 +64,17 @@ def perplexity_by_length(
         ImportError: without matplotlib.
     """
     points = [point for curve in curves.values() for point in curve]
-    _require(points, "perplexity by length")
-    with _style():
-        figure, axes = _axes(title, width=_width(curves))
-        for (label, curve), style in zip(curves.items(), _styles(curves), strict=True):
-            _line(axes, *_columns(sorted(curve)), label=label, **style)
-        _token_axis(axes, {x for x, _ in points})
-        _positive_axis(axes, [y for _, y in points])
-        _mark_trained(axes, trained_length)
+    pen.require(points, "perplexity by length")
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=pen.width(curves))
+        for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
+            pen.line(axes, *pen.columns(sorted(curve)), label=label, **style)
+        pen.token_axis(axes, {x for x, _ in points})
+        pen.positive_axis(axes, [y for _, y in points])
+        pen.mark_trained(axes, trained_length)
         axes.set_xlabel("context length (tokens)")
         axes.set_ylabel("perplexity per token")
-        _legend(axes, curves)
+        pen.legend(axes, curves)
     return figure
 
 
@@ -141,13 +93,13 @@ def loss_by_position(
         ImportError: without matplotlib.
     """
     bins = [entry for curve in curves.values() for entry in curve]
-    _require(bins, "loss by position")
+    pen.require(bins, "loss by position")
     if any(first < 0 or first >= last for first, last, _ in bins):
         raise ValueError("a bin is (first position >= 0, last position + 1, mean loss), with last + 1 > first")
     logarithmic = max(last - first for first, last, _ in bins) > 2 * min(last - first for first, last, _ in bins)
-    with _style():
-        figure, axes = _axes(title, width=_width(curves))
-        for (label, curve), style in zip(curves.items(), _styles(curves), strict=True):
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=pen.width(curves))
+        for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
             x: list[float] = []
             y: list[float] = []
             for first, last, loss in sorted(curve):
@@ -160,13 +112,13 @@ def loss_by_position(
             axes.plot(x, y, label=label, **{**style, "marker": ""})
         if logarithmic:
             edges = {edge for first, last, _ in bins for edge in (max(first, 1), last)}
-            _token_axis(axes, edges)
+            pen.token_axis(axes, edges)
         else:
-            _thousands(axes.xaxis)
-        _mark_trained(axes, trained_length)
+            pen.thousands(axes.xaxis)
+        pen.mark_trained(axes, trained_length)
         axes.set_xlabel("position in the window (tokens)")
         axes.set_ylabel("mean loss (nats per token)")
-        _legend(axes, curves)
+        pen.legend(axes, curves)
     return figure
 
 
@@ -185,16 +137,18 @@ def loss_curve(
         ImportError: without matplotlib.
     """
     points = [point for curve in curves.values() for point in curve]
-    _require(points, "loss curve")
-    with _style():
-        figure, axes = _axes(title, width=_width(curves))
-        for (label, curve), style in zip(curves.items(), _styles(curves), strict=True):
+    pen.require(points, "loss curve")
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=pen.width(curves))
+        for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
             sparse = len(curve) <= 16
-            _line(axes, *_columns(sorted(curve)), label=label, **{**style, "marker": style["marker"] if sparse else ""})
-        _thousands(axes.xaxis)
+            pen.line(
+                axes, *pen.columns(sorted(curve)), label=label, **{**style, "marker": style["marker"] if sparse else ""}
+            )
+        pen.thousands(axes.xaxis)
         axes.set_xlabel(xlabel)
         axes.set_ylabel("loss (nats per token)")
-        _legend(axes, curves)
+        pen.legend(axes, curves)
     return figure
 
 
@@ -209,14 +163,14 @@ def retrieval_heat_map(cells: Sequence[Mapping[str, Any]], *, title: str = "") -
         ValueError: if there are no cells, or two for one place.
         ImportError: without matplotlib.
     """
-    _require(cells, "retrieval")
+    pen.require(cells, "retrieval")
     values = {(cell["depth"], cell["length"]): float(cell["accuracy"]) for cell in cells}
     if len(values) != len(cells):
         raise ValueError("two cells have the same length and depth")
     depths, lengths = (sorted({key[i] for key in values}) for i in (0, 1))
     grid = [[values.get((depth, length), math.nan) for length in lengths] for depth in depths]
-    with _style():
-        figure, axes = _axes(title, width=2.2 + 0.62 * len(lengths), height=1.5 + 0.42 * len(depths))
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=2.2 + 0.62 * len(lengths), height=1.5 + 0.42 * len(depths))
         axes.grid(False)
         image = axes.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         for row, depth in enumerate(depths):
@@ -231,7 +185,7 @@ def retrieval_heat_map(cells: Sequence[Mapping[str, Any]], *, title: str = "") -
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
         axes.set_xlabel("context length (tokens)")
         axes.set_ylabel("depth of the answer")
-        _colour_bar(figure, image, axes, "accuracy (%)", percent=True)
+        pen.colour_bar(figure, image, axes, "accuracy (%)", percent=True)
     return figure
 
 
@@ -245,9 +199,9 @@ def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
         vectors: (T, E).
         title: above the axes; empty means none.
     """
-    with _style():
-        figure, axes = _axes(title, width=6.4, height=4.0)
-        _heat_map(figure, axes, vectors.T, "value", symmetric=True)
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=6.4, height=4.0)
+        pen.heat_map(figure, axes, vectors.T, "value", symmetric=True)
         axes.set_xlabel("position (tokens)")
         axes.set_ylabel("coordinate")
     return figure
@@ -261,9 +215,9 @@ def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
         title: above the axes; empty means none.
     """
     unit = vectors.double() / vectors.double().norm(dim=-1, keepdim=True).clamp(min=1e-300)
-    with _style():
-        figure, axes = _axes(title, width=5.2, height=4.4)
-        _heat_map(figure, axes, unit @ unit.T, "cosine similarity", symmetric=True, aspect="equal")
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=5.2, height=4.4)
+        pen.heat_map(figure, axes, unit @ unit.T, "cosine similarity", symmetric=True, aspect="equal")
         axes.set_xlabel("position (tokens)")
         axes.set_ylabel("position (tokens)")
     return figure
@@ -280,10 +234,10 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
     Raises:
         ValueError: if there are no curves.
     """
-    _require(list(curves), "decay")
-    with _style():
-        figure, axes = _axes(title, width=_width(curves))
-        for (label, curve), style in zip(curves.items(), _styles(curves), strict=True):
+    pen.require(list(curves), "decay")
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=pen.width(curves))
+        for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
             order = curve.distances.argsort()
             x = curve.distances[order].tolist()
             if heads:
@@ -291,10 +245,10 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
                     axes.plot(x, row, color=style["color"], linewidth=0.7, alpha=0.45)
             marks = {**style, "markevery": max(1, len(x) // 8)}
             axes.plot(x, curve.mean[order].tolist(), label=label, **marks)
-        _thousands(axes.xaxis)
+        pen.thousands(axes.xaxis)
         axes.set_xlabel("distance (tokens)")
         axes.set_ylabel("score, where the content alone would give 1")
-        _legend(axes, curves)
+        pen.legend(axes, curves)
     return figure
 
 
@@ -319,8 +273,8 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
     maps = torch.where(lag >= 0, scores[:, lag.clamp(min=0)], math.nan)
     columns = min(4, len(maps))
     rows = math.ceil(len(maps) / columns)
-    limit = _limit(scores)
-    with _style():
+    limit = pen.limit(scores)
+    with pen.style():
         from matplotlib.colors import SymLogNorm
         from matplotlib.figure import Figure
 
@@ -340,7 +294,7 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
         figure.supylabel("query (position)", fontsize=10)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        _colour_bar(figure, image, list(grid.flat), "added to the score (nats)")
+        pen.colour_bar(figure, image, list(grid.flat), "added to the score (nats)")
         ticks = [sign * limit / step for sign, step in ((-1, 1), (-1, 10), (-1, 100), (1, 100), (1, 10), (1, 1))]
         figure.axes[-1].yaxis.set_ticks(ticks, [f"{tick:.2g}" for tick in ticks])
         figure.axes[-1].yaxis.set_ticks([], minor=True)
@@ -362,8 +316,8 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
         edges.append(min(2 * edges[-1], length))
     binned = torch.stack([measured.mass[..., a:b].sum(-1) for a, b in pairwise(edges)], -1).flatten(0, 1)
     names = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
-    with _style():
-        figure, axes = _axes(title, width=6.4, height=min(9.0, 1.6 + 0.11 * layers * heads + 0.05 * layers))
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=6.4, height=min(9.0, 1.6 + 0.11 * layers * heads + 0.05 * layers))
         axes.grid(False)
         image = axes.imshow(
             (100 * binned).tolist(), aspect="auto", cmap="viridis", vmin=0, vmax=100, interpolation="nearest"
@@ -379,7 +333,7 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
         axes.tick_params(axis="y", length=0)
         axes.set_xlabel("distance (tokens)")
         axes.set_ylabel(f"layer ({heads} heads each)")
-        _colour_bar(figure, image, axes, "share of attention (%)")
+        pen.colour_bar(figure, image, axes, "share of attention (%)")
     return figure
 
 
@@ -394,18 +348,18 @@ def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
     Raises:
         ValueError: if there are none, or trained lengths differ.
     """
-    _require(found, "wavelengths")
+    pen.require(found, "wavelengths")
     trained = {each.trained_length for each in found}
     if len(trained) > 1:
         raise ValueError(f"one trained length at a time, not {sorted(trained)}")
     labels = [f"{each.label} ({each.completed} of {len(each.frequencies)} turn)" for each in found]
-    with _style():
-        figure, axes = _axes(title, width=_width(dict.fromkeys(labels)))
-        for each, label, style in zip(found, labels, _styles(labels), strict=True):
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=pen.width(dict.fromkeys(labels)))
+        for each, label, style in zip(found, labels, pen.styles(labels), strict=True):
             places = [(i, y) for i, y in enumerate(each.wavelengths.tolist()) if math.isfinite(y)]
-            axes.plot(*_columns(places), label=label, **{**style, "linestyle": "none", "markersize": 3.6})
+            axes.plot(*pen.columns(places), label=label, **{**style, "linestyle": "none", "markersize": 3.6})
         axes.set_yscale("log")
-        axes.axhline(min(trained), color=GREY, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
+        axes.axhline(min(trained), color=pen.GREY, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
         axes.annotate(
             f"trained length {min(trained):,}",
             (1, min(trained)),
@@ -414,12 +368,12 @@ def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
             textcoords="offset points",
             ha="right",
             va="top",
-            color=GREY,
+            color=pen.GREY,
             fontsize=8.5,
         )
         axes.set_xlabel("pair of coordinates")
         axes.set_ylabel("wavelength (tokens per turn)")
-        _legend(axes, dict.fromkeys(labels))
+        pen.legend(axes, dict.fromkeys(labels))
     return figure
 
 
@@ -433,14 +387,17 @@ def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figu
     Raises:
         ValueError: if there is nothing.
     """
-    _require(found, "distinct biases")
-    with _style():
-        figure, axes = _axes(title, width=6.4, height=1.2 + 0.34 * len(found))
+    pen.require(found, "distinct biases")
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=6.4, height=1.2 + 0.34 * len(found))
         methods = list(dict.fromkeys(each.method for each in found))
         for row, each in enumerate(found):
             shares = [100 * count / each.length for count in each.heads]
             place = methods.index(each.method)
-            look: dict[str, Any] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+            look: dict[str, Any] = {
+                "color": pen.COLOURS[place % len(pen.COLOURS)],
+                "marker": pen.MARKERS[place % len(pen.MARKERS)],
+            }
             axes.plot(shares, [row] * len(shares), linestyle="none", alpha=0.6, **look)
             low, high = min(each.heads), max(each.heads)
             axes.annotate(
@@ -470,9 +427,9 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
     Raises:
         ValueError: if there is nothing.
     """
-    _require(list(measured), "order sensitivity")
+    pen.require(list(measured), "order sensitivity")
     floor = 1e-17
-    with _style():
+    with pen.style():
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(8.6, 4.0), layout="constrained")
@@ -480,7 +437,7 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
         for axes, name, words in zip(
             panels, ("own", "accumulated"), ("the layer alone", "with all layers below"), strict=True
         ):
-            for (label, each), style in zip(measured.items(), _styles(measured), strict=True):
+            for (label, each), style in zip(measured.items(), pen.styles(measured), strict=True):
                 x = [layer.index for layer in each.layers]
                 y = [max(getattr(layer, name), floor) for layer in each.layers]
                 axes.plot(x, y, label=label, **style)
@@ -495,150 +452,102 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
     return figure
 
 
-# -------------------------------------------------------------------------------------------------------------- the pen
+def calibration(report: Calibration, *, title: str = "") -> Figure:
+    """Draw what calibration did to each layer: curves by distance, and how far each head is from the base's attention.
+
+    On the left what the base's positions add to a score, and the scheme's bias, one colour for each head; both less
+    their mean over pairs, which the softmax does not see. A scheme that multiplies scores has its factors on an axis of
+    its own. On the right the Kullback-Leibler divergence of each head, before, after the closed forms, at the end.
+
+    Args:
+        report: what `hf_posenc.calibrate` returned.
+        title: above the panels; empty means none.
+
+    Raises:
+        ValueError: if no layer was calibrated.
+        ImportError: without matplotlib.
+    """
+    pen.require(report.layers, "calibration")
+    blocks = max(1, round(math.sqrt(len(report.layers) / 8)))
+    rows = math.ceil(len(report.layers) / blocks)
+    with pen.style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8.4 * blocks, 1.1 + 1.9 * rows), layout="constrained")
+        grid = figure.subplots(rows, 2 * blocks, squeeze=False)
+        panels = [(row[2 * block], row[2 * block + 1]) for block in range(blocks) for row in grid]
+        for place, (curves, divergences) in enumerate(panels):
+            if place >= len(report.layers):
+                curves.set_visible(False)
+                divergences.set_visible(False)
+                continue
+            layer = report.layers[place]
+            last = place % rows == rows - 1 or place == len(report.layers) - 1
+            _curves_of(curves, layer, label="distance (tokens)" if last else "")
+            _divergences_of(divergences, layer, label="head" if last else "")
+        handles = [*_lines_of(report), *grid[0][1].get_lines()[:3]]
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
 
 
-def _style() -> AbstractContextManager[None]:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(MISSING) from error
-    return matplotlib.rc_context(_STYLE)
+def _lines_of(report: Calibration) -> list[Any]:
+    """Return what the legend shows of the panels with curves."""
+    from matplotlib.lines import Line2D
+
+    names = ["base"] + [report.scheme] * any(each.scheme_curve is not None for each in report.layers)
+    return [
+        Line2D([], [], color=pen.GREY, linestyle=dash, label=name)
+        for name, dash in zip(names, pen.DASHES[: len(names)], strict=True)
+    ]
 
 
-def _axes(title: str, *, width: float = 6.4, height: float = 4.0) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    if title:
-        axes.set_title(title, loc="left", pad=16)  # leaves a line for what is marked
-    return figure, axes
-
-
-def _require(points: Sequence[Any], what: str) -> None:
-    if not points:
-        raise ValueError(f"{what}: there is nothing to draw")
-
-
-def _width(curves: Mapping[str, Any]) -> float:
-    """Return inches: the legend of many curves stands beside them."""
-    return 6.4 if len(curves) <= 4 else 6.4 + 0.075 * max(map(len, curves)) + 0.5
-
-
-def _legend(axes: Axes, curves: Mapping[str, Any]) -> None:
-    if len(curves) > 4:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
-    elif len(curves) > 1 or any(curves):
-        axes.legend(loc="best")
-
-
-def _styles(labels: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the look of each line: one colour and marker per name, dashes by method or by the round of colours."""
-    names: dict[str, int] = {}
-    styles = []
-    for label in labels:
-        method = next((word for word in METHODS if word in label.lower()), None)
-        name = label.lower().replace(method, "").strip(" ,:;()[]-") if method else label
-        rank = names.setdefault(name, len(names))
-        dash = METHODS[method] if method else 0
-        turn = rank // len(COLOURS)
-        styles.append(
-            {
-                "color": COLOURS[rank % len(COLOURS)],
-                "marker": MARKERS[(rank + turn) % len(MARKERS)],
-                "linestyle": DASHES[(dash + 2 * turn) % len(DASHES)],
-                "markerfacecolor": "white" if dash else COLOURS[rank % len(COLOURS)],
-            }
-        )
-    return styles
+def _curves_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
+    """Draw what positions do in a layer, by distance."""
+    _, count = layer.base_curve.shape
+    distances = list(range(count))
+    drawn: list[tuple[Axes, Tensor, Any]] = [
+        (axes, layer.base_curve - _mean_over_pairs(layer.base_curve), pen.DASHES[0])
+    ]
+    if layer.scheme_curve is not None and layer.multiplies:
+        beside = axes.twinx()
+        beside.grid(False)
+        beside.spines["right"].set_visible(True)
+        beside.set_ylabel("factor")
+        drawn.append((beside, layer.scheme_curve, pen.DASHES[1]))
+    elif layer.scheme_curve is not None:
+        drawn.append((axes, layer.scheme_curve - _mean_over_pairs(layer.scheme_curve), pen.DASHES[1]))
+    for place, curves, dash in drawn:
+        for head, curve in enumerate(curves.tolist()):
+            colour = pen.COLOURS[head % len(pen.COLOURS)]
+            place.plot(distances, curve, color=colour, linestyle=dash, linewidth=0.9)
+    axes.set_xscale("symlog", base=2, linthresh=1)
+    ticks = [0, *(2**power for power in range(0, max(1, (count - 1).bit_length()), 2))]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xlim(0, count - 1)
+    axes.set_xlabel(label)
+    axes.set_ylabel(f"layer {layer.index}\nscore (nats)")
 
 
-def _columns(points: Iterable[Sequence[float]]) -> list[list[float]]:
-    return [list(column) for column in zip(*points, strict=True)] or [[], []]
+def _divergences_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
+    """Draw how far a layer's heads are from the base's; their numbers have the colours of their curves."""
+    floor = 1e-6  # where heads agree to the last digit
+    shown = {"before": layer.before, "closed forms": layer.closed, "at the end": layer.after}
+    drawn = {name: values.clamp(min=floor).tolist() for name, values in shown.items()}
+    for number, (name, values) in enumerate(drawn.items()):
+        look: dict[str, Any] = {"color": pen.COLOURS[number], "marker": pen.MARKERS[number]}
+        axes.plot(values, linestyle="none", label=name, **look)
+    pen.positive_axis(axes, [value for values in drawn.values() for value in values])
+    heads = range(0, len(layer.before), math.ceil(len(layer.before) / 16))
+    axes.set_xticks(heads)
+    for head, tick in zip(heads, axes.get_xticklabels(), strict=True):
+        tick.set_color(pen.COLOURS[head % len(pen.COLOURS)])
+    axes.set_xlabel(label)
+    axes.set_ylabel("KL (nats)")
 
 
-def _line(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) -> None:
-    """Draw a line; values that are not finite become arrows at the upper edge."""
-    axes.plot(x, [value if math.isfinite(value) else math.nan for value in y], **style)
-    beyond = [place for place, value in zip(x, y, strict=True) if not math.isfinite(value)]
-    if beyond:
-        arrow = {"color": style["color"], "marker": "$\\uparrow$", "markersize": 11, "linestyle": "none"}
-        axes.plot(beyond, [0.97] * len(beyond), transform=axes.get_xaxis_transform(), clip_on=False, **arrow)
-
-
-def _token_axis(axes: Axes, values: Iterable[float]) -> None:
-    """Make the x axis logarithmic to base 2, with ticks at what was measured or at powers of two, in full."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    axes.set_xscale("log", base=2)
-    ticks = sorted(values)
-    low, high = ticks[0], ticks[-1]
-    if len(ticks) > 9 or any(b / a < 1.25 for a, b in pairwise(ticks)):
-        first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
-        step = max(1, math.ceil((last - first + 1) / 9))
-        ticks = [2.0**power for power in range(first, last + 1, step)] or ticks[:1]
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-
-
-def _positive_axis(axes: Axes, values: Iterable[float]) -> None:
-    """Make the y axis logarithmic where the values span more than a factor of 4, with plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
-
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite or min(finite) <= 0 or max(finite) / min(finite) <= 4:
-        return
-    axes.set_yscale("log")
-    narrow = max(finite) / min(finite) < 100
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _thousands(axis: Any) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    axis.set_major_formatter(EngFormatter(sep=""))
-
-
-def _mark_trained(axes: Axes, trained_length: int | None) -> None:
-    if trained_length is None:
-        return
-    axes.axvline(trained_length, color=GREY, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
-    axes.annotate(
-        f"trained length {trained_length:,}",
-        (trained_length, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha="center",
-        color=GREY,
-        fontsize=8.5,
-    )
-
-
-def _colour_bar(figure: Figure, image: Any, axes: Any, label: str, *, percent: bool = False) -> None:
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
-    bar.set_label(label)
-    bar.outline.set_visible(False)
-    if percent:
-        bar.set_ticks([0, 0.25, 0.5, 0.75, 1.0], labels=["0", "25", "50", "75", "100"])
-
-
-def _limit(values: Tensor) -> float:
-    """Return the largest magnitude of values, 1 if all are 0."""
-    return float(values.abs().max()) or 1.0
-
-
-def _heat_map(
-    figure: Figure, axes: Axes, values: Tensor, label: str, *, symmetric: bool = False, aspect: Any = "auto"
-) -> None:
-    """Draw a matrix; where the sign means something, white is 0."""
-    axes.grid(False)
-    limit = _limit(values)
-    colours: dict[str, Any] = {"cmap": "RdBu", "vmin": -limit, "vmax": limit} if symmetric else {}
-    image = axes.imshow(values.tolist(), aspect=aspect, interpolation="nearest", origin="lower", **colours)
-    _colour_bar(figure, image, axes, label)
+def _mean_over_pairs(curves: Tensor) -> Tensor:
+    """Return the mean of curves (H, T) over the pairs of a query and a key of a window, (H, 1)."""
+    pairs = curves.new_tensor(range(curves.shape[1], 0, -1))
+    return (curves * pairs).sum(-1, keepdim=True) / pairs.sum()

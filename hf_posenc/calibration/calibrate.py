@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -13,8 +15,7 @@ from ..modes import evaluation
 from ..patching.state import patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unwrapped
 from .choose import CANDIDATES, close
-from .closed import curve
-from .match import match
+from .match import match, movable
 from .pair import Pair
 
 STAGES = ("closed_form", "attention")
@@ -31,8 +32,10 @@ class LayerFit:
         closed: (H,) after the closed forms.
         after: (H,) at the end.
         chosen: for each head the closed form that was taken, see `CANDIDATES`.
-        base_curve: (H, T) what the base's positions add to a score, the mean by distance, or None.
+        base_curve: (H, T) what the base's positions add to a score, the mean by distance, beside queries and keys as
+            they were before the closed forms.
         scheme_curve: (H, T) the scheme's bias or factor by distance at the end, or None if it has none.
+        multiplies: whether that is a factor of the score, and no bias.
     """
 
     index: int
@@ -42,6 +45,20 @@ class LayerFit:
     chosen: tuple[str, ...]
     base_curve: Tensor
     scheme_curve: Tensor | None
+    multiplies: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {
+            "index": self.index,
+            "before": self.before.tolist(),
+            "closed": self.closed.tolist(),
+            "after": self.after.tolist(),
+            "chosen": list(self.chosen),
+            "base_curve": self.base_curve.tolist(),
+            "scheme_curve": None if self.scheme_curve is None else self.scheme_curve.tolist(),
+            "multiplies": self.multiplies,
+        }
 
 
 @dataclass(frozen=True)
@@ -64,6 +81,10 @@ class Calibration:
         What the scheme cannot do there the base can: leave those layers out of the patch (`layers=`).
         """
         return tuple(each.index for each in self.layers if each.after.mean().item() >= least)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {"scheme": self.scheme, "tokens": self.tokens, "layers": [each.to_dict() for each in self.layers]}
 
     def __str__(self) -> str:
         """Return a table: KL divergence from the base's attention, the mean over heads."""
@@ -124,20 +145,28 @@ def calibrate(
     Raises:
         NotPatchedError: if the model is not patched; or was loaded patched, and no `base` is given.
         UnsupportedModelError: if it is wrapped, sharded or offloaded, or nobody sees the base's scores.
-        ValueError: for choices that do not exist, and too few windows.
+        ValueError: for choices that do not exist, numbers out of range, too few windows, windows longer than the base
+            was made for, and a second stage that has nothing to move.
     """
+    check_choices(
+        stage=stage,
+        weights=weights,
+        steps=steps,
+        batch_size=batch_size,
+        rate=rate,
+        weight_rate=weight_rate,
+        closed_windows=closed_windows,
+        held_out=held_out,
+    )
     check_unwrapped(model, "calibrate the model")
     inner = without_adapter(model)
     patch = patch_of(inner)
     if patch is None:
         raise NotPatchedError(f"this {type(inner).__name__} is not patched: there is nothing to calibrate")
     check_in_place(inner, "calibrate the model")
-    for name, value, choices in (("stage", stage, STAGES), ("weights", weights, WEIGHTS)):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
     if tokens.ndim != 2 or tokens.is_floating_point() or tokens.shape[1] < 2:
         raise ValueError(f"tokens must be integers (windows, length), not {tuple(tokens.shape)} of {tokens.dtype}")
-    if held_out < 1 or len(tokens) <= held_out:
+    if len(tokens) <= held_out:
         raise ValueError(
             f"{len(tokens)} windows are too few: {held_out} are held out, and at least one is needed beside"
         )
@@ -146,6 +175,25 @@ def calibrate(
     with evaluation(inner):
         pair = Pair(inner, patch, base, tokens, held_out)
         return _run(pair, stage, weights, steps, batch_size, (rate, weight_rate), closed_windows, seed, on_step)
+
+
+def check_choices(*, stage: str = STAGES[0], weights: str = WEIGHTS[0], **numbers: float) -> None:
+    """Check what can be checked of the arguments of `calibrate` without a model.
+
+    Args:
+        stage: as in `calibrate`.
+        weights: as in `calibrate`.
+        **numbers: those of its arguments that count something or are a rate, by name.
+
+    Raises:
+        ValueError: for a choice that does not exist, and a number out of range.
+    """
+    for name, value, choices in (("stage", stage, STAGES), ("weights", weights, WEIGHTS)):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+    for name, number in numbers.items():
+        if not 0 < number < math.inf:
+            raise ValueError(f"{name} must be positive, not {number}")
 
 
 def _run(
@@ -159,16 +207,18 @@ def _run(
     seed: int,
     on_step: Callable[[int, float], None] | None,
 ) -> Calibration:
+    moved = movable(pair, weights) if stage == "attention" else ([], [])
+    if stage == "attention" and not any(moved):
+        raise ValueError(f"weights={weights!r} leaves nothing to move: {pair.patch.name} has no parameters of its own")
     before = pair.divergence()
     averages, chosen, closed = close(pair, windows, before)
     after = closed
     if stage == "attention":
-        match(pair, weights, steps, batch_size, rates, seed, on_step)
+        match(pair, moved, steps, batch_size, rates, seed, on_step)
         after = pair.divergence()
     fits = []
     for index in pair.layers:
-        module = pair.module(index)
-        shown = None if module is None else curve(module, pair.like(index), pair.held.shape[1])
+        shown, multiplies = pair.curve(index)
         fits.append(
             LayerFit(
                 index,
@@ -177,7 +227,8 @@ def _run(
                 after[index],
                 chosen[index],
                 averages[index].mean_difference.float().cpu(),
-                None if shown is None else shown.detach().float().cpu(),
+                shown,
+                multiplies,
             )
         )
     return Calibration(pair.patch.name, tuple(fits), len(pair.train[0]) * (len(pair.train) + len(pair.held)))

@@ -14,27 +14,34 @@ from .maps import attending
 from .pair import Pair, mean_kl
 
 
+def movable(pair: Pair, weights: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return what the second stage moves: the scheme's parameters, and weights that make queries and keys.
+
+    Args:
+        pair: a model and its base.
+        weights: as in `calibrate`.
+    """
+    scheme = [p for module in pair.model.modules() if isinstance(module, PositionModule) for p in module.parameters()]
+    scheme = list({id(p): p for p in scheme}.values())
+    if weights == "scheme":
+        return scheme, []
+    own = {id(p) for p in scheme}
+    reached = [p for index in pair.layers for p in pair.query_key(index) if id(p) not in own]
+    return scheme, [p for p in reached if weights == "query_key" or p.requires_grad]
+
+
 def match(
     pair: Pair,
-    weights: str,
+    moved: tuple[list[nn.Parameter], list[nn.Parameter]],
     steps: int,
     batch_size: int,
     rates: tuple[float, float],
     seed: int,
     on_step: Callable[[int, float], None] | None,
 ) -> None:
-    """Match the attention of each layer to the base's by gradient steps."""
-    scheme = [p for module in pair.model.modules() if isinstance(module, PositionModule) for p in module.parameters()]
-    scheme = list({id(p): p for p in scheme}.values())
-    own = {id(p) for p in scheme}
-    moved: list[nn.Parameter] = []
-    if weights != "scheme":
-        reached = [p for index in pair.layers for p in pair.query_key(index) if id(p) not in own]
-        moved = [p for p in reached if weights == "query_key" or p.requires_grad]
-    parameters = scheme + moved
-    if not parameters:
-        return
-    groups = [{"params": each, "lr": rate} for each, rate in zip((scheme, moved), rates, strict=True) if each]
+    """Match the attention of each layer to the base's by gradient steps on what `movable` returned."""
+    parameters = [p for part in moved for p in part]
+    groups = [{"params": each, "lr": rate} for each, rate in zip(moved, rates, strict=True) if each]
     frozen = [p for p in parameters if not p.requires_grad]
     optimizer = torch.optim.Adam(groups)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5 * (1 + math.cos(math.pi * n / steps)))

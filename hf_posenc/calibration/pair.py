@@ -40,6 +40,9 @@ class Pair:
             base: another model, or None for what the model was.
             tokens: (N, T).
             held: how many windows, the last ones, only measure.
+
+        Raises:
+            ValueError: if windows are longer than the base was made for.
         """
         self.model, self.patch, self.other = model, patch, base
         self.plan = BaseModel.of(model)
@@ -49,6 +52,10 @@ class Pair:
         self.layers = sorted(named & set(self.plan.sizes))
         self._arguments: dict[torch.Size, dict[int, LayerCall]] = {}
         self.originals: list[tuple[nn.Parameter, Tensor]] = []
+        with self.as_base() as followed:
+            longest = BaseModel.of(followed).length
+        if longest is not None and tokens.shape[1] > longest:
+            raise ValueError(f"windows of {tokens.shape[1]} tokens are longer than the {longest} the base was made for")
         if base is None:
             moved = {id(p): p for index in self.layers for p in self.query_key(index)}
             self.originals = [(p, p.detach().clone()) for p in moved.values()]
@@ -151,12 +158,24 @@ class Pair:
 
     def module(self, index: int) -> Any:
         """Return a layer's module with a trainable bias or factor by distance, or None."""
-        attention: Any = self.plan.found.attention_of[index]
-        placed = attention._modules.get("posenc")
-        owner: Any = placed.owner() if isinstance(placed, Shared) else placed
+        owner = self._owner(index)
         if owner is None or not any(True for _ in owner.parameters()):
             return None
         return None if curve(owner, self.like(index), 1) is None else owner
+
+    def curve(self, index: int) -> tuple[Tensor | None, bool]:
+        """Return a layer's bias or factor by distance, (H, T) float32 on the CPU, and whether it is a factor."""
+        owner, like = self._owner(index), self.like(index)
+        found = None if owner is None else curve(owner, like, self.held.shape[1])
+        if found is None:
+            return None, False
+        return found.detach().float().cpu(), isinstance(owner.form(like), Factors)
+
+    def _owner(self, index: int) -> Any:
+        """Return the module that has a layer's scores, or None."""
+        attention: Any = self.plan.found.attention_of[index]
+        placed = attention._modules.get("posenc")
+        return placed.owner() if isinstance(placed, Shared) else placed
 
     def query_key(self, index: int) -> list[nn.Parameter]:
         """Return the parameters of a layer's attention that reach its scores."""
