@@ -12,6 +12,7 @@ from families import tiny, tokens
 from peft import get_peft_model
 from situations import DIFFERENT, assert_same, distance, randomize
 from torch import nn
+from transformers import CONFIG_MAPPING
 from transformers import initialization as init
 
 import hf_posenc
@@ -411,7 +412,7 @@ SPECIAL = (
 
 @torch.no_grad()
 @pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("model_type", SPECIAL)
+@pytest.mark.parametrize("model_type", [t for t in SPECIAL if t in CONFIG_MAPPING])  # an older release lacks some
 def test_it_turns_whatever_form_a_base_takes_angles_in(model_type, share, tmp_path):
     """Against the stock model with its module of angles replaced by the formula in float64."""
     ids = torch.arange(3, 23)[None]

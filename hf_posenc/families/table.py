@@ -132,9 +132,11 @@ FAMILIES = (
         temperature={"attn_temperature_tuning": False},
         undivided="it makes chunks of the sequence for its attention, and counts tokens from the start of each shard",
     ),
-    # Queries grow with the position beyond `original_max_position_embeddings`.
+    # Queries grow with the position beyond `original_max_position_embeddings`. In older releases of transformers
+    # position ids end in the attention.
     Family(
         model_types=("ministral3",),
+        drops_position_ids=True,
         temperature_keys=("llama_4_scaling_beta", "original_max_position_embeddings"),
         drops_position_ids=True,  # transformers 5.17
     ),

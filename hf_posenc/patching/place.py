@@ -288,6 +288,7 @@ def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: boo
     for index in site.layers:
         layer = site.base.found.layers[index]
         set_attribute(site.undo, layer, "posenc_rotation", rotation)
+        set_attribute(site.undo, layer, "posenc_coordinates", site.base.family.coordinates is not None)
         set_attribute(site.undo, layer, "posenc_rotation_of", (types[index],) if takes_layer_type else ())
         add_pre_hook(site.undo, layer, turn_layer)
 

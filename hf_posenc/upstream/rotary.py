@@ -33,6 +33,9 @@ def turned_dimensions(rotary: nn.Module) -> int:
     return 2 * next(b.shape[-1] for name, b in rotary.named_buffers() if name.endswith("inv_freq"))
 
 
+COORDINATES = 3
+"""Time, height and width, where positions have several coordinates."""
+
 Turned = Tensor | tuple[Tensor, Tensor]
 """What a rotary module returns: cosines and sines, or complex numbers."""
 
@@ -149,6 +152,8 @@ def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         raise ValueError("the rotation did not arrive at the decoder layer by name, so it cannot be replaced")
     hidden_states = args[0] if args else kwargs["hidden_states"]
     owner: Any = layer
+    if owner.posenc_coordinates:  # older releases of transformers want all of them from outside the module
+        position_ids = position_ids.expand(COORDINATES, -1, -1)
     turned = owner.posenc_rotation()(hidden_states, position_ids, *owner.posenc_rotation_of)
     return args, {**kwargs, "position_embeddings": turned}
 
