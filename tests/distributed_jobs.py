@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import hf_posenc
-from hf_posenc import context_group, context_parallel, patch_model, shard_sequence
+from hf_posenc import calibrate, context_group, context_parallel, patch_model, shard_sequence
 from hf_posenc.evaluation import induction_copy, measure_context, perplexity
 from hf_posenc.schemes.base import PositionModule
 
@@ -528,6 +530,33 @@ def inspect_wrapped(how: str, action: str) -> None:
         "describe": hf_posenc.describe,
         "save": lambda model: model.save_pretrained("nowhere"),
     }[action](model)
+
+
+# ---------------------------------------------------------------------------------------------------------- calibration
+
+
+def calibrated(case: str, batch_size: int) -> tuple[Tensor, list[float]]:
+    """All weights of a small model after a calibration, and how far its layers were from the base's attention."""
+    scheme, hyperparameters = CASES[case]
+    model = patch_model(tiny("llama").double(), scheme, seed=3, **hyperparameters)
+    options = {"steps": 5, "held_out": 2, "closed_windows": 4, "weight_rate": 1e-2}
+    report = calibrate(model, tokens(14, 20, seed=3), batch_size=batch_size, **options)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return weights, [layer.after.mean().item() for layer in report.layers]
+
+
+def compare_calibration(case: str) -> dict[str, Any]:
+    """The weights' digest, and their differences: from one process with the windows of all in its batches, and alone."""
+    weights, divergences = calibrated(case, 2)
+    with patch.object(dist, "is_initialized", return_value=False):
+        whole, wanted = calibrated(case, 2 * dist.get_world_size())
+        own, _ = calibrated(case, 2)
+    return {
+        "digest": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+        "weights": (weights - whole).abs().max().item(),
+        "divergences": max(abs(a - b) for a, b in zip(divergences, wanted, strict=True)),
+        "alone": (weights - own).abs().max().item(),
+    }
 
 
 # ------------------------------------------------------------------------------------------------------ tensor parallel

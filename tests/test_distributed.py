@@ -17,6 +17,7 @@ import torch
 from decoders import decoder
 from distributed_jobs import (
     attend_inside_the_shard,
+    compare_calibration,
     compare_context_parallel,
     compare_deepspeed,
     compare_measurements,
@@ -48,6 +49,8 @@ LOSS = 5e-6
 GRADIENTS = 5e-6
 # transformers 5.17 gives Gemma 2 an sdpa that leaves out its soft cap; context_parallel has it.
 CAPPED = {"gemma2": {"config": {"attn_implementation": "eager"}}}
+# In float64; a step of Adam divides by the gradient's size, which makes its rounding a step's where it is small.
+CALIBRATED = 1e-9
 # Of a model in float32, whose logits are of the order of 10.
 FLOAT32 = 2e-5
 
@@ -381,6 +384,19 @@ def zero():
     processes = Processes(2, DS_ACCELERATOR="cpu")
     yield processes
     processes.stop()
+
+
+# ---------------------------------------------------------------------------------------------------------- calibration
+
+
+@pytest.mark.parametrize("case", ["kerple", "shaw", "nope"])
+def test_calibrates_as_one_process_with_all_windows_does(pair, case):
+    answers = pair.run(compare_calibration, case)
+    assert len({answer["digest"] for answer in answers}) == 1  # to the last bit: nothing else keeps the ranks together
+    for answer in answers:
+        assert answer["weights"] <= CALIBRATED, answer
+        assert answer["divergences"] <= CALIBRATED, answer
+        assert answer["alone"] > 1e-4, answer
 
 
 # ------------------------------------------------------------------------------------------------------ tensor parallel

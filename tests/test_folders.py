@@ -21,7 +21,7 @@ from situations import patched_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_posenc
-from hf_posenc import CheckpointError, HfPosencError, from_pretrained, inspect, patch_model
+from hf_posenc import CheckpointError, HfPosencError, files, from_pretrained, inspect, patch_model
 
 ROOT = Path(__file__).parents[1]
 IDS = tokens(1, 12)
@@ -301,6 +301,24 @@ def test_the_engine_that_is_asked_for_at_loading_computes(tmp_path):
     patched_model("rope", "llama").save_pretrained(tmp_path / "rope")
     with pytest.raises(ValueError, match="keeps the model's own attention"):
         from_pretrained(tmp_path / "rope", attention="reference")
+
+
+def test_a_new_folder_is_whole_or_absent(tmp_path):
+    target = tmp_path / "some/where"
+    with pytest.raises(KeyboardInterrupt), files.new_folder(target) as folder:
+        folder.mkdir()
+        (folder / "half").write_text("written")
+        raise KeyboardInterrupt
+    assert list(target.parent.iterdir()) == []
+    with files.new_folder(target) as folder:
+        assert folder.name == target.name
+        patch_model(tiny("llama"), "alibi").save_pretrained(folder)
+        assert not target.exists()
+    assert [path.name for path in target.parent.iterdir()] == ["where"]
+    assert hf_posenc.is_patched(from_pretrained(target))
+    with pytest.raises(OSError, match="where"), files.new_folder(target) as folder:
+        folder.mkdir()
+    assert (target / "config.json").is_file()
 
 
 def test_parts_of_a_tokenizer_in_folders_of_their_own(tmp_path):
