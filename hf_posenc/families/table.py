@@ -138,7 +138,6 @@ FAMILIES = (
         model_types=("ministral3",),
         drops_position_ids=True,
         temperature_keys=("llama_4_scaling_beta", "original_max_position_embeddings"),
-        drops_position_ids=True,  # transformers 5.17
     ),
     Family(model_types=("modernbert-decoder",), attention="attn", token_embedding="embeddings.tok_embeddings"),
     Family(model_types=("laguna",), slices_rotary=True, heads="num_heads"),
