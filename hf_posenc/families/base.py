@@ -11,6 +11,9 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -116,7 +119,7 @@ class Family:
     rescales: bool = False
     query_is_scaled: bool = False
     refuse: Mapping[str, str] = field(default_factory=dict)
-    split_heads: Callable[[nn.Module, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
+    split_heads: Callable[[nn.Module, torch.Tensor], Heads] | None = None
     merge_heads: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
     attention_dropout: Callable[[nn.Module], float] | None = None
     use_rope_flag: str | None = None

@@ -6,38 +6,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .base import Family
+from . import heads
+from .base import Family, Heads
 
 
-def split_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value `(B, H, T, D)` of `hidden_states` `(B, T, E)`."""
-    heads = (*hidden_states.shape[:-1], attention.num_attention_heads, attention.head_dim)
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    query, key, value = (project(hidden_states).view(heads).transpose(1, 2) for project in projections)
-    return query, key, value
+def split_fused_heads(attention: nn.Module, hidden_states: torch.Tensor) -> Heads:
+    """Query, key and value `(B, H, T, D)` of `hidden_states` `(B, T, E)`.
 
-
-def split_fused_heads(
-    attention: nn.Module, hidden_states: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `split_heads`, of one projection: four parts, each with queries, values and keys of a quarter of the heads.
-
-    The four parts are the cores of a TPU that the model was trained on.
+    One projection makes four parts, each with queries, values and keys of a quarter of the heads: the parts are the
+    cores of a TPU that the model was trained on.
     """
     batch, length, _ = hidden_states.shape
     parts = attention.qkv_proj(hidden_states).view(batch, length, 4, 3, -1, attention.head_dim)
     query, value, key = (parts[:, :, :, which].flatten(2, 3).transpose(1, 2) for which in range(3))
     return query, key, value
-
-
-def merge_heads(attention: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    """`(B, T, E)` from the attention function's output `(B, T, H, D)`."""
-    return attention.resid_dropout(attention.out_proj(output.flatten(2)))
-
-
-def attention_dropout(attention: nn.Module) -> float:
-    """Probability with which attention weights are dropped while training."""
-    return attention.attn_dropout.p
 
 
 def scaling(attention: nn.Module) -> float:
@@ -66,8 +48,8 @@ _COMMON: dict[str, Any] = dict(
     rotary=None,
     own_positions="rotation of a part of each head",
     pairs="interleaved",
-    merge_heads=merge_heads,
-    attention_dropout=attention_dropout,
+    merge_heads=heads.merge_and_drop,
+    attention_dropout=heads.dropout_of_module,
     bypasses_interface=True,
     without_positions=without_positions,
     scaling=scaling,
@@ -77,6 +59,6 @@ _COMMON: dict[str, Any] = dict(
 )
 
 FAMILIES = (
-    Family(model_types=("gptj",), split_heads=split_heads, **_COMMON),
+    Family(model_types=("gptj",), split_heads=heads.split, **_COMMON),
     Family(model_types=("codegen",), split_heads=split_fused_heads, **_COMMON),
 )

@@ -1,19 +1,10 @@
 """Hybrids whose attention has no positions of its own: order reaches it through their other layers."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
+from . import heads
 from .base import Family
-
-
-def split_heads(attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query `(B, H, T, D)`, key and value `(B, K, T, D)` of `hidden_states` `(B, T, E)`, by a projection each."""
-    own: Any = attention
-    shape = (*hidden_states.shape[:-1], -1, own.head_dim)
-    query, key, value = (project(hidden_states).view(shape) for project in (own.q_proj, own.k_proj, own.v_proj))
-    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
 def merge_heads(attention: nn.Module, output: torch.Tensor) -> torch.Tensor:
@@ -31,7 +22,7 @@ def _family(model_type: str, **names: str) -> Family:
         model_types=(model_type,),
         hybrid=True,
         rotary=None,
-        split_heads=split_heads,
+        split_heads=heads.split,
         merge_heads=merge_heads,
         attention_dropout=attention_dropout,
         **names,
