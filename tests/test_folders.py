@@ -305,10 +305,15 @@ def test_the_engine_that_is_asked_for_at_loading_computes(tmp_path):
 
 def test_a_new_folder_is_whole_or_absent(tmp_path):
     target = tmp_path / "some/where"
-    with pytest.raises(KeyboardInterrupt), files.new_folder(target) as folder:
-        folder.mkdir()
-        (folder / "half").write_text("written")
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with files.new_folder(target) as folder:
+            folder.mkdir()
+            (folder / "half").write_text("written")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert list(target.parent.iterdir()) == []
     with files.new_folder(target) as folder:
         assert folder.name == target.name
