@@ -458,7 +458,9 @@ def default_of(field):
 
 # ------------------------------------------------------------------------------------------------- other command lines
 
+CALIBRATE = ("--save-to", "OUT/c", "--length", "8", "--held-out", "2", "--steps", "2")
 COMMANDS = {
+    ("calibrate",): ("STOCK", "--scheme", "shaw", "--text", "TEXT", *CALIBRATE),
     ("schemes",): (),
     ("families",): (),
     ("inspect",): ("STOCK",),
@@ -470,6 +472,39 @@ COMMANDS = {
 }
 # With the option, and where another call is needed to show it, that call without.
 OPTIONS = {
+    ("calibrate", "checkpoint"): ("OTHER", "--scheme", "shaw", "--text", "TEXT", *CALIBRATE),
+    ("calibrate", "scheme"): ("STOCK", "--scheme", "cope", "--text", "TEXT", *CALIBRATE),
+    ("calibrate", "text"): ("STOCK", "--scheme", "shaw", "--text", "MORE", *CALIBRATE),
+    **{
+        ("calibrate", words[0][2:].replace("-", "_")): (
+            "STOCK",
+            "--scheme",
+            "shaw",
+            "--text",
+            "TEXT",
+            *CALIBRATE,
+            *words,
+        )
+        for words in (
+            ("--set", "max_distance=3"),
+            ("--save-to", "OUT/elsewhere"),
+            ("--length", "16"),
+            ("--windows", "6"),
+            ("--held-out", "3"),
+            ("--weights", "scheme"),
+            ("--steps", "3"),
+            ("--rate", "0.5"),
+            ("--weight-rate", "0.5"),
+            ("--seed", "5"),
+            ("--device", "meta"),
+            ("--report", "OUT/a.json"),
+            ("--plot", "OUT/a.png"),
+        )
+    },
+    ("calibrate", "stage"): (
+        *("STOCK", "--scheme", "shaw", "--text", "TEXT", "--save-to", "OUT/c", "--length", "8", "--held-out", "2"),
+        *("--stage", "closed_form"),
+    ),
     ("families", "model_types"): ("llama",),
     ("inspect", "checkpoint"): ("OURS",),
     ("inspect", "revision"): ("STOCK", "--revision", "main"),
@@ -548,7 +583,7 @@ def places(tmp_path, tiny_checkpoints, monkeypatch):
 @pytest.mark.parametrize("option", OPTIONS, ids="-".join)
 def test_an_option_of_the_command_does_something(option, places, tmp_path, capsys):
     """Status, what is printed and what is written are not what they are without."""
-    if option[0] == "plot":
+    if "plot" in option:
         pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
     calls = OPTIONS[option] if isinstance(OPTIONS[option][0], tuple) else (COMMANDS[option[:1]], OPTIONS[option])
     outcomes = []
