@@ -648,6 +648,19 @@ def test_layers_and_decoders_may_have_forwards_of_their_own(family, variant, rep
     assert logits(unpatch_model(model)).equal(stock)
 
 
+@COMPILER
+@pytest.mark.parametrize("replace", [compiled, compiled_in_place])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_graph_compiled_for_one_patch_does_not_run_for_another(family, replace):
+    """torch.compile does not guard hooks: without something that it guards, the graph without vectors would run on."""
+    for scheme, options in [("nope", {}), ("sinusoidal", {"placement": "every_layer"}), ("nope", {})]:
+        model = patch_model(tiny(family), scheme, **options)
+        expected = logits(model)
+        for module in (model.base_model, *(model.transformer.h if family == "gpt2" else model.model.layers)):
+            replace(module)
+        assert logits(model).equal(expected)
+
+
 # ---------------------------------------------------------------------------------------- arguments that reach attention
 
 

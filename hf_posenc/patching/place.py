@@ -58,8 +58,23 @@ class NoEmbedding(PositionEmbedding):
         return torch.zeros(1, device=position_ids.device).expand(*position_ids.shape, self.size)
 
 
+def enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Forward pre-hook of every decoder layer: turns and adds what the layer's schemes ask for there.
+
+    A layer without either has it too: torch.compile does not guard hooks, so that a graph compiled for a layer with no
+    hook would also run for one that has it. What is read with getattr is guarded, present or not.
+    """
+    turns = getattr(layer, "posenc_rotation", None) is not None
+    adds = getattr(layer, "posenc", None) is not None
+    if turns:
+        args, kwargs = turn_layer(layer, args, kwargs)
+    if adds:
+        args, kwargs = add_positions(layer, args, kwargs)
+    return (args, kwargs) if turns or adds else None
+
+
 def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of a decoder layer: adds the vectors of `layer.posenc` to the hidden states."""
+    """Add the vectors of `layer.posenc` to the hidden states with which a decoder layer is called."""
     hidden_states = args[0] if args else kwargs["hidden_states"]
     if "posenc_family" in layer.__dict__:
         as_bool = family_for(layer.posenc_family).mask_as_bool
@@ -172,7 +187,6 @@ class ModelSite:
         if self.base.family.positions_in_mask:
             set_attribute(self.undo, target, "posenc_family", self.base.family.model_types[0])
             set_attribute(self.undo, target, "posenc_arguments", tuple(signature(target.forward).parameters))
-        add_pre_hook(self.undo, target, add_positions)
         self.on_layers = True
         if isinstance(module, nn.Module):
             self._list(module)
@@ -290,7 +304,6 @@ def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: boo
         set_attribute(site.undo, layer, "posenc_rotation", rotation)
         set_attribute(site.undo, layer, "posenc_coordinates", site.base.family.coordinates is not None)
         set_attribute(site.undo, layer, "posenc_rotation_of", (types[index],) if takes_layer_type else ())
-        add_pre_hook(site.undo, layer, turn_layer)
 
 
 def operate(undo: Undo, plan: Plan) -> list[PositionModule]:
@@ -408,6 +421,7 @@ def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
     for layer, carries in zip(found.layers, each, strict=True):
         device = next(layer.parameters()).device
         register_buffer(undo, layer, carries.marker, torch.zeros(1, dtype=torch.uint8, device=device))
+        add_pre_hook(undo, layer, enter_layer)
     alike = len(sites) == 1 and len(sites[0].layers) == len(each) == len(found.attention_of)
     if plan.base.family.drops_position_ids or plan.needs_one_coordinate:
         order = list(signature(type(found.decoder).forward).parameters)

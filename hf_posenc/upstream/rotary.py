@@ -146,7 +146,7 @@ class _Asked(dict[str, Any]):
 
 
 def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of a decoder layer of a base that rotates: gives the layer a rotation of its own."""
+    """Give a decoder layer of a base that rotates the rotation that is its own."""
     position_ids = handed_down(kwargs)
     if kwargs.get("position_embeddings") is None or position_ids is None:
         raise ValueError("the rotation did not arrive at the decoder layer by name, so it cannot be replaced")
