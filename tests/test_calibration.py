@@ -11,7 +11,7 @@ from snapshots import assert_same, snapshot
 
 import hf_posenc
 from hf_posenc import NotPatchedError, UnsupportedModelError, calibrate, patch_model, unpatch_model
-from hf_posenc.calibration.closed import Averages, turn_of
+from hf_posenc.calibration.closed import RIDGE, Averages, Target, coefficients, fit, target_of, turn_of
 from hf_posenc.calibration.maps import attending, observe
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.modules import Shared
@@ -122,6 +122,55 @@ def test_averages_are_those_over_all_pairs():
         ):
             expected = values[:, :, here].sum((0, 2))
             assert (sums[:, distance] - expected).abs().max() <= 1e-10 * max(1.0, expected.abs().max())
+    assert found.by_query is None
+    assert found.moment is None
+
+
+@pytest.mark.parametrize("scheme", ["shaw", "transformer_xl"])
+def test_vectors_solve_the_normal_equations_of_all_pairs(scheme):
+    model, ids = exact(tiny("llama")), windows()[:4]
+    rotated, plain = by_hand(model, ids)
+    attention, layer = model.model.layers[0].self_attn, model.model.layers[0]
+    with torch.no_grad():
+        x = layer.input_layernorm(model.model.embed_tokens(ids))
+        query = attention.q_proj(x).view(*ids.shape, -1, 8).transpose(1, 2) * 8**-0.5
+    query = torch.cat([query, torch.full_like(query[..., :1], 8**-0.5)], -1)
+    patch_model(model, scheme)
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    found = target_of(pair.module(0), pair.like(0), pair.averages(4)[0])
+    for head in range(4):
+        pairs = [(b, i, j) for b in range(4) for i in range(LENGTH) for j in range(i + 1)]
+        moment = sum(torch.outer(query[b, head, i], query[b, head, i]) for b, i, _ in pairs) / len(pairs)
+        ridged = moment + RIDGE * moment.diagonal().mean() * torch.eye(9, dtype=torch.float64)
+        assert torch.allclose(found.metric[head], ridged, rtol=1e-10, atol=1e-10 * moment.abs().max())
+        for distance in (0, 1, 7, LENGTH - 1):
+            here = [pair for pair in pairs if pair[1] - pair[2] == distance]
+            added = sum(query[b, head, i] * (rotated - plain)[b, head, i, j] for b, i, j in here) / len(here)
+            assert (ridged @ found.values[head, distance] - added).abs().max() <= 1e-10 * added.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("scheme", ["shaw", "transformer_xl"])
+def test_vectors_are_fitted_up_to_what_the_softmax_does_not_see(scheme):
+    """Scores by another module's vectors, plus a number of each query, give attention back; values get nothing added."""
+    torch.manual_seed(5)
+    modules = []
+    for seed in range(2):
+        model = patch_model(tiny("llama").double(), scheme, seed=seed)
+        modules.append(model.model.layers[0].self_attn.posenc)
+    found, other = modules
+    with torch.no_grad():
+        for p in other.parameters():
+            p.normal_()
+    like = torch.empty(0, dtype=torch.float64)
+    wanted = coefficients(other, like, LENGTH, 4).detach()
+    constant = torch.randn(4, 1, 9, dtype=torch.float64)
+    root = torch.randn(4, 9, 9, dtype=torch.float64)
+    metric = root @ root.mT + torch.eye(9, dtype=torch.float64)
+    fit(found, like, [Target(wanted + constant, torch.ones(4, LENGTH, dtype=torch.float64), metric)])
+    off = coefficients(found, like, LENGTH, 4).detach() - wanted
+    assert (off - off.mean(1, keepdim=True)).square().mean() <= 1e-3 * wanted.var()  # the guessed tail weighs a little
+    if scheme == "shaw":
+        assert found.form(like).values.abs().max() <= 1e-6
 
 
 def test_the_mean_rotation_goes_into_the_queries():
@@ -169,7 +218,7 @@ def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
 
     from hf_posenc.calibration import maps
 
-    monkeypatch.setattr(maps, "SCORES", 4 * 800 * 8)
+    monkeypatch.setattr(maps, "SCORES", 4 * 400 * 8)
 
     class Largest(TorchDispatchMode):
         most = 0
@@ -180,10 +229,10 @@ def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
                 self.most = max(self.most, result.numel())
             return result
 
-    model = patch_model(tiny("llama", max_position_embeddings=800), "t5", share_layers=False)
+    model = patch_model(tiny("llama", max_position_embeddings=400), "t5", share_layers=False)
     with Largest() as largest:
-        calibrate(model, tokens(3, 800), steps=1, batch_size=1, held_out=1)
-    assert largest.most < 2 * 800 * 800  # a head alone has 800 * 800 scores, of four
+        calibrate(model, tokens(3, 400), steps=1, batch_size=1, held_out=1)
+    assert largest.most < 2 * 400 * 400  # a head alone has 400 * 400 scores, of four
 
 
 # --------------------------------------------------------------------------------------------------- what it comes to
@@ -204,7 +253,7 @@ def test_a_base_that_the_scheme_can_express_is_recovered():
     expected = logits(base)
     assert (logits(model) - expected).norm() > 0.05 * expected.norm()
     report = calibrate(model, windows(), stage="closed_form", base=base)
-    assert all(each.chosen == ("bias",) * 4 for each in report.layers)
+    assert all(each.chosen == ("fitted",) * 4 for each in report.layers)
     assert all(each.before.mean() > 1e-2 and each.closed.max() < 1e-10 for each in report.layers)
     assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
 

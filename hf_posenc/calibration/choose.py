@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..patching.plan import BaseModel
-from .closed import Averages, Turn, curve, fit, target_of, turn_of
+from .closed import Averages, Target, Turn, coefficients, fit, target_of, turn_of
 from .pair import Pair
 
-CANDIDATES = ("as it was", "bias", "turned", "turned, bias")
-"""What is tried: the scheme as it was; its curve fitted to what the base's positions add on average; queries turned by
-the mean rotation; both."""
+CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
+"""What is tried: the scheme as it was; its curve, or vectors, fitted to what the base's positions add; queries turned
+by the mean rotation; both."""
 
 
 def close(
@@ -28,7 +28,7 @@ def close(
     found = {"as it was": before}
     if modules:
         _fit_all(pair, modules, {index: target_of(modules[index], pair.like(index), plain[index]) for index in modules})
-        found["bias"] = pair.divergence()
+        found["fitted"] = pair.divergence()
         start.restore()
     turned = plain
     if turns:
@@ -40,7 +40,7 @@ def close(
             _fit_all(
                 pair, modules, {index: target_of(modules[index], pair.like(index), turned[index]) for index in modules}
             )
-            found["turned, bias"] = pair.divergence()
+            found["turned, fitted"] = pair.divergence()
         start.restore()
     names = [name for name in CANDIDATES if name in found]
     best = {index: torch.stack([found[name][index] for name in names]).argmin(0) for index in pair.layers}
@@ -48,19 +48,14 @@ def close(
     for index, turn in turns.items():
         turn.apply(torch.tensor([name.startswith("turned") for name in chosen[index]]))
     if modules:
-        targets: dict[int, tuple[Tensor, Tensor]] = {}
+        targets = {}
         for index, module in modules.items():
             like = pair.like(index)
-            own = curve(module, like, plain[index].pairs.shape[0])
-            assert own is not None
             by_name = {
-                "bias": target_of(module, like, plain[index]),
-                "turned, bias": target_of(module, like, turned[index]),
+                "fitted": target_of(module, like, plain[index]),
+                "turned, fitted": target_of(module, like, turned[index]),
             }
-            kept = (own.detach().double(), plain[index].pairs.expand_as(own).double())
-            picked = [by_name.get(name, kept) for name in chosen[index]]
-            shape, weight = (torch.stack([pick[n][head] for head, pick in enumerate(picked)]) for n in range(2))
-            targets[index] = shape, weight
+            targets[index] = _picked(chosen[index], by_name, module, like)
         _fit_all(pair, modules, targets)
     closed = pair.divergence()
     if sum(each.sum() for each in closed.values()) > sum(each.sum() for each in before.values()):
@@ -69,13 +64,28 @@ def close(
     return plain, chosen, closed
 
 
-def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, tuple[Tensor, Tensor]]) -> None:
+def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) -> None:
     """Fit every module to the curves of the layers that it serves."""
-    owners: dict[int, tuple[Any, Tensor, list[tuple[Tensor, Tensor]]]] = {}
+    owners: dict[int, tuple[Any, Tensor, list[Target]]] = {}
     for index, module in modules.items():
         owners.setdefault(id(module), (module, pair.like(index), []))[2].append(targets[index])
-    for module, like, curves in owners.values():
-        fit(module, like, curves)
+    for module, like, wanted in owners.values():
+        fit(module, like, wanted)
+
+
+def _picked(names: tuple[str, ...], by_name: dict[str, Target], module: Any, like: Tensor) -> Target:
+    """Return for each head the target of what it was given, and for the others what the module has."""
+    heads, count, _ = by_name["fitted"].values.shape
+    own = coefficients(module, like, count, heads)
+    assert own is not None
+    fitted = by_name["fitted"]
+    kept = Target(own.detach().double(), fitted.weights, fitted.metric)
+    picked = [by_name.get(name, kept) for name in names]
+    return Target(
+        torch.stack([each.values[head] for head, each in enumerate(picked)]),
+        torch.stack([each.weights[head] for head, each in enumerate(picked)]),
+        torch.stack([each.metric[head] for head, each in enumerate(picked)]),
+    )
 
 
 def _turns(pair: Pair, averages: dict[int, Averages]) -> dict[int, Turn]:
