@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..patching.plan import BaseModel
 from .closed import Averages, Target, Turn, coefficients, fit, target_of, turn_of
@@ -22,46 +22,52 @@ def close(
     """Try the closed forms, and keep the best of each head."""
     plain = pair.averages(windows)
     turns = _turns(pair, plain)
-    everywhere = {index: torch.ones(pair.plan.sizes[index].num_heads, dtype=torch.bool) for index in turns}
     modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
     start = _State(turns, modules)
-    found = {"as it was": before}
-    if modules:
-        _fit_all(pair, modules, {index: target_of(modules[index], pair.like(index), plain[index]) for index in modules})
-        found["fitted"] = pair.divergence()
-        start.restore()
-    turned = plain
+    as_it_was = {index: _coefficients(pair, index, plain[index]) for index in modules}
+    found, targets = {"as it was": before}, {}
     if turns:
         for index, turn in turns.items():
-            turn.apply(everywhere[index])
+            turn.apply(torch.ones(pair.plan.sizes[index].num_heads, dtype=torch.bool))
         found["turned"] = pair.divergence()
         if modules:
-            turned = pair.averages(windows)
-            _fit_all(
-                pair, modules, {index: target_of(modules[index], pair.like(index), turned[index]) for index in modules}
-            )
+            targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows))
+            _fit_all(pair, modules, targets["turned, fitted"])
             found["turned, fitted"] = pair.divergence()
-        start.restore()
+        start.restore([turn.projection for turn in turns.values()])
+    if modules:  # each search begins where the last one ended
+        targets["fitted"] = _targets(pair, modules, plain)
+        _fit_all(pair, modules, targets["fitted"])
+        found["fitted"] = pair.divergence()
     names = [name for name in CANDIDATES if name in found]
     best = {index: torch.stack([found[name][index] for name in names]).argmin(0) for index in pair.layers}
     chosen = {index: tuple(names[number] for number in best[index].tolist()) for index in pair.layers}
     for index, turn in turns.items():
         turn.apply(torch.tensor([name.startswith("turned") for name in chosen[index]]))
     if modules:
-        targets = {}
-        for index, module in modules.items():
-            like = pair.like(index)
-            by_name = {
-                "fitted": target_of(module, like, plain[index]),
-                "turned, fitted": target_of(module, like, turned[index]),
-            }
-            targets[index] = _picked(chosen[index], by_name, module, like)
-        _fit_all(pair, modules, targets)
+        picked = {}
+        for index in modules:
+            by_name = {name: target[index] for name, target in targets.items()}
+            picked[index] = _picked(chosen[index], by_name, as_it_was[index])
+        _fit_all(pair, modules, picked)
     closed = pair.divergence()
     if sum(each.sum() for each in closed.values()) > sum(each.sum() for each in before.values()):
         start.restore()  # heads that share parameters cannot each have what is best for them
         return plain, {index: ("as it was",) * len(names_) for index, names_ in chosen.items()}, before
     return plain, chosen, closed
+
+
+def _targets(pair: Pair, modules: dict[int, Any], averages: dict[int, Averages]) -> dict[int, Target]:
+    """Return what each layer's form should have."""
+    return {index: target_of(module, pair.like(index), averages[index]) for index, module in modules.items()}
+
+
+def _coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
+    """Return what a layer's form has."""
+    heads, count = averages.difference.shape
+    found = coefficients(pair.module(index), pair.like(index), count, heads)
+    assert found is not None
+    return found.detach().double()
 
 
 def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) -> None:
@@ -73,13 +79,10 @@ def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) ->
         fit(module, like, wanted)
 
 
-def _picked(names: tuple[str, ...], by_name: dict[str, Target], module: Any, like: Tensor) -> Target:
-    """Return for each head the target of what it was given, and for the others what the module has."""
-    heads, count, _ = by_name["fitted"].values.shape
-    own = coefficients(module, like, count, heads)
-    assert own is not None
+def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tensor) -> Target:
+    """Return for each head the target of what it was given, and for the others what the module had."""
     fitted = by_name["fitted"]
-    kept = Target(own.detach().double(), fitted.weights, fitted.metric)
+    kept = Target(as_it_was, fitted.weights, fitted.metric)
     picked = [by_name.get(name, kept) for name in names]
     return Target(
         torch.stack([each.values[head] for head, each in enumerate(picked)]),
@@ -110,12 +113,13 @@ class _State:
     """The values that closed forms change, to be put back."""
 
     def __init__(self, turns: dict[int, Turn], modules: dict[int, Any]) -> None:
-        changed = [p for turn in turns.values() for p in turn.projection.parameters()]
-        changed += [p for module in modules.values() for p in module.parameters()]
-        self.kept = [(p, p.detach().clone()) for p in {id(p): p for p in changed}.values()]
+        owners = [*(turn.projection for turn in turns.values()), *modules.values()]
+        self.kept = {id(p): (p, p.detach().clone()) for owner in owners for p in owner.parameters()}
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put them back."""
-        for parameter, value in self.kept:
+    def restore(self, owners: list[nn.Linear] | None = None) -> None:
+        """Put back those of some modules, or all."""
+        chosen = self.kept if owners is None else [id(p) for owner in owners for p in owner.parameters()]
+        for each in chosen:
+            parameter, value = self.kept[each]
             parameter.copy_(value)

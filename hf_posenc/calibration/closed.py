@@ -22,7 +22,7 @@ TAIL = 4
 TAIL_WEIGHT = 1e-3
 """Weight of a distance that was not seen, relative to the mean weight of those that were."""
 
-STEPS = 200
+STEPS = 100
 """Of the search for a scheme's parameters, at most; most end before."""
 
 RIDGE = 1e-4
@@ -198,7 +198,12 @@ def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
     weights = weights / weights.sum(-1, keepdim=True)
     metric = torch.stack([target.metric for target in targets])
     optimizer = torch.optim.LBFGS(
-        parameters, max_iter=STEPS, tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe"
+        parameters,
+        max_iter=STEPS,
+        history_size=STEPS // 2,
+        tolerance_grad=1e-14,
+        tolerance_change=1e-16,
+        line_search_fn="strong_wolfe",
     )
 
     def loss() -> Tensor:
