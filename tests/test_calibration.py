@@ -312,7 +312,7 @@ def test_the_second_stage_moves_what_it_is_told_to():
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
     calibrate(model, windows(), stage="closed_form")
     kept = {n: p.clone() for n, p in model.named_parameters()}
-    calibrate(model, windows(), weights="scheme", steps=3)
+    calibrate(model, windows(), weights="scheme", steps=3, rate=1e-3)
     moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
     queries = {n for n in moved if "q_proj" in n}  # by the closed forms, once more
     assert moved - queries == {n for n in kept if "posenc" in n}
@@ -332,7 +332,7 @@ def test_a_mixture_is_calibrated_where_it_was_swapped():
 def test_the_same_seed_gives_the_same_numbers():
     def found(seed):
         model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-        calibrate(model, windows(), steps=4, seed=seed)
+        calibrate(model, windows(), steps=4, seed=seed, rate=1e-3, weight_rate=1e-4)
         return logits(model)
 
     assert found(0).equal(found(0))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -214,8 +215,14 @@ def _run(
     averages, chosen, closed = close(pair, windows, before)
     after = closed
     if stage == "attention":
+        kept = [(p, p.detach().clone()) for part in moved for p in part]
         match(pair, moved, steps, batch_size, rates, seed, on_step)
         after = pair.divergence()
+        if sum(each.sum() for each in after.values()) > sum(each.sum() for each in closed.values()):
+            after = closed  # a base that was met already, or rates that are too high
+            with torch.no_grad():
+                for p, value in kept:
+                    p.copy_(value)
     fits = []
     for index in pair.layers:
         shown, multiplies = pair.curve(index)
