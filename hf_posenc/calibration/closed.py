@@ -179,7 +179,9 @@ def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
 def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
     """Fit a module's parameters to coefficients, by least squares of float64.
 
-    What is added to scores may differ by a constant of the head, which the softmax does not see.
+    What is added to scores may differ by a constant of the head, which the softmax does not see. A tail beyond the
+    distances that were seen weighs a little. Of curves it then weighs nothing: what was seen decides alone, and only
+    numbers of which it says nothing keep what the tail gave them.
 
     Args:
         module: a scheme's.
@@ -187,40 +189,13 @@ def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
         targets: one for each layer that the module serves.
     """
     owner: Any = copy.deepcopy(module).double()
-    parameters = [each for each in owner.parameters() if each.requires_grad]
-    if not parameters:
+    if not any(each.requires_grad for each in owner.parameters()):
         return
     wide = like.double()
-    added = not isinstance(owner.form(wide), Factors)
     heads, seen, _ = targets[0].values.shape
-    wanted = torch.stack([_continued(target.values) for target in targets])
-    weights = torch.stack([_with_tail(target.weights) for target in targets])
-    weights = weights / weights.sum(-1, keepdim=True)
-    metric = torch.stack([target.metric for target in targets])
-    optimizer = torch.optim.LBFGS(
-        parameters,
-        max_iter=STEPS,
-        history_size=STEPS // 2,
-        tolerance_grad=1e-14,
-        tolerance_change=1e-16,
-        line_search_fn="strong_wolfe",
-    )
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        had = coefficients(owner, wide, seen * TAIL, heads)
-        assert had is not None
-        off = had - wanted
-        if added:
-            off = off - (weights[..., None] * off).sum(-2, keepdim=True)
-        value = (weights * ((off @ metric) * off).sum(-1)).sum()
-        form = owner.form(wide)
-        if isinstance(form, ClippedVectors) and form.values is not None:
-            value = value + form.values.square().sum()  # a base's scores say nothing of vectors beside values
-        value.backward()
-        return value
-
-    optimizer.step(loss)
+    _search(owner, wide, targets, tail=TAIL_WEIGHT)
+    if not takes_queries(owner.form(wide)):  # vectors that nothing holds beyond what was seen run away there
+        _search(owner, wide, targets, tail=None)
     kept = [each.detach().clone() for each in module.parameters()]
     with torch.no_grad():
         for mine, theirs in zip(module.parameters(), owner.parameters(), strict=True):
@@ -232,6 +207,47 @@ def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
                 mine.copy_(before)
 
 
+def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | None) -> None:
+    """Search for the parameters of a module in float64, from what they are.
+
+    Args:
+        owner: the module.
+        like: float64.
+        targets: see `fit`.
+        tail: weight of distances that were not seen; None leaves them out.
+    """
+    heads = targets[0].values.shape[0]
+    wanted = torch.stack([each.values if tail is None else _continued(each.values) for each in targets])
+    weights = torch.stack([each.weights if tail is None else _with_tail(each.weights, tail) for each in targets])
+    weights = weights / weights.sum(-1, keepdim=True)
+    metric = torch.stack([each.metric for each in targets])
+    added = not isinstance(owner.form(like), Factors)
+    optimizer = torch.optim.LBFGS(
+        [each for each in owner.parameters() if each.requires_grad],
+        max_iter=STEPS,
+        history_size=STEPS // 2,
+        tolerance_grad=1e-14,
+        tolerance_change=1e-16,
+        line_search_fn="strong_wolfe",
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        had = coefficients(owner, like, wanted.shape[2], heads)
+        assert had is not None
+        off = had - wanted
+        if added:
+            off = off - (weights[..., None] * off).sum(-2, keepdim=True)
+        value = (weights * ((off @ metric) * off).sum(-1)).sum()
+        form = owner.form(like)
+        if isinstance(form, ClippedVectors) and form.values is not None:
+            value = value + form.values.square().sum()  # a base's scores say nothing of vectors beside values
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+
+
 def _continued(target: Tensor) -> Tensor:
     """Return coefficients (H, T, K) with a tail that goes on as they end, (H, TAIL * T, K)."""
     seen = target.shape[1]
@@ -239,9 +255,10 @@ def _continued(target: Tensor) -> Tensor:
     return torch.cat([target, end.expand(-1, seen * (TAIL - 1), -1)], 1)
 
 
-def _with_tail(weight: Tensor) -> Tensor:
-    tail = TAIL_WEIGHT * weight.mean(-1, keepdim=True)
-    return torch.cat([weight, tail.expand(-1, weight.shape[1] * (TAIL - 1))], -1)
+def _with_tail(weight: Tensor, tail: float) -> Tensor:
+    """Return weights (H, T) with those of the tail, (H, TAIL * T)."""
+    beyond = tail * weight.mean(-1, keepdim=True)
+    return torch.cat([weight, beyond.expand(-1, weight.shape[1] * (TAIL - 1))], -1)
 
 
 # ------------------------------------------------------------------------------------------------------------ queries
@@ -309,4 +326,6 @@ def turn_of(base: BaseModel, layer: int, rotary: nn.Module, mass: Tensor, kind: 
     cos, sin = (each[0].double() for each in by_pair(turned, base.family.angles))
     share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-12)
     factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])  # queries and keys both have it
+    if torch.allclose(factors, torch.ones_like(factors)):  # a base that has been patched, and turns nothing
+        return None
     return Turn(projection, factors, dims.head_dim, base.pairs == "interleaved")
