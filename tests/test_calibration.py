@@ -290,6 +290,23 @@ def moves(name):
     return "posenc" in name or any(part in name for part in ("q_proj", "k_proj", "c_attn", "rotary_emb"))
 
 
+@pytest.mark.parametrize("scheme", ["learned", "sinusoidal"])
+def test_vectors_at_the_input_reach_the_attention_of_every_layer(scheme):
+    """On a base that rotates: the closed form turns queries, the second stage moves the table by all layers."""
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    pair = pair_of(model)
+    _, inputs = pair.seen(windows(2))
+    (before, _), (entering, _) = inputs[0], inputs[1]
+    with pair.as_base() as base:
+        stock = observe(base, windows(2), [0, 1])
+    assert before.equal(stock[0].layer.hidden_states)  # its own hook adds them
+    vectors = model.model.layers[0].posenc(torch.arange(LENGTH)[None]).to(before)
+    assert torch.allclose(entering, stock[1].layer.hidden_states + vectors, rtol=1e-6)
+    assert entering.requires_grad is (scheme == "learned")
+    report = calibrate(model, windows(), steps=30, rate=5e-3, weight_rate=3e-3)
+    assert all(each.after.mean() < 0.9 * each.before.mean() for each in report.layers)
+
+
 def test_the_base_stays_what_it_was():
     """It shares its weights with the model: those that are moved are not the base's."""
     model = tiny("llama")

@@ -90,16 +90,14 @@ class Pair:
         shift: Tensor | float = 0.0
         if self.plan.found.position_table is not None:
             shift = self._entering(self.model, tokens) - self._entering_base(tokens)
-        added: Tensor | float = 0.0
         first: Any = self.plan.found.layers[0]
-        at_first = self.patch.schemes and any(scheme.acts_on.enters_at_input for scheme in self.patch.schemes)
-        if at_first and "posenc" in first._modules:
-            with torch.no_grad():
-                added = first.posenc(torch.arange(tokens.shape[1], device=tokens.device)[None])
+        at_first = any(scheme.acts_on.enters_at_input for scheme in self.patch.schemes) and "posenc" in first._modules
         inputs = {}
         for index in self.layers:
             hidden = theirs[index].layer.hidden_states + shift
-            inputs[index] = (hidden + added if index else hidden, ours[index])
+            if at_first and index:  # made for each layer anew, which hands its gradients back by itself
+                hidden = hidden + first.posenc(torch.arange(tokens.shape[1], device=tokens.device)[None]).to(hidden)
+            inputs[index] = (hidden, ours[index])
         return theirs, inputs
 
     def arguments(self, tokens: Tensor) -> dict[int, LayerCall]:
