@@ -17,7 +17,7 @@ from transformers.utils import logging
 from . import analysis, files, hub
 from .analysis import plots, probe
 from .api import describe, parse_schemes
-from .calibration.calibrate import calibrate, check_choices
+from .calibration.calibrate import calibrate, check_positive, ignored, second_stage
 from .catalogue import refused_types, served_type
 from .checkpoint import from_pretrained, inspect
 from .errors import PluginError, UnsupportedModelError
@@ -116,10 +116,6 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value  # a word, e.g. layout=split
 
 
-SECOND_STAGE = ("weights", "steps", "rate", "weight_rate")
-"""Options of `calibrate` that are of its second stage."""
-
-
 def calibrate_checkpoint(options: argparse.Namespace) -> int:
     """Patch a stock checkpoint, fit the scheme to what the base's positions did, and save it."""
     choices = _choices(options)
@@ -144,13 +140,13 @@ def calibrate_checkpoint(options: argparse.Namespace) -> int:
         file=sys.stderr,
         flush=True,
     )
-    steps = choices["steps"]
+    steps = choices.get("steps", 0)
 
     def say(step: int, divergence: float) -> None:
         if step == 1 or step == steps or step % max(1, steps // 10) == 0:
             print(f"step {step} of {steps}: {divergence:.4f} nats", file=sys.stderr, flush=True)
 
-    report = calibrate(model, windows, seed=options.seed, on_step=say, **choices)
+    report = calibrate(model, windows, on_step=say, **choices)
     with files.new_folder(options.save_to) as folder:
         model.save_pretrained(folder, tokenizer=tokenizer)
     if options.report:
@@ -174,16 +170,15 @@ def calibrate_checkpoint(options: argparse.Namespace) -> int:
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
     """Return arguments of `calibrate`, by default those of the command; what would change nothing is refused."""
     given = {name: value for name in options.defaults if (value := getattr(options, name)) is not None}
-    choices: dict[str, Any] = {**options.defaults, **given}
-    unread: tuple[str, ...] = ()
-    if choices["stage"] == "closed_form":
-        unread, reason = SECOND_STAGE, "--stage closed_form"
-    elif choices["weights"] == "scheme":
-        unread, reason = ("weight_rate",), "--weights scheme"
+    choices: dict[str, Any] = {**options.defaults, **given, "seed": options.seed}
+    unread = ignored(choices["stage"], choices["weights"])
+    by = "stage" if choices["stage"] == "closed_form" else "weights"
     for name in unread:
         if name in given:
-            raise ValueError(f"--{name.replace('_', '-')} changes nothing with {reason}: leave it out")
-    check_choices(**choices, **({} if options.windows is None else {"windows": options.windows}))
+            raise ValueError(f"--{name.replace('_', '-')} changes nothing with --{by} {choices[by]}: leave it out")
+        choices.pop(name, None)
+    second_stage(**{name: value for name, value in choices.items() if name != "held_out"})
+    check_positive(held_out=choices["held_out"], **({} if options.windows is None else {"windows": options.windows}))
     if options.length < 2:
         raise ValueError(f"--length must be at least 2, not {options.length}")
     return choices

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import hf_posenc
 from hf_posenc import NotPatchedError, UnsupportedModelError, calibrate, patch_model, unpatch_model
 from hf_posenc.calibration.closed import Averages, turn_of
 from hf_posenc.calibration.maps import attending, observe
+from hf_posenc.calibration.match import Matching
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.modules import Shared
 from hf_posenc.patching.state import patch_of
@@ -263,7 +265,7 @@ def test_the_second_stage_moves_what_it_is_told_to():
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
     calibrate(model, windows(), stage="closed_form")
     kept = {n: p.clone() for n, p in model.named_parameters()}
-    calibrate(model, windows(), weights="scheme", steps=3)
+    calibrate(model, windows(), weights="scheme", steps=3, base=tiny("llama"))
     moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
     queries = {n for n in moved if "q_proj" in n}  # by the closed forms, once more
     assert moved - queries == {n for n in kept if "posenc" in n}
@@ -359,6 +361,9 @@ def test_adapters_and_dtypes():
         ({"held_out": 0}, "held_out must be positive, not 0"),
         ({"steps": 0}, "steps must be positive, not 0"),
         ({"rate": float("nan")}, "rate must be positive, not nan"),
+        ({"stage": "closed_form", "steps": 3}, "steps changes nothing with stage='closed_form': leave it out"),
+        ({"stage": "closed_form", "seed": 0}, "seed changes nothing with stage='closed_form'"),
+        ({"weights": "scheme", "weight_rate": 1e-3}, "weight_rate changes nothing with weights='scheme': leave it out"),
         ({"tokens": tokens(12, 65)}, "windows of 65 tokens are longer than the 64 the base was made for"),
     ],
 )
@@ -376,6 +381,52 @@ def test_a_second_stage_with_nothing_to_move():
     with pytest.raises(ValueError, match="leaves nothing to move: alibi has no parameters"):
         calibrate(model, windows(), weights="scheme")
     assert_same(snapshot(model), before)
+
+
+def test_what_the_second_stage_is_by_default():
+    """The signature says None, so that what a stage does not read can be refused; the docstring says what that means."""
+    said = dict(re.findall(r"^ {8}(\w+): .*?None means ([\w.-]+?)\.?$", calibrate.__doc__, re.MULTILINE))
+    said["rate"] = re.search(r"as a cosine\. None means (.*)\.", calibrate.__doc__)[1]
+    numbers = {name: value for name, value in dataclasses.asdict(Matching()).items() if name != "weights"}
+    assert {name: float(value) for name, value in said.items()} == numbers
+    assert f"`{Matching().weights}` (None)" in calibrate.__doc__
+
+
+def test_a_base_whose_weights_have_moved_is_not_followed():
+    model = patch_model(tiny("gpt2"), "t5", share_layers=False, seed=0)
+    given = {"weights": "scheme", "steps": 1}
+    stock = [p.clone() for n, p in model.named_parameters() if "posenc" not in n]
+
+    def moved():
+        now = [p for n, p in model.named_parameters() if "posenc" not in n]
+        return any(not a.equal(b) for a, b in zip(now, stock, strict=True))
+
+    for _ in range(2):  # there is no rotation whose mean could be put into the queries
+        calibrate(model, windows(), **given)
+        assert not moved()
+    calibrate(model, windows(), steps=1)
+    assert moved()
+    before = snapshot(model)
+    with pytest.raises(NotPatchedError, match="moved this model's own weights"):
+        calibrate(model, windows(), **given)
+    assert_same(snapshot(model), before)
+    calibrate(model, windows(), **given, base=tiny("gpt2"))
+
+
+def test_what_was_interrupted_has_moved_the_base_too():
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+
+    def stop(step, value):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, windows(), on_step=stop)
+    with pytest.raises(NotPatchedError, match="give the base"):
+        calibrate(model, windows())
+    given = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    calibrate(given, windows(), steps=1, base=tiny("llama"))
+    with pytest.raises(NotPatchedError, match="give the base"):
+        calibrate(given, windows())
 
 
 def test_models_that_cannot_be():

@@ -1,5 +1,6 @@
 """The command: what it prints, what it returns, and that it says what is wrong without a traceback."""
 
+import dataclasses
 import inspect
 import json
 import re
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import hf_posenc
 from hf_posenc import cli, commands
 from hf_posenc.calibration.calibrate import STAGES, WEIGHTS
+from hf_posenc.calibration.match import Matching
 from hf_posenc.cli import main
 from hf_posenc.evaluation import sliding_window_perplexity
 
@@ -129,7 +131,8 @@ def test_calibrate_says_at_once_that_it_cannot_draw(readable, tmp_path, capsys, 
 
 def test_calibrate_has_the_defaults_and_choices_of_the_function():
     parameters = inspect.signature(hf_posenc.calibrate).parameters
-    assert {name: parameters[name].default for name in cli.CALIBRATION} == cli.CALIBRATION
+    defaults = {name: parameters[name].default for name in parameters} | dataclasses.asdict(Matching())
+    assert {name: defaults[name] for name in cli.CALIBRATION} == cli.CALIBRATION
     assert cli.STAGES == STAGES
     assert set(cli.MOVED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
 

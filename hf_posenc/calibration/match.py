@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,18 @@ from torch import Tensor, nn
 from ..modules import PositionModule
 from .maps import attending
 from .pair import Pair, mean_kl
+
+
+@dataclass(frozen=True)
+class Matching:
+    """How the second stage goes: those arguments of `calibrate` that only it reads, with what they are by default."""
+
+    weights: str = "query_key"
+    steps: int = 100
+    batch_size: int = 4
+    rate: float = 2e-2
+    weight_rate: float = 1e-3
+    seed: int = 0
 
 
 def movable(pair: Pair, weights: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -33,26 +46,25 @@ def movable(pair: Pair, weights: str) -> tuple[list[nn.Parameter], list[nn.Param
 def match(
     pair: Pair,
     moved: tuple[list[nn.Parameter], list[nn.Parameter]],
-    steps: int,
-    batch_size: int,
-    rates: tuple[float, float],
-    seed: int,
+    how: Matching,
     on_step: Callable[[int, float], None] | None,
 ) -> None:
     """Match the attention of each layer to the base's by gradient steps on what `movable` returned."""
     parameters = [p for part in moved for p in part]
-    groups = [{"params": each, "lr": rate} for each, rate in zip(moved, rates, strict=True) if each]
+    groups = [
+        {"params": each, "lr": rate} for each, rate in zip(moved, (how.rate, how.weight_rate), strict=True) if each
+    ]
     frozen = [p for p in parameters if not p.requires_grad]
     optimizer = torch.optim.Adam(groups)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5 * (1 + math.cos(math.pi * n / steps)))
-    generator = torch.Generator().manual_seed(seed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5 * (1 + math.cos(math.pi * n / how.steps)))
+    generator = torch.Generator().manual_seed(how.seed)
     processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     try:
         for p in frozen:
             p.requires_grad_(True)
         with attending(pair.model, pair.plan):
-            for step in range(1, steps + 1):
-                order = torch.randint(len(pair.train), (processes, batch_size), generator=generator)
+            for step in range(1, how.steps + 1):
+                order = torch.randint(len(pair.train), (processes, how.batch_size), generator=generator)
                 value = _gradients(pair, pair.train[order[rank].to(pair.train.device)], parameters)
                 if processes > 1:
                     for p in parameters:
