@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import NotPatchedError
+from ..errors import CheckpointError, NotPatchedError
 from ..modes import evaluation
 from ..patching.state import patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unwrapped
 from .choose import CANDIDATES, close
 from .match import Matching, match, movable
 from .pair import Pair
+from .state import FirstStage, StateFile, digest_of, digest_of_tokens
 
 STAGES = ("closed_form", "attention")
 WEIGHTS = ("scheme", "query_key", "adapter")
@@ -113,6 +117,8 @@ def calibrate(
     rate: float | None = None,
     weight_rate: float | None = None,
     seed: int | None = None,
+    state_file: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> Calibration:
     """Put into a scheme, and into the projections of queries and keys, what the base's positions did.
@@ -137,6 +143,11 @@ def calibrate(
         rate: learning rate of the scheme's parameters in the second stage; it falls to 0 as a cosine. None means 2e-2.
         weight_rate: of weights; None means 1e-3.
         seed: of the order of windows in the second stage; None means 0.
+        state_file: where the second stage writes its state, whole or not at all. If the file is there already, it goes
+            on from there, and ends with the same numbers as one that was never interrupted; the first stage is not run
+            again. By default nothing is written.
+        save_every: steps from one state to the next, beside those before the first step, after the last, and after one
+            whose `on_step` raises an error; None means 25.
         on_step: called after each step of the second stage with its number, from 1, and the mean KL divergence.
 
     Returns:
@@ -148,6 +159,9 @@ def calibrate(
         UnsupportedModelError: if it is wrapped, sharded or offloaded, or nobody sees the base's scores.
         ValueError: for choices that do not exist, numbers out of range, arguments of a stage that is left out, too few
             windows, windows longer than the base was made for, and a second stage that has nothing to move.
+        CheckpointError: if what is in `state_file` is not the state of a calibration with the same arguments, tokens
+            and model, patched in the same way.
+        OSError: if the state cannot be read or written.
     """
     given = {
         "weights": weights,
@@ -156,6 +170,8 @@ def calibrate(
         "rate": rate,
         "weight_rate": weight_rate,
         "seed": seed,
+        "state_file": None if state_file is None else Path(state_file),
+        "save_every": save_every,
     }
     how = second_stage(stage, **{name: value for name, value in given.items() if value is not None})
     check_positive(closed_windows=closed_windows, held_out=held_out)
@@ -180,7 +196,7 @@ def calibrate(
     with evaluation(inner):
         pair = Pair(inner, patch, base, tokens, held_out)
         try:
-            return _run(pair, how, closed_windows, on_step)
+            return _run(pair, how, tokens, closed_windows, on_step)
         finally:
             moved = base is not None or any(not weight.equal(before) for weight, before in pair.originals)
             patch.moved = patch.moved or moved
@@ -201,11 +217,14 @@ def second_stage(stage: str, **given: Any) -> Matching | None:
         if name in given:
             reason = f"stage={stage!r}" if stage == "closed_form" else f"weights={given['weights']!r}"
             raise ValueError(f"{name} changes nothing with {reason}: leave it out")
+    if "save_every" in given and "state_file" not in given:
+        raise ValueError("save_every changes nothing without a state_file: leave it out")
     if stage == "closed_form":
         return None
     how = Matching(**given)
     _check_one_of("weights", how.weights, WEIGHTS)
-    check_positive(steps=how.steps, batch_size=how.batch_size, rate=how.rate, weight_rate=how.weight_rate)
+    counts = {"steps": how.steps, "batch_size": how.batch_size, "save_every": how.save_every}
+    check_positive(**counts, rate=how.rate, weight_rate=how.weight_rate)
     return how
 
 
@@ -231,6 +250,7 @@ def _check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _run(
     pair: Pair,
     how: Matching | None,
+    tokens: Tensor,
     windows: int,
     on_step: Callable[[int, float], None] | None,
 ) -> Calibration:
@@ -239,11 +259,18 @@ def _run(
         raise ValueError(
             f"weights={how.weights!r} leaves nothing to move: {pair.patch.name} has no parameters of its own"
         )
-    before = pair.divergence()
-    averages, chosen, closed = close(pair, windows, before)
-    after = closed
+    state = None if how is None or how.state_file is None else _state(pair, how, moved, tokens, windows)
+    found = None if state is None else state.first_stage
+    if found is None:
+        before = pair.divergence()
+        averages, chosen, closed = close(pair, windows, before)
+        curves = {index: each.mean_difference.float().cpu() for index, each in averages.items()}
+        found = FirstStage(before, closed, chosen, curves)
+    after = found.closed
     if how is not None:
-        match(pair, moved, how, on_step)
+        if state is not None:
+            state.first_stage = found
+        match(pair, moved, how, state, on_step)
         after = pair.divergence()
     fits = []
     for index in pair.layers:
@@ -251,13 +278,42 @@ def _run(
         fits.append(
             LayerFit(
                 index,
-                before[index],
-                closed[index],
+                found.before[index],
+                found.closed[index],
                 after[index],
-                chosen[index],
-                averages[index].mean_difference.float().cpu(),
+                found.chosen[index],
+                found.base_curve[index],
                 shown,
                 multiplies,
             )
         )
-    return Calibration(pair.patch.name, tuple(fits), len(pair.train[0]) * (len(pair.train) + len(pair.held)))
+    return Calibration(pair.patch.name, tuple(fits), tokens.numel())
+
+
+def _state(
+    pair: Pair, how: Matching, moved: tuple[list[nn.Parameter], list[nn.Parameter]], tokens: Tensor, windows: int
+) -> StateFile:
+    """Return the state of this calibration, read if there is one; all processes have the same."""
+    assert how.state_file is not None
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    choices = {name: value for name, value in asdict(how).items() if name not in ("state_file", "save_every")}
+    of = choices | {
+        "scheme": " + ".join(map(str, pair.patch.schemes)),
+        "digest of the model": digest_of(pair.model),
+        "digest of the base": "that of the model" if pair.other is None else digest_of(pair.other),
+        "tokens": digest_of_tokens(tokens),
+        "held_out": len(pair.held),
+        "closed_windows": windows,
+        "number of parameters that move": sum(map(len, moved)),
+        "number of processes": processes,
+    }
+    movables = moved if how.weights == "query_key" else movable(pair, "query_key")  # closed forms move weights too
+    reached = {id(p) for part in movables for p in part}
+    names = {name: p for name, p in pair.model.named_parameters() if id(p) in reached}
+    state = StateFile(how.state_file, of, names)
+    if processes > 1:
+        steps: list[Any] = [None] * processes
+        dist.all_gather_object(steps, (state.step, state.first_stage is None))
+        if len(set(steps)) > 1:
+            raise CheckpointError(f"the processes do not all see the same {how.state_file}: give them a shared folder")
+    return state
