@@ -117,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--seed", type=int, default=0, help="for parameters that start at random, and the order of windows (default 0)"
     )
+    command.add_argument(
+        "--resume", action="store_true", help="go on with a second stage that was interrupted, from the state it left"
+    )
     command.add_argument("--device", default="cpu", help="for instance cuda")
     command.add_argument("--report", type=Path, metavar="JSON", help="file for what was found, by layer and head")
     command.add_argument("--plot", type=Path, metavar="PICTURE", help="the same drawn: png, svg or pdf by its suffix")

@@ -151,14 +151,8 @@ def main() -> int:
                 swapped = patch_model(model(), given, seed=seed, **hyperparameters)
                 began, report, used = time.perf_counter(), None, 0
                 if start != "plain":
-                    report = calibrate(
-                        swapped,
-                        short[:600],
-                        stage=start,
-                        steps=options.steps,
-                        weight_rate=options.weight_rate,
-                        seed=seed,
-                    )
+                    second = {"steps": options.steps, "weight_rate": options.weight_rate, "seed": seed}
+                    report = calibrate(swapped, short[:600], stage=start, **(second if start == "attention" else {}))
                     used = (24 + (options.steps * 4 if start == "attention" else 0)) * options.calibrate_length
                 seconds = time.perf_counter() - began
                 before = measure(swapped, held)

@@ -496,6 +496,7 @@ OPTIONS = {
             ("--rate", "0.5"),
             ("--weight-rate", "0.5"),
             ("--seed", "5"),
+            ("--resume",),
             ("--device", "meta"),
             ("--report", "OUT/a.json"),
             ("--plot", "OUT/a.png"),
