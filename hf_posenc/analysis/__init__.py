@@ -11,6 +11,7 @@ from .decay import (
     power_integral,
     sinusoidal_integral,
 )
+from .expansion import DiagonalTerm, Expansion, MixedHessian, Terms, expansion, mixed_hessian
 from .frequencies import Frequencies, frequencies
 from .order import LayerOrder, OrderSensitivity, order_sensitivity
 from .precision import DistinctBiases, precision_audit
@@ -29,22 +30,28 @@ from .statistics import (
 __all__ = [
     "AttentionByDistance",
     "Decay",
+    "DiagonalTerm",
     "DistinctBiases",
     "EmbeddingStatistics",
+    "Expansion",
     "Frequencies",
     "Interaction",
     "LayerOrder",
+    "MixedHessian",
     "OrderSensitivity",
     "Properties",
     "Property",
+    "Terms",
     "VectorStatistics",
     "attention_by_distance",
     "cosine_integral",
     "decay",
     "embedding_statistics",
+    "expansion",
     "frequencies",
     "interaction",
     "linear_map",
+    "mixed_hessian",
     "model_decay",
     "neighbour_distances",
     "order_sensitivity",
