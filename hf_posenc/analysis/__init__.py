@@ -19,10 +19,8 @@ from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
 from .statistics import (
     EmbeddingStatistics,
-    Interaction,
     VectorStatistics,
     embedding_statistics,
-    interaction,
     neighbour_distances,
     vector_statistics,
 )
@@ -35,7 +33,6 @@ __all__ = [
     "EmbeddingStatistics",
     "Expansion",
     "Frequencies",
-    "Interaction",
     "LayerOrder",
     "MixedHessian",
     "OrderSensitivity",
@@ -49,7 +46,6 @@ __all__ = [
     "embedding_statistics",
     "expansion",
     "frequencies",
-    "interaction",
     "linear_map",
     "mixed_hessian",
     "model_decay",
