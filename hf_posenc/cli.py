@@ -10,7 +10,7 @@ from typing import Any
 
 from .version import VERSION
 
-PLOTS = ("vectors", "similarity", "decay", "biases", "wavelengths", "attention", "order", "precision")
+PLOTS = ("vectors", "similarity", "decay", "biases", "wavelengths", "attention", "order", "terms", "precision")
 """What `plot` draws."""
 
 LENGTH = 128

@@ -267,6 +267,7 @@ READ = {
     "precision": (("length", "set"), ()),
     "attention": ((), ("length", "text")),
     "order": ((), ("length", "text")),
+    "terms": ((), ("length", "text")),
 }
 """Options that each kind of plot reads for a scheme, and for a checkpoint."""
 
@@ -308,6 +309,7 @@ def draw(options: argparse.Namespace) -> int:
         "wavelengths": lambda: plots.wavelengths([each for group in found.values() for each in group], title=title),
         "attention": lambda: plots.attention_by_distance(first, title=title),
         "order": lambda: plots.order_by_layer(found, title=title),
+        "terms": lambda: plots.score_terms(first, title=title),
         "precision": lambda: plots.distinct_biases(first, title=title),
     }[options.kind]()
     print(plots.save(figure, options.output))
@@ -343,6 +345,8 @@ def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]
         return analysis.model_decay(model, tokens, length)
     if kind == "attention":
         return analysis.attention_by_distance(model, tokens, progress=True)
+    if kind == "terms":
+        return analysis.score_terms(model, tokens, progress=True)
     return analysis.order_sensitivity(model, tokens, progress=True)
 
 

@@ -44,6 +44,7 @@ def figures():
     yield "precision", lambda: plots.distinct_biases(analysis.precision_audit(300))
     yield "attention", lambda: plots.attention_by_distance(analysis.attention_by_distance(tiny("gpt2"), tokens(1, 20)))
     yield "order", lambda: plots.order_by_layer({"a": analysis.order_sensitivity(tiny("gpt2"), tokens(1, 8))})
+    yield "terms", lambda: plots.score_terms(analysis.score_terms(tiny("gpt2"), tokens(1, 12)), title="Terms")
 
     yield "calibration", lambda: plots.calibration(REPORT, title="Calibration")
 
@@ -139,6 +140,16 @@ def test_bins_of_attention_hold_all_of_it():
     torch.testing.assert_close(image[5, 3], 100 * measured.mass[1, 1, 4:8].sum(), rtol=1e-9, atol=0)
 
 
+def test_terms_have_a_panel_each():
+    measured = analysis.score_terms(tiny("gpt2"), tokens(1, 12))
+    panels = plots.score_terms(measured).axes[:4]
+    assert [axes.get_title() for axes in panels] == list(measured.names)
+    for place, axes in enumerate(panels):
+        shown = torch.tensor(axes.images[0].get_array().data)
+        torch.testing.assert_close(shown, 100 * torch.stack([layer.shares[:, place] for layer in measured.layers]))
+        assert axes.images[0].norm.vmin == -axes.images[0].norm.vmax <= -100  # white is 0
+
+
 def test_wavelengths_and_trained_length():
     axes = FIGURES["wavelengths"]().axes[0]
     assert axes.lines[0].get_ydata()[0] == pytest.approx(2 * math.pi, rel=1e-6)
@@ -193,6 +204,7 @@ COMMANDS = [
     (["decay", "MODEL", "rope", "--length", "20"], "model"),
     (["attention", "MODEL", "--length", "20"], "model"),
     (["order", "MODEL", "--length", "8"], "model"),
+    (["terms", "MODEL", "--length", "12"], "model"),
     (["vectors", "MODEL", "--length", "20"], "model"),
     (["wavelengths", "rope", "--trained-length", "64"], "rope"),
     (["precision", "alibi", "--length", "300"], "alibi"),

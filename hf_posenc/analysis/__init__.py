@@ -24,6 +24,7 @@ from .statistics import (
     neighbour_distances,
     vector_statistics,
 )
+from .terms import LayerTerms, ScoreTerms, score_terms
 
 __all__ = [
     "AttentionByDistance",
@@ -34,10 +35,12 @@ __all__ = [
     "Expansion",
     "Frequencies",
     "LayerOrder",
+    "LayerTerms",
     "MixedHessian",
     "OrderSensitivity",
     "Properties",
     "Property",
+    "ScoreTerms",
     "Terms",
     "VectorStatistics",
     "attention_by_distance",
@@ -57,6 +60,7 @@ __all__ = [
     "precision_audit",
     "properties",
     "scheme_vectors",
+    "score_terms",
     "sinusoidal_integral",
     "vector_statistics",
 ]

@@ -219,28 +219,27 @@ def expansion(
     """
     tokens = _check(tokens, first, second)
     label = type(model).__name__
-    model = vectors.in_float64(model)
-    modules = vectors.sources(model)
-    if not modules:
+    if not vectors.sources(model):
         raise ValueError(f"{label} adds no position vectors to its hidden states, and the expansion is in these")
     length = tokens.shape[1] - 1
-    with evaluation(model), probe.dense_attention(model):
+    with vectors.in_float64(model) as wide, evaluation(wide), probe.dense_attention(wide):
+        modules = vectors.sources(wide)
         places = torch.arange(length, device=tokens.device)[:, None]
 
         def run(scales: Tensor) -> list[Tensor]:
             weights = (places == first) * scales[0] + (places == second) * scales[1]
-            with vectors.replaced(modules, lambda own: own * weights), recorded(probe.parts(model).layers) as calls:
-                value = _log_probability(model, tokens)
+            with vectors.replaced(modules, lambda own: own * weights), recorded(probe.parts(wide).layers) as calls:
+                value = _log_probability(wide, tokens)
             return [*(call.hidden_states[0, -1] for call in calls), value]
 
         found = _terms(run, tokens.device)
-    own = _one_set(model, tokens)
-    chosen: list[int] = []
-    if rows and own is not None:
-        pairs = _pairs(modules[0], own.shape[-1])
-        count = min(max(1, rows // 2), len(pairs))
-        chosen = [place for k in range(count) for place in pairs[k * len(pairs) // count]]
-    block = mixed_hessian(model, tokens, first, second, rows=chosen, progress=progress) if chosen else None
+        own = _one_set(wide, tokens)
+        chosen: list[int] = []
+        if rows and own is not None:
+            pairs = _pairs(modules[0], own.shape[-1])
+            count = min(max(1, rows // 2), len(pairs))
+            chosen = [place for k in range(count) for place in pairs[k * len(pairs) // count]]
+        block = mixed_hessian(wide, tokens, first, second, rows=chosen, progress=progress) if chosen else None
     return Expansion(
         label=label,
         first=first,
@@ -318,10 +317,14 @@ def mixed_hessian(
         ValueError: for positions out of range or equal, or more than one text.
     """
     tokens = _check(tokens, first, second)
-    model = vectors.in_float64(model)
-    modules = vectors.sources(model)
-    kept = float(with_positions or not modules)
-    with torch.enable_grad(), evaluation(model), probe.dense_attention(model):
+    with (
+        vectors.in_float64(model) as wide,
+        torch.enable_grad(),
+        evaluation(wide),
+        probe.dense_attention(wide),
+    ):
+        modules = vectors.sources(wide)
+        kept = float(with_positions or not modules)
         index = torch.arange(tokens.shape[1] - 1, device=tokens.device)[:, None]
         at: list[Tensor] = []
 
@@ -330,8 +333,8 @@ def mixed_hessian(
                 at.extend(own.new_zeros(own.shape[-1], requires_grad=True) for _ in range(2))
             return kept * own + (index == first) * at[0] + (index == second) * at[1]
 
-        with vectors.replaced(modules or [probe.parts(model).token_embedding], change):
-            value = _log_probability(model, tokens)
+        with vectors.replaced(modules or [probe.parts(wide).token_embedding], change):
+            value = _log_probability(wide, tokens)
         (slope,) = torch.autograd.grad(value, at[0], create_graph=True, materialize_grads=True)
         size = len(slope)
         if rows is None or isinstance(rows, int):
@@ -343,8 +346,8 @@ def mixed_hessian(
                 for k in tqdm(rows, disable=not progress, desc="Hessian", unit="row")
             ]
         )
-    own = _one_set(model, tokens) if list(rows) == list(range(size)) else None
-    term = None if own is None else (own[first] @ block @ own[second]).item()
+        own = _one_set(wide, tokens) if list(rows) == list(range(size)) else None
+        term = None if own is None else (own[first] @ block @ own[second]).item()
     return MixedHessian(first, second, block, tuple(rows), diagonal_share(block, rows), with_positions, term)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .frequencies import Frequencies
     from .order import OrderSensitivity
     from .precision import DistinctBiases
+    from .terms import ScoreTerms
 
 __all__ = [
     "FORMATS",
@@ -40,6 +41,7 @@ __all__ = [
     "position_vectors",
     "retrieval_heat_map",
     "save",
+    "score_terms",
     "similarity_matrix",
     "wavelengths",
 ]
@@ -449,6 +451,49 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         panels[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+    return figure
+
+
+def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
+    """Draw what the attention scores of each layer and head are made of, a panel for each of the four terms.
+
+    Args:
+        measured: what `hf_posenc.analysis.score_terms` returned.
+        title: above the panels; empty means none.
+
+    Raises:
+        ValueError: if there are no layers.
+        ImportError: without matplotlib.
+    """
+    import torch
+
+    pen.require(measured.layers, "terms of scores")
+    heads = max(len(layer.shares) for layer in measured.layers)
+    shares = torch.full((len(measured.names), len(measured.layers), heads), math.nan, dtype=torch.float64)
+    for row, layer in enumerate(measured.layers):
+        shares[:, row, : len(layer.shares)] = 100 * layer.shares.T
+    most = max(100.0, pen.limit(shares.nan_to_num()))  # one that works against the others leaves these more than all
+    with pen.style():
+        from matplotlib.figure import Figure
+
+        height = min(9.0, 1.7 + 0.3 * len(measured.layers))
+        figure = Figure(figsize=(10.0, height), layout="constrained")
+        panels = figure.subplots(1, len(measured.names), sharey=True)
+        for axes, name, values in zip(panels, measured.names, shares, strict=True):
+            axes.grid(False)
+            image = axes.imshow(
+                values.tolist(), aspect="auto", cmap="RdBu", vmin=-most, vmax=most, interpolation="nearest"
+            )
+            axes.set_title(name, fontsize=10)
+            axes.set_xlabel("head")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        step = math.ceil(len(measured.layers) / 24)
+        rows = range(0, len(measured.layers), step)
+        panels[0].set_yticks(rows, [str(measured.layers[row].index) for row in rows])
+        panels[0].set_ylabel("layer")
+        pen.colour_bar(figure, image, list(panels), "share of the score (%)")
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 

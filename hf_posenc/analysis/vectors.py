@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..modes import evaluation
 from ..patching.place import NoEmbedding
+from ..patching.plan import BaseModel
 from . import probe
 
 
@@ -76,8 +77,20 @@ def replaced(modules: list[nn.Module], change: Callable[[Tensor], Tensor]) -> It
         yield
 
 
-def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model if all its numbers are float64, a copy in float64 otherwise."""
-    if all(each.dtype == torch.float64 for each in model.parameters()):
-        return model
-    return copy.deepcopy(model).double()
+@contextmanager
+def in_float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Have a model in float64: itself if it is, a copy otherwise.
+
+    Constants of its code, which are made in torch's default dtype, are in float64 too; experts of a copy are computed
+    one after the other, since what computes all at once takes no float64.
+    """
+    if not all(each.dtype == torch.float64 for each in model.parameters()):
+        model = copy.deepcopy(model).double()
+        for config in BaseModel.of(model).configs:
+            config._experts_implementation = "eager"
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield model
+    finally:
+        torch.set_default_dtype(usual)
