@@ -10,7 +10,18 @@ from typing import Any
 
 from .version import VERSION
 
-PLOTS = ("vectors", "similarity", "decay", "biases", "wavelengths", "attention", "order", "terms", "precision")
+PLOTS = (
+    "vectors",
+    "similarity",
+    "decay",
+    "biases",
+    "wavelengths",
+    "attention",
+    "order",
+    "equivariance",
+    "terms",
+    "precision",
+)
 """What `plot` draws."""
 
 LENGTH = 128

@@ -267,6 +267,7 @@ READ = {
     "precision": (("length", "set"), ()),
     "attention": ((), ("length", "text")),
     "order": ((), ("length", "text")),
+    "equivariance": ((), ("length", "text")),
     "terms": ((), ("length", "text")),
 }
 """Options that each kind of plot reads for a scheme, and for a checkpoint."""
@@ -274,7 +275,7 @@ READ = {
 
 def draw(options: argparse.Namespace) -> int:
     """Compute, write the numbers, then draw: without matplotlib the numbers are there."""
-    several = options.kind in ("decay", "wavelengths", "order")
+    several = options.kind in ("decay", "wavelengths", "order", "equivariance")
     if len(options.sources) > 1 and not several:
         raise ValueError(f"{options.kind} is drawn of one scheme or model, not of {len(options.sources)}")
     if len(set(options.sources)) < len(options.sources):
@@ -309,6 +310,7 @@ def draw(options: argparse.Namespace) -> int:
         "wavelengths": lambda: plots.wavelengths([each for group in found.values() for each in group], title=title),
         "attention": lambda: plots.attention_by_distance(first, title=title),
         "order": lambda: plots.order_by_layer(found, title=title),
+        "equivariance": lambda: plots.equivariance_by_layer(found, title=title),
         "terms": lambda: plots.score_terms(first, title=title),
         "precision": lambda: plots.distinct_biases(first, title=title),
     }[options.kind]()
@@ -345,6 +347,8 @@ def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]
         return analysis.model_decay(model, tokens, length)
     if kind == "attention":
         return analysis.attention_by_distance(model, tokens, progress=True)
+    if kind == "equivariance":
+        return analysis.equivariance(model, tokens, progress=True)
     if kind == "terms":
         return analysis.score_terms(model, tokens, progress=True)
     return analysis.order_sensitivity(model, tokens, progress=True)

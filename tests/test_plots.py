@@ -44,6 +44,7 @@ def figures():
     yield "precision", lambda: plots.distinct_biases(analysis.precision_audit(300))
     yield "attention", lambda: plots.attention_by_distance(analysis.attention_by_distance(tiny("gpt2"), tokens(1, 20)))
     yield "order", lambda: plots.order_by_layer({"a": analysis.order_sensitivity(tiny("gpt2"), tokens(1, 8))})
+    yield "equivariance", lambda: plots.equivariance_by_layer({"a": analysis.equivariance(tiny("gpt2"), tokens(1, 8))})
     yield "terms", lambda: plots.score_terms(analysis.score_terms(tiny("gpt2"), tokens(1, 12)), title="Terms")
 
     yield "calibration", lambda: plots.calibration(REPORT, title="Calibration")
@@ -140,6 +141,15 @@ def test_bins_of_attention_hold_all_of_it():
     torch.testing.assert_close(image[5, 3], 100 * measured.mass[1, 1, 4:8].sum(), rtol=1e-9, atol=0)
 
 
+def test_equivariance_has_a_panel_with_the_mask_and_one_without():
+    measured = analysis.equivariance(tiny("gpt2"), tokens(1, 8))
+    panels = plots.equivariance_by_layer({"a": measured}).axes
+    shown = [list(axes.lines[0].get_ydata()) for axes in panels]
+    rows = [(layer.unmasked, layer.causal, max(layer.causal_last, 1e-17)) for layer in measured.layers]
+    assert shown == [list(column) for column in zip(*rows, strict=True)]
+    assert [axes.get_title() for axes in panels] == ["all see all", "causal mask", "causal mask, last token"]
+
+
 def test_terms_have_a_panel_each():
     measured = analysis.score_terms(tiny("gpt2"), tokens(1, 12))
     panels = plots.score_terms(measured).axes[:4]
@@ -204,6 +214,7 @@ COMMANDS = [
     (["decay", "MODEL", "rope", "--length", "20"], "model"),
     (["attention", "MODEL", "--length", "20"], "model"),
     (["order", "MODEL", "--length", "8"], "model"),
+    (["equivariance", "MODEL", "--length", "8"], "model"),
     (["terms", "MODEL", "--length", "12"], "model"),
     (["vectors", "MODEL", "--length", "20"], "model"),
     (["wavelengths", "rope", "--trained-length", "64"], "rope"),

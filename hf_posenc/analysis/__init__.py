@@ -13,7 +13,14 @@ from .decay import (
 )
 from .expansion import DiagonalTerm, Expansion, MixedHessian, Terms, expansion, mixed_hessian
 from .frequencies import Frequencies, frequencies
-from .order import LayerOrder, OrderSensitivity, order_sensitivity
+from .order import (
+    Equivariance,
+    LayerEquivariance,
+    LayerOrder,
+    OrderSensitivity,
+    equivariance,
+    order_sensitivity,
+)
 from .precision import DistinctBiases, precision_audit
 from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
@@ -32,8 +39,10 @@ __all__ = [
     "DiagonalTerm",
     "DistinctBiases",
     "EmbeddingStatistics",
+    "Equivariance",
     "Expansion",
     "Frequencies",
+    "LayerEquivariance",
     "LayerOrder",
     "LayerTerms",
     "MixedHessian",
@@ -47,6 +56,7 @@ __all__ = [
     "cosine_integral",
     "decay",
     "embedding_statistics",
+    "equivariance",
     "expansion",
     "frequencies",
     "linear_map",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..calibration import Calibration, LayerFit
     from .decay import AttentionByDistance, Decay
     from .frequencies import Frequencies
-    from .order import OrderSensitivity
+    from .order import Equivariance, OrderSensitivity
     from .precision import DistinctBiases
     from .terms import ScoreTerms
 
@@ -33,6 +33,7 @@ __all__ = [
     "check_installed",
     "decay_curves",
     "distinct_biases",
+    "equivariance_by_layer",
     "kind_of",
     "loss_by_position",
     "loss_curve",
@@ -430,15 +431,34 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
         ValueError: if there is nothing.
     """
     pen.require(list(measured), "order sensitivity")
+    panels = {"own": "the layer alone", "accumulated": "with all layers below"}
+    return _by_layer(measured, panels, "relative change of the last token", title)
+
+
+def equivariance_by_layer(measured: Mapping[str, Equivariance], *, title: str = "") -> Figure:
+    """Draw how far from equivariant the hidden states are behind each layer, without the causal mask and with it.
+
+    Args:
+        measured: label -> what `hf_posenc.analysis.equivariance` returned.
+        title: above the axes; empty means none.
+
+    Raises:
+        ValueError: if there is nothing.
+    """
+    pen.require(list(measured), "equivariance")
+    panels = {"unmasked": "all see all", "causal": "causal mask", "causal_last": "causal mask, last token"}
+    return _by_layer(measured, panels, "relative change among shuffled tokens", title)
+
+
+def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: str, title: str) -> Figure:
+    """Draw numbers of each layer of several models, on one logarithmic axis; panels: attribute -> words above it."""
     floor = 1e-17
     with pen.style():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8.6, 4.0), layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True)
-        for axes, name, words in zip(
-            panels, ("own", "accumulated"), ("the layer alone", "with all layers below"), strict=True
-        ):
+        figure = Figure(figsize=(1.6 + 3.5 * len(panels), 4.0), layout="constrained")
+        grid = figure.subplots(1, len(panels), sharey=True)
+        for axes, (name, words) in zip(grid, panels.items(), strict=True):
             for (label, each), style in zip(measured.items(), pen.styles(measured), strict=True):
                 x = [layer.index for layer in each.layers]
                 y = [max(getattr(layer, name), floor) for layer in each.layers]
@@ -447,10 +467,10 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.set_title(words, fontsize=10)
             axes.set_xlabel("layer")
-        panels[0].set_ylabel("relative change of the last token")
+        grid[0].set_ylabel(ylabel)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        panels[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+        grid[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
     return figure
 
 
