@@ -268,6 +268,7 @@ READ = {
     "attention": ((), ("length", "text")),
     "order": ((), ("length", "text")),
     "equivariance": ((), ("length", "text")),
+    "expansion": ((), ("length", "text", "positions")),
     "terms": ((), ("length", "text")),
 }
 """Options that each kind of plot reads for a scheme, and for a checkpoint."""
@@ -281,7 +282,7 @@ def draw(options: argparse.Namespace) -> int:
     if len(set(options.sources)) < len(options.sources):
         raise ValueError("a scheme or model was named twice")
     read = {name for source in options.sources for name in READ[options.kind][source not in available_schemes()]}
-    for name in ("length", "trained_length", "text", "set"):
+    for name in ("length", "trained_length", "text", "positions", "set"):
         if getattr(options, name) not in (None, []) and name not in read:
             what = " and ".join(options.sources)
             raise ValueError(f"--{name.replace('_', '-')} changes nothing in {options.kind} of {what}: leave it out")
@@ -311,6 +312,7 @@ def draw(options: argparse.Namespace) -> int:
         "attention": lambda: plots.attention_by_distance(first, title=title),
         "order": lambda: plots.order_by_layer(found, title=title),
         "equivariance": lambda: plots.equivariance_by_layer(found, title=title),
+        "expansion": lambda: plots.expansion_terms(first, title=title),
         "terms": lambda: plots.score_terms(first, title=title),
         "precision": lambda: plots.distinct_biases(first, title=title),
     }[options.kind]()
@@ -349,6 +351,8 @@ def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]
         return analysis.attention_by_distance(model, tokens, progress=True)
     if kind == "equivariance":
         return analysis.equivariance(model, tokens, progress=True)
+    if kind == "expansion":
+        return analysis.expansion(model, tokens, *(options.positions or (length // 3, 2 * length // 3)), progress=True)
     if kind == "terms":
         return analysis.score_terms(model, tokens, progress=True)
     return analysis.order_sensitivity(model, tokens, progress=True)

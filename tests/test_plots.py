@@ -45,6 +45,10 @@ def figures():
     yield "attention", lambda: plots.attention_by_distance(analysis.attention_by_distance(tiny("gpt2"), tokens(1, 20)))
     yield "order", lambda: plots.order_by_layer({"a": analysis.order_sensitivity(tiny("gpt2"), tokens(1, 8))})
     yield "equivariance", lambda: plots.equivariance_by_layer({"a": analysis.equivariance(tiny("gpt2"), tokens(1, 8))})
+    yield (
+        "expansion",
+        lambda: plots.expansion_terms(analysis.expansion(tiny("gpt2"), tokens(1, 9), 2, 5), title="Terms"),
+    )
     yield "terms", lambda: plots.score_terms(analysis.score_terms(tiny("gpt2"), tokens(1, 12)), title="Terms")
 
     yield "calibration", lambda: plots.calibration(REPORT, title="Calibration")
@@ -150,6 +154,15 @@ def test_equivariance_has_a_panel_with_the_mask_and_one_without():
     assert [axes.get_title() for axes in panels] == ["all see all", "causal mask", "causal mask, last token"]
 
 
+def test_sizes_of_the_terms_of_an_expansion():
+    found = analysis.expansion(tiny("gpt2"), tokens(1, 9), 2, 5, rows=0)
+    lines = plots.expansion_terms(found).axes[0].lines
+    for name, (layers, output) in zip(found.output.sizes, zip(lines[0::2], lines[1::2], strict=True), strict=True):
+        assert math.isnan(layers.get_ydata()[0])  # nothing has reached the last token yet
+        assert layers.get_ydata()[1] == found.layers[1].sizes[name]
+        assert list(output.get_ydata()) == [found.output.sizes[name]]
+
+
 def test_terms_have_a_panel_each():
     measured = analysis.score_terms(tiny("gpt2"), tokens(1, 12))
     panels = plots.score_terms(measured).axes[:4]
@@ -214,6 +227,7 @@ COMMANDS = [
     (["decay", "MODEL", "rope", "--length", "20"], "model"),
     (["attention", "MODEL", "--length", "20"], "model"),
     (["order", "MODEL", "--length", "8"], "model"),
+    (["expansion", "MODEL", "--length", "9", "--positions", "2", "5"], "model"),
     (["equivariance", "MODEL", "--length", "8"], "model"),
     (["terms", "MODEL", "--length", "12"], "model"),
     (["vectors", "MODEL", "--length", "20"], "model"),
@@ -239,6 +253,8 @@ def test_command(arguments, source, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["attention", "o.png", "alibi"], "name a checkpoint"),
+        (["expansion", "o.png", "rope"], "name a checkpoint"),
+        (["expansion", "o.png", "rope"], "name a checkpoint"),
         (["similarity", "o.png", "rope"], "adds no position vectors"),
         (["similarity", "o.png", "rope", "alibi"], "of one scheme or model"),
         (["decay", "o.bmp", "rope"], "png, svg, pdf"),

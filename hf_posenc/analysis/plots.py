@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..calibration import Calibration, LayerFit
     from .decay import AttentionByDistance, Decay
+    from .expansion import Expansion
     from .frequencies import Frequencies
     from .order import Equivariance, OrderSensitivity
     from .precision import DistinctBiases
@@ -34,6 +35,7 @@ __all__ = [
     "decay_curves",
     "distinct_biases",
     "equivariance_by_layer",
+    "expansion_terms",
     "kind_of",
     "loss_by_position",
     "loss_curve",
@@ -471,6 +473,38 @@ def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: st
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         grid[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+    return figure
+
+
+def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
+    """Draw how large the terms of Su's expansion and its residual are, for the input of each layer and the output.
+
+    Args:
+        found: what `hf_posenc.analysis.expansion` returned. Where a term is 0 there is no mark.
+        title: above the axes; empty means none.
+    """
+    rows = [*found.layers, found.output]
+    words = {
+        "slope_first": "$p_m$, slope",
+        "slope_second": "$p_n$, slope",
+        "curvature_first": "$p_m$, curvature",
+        "curvature_second": "$p_n$, curvature",
+        "mixed": "$p_m$ and $p_n$: the sixth term",
+        "residual": "residual",
+    }
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=pen.width(dict.fromkeys(words.values())))
+        for (name, label), style in zip(words.items(), pen.styles(words.values()), strict=True):
+            sizes = [terms.sizes[name] or math.nan for terms in rows]
+            axes.plot(range(len(found.layers)), sizes[:-1], label=label, **style)
+            axes.plot([len(found.layers)], sizes[-1:], **style)  # of another function: not joined
+        axes.set_yscale("log")
+        step = math.ceil(len(found.layers) / 16)
+        places = range(0, len(found.layers), step)
+        axes.set_xticks([*places, len(found.layers)], [*map(str, places), "output"])
+        axes.set_xlabel(f"hidden state into layer (m = {found.first}, n = {found.second})")
+        axes.set_ylabel("size (norm; of the output: nats)")
+        pen.legend(axes, words)
     return figure
 
 
