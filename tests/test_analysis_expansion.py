@@ -1,7 +1,9 @@
 """Su's expansion: against finite differences of models whose tables of positions were scaled by hand, and literal sums."""
 
 import copy
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -205,3 +207,20 @@ def test_wrong_calls():
             expansion(tiny("gpt2"), tokens(1, 9)[0], *wrong)
     with pytest.raises(ValueError, match="one text"):
         expansion(tiny("gpt2"), tokens(2, 9), M, N)
+
+
+@pytest.mark.slow
+def test_the_script_measures_a_checkpoint(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="pip install 'hf_posenc[plots]'")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+    import measure_theory
+
+    tiny("gpt2").save_pretrained(tmp_path / "model")
+    results = tmp_path / "results.json"
+    few = ["--texts", "2", "--pairs", "2", "--hessians", "1", "--plot", str(tmp_path / "terms.png")]
+    measure_theory.main([str(tmp_path / "model"), "--json", str(results), *few])
+    found = json.loads(results.read_text())
+    assert found["expansion"]["pairs"] == 4
+    assert 0 < found["hessian"]["relative_share"]["median"] < 1
+    assert len(found["terms"]["layers"]) == len(found["equivariance"]["without, float64"]["layers"]) == 2
+    assert (tmp_path / "terms.png").exists()

@@ -254,7 +254,6 @@ def test_command(arguments, source, tmp_path, capsys):
     [
         (["attention", "o.png", "alibi"], "name a checkpoint"),
         (["expansion", "o.png", "rope"], "name a checkpoint"),
-        (["expansion", "o.png", "rope"], "name a checkpoint"),
         (["similarity", "o.png", "rope"], "adds no position vectors"),
         (["similarity", "o.png", "rope", "alibi"], "of one scheme or model"),
         (["decay", "o.bmp", "rope"], "png, svg, pdf"),
