@@ -12,7 +12,8 @@ from situations import randomize
 from torch.testing import assert_close
 
 from hf_posenc import patch_model
-from hf_posenc.analysis import expansion, mixed_hessian, vectors
+from hf_posenc.analysis import MixedHessian, expansion, mixed_hessian, vectors
+from hf_posenc.analysis.expansion import _diagonal
 
 M, N = 2, 5
 RELATIVE = 1e-6
@@ -99,6 +100,16 @@ def test_diagonal_hessian_has_a_relative_and_an_absolute_part(layout):
     direct = (of_sines * table[0, :, 0] * table[1, :, 0] + of_cosines * table[0, :, 1] * table[1, :, 1]).sum()
     assert found.relative + found.absolute == pytest.approx(direct.item(), rel=1e-9)
     assert found.relative_share == pytest.approx(abs(relative) / (abs(relative) + abs(absolute)))
+
+
+def test_a_diagonal_that_is_equal_in_each_pair_sees_distances_only():
+    angles = torch.tensor([[3.0], [8.0]], dtype=torch.float64) * torch.tensor([1.0, 0.1], dtype=torch.float64)
+    table = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)
+    block = torch.diag(torch.tensor([2.0, 2.0, -5.0, -5.0], dtype=torch.float64))
+    hessian = MixedHessian(0, 1, block, (0, 1, 2, 3), 1.0, with_positions=False, term=None)
+    found = _diagonal(hessian, table, torch.nn.Identity())
+    assert found.relative == pytest.approx(2 * math.cos(5 * 1.0) - 5 * math.cos(5 * 0.1))
+    assert found.absolute == 0
 
 
 def test_the_parts_of_a_trained_table_are_the_whole_too():
