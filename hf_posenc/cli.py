@@ -10,7 +10,19 @@ from typing import Any
 
 from .version import VERSION
 
-PLOTS = ("vectors", "similarity", "decay", "biases", "wavelengths", "attention", "order", "precision")
+PLOTS = (
+    "vectors",
+    "similarity",
+    "decay",
+    "biases",
+    "wavelengths",
+    "attention",
+    "order",
+    "equivariance",
+    "expansion",
+    "terms",
+    "precision",
+)
 """What `plot` draws."""
 
 LENGTH = 128
@@ -141,6 +153,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--length", type=int, help=f"tokens: positions or distances to show (default {LENGTH})")
     command.add_argument("--trained-length", type=int, help="of a scheme's base, 512 by default; of wavelengths")
     command.add_argument("--text", type=Path, help="text for a model to read; by default tokens are drawn at random")
+    command.add_argument(
+        "--positions",
+        type=int,
+        nargs=2,
+        metavar=("M", "N"),
+        help="of the two tokens of an expansion; by default after a third and two thirds of the text",
+    )
     command.add_argument("--title", help="above the picture; by default the sources")
     command.add_argument("--numbers", type=Path, metavar="JSON", help="also write the numbers, matplotlib or not")
     command.add_argument(

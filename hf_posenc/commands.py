@@ -310,19 +310,22 @@ READ = {
     "precision": (("length", "set"), ()),
     "attention": ((), ("length", "text")),
     "order": ((), ("length", "text")),
+    "equivariance": ((), ("length", "text")),
+    "expansion": ((), ("length", "text", "positions")),
+    "terms": ((), ("length", "text")),
 }
 """Options that each kind of plot reads for a scheme, and for a checkpoint."""
 
 
 def draw(options: argparse.Namespace) -> int:
     """Compute, write the numbers, then draw: without matplotlib the numbers are there."""
-    several = options.kind in ("decay", "wavelengths", "order")
+    several = options.kind in ("decay", "wavelengths", "order", "equivariance")
     if len(options.sources) > 1 and not several:
         raise ValueError(f"{options.kind} is drawn of one scheme or model, not of {len(options.sources)}")
     if len(set(options.sources)) < len(options.sources):
         raise ValueError("a scheme or model was named twice")
     read = {name for source in options.sources for name in READ[options.kind][source not in available_schemes()]}
-    for name in ("length", "trained_length", "text", "set"):
+    for name in ("length", "trained_length", "text", "positions", "set"):
         if getattr(options, name) not in (None, []) and name not in read:
             what = " and ".join(options.sources)
             raise ValueError(f"--{name.replace('_', '-')} changes nothing in {options.kind} of {what}: leave it out")
@@ -351,6 +354,9 @@ def draw(options: argparse.Namespace) -> int:
         "wavelengths": lambda: plots.wavelengths([each for group in found.values() for each in group], title=title),
         "attention": lambda: plots.attention_by_distance(first, title=title),
         "order": lambda: plots.order_by_layer(found, title=title),
+        "equivariance": lambda: plots.equivariance_by_layer(found, title=title),
+        "expansion": lambda: plots.expansion_terms(first, title=title),
+        "terms": lambda: plots.score_terms(first, title=title),
         "precision": lambda: plots.distinct_biases(first, title=title),
     }[options.kind]()
     print(plots.save(figure, options.output))
@@ -386,6 +392,12 @@ def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]
         return analysis.model_decay(model, tokens, length)
     if kind == "attention":
         return analysis.attention_by_distance(model, tokens, progress=True)
+    if kind == "equivariance":
+        return analysis.equivariance(model, tokens, progress=True)
+    if kind == "expansion":
+        return analysis.expansion(model, tokens, *(options.positions or (length // 3, 2 * length // 3)), progress=True)
+    if kind == "terms":
+        return analysis.score_terms(model, tokens, progress=True)
     return analysis.order_sensitivity(model, tokens, progress=True)
 
 

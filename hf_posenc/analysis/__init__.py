@@ -11,40 +11,56 @@ from .decay import (
     power_integral,
     sinusoidal_integral,
 )
+from .expansion import DiagonalTerm, Expansion, MixedHessian, Terms, expansion, mixed_hessian
 from .frequencies import Frequencies, frequencies
-from .order import LayerOrder, OrderSensitivity, order_sensitivity
+from .order import (
+    Equivariance,
+    LayerEquivariance,
+    LayerOrder,
+    OrderSensitivity,
+    equivariance,
+    order_sensitivity,
+)
 from .precision import DistinctBiases, precision_audit
 from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
 from .statistics import (
     EmbeddingStatistics,
-    Interaction,
     VectorStatistics,
     embedding_statistics,
-    interaction,
     neighbour_distances,
     vector_statistics,
 )
+from .terms import LayerTerms, ScoreTerms, score_terms
 
 __all__ = [
     "AttentionByDistance",
     "Decay",
+    "DiagonalTerm",
     "DistinctBiases",
     "EmbeddingStatistics",
+    "Equivariance",
+    "Expansion",
     "Frequencies",
-    "Interaction",
+    "LayerEquivariance",
     "LayerOrder",
+    "LayerTerms",
+    "MixedHessian",
     "OrderSensitivity",
     "Properties",
     "Property",
+    "ScoreTerms",
+    "Terms",
     "VectorStatistics",
     "attention_by_distance",
     "cosine_integral",
     "decay",
     "embedding_statistics",
+    "equivariance",
+    "expansion",
     "frequencies",
-    "interaction",
     "linear_map",
+    "mixed_hessian",
     "model_decay",
     "neighbour_distances",
     "order_sensitivity",
@@ -54,6 +70,7 @@ __all__ = [
     "precision_audit",
     "properties",
     "scheme_vectors",
+    "score_terms",
     "sinusoidal_integral",
     "vector_statistics",
 ]
