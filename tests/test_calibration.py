@@ -13,6 +13,7 @@ from snapshots import assert_same, snapshot
 
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, calibrate, patch_model, unpatch_model
+from hf_posenc.calibration.choose import settle
 from hf_posenc.calibration.closed import RIDGE, Averages, Target, coefficients, fit, target_of, turn_of
 from hf_posenc.calibration.maps import attending, observe
 from hf_posenc.calibration.match import Matching
@@ -291,6 +292,22 @@ def test_attention_comes_closer_to_the_bases(scheme, family):
 
 def moves(name):
     return "posenc" in name or any(part in name for part in ("q_proj", "k_proj", "c_attn", "rotary_emb"))
+
+
+def test_vectors_beyond_what_windows_reach_are_settled():
+    model = patch_model(tiny("llama"), "transformer_xl", seed=0)
+    pair = pair_of(model)
+    module, like = pair.module(0), torch.empty(0)
+    with torch.no_grad():
+        module.position_projection.normal_(std=0.3)
+    before = coefficients(module, like, 4 * LENGTH, 4).detach()
+    settle(pair, 4)
+    after = coefficients(module, like, 4 * LENGTH, 4).detach()
+    end = before[:, LENGTH * 3 // 4 : LENGTH].mean(1, keepdim=True)
+    moved = after - before
+    moved = moved - moved[:, :LENGTH].mean(1, keepdim=True)  # which the softmax does not see
+    assert moved[:, :LENGTH].norm() < 0.05 * before[:, :LENGTH].norm()
+    assert (after - end)[:, LENGTH:].norm() < 0.8 * (before - end)[:, LENGTH:].norm()
 
 
 @pytest.mark.parametrize("scheme", ["learned", "sinusoidal"])

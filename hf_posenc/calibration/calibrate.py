@@ -18,7 +18,7 @@ from ..errors import CheckpointError, NotPatchedError
 from ..modes import evaluation
 from ..patching.state import patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unwrapped
-from .choose import CANDIDATES, close
+from .choose import CANDIDATES, close, settle
 from .match import Matching, match, movable
 from .pair import Pair
 from .state import FirstStage, StateFile, digest_of, digest_of_tokens
@@ -272,6 +272,7 @@ def _run(
         if state is not None:
             state.first_stage = found
         match(pair, moved, how, state, on_step)
+        settle(pair, windows)
         after = pair.divergence()
         if sum(each.sum() for each in after.values()) > sum(each.sum() for each in found.closed.values()):
             after = found.closed  # a base that was met already, or rates that are too high

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..patching.plan import BaseModel
-from .closed import Averages, Target, Turn, coefficients, fit, target_of, turn_of
+from .closed import Averages, Target, Turn, coefficients, fit, takes_queries, target_of, turn_of
 from .pair import Pair
 
 CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
@@ -68,6 +69,26 @@ def _coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
     found = coefficients(pair.module(index), pair.like(index), count, heads)
     assert found is not None
     return found.detach().double()
+
+
+@torch.no_grad()
+def settle(pair: Pair, windows: int) -> None:
+    """Fit vectors by distance to themselves, with a tail: the second stage has no eye on what its windows do not reach.
+
+    Args:
+        pair: a model after the second stage, and its base.
+        windows: how many the mean square of queries is taken of.
+    """
+    modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
+    modules = {index: each for index, each in modules.items() if takes_queries(each.form(pair.like(index)))}
+    if not modules:
+        return
+    averages = pair.averages(windows)
+    targets = {}
+    for index, target in _targets(pair, modules, averages).items():
+        targets[index] = replace(target, values=_coefficients(pair, index, averages[index]))
+    with torch.enable_grad():
+        _fit_all(pair, modules, targets)
 
 
 def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) -> None:
