@@ -4,18 +4,25 @@ from .decay import (
     AttentionByDistance,
     Decay,
     attention_by_distance,
-    cosine_integral,
     decay,
     model_decay,
+)
+from .frequencies import Frequencies, frequencies
+from .integrals import (
+    WaveDecay,
+    cosine_integral,
     power_asymptote,
     power_integral,
     sinusoidal_integral,
+    wave_decay,
+    wave_integral,
+    wave_sum,
 )
-from .frequencies import Frequencies, frequencies
 from .order import LayerOrder, OrderSensitivity, order_sensitivity
 from .precision import DistinctBiases, precision_audit
 from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
+from .rotary import RotaryWeights, rotary_weights
 from .statistics import (
     EmbeddingStatistics,
     Interaction,
@@ -37,7 +44,9 @@ __all__ = [
     "OrderSensitivity",
     "Properties",
     "Property",
+    "RotaryWeights",
     "VectorStatistics",
+    "WaveDecay",
     "attention_by_distance",
     "cosine_integral",
     "decay",
@@ -53,7 +62,11 @@ __all__ = [
     "power_integral",
     "precision_audit",
     "properties",
+    "rotary_weights",
     "scheme_vectors",
     "sinusoidal_integral",
     "vector_statistics",
+    "wave_decay",
+    "wave_integral",
+    "wave_sum",
 ]
