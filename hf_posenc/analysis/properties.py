@@ -190,9 +190,7 @@ def _linear(signature: Tensor | None, module: nn.Module | None, scheme: Scheme) 
     shift = 7
     before, after = signature[:-shift], signature[shift:]
     if isinstance(module, Waves) and module.size % 2 == 0:
-        own = module.frequencies
-        waves = module.fixed_frequencies(before.device) if own is None else own
-        matrix = linear_map(waves, shift, size=module.size, layout=module.scheme.layout)
+        matrix = linear_map(module.waves(before.device), shift, size=module.size, layout=module.scheme.layout)
         how = f"M_{shift} constructed from the frequencies"
         residual = ((after - before @ matrix.T).norm() / after.norm()).item()
     else:
