@@ -99,6 +99,10 @@ class Scheme:
         """Return the scheme with every choice that depends on the base model made; ValueError if it cannot be."""
         return self
 
+    def without_scaling(self) -> Scheme:
+        """Return the scheme that a base was trained with, where this one is stretched to longer contexts."""
+        return self
+
     def one_of(self, field: str, choices: tuple[str, ...]) -> None:
         """Raise ValueError, naming the choices, unless the field has one of the given values."""
         if getattr(self, field) not in choices:
