@@ -8,6 +8,7 @@ from .decay import (
     model_decay,
 )
 from .frequencies import Frequencies, frequencies
+from .grids import axis_frequencies, grid_rotation, grid_shift, grid_sinusoids
 from .integrals import (
     WaveDecay,
     cosine_integral,
@@ -48,10 +49,14 @@ __all__ = [
     "VectorStatistics",
     "WaveDecay",
     "attention_by_distance",
+    "axis_frequencies",
     "cosine_integral",
     "decay",
     "embedding_statistics",
     "frequencies",
+    "grid_rotation",
+    "grid_shift",
+    "grid_sinusoids",
     "interaction",
     "linear_map",
     "model_decay",
