@@ -409,6 +409,7 @@ SHAW = [
     shaw("default"),
     shaw("clipped", max_distance=3),
     shaw("one-label", max_distance=1),
+    shaw("no-distance", max_distance=0),
     shaw("keys-only", max_distance=3, values=False),
     shaw("per-head", max_distance=3, share_heads=False),
     shaw("per-head-keys-only", max_distance=2, share_heads=False, values=False),

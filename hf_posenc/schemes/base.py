@@ -117,6 +117,14 @@ class Scheme:
         if not 0 < value < float("inf"):
             raise ValueError(f"{self.name}: {field} must be positive and finite, not {value!r}")
 
+    def count(self, field: str) -> None:
+        """Raise TypeError or ValueError unless the field is a whole number, 0 or more."""
+        value: Any = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{self.name}: {field} must be an integer, not {value!r}")
+        if value < 0:
+            raise ValueError(f"{self.name}: {field} must be 0 or more, not {value!r}")
+
     def flags(self, *names: str) -> None:
         """Raise TypeError unless each of the fields is a bool."""
         for field in names:
