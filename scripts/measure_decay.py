@@ -26,7 +26,7 @@ DISTANCES = (-512, -128, -32, -8, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 def measure(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
     """Return scores by layer, head and distance, in nats."""
-    found = rotary_weights(model, tokens)
+    found = rotary_weights(model, tokens, progress=True)
     integrals = [
         [
             (wave_decay(DISTANCES, w, h).integral.real * len(w) + still).tolist()

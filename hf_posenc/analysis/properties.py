@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..api import parse_schemes
@@ -118,6 +119,7 @@ def properties(
     dims: Dims = probe.DIMS,
     layer: int = 0,
     seed: int = 0,
+    progress: bool = False,
     **hyperparameters: Any,
 ) -> Properties:
     """Test the five properties of a scheme as it starts, or of a model with the numbers that it has learned.
@@ -133,6 +135,7 @@ def properties(
         dims: sizes of the attention, without a model.
         layer: index of the layer of a model whose attention is looked at.
         seed: of parameters that start at random, without a model.
+        progress: show a progress bar.
         **hyperparameters: beside a name.
 
     Returns:
@@ -154,7 +157,7 @@ def properties(
     table = _is_table(subject)
     signature = None if subject.represent is None else subject.represent(torch.arange(reach))
     rows = (
-        _unique(signature, subject, length),
+        _unique(signature, subject, length, progress),
         _linear(signature, subject, table),
         _generalises(signature, subject, trained_length, length),
         _deterministic(subject, table),
@@ -312,11 +315,11 @@ def _is_table(subject: _Subject) -> bool:
     return bool((touched.any(0) & ~touched.all(0)).any())
 
 
-def _unique(signature: Tensor | None, subject: _Subject, length: int) -> Property:
+def _unique(signature: Tensor | None, subject: _Subject, length: int, progress: bool) -> Property:
     name = "unique"
     if signature is None:
         return Property(name, "no", "all positions are the same: there are none")
-    closest, pair = _closest(signature)
+    closest, pair = _closest(signature, progress)
     found = f"closest of {len(signature)} {subject.what}: {pair[0]} and {pair[1]}, {closest:.1e} of their size apart"
     if closest <= UNIQUE:
         return Property(name, "no", found)
@@ -325,11 +328,11 @@ def _unique(signature: Tensor | None, subject: _Subject, length: int) -> Propert
     return Property(name, "yes", found)
 
 
-def _closest(vectors: Tensor) -> tuple[float, tuple[int, int]]:
+def _closest(vectors: Tensor, progress: bool = False) -> tuple[float, tuple[int, int]]:
     """Return the smallest distance of two rows relative to the mean norm about the mean row, and which they are."""
     size = (vectors - vectors.mean(0)).norm(dim=-1).mean().clamp(min=1e-300)
     best, pair = float("inf"), (0, 0)
-    for start in range(0, len(vectors), 512):
+    for start in tqdm(range(0, len(vectors), 512), disable=not progress, desc="pairs", unit="block"):
         # By differences, not by inner products: those lose half of the digits.
         block = torch.cdist(vectors[start : start + 512], vectors, compute_mode="donot_use_mm_for_euclid_dist")
         rows = torch.arange(len(block))

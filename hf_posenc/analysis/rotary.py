@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..calibration.maps import observe
@@ -62,12 +63,13 @@ class RotaryWeights:
 
 
 @torch.no_grad()
-def rotary_weights(model: PreTrainedModel, tokens: Tensor) -> RotaryWeights:
+def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = False) -> RotaryWeights:
     """Measure what RoPE turns on a text, over all pairs of a query and a key that is not ahead of it.
 
     Args:
         model: patched or stock, whose layers all turn by one module (some may not turn at all).
         tokens: (T,) or (B, T) text without padding, T >= 2.
+        progress: show a progress bar.
 
     Returns:
         RotaryWeights.
@@ -92,7 +94,7 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor) -> RotaryWeights:
     with evaluation(model):
         calls = {index: seen.call for index, seen in observe(model, tokens.to(model.device), turning).items()}
     found: list[tuple[Tensor, Tensor, Tensor]] = []
-    for index, call in calls.items():
+    for index, call in tqdm(calls.items(), disable=not progress, desc="products", unit="layer"):
         cos, sin = probe.rotations(rotary, torch.arange(tokens.shape[1]), kinds and kinds[index], angles)
         back = torch.polar(torch.ones_like(cos), -torch.atan2(sin, cos))
         call = call.widened()
