@@ -66,6 +66,8 @@ def test_biases():
     clipped = decay("shaw", 60, dims=DIMS, max_distance=8).scores[0]
     assert (clipped[:, 8:] == clipped[:, 8:9]).all()
     assert (clipped[:, :8].diff() != 0).all()
+    blind = decay("shaw", 60, dims=DIMS, max_distance=0).scores[0]
+    assert (blind == blind[:, :1]).all()
 
 
 def test_learned_positions_are_averaged_over_pairs():

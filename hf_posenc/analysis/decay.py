@@ -27,7 +27,7 @@ class Decay:
 
     Attributes:
         label: what was looked at.
-        distances: (n,) int64, tokens.
+        distances: (n,) tokens, int64 or float64.
         scores: (N, H, n) float64, one row per layer and head; (1, 1, n) where they do not differ.
     """
 
