@@ -1,6 +1,7 @@
 """Every scheme, option by option, computes what its paper says: outputs, and gradients of inputs and parameters."""
 
 import json
+import math
 from dataclasses import fields
 from functools import cache
 
@@ -479,6 +480,38 @@ def test_trained_frequencies_keep_their_long_waves():
     _, radians = trained_wavelengths("radians")
     assert (radians < 0).any()
     assert (radians.abs() > 1000).sum() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainable", [True, "radians"])
+def test_wavelengths_of_a_model_in_training(trainable, recipes):
+    """150 steps of AdamW at 0.003 on the recipes' byte-level GPT-2, whose 64 waves begin as Vaswani's."""
+    from embedded import byte_model, byte_tokenizer, standard_library
+
+    tokenizer = byte_tokenizer()
+    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in standard_library()[:12])
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    torch.manual_seed(0)
+    model = patch_model(byte_model(tokenizer), "sinusoidal", trainable=trainable).train()
+    module = model.transformer.wpe
+    before = module.waves(torch.device("cpu")).detach().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    for _ in range(150):
+        batch = ids[torch.randint(0, len(ids) - 128, (4, 1)) + torch.arange(128)]
+        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    ratio = module.waves(torch.device("cpu")).detach().double() / before
+    moved, negative = int((ratio.abs().log().abs() > math.log(2)).sum()), int((ratio < 0).sum())
+    long = int((2 * math.pi / (ratio * before).abs() > 1000).sum())
+    assert int((2 * math.pi / before > 1000).sum()) == 28
+    if trainable == "radians":  # 32, 9 and 10 where this was written
+        assert moved > 20
+        assert negative > 0
+        assert long < 20
+    else:
+        assert (moved, negative, long) == (0, 0, 28)
 
 
 def test_frequencies_as_a_list():
