@@ -10,7 +10,19 @@ from typing import Any
 
 from .version import VERSION
 
-PLOTS = ("vectors", "similarity", "decay", "biases", "wavelengths", "attention", "order", "precision")
+PLOTS = (
+    "vectors",
+    "similarity",
+    "decay",
+    "biases",
+    "wavelengths",
+    "attention",
+    "order",
+    "equivariance",
+    "expansion",
+    "terms",
+    "precision",
+)
 """What `plot` draws."""
 
 LENGTH = 128
@@ -117,6 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--seed", type=int, default=0, help="for parameters that start at random, and the order of windows (default 0)"
     )
+    command.add_argument(
+        "--resume", action="store_true", help="go on with a second stage that was interrupted, from the state it left"
+    )
     command.add_argument("--device", default="cpu", help="for instance cuda")
     command.add_argument("--report", type=Path, metavar="JSON", help="file for what was found, by layer and head")
     command.add_argument("--plot", type=Path, metavar="PICTURE", help="the same drawn: png, svg or pdf by its suffix")
@@ -138,6 +153,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--length", type=int, help=f"tokens: positions or distances to show (default {LENGTH})")
     command.add_argument("--trained-length", type=int, help="of a scheme's base, 512 by default; of wavelengths")
     command.add_argument("--text", type=Path, help="text for a model to read; by default tokens are drawn at random")
+    command.add_argument(
+        "--positions",
+        type=int,
+        nargs=2,
+        metavar=("M", "N"),
+        help="of the two tokens of an expansion; by default after a third and two thirds of the text",
+    )
     command.add_argument("--title", help="above the picture; by default the sources")
     command.add_argument("--numbers", type=Path, metavar="JSON", help="also write the numbers, matplotlib or not")
     command.add_argument(

@@ -6,6 +6,7 @@ import argparse
 import ast
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers.utils import logging
 from . import analysis, files, hub
 from .analysis import plots, probe
 from .api import describe, parse_schemes
-from .calibration.calibrate import calibrate, check_choices
+from .calibration.calibrate import calibrate, check_positive, ignored, second_stage
 from .catalogue import refused_types, served_type
 from .checkpoint import from_pretrained, inspect
 from .errors import PluginError, UnsupportedModelError
@@ -116,10 +117,6 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value  # a word, e.g. layout=split
 
 
-SECOND_STAGE = ("weights", "steps", "rate", "weight_rate")
-"""Options of `calibrate` that are of its second stage."""
-
-
 def calibrate_checkpoint(options: argparse.Namespace) -> int:
     """Patch a stock checkpoint, fit the scheme to what the base's positions did, and save it."""
     choices = _choices(options)
@@ -131,6 +128,8 @@ def calibrate_checkpoint(options: argparse.Namespace) -> int:
     if options.plot:
         plots.kind_of(options.plot)
         plots.check_installed()
+    if choices["stage"] == "attention":
+        choices["state_file"] = _state_file(options)
     scheme = parse_schemes(options.scheme, _settings(options))  # only what is the scheme's own, before anything is read
     device = _device(options.device)
     text = _read(options.text)
@@ -144,15 +143,18 @@ def calibrate_checkpoint(options: argparse.Namespace) -> int:
         file=sys.stderr,
         flush=True,
     )
-    steps = choices["steps"]
-
-    def say(step: int, divergence: float) -> None:
-        if step == 1 or step == steps or step % max(1, steps // 10) == 0:
-            print(f"step {step} of {steps}: {divergence:.4f} nats", file=sys.stderr, flush=True)
-
-    report = calibrate(model, windows, seed=options.seed, on_step=say, **choices)
-    with files.new_folder(options.save_to) as folder:
-        model.save_pretrained(folder, tokenizer=tokenizer)
+    state = choices.get("state_file")
+    try:
+        with _Steps(choices.get("steps", 0)) as steps:
+            report = calibrate(model, windows, on_step=steps.made, **choices)
+        with files.new_folder(options.save_to) as folder:
+            model.save_pretrained(folder, tokenizer=tokenizer)
+    except KeyboardInterrupt:
+        if state is not None and state.exists():
+            print(f"\n{state} has what was done so far: the same with --resume goes on from there", file=sys.stderr)
+        raise
+    if state is not None:
+        state.unlink()
     if options.report:
         with files.replaced(options.report) as partial:
             partial.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -171,19 +173,60 @@ def calibrate_checkpoint(options: argparse.Namespace) -> int:
     return 0
 
 
+class _Steps:
+    """Says how the steps go, and lets a first Ctrl-C wait for the end of one, so that the state is whole.
+
+    Before the first step, and for a second Ctrl-C, it is what it always was.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.stopping = steps, False
+
+    def __enter__(self) -> _Steps:
+        self.before = signal.getsignal(signal.SIGINT)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.before)
+
+    def made(self, step: int, divergence: float) -> None:
+        """Say it now and then; a KeyboardInterrupt if one is waiting."""
+        if step == 1 or step == self.steps or step % max(1, self.steps // 10) == 0:
+            print(f"step {step} of {self.steps}: {divergence:.4f} nats", file=sys.stderr, flush=True)
+        if self.stopping:
+            raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, self.before if step == self.steps else self._wait)
+
+    def _wait(self, *_: object) -> None:
+        self.stopping = True
+        signal.signal(signal.SIGINT, self.before)
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+
+
+def _state_file(options: argparse.Namespace) -> Path:
+    """Return where the second stage writes its state, beside the folder that is going to be saved."""
+    state: Path = options.save_to.with_name(f"{options.save_to.name}.state.safetensors")
+    if options.resume and not state.exists():
+        raise FileNotFoundError(f"--resume: there is no {state}")
+    if state.exists() and not options.resume:
+        raise FileExistsError(f"{state} is left of an interrupted calibration: give --resume, or remove it")
+    return state
+
+
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
     """Return arguments of `calibrate`, by default those of the command; what would change nothing is refused."""
     given = {name: value for name in options.defaults if (value := getattr(options, name)) is not None}
-    choices: dict[str, Any] = {**options.defaults, **given}
-    unread: tuple[str, ...] = ()
-    if choices["stage"] == "closed_form":
-        unread, reason = SECOND_STAGE, "--stage closed_form"
-    elif choices["weights"] == "scheme":
-        unread, reason = ("weight_rate",), "--weights scheme"
+    choices: dict[str, Any] = {**options.defaults, **given, "seed": options.seed}
+    unread = ignored(choices["stage"], choices["weights"])
+    by = "stage" if choices["stage"] == "closed_form" else "weights"
     for name in unread:
         if name in given:
-            raise ValueError(f"--{name.replace('_', '-')} changes nothing with {reason}: leave it out")
-    check_choices(**choices, **({} if options.windows is None else {"windows": options.windows}))
+            raise ValueError(f"--{name.replace('_', '-')} changes nothing with --{by} {choices[by]}: leave it out")
+        choices.pop(name, None)
+    if options.resume and choices["stage"] == "closed_form":
+        raise ValueError("--resume changes nothing with --stage closed_form: leave it out")
+    second_stage(**{name: value for name, value in choices.items() if name != "held_out"})
+    check_positive(held_out=choices["held_out"], **({} if options.windows is None else {"windows": options.windows}))
     if options.length < 2:
         raise ValueError(f"--length must be at least 2, not {options.length}")
     return choices
@@ -267,19 +310,22 @@ READ = {
     "precision": (("length", "set"), ()),
     "attention": ((), ("length", "text")),
     "order": ((), ("length", "text")),
+    "equivariance": ((), ("length", "text")),
+    "expansion": ((), ("length", "text", "positions")),
+    "terms": ((), ("length", "text")),
 }
 """Options that each kind of plot reads for a scheme, and for a checkpoint."""
 
 
 def draw(options: argparse.Namespace) -> int:
     """Compute, write the numbers, then draw: without matplotlib the numbers are there."""
-    several = options.kind in ("decay", "wavelengths", "order")
+    several = options.kind in ("decay", "wavelengths", "order", "equivariance")
     if len(options.sources) > 1 and not several:
         raise ValueError(f"{options.kind} is drawn of one scheme or model, not of {len(options.sources)}")
     if len(set(options.sources)) < len(options.sources):
         raise ValueError("a scheme or model was named twice")
     read = {name for source in options.sources for name in READ[options.kind][source not in available_schemes()]}
-    for name in ("length", "trained_length", "text", "set"):
+    for name in ("length", "trained_length", "text", "positions", "set"):
         if getattr(options, name) not in (None, []) and name not in read:
             what = " and ".join(options.sources)
             raise ValueError(f"--{name.replace('_', '-')} changes nothing in {options.kind} of {what}: leave it out")
@@ -308,6 +354,9 @@ def draw(options: argparse.Namespace) -> int:
         "wavelengths": lambda: plots.wavelengths([each for group in found.values() for each in group], title=title),
         "attention": lambda: plots.attention_by_distance(first, title=title),
         "order": lambda: plots.order_by_layer(found, title=title),
+        "equivariance": lambda: plots.equivariance_by_layer(found, title=title),
+        "expansion": lambda: plots.expansion_terms(first, title=title),
+        "terms": lambda: plots.score_terms(first, title=title),
         "precision": lambda: plots.distinct_biases(first, title=title),
     }[options.kind]()
     print(plots.save(figure, options.output))
@@ -343,6 +392,12 @@ def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]
         return analysis.model_decay(model, tokens, length)
     if kind == "attention":
         return analysis.attention_by_distance(model, tokens, progress=True)
+    if kind == "equivariance":
+        return analysis.equivariance(model, tokens, progress=True)
+    if kind == "expansion":
+        return analysis.expansion(model, tokens, *(options.positions or (length // 3, 2 * length // 3)), progress=True)
+    if kind == "terms":
+        return analysis.score_terms(model, tokens, progress=True)
     return analysis.order_sensitivity(model, tokens, progress=True)
 
 

@@ -35,6 +35,17 @@ class Form:
         """Return the weighted sum of values (B, H, Q, D), from weights (B, H, Q, L) of a widened call."""
         return weights @ call.value
 
+    def terms(self, call: Call) -> dict[str, Tensor]:
+        """Return the terms that the form itself makes its scores of, by name; none if it is not known for several.
+
+        Args:
+            call: widened.
+
+        Returns:
+            (B, H, Q, L) each; their sum is `scores`, before a soft cap.
+        """
+        return {}
+
 
 @dataclass(frozen=True)
 class Content(Form):
@@ -173,6 +184,25 @@ class RelativeKeys(Form):
         by_distance = (call.query + v) @ self.table(call.distances()).mT  # (B, H, Q, distances)
         at = call.distance().to(torch.int64).expand(content.shape)
         return call.cap((content + by_distance.gather(-1, at)) * call.scaling)
+
+    def terms(self, call: Call) -> dict[str, Tensor]:
+        """Return the four terms of Dai et al. 2019, section 3.3, see `Form.terms`."""
+        u, v = (
+            call.ratio * call.scaling * bias.to(call.query.dtype)[:, None]
+            for bias in (self.content_bias, self.position_bias)
+        )
+        keys, table = call.key.mT, self.table(call.distances()).to(call.query.dtype).mT
+        at = call.distance().to(torch.int64).expand(*call.query.shape[:-1], call.key.shape[-2])
+
+        def at_keys(by_distance: Tensor) -> Tensor:
+            return by_distance.expand(*at.shape[:-1], -1).gather(-1, at)
+
+        return {
+            "content-content": call.query @ keys * call.scaling,
+            "content-distance": at_keys(call.query @ table) * call.scaling,
+            "bias-content": (u @ keys).expand(at.shape),
+            "bias-distance": at_keys(v @ table),
+        }
 
 
 def at_distance(table: Tensor, distance: Tensor) -> Tensor:

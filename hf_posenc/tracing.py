@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LayerCall:
-    """What one layer was called with, before hooks of this package saw it.
+    """What one layer was called with, before hooks of this package saw it, unless it was recorded behind them.
 
     Attributes:
         hidden_states: (B, T, E).
@@ -26,11 +26,12 @@ class LayerCall:
 
 
 @contextmanager
-def recorded(layers: Sequence[nn.Module]) -> Iterator[list[LayerCall]]:
+def recorded(layers: Sequence[nn.Module], *, behind_hooks: bool = False) -> Iterator[list[LayerCall]]:
     """Write down what layers, or attentions, are called with while a model runs.
 
     Args:
         layers: which.
+        behind_hooks: with what hooks of a scheme have added to the hidden states.
 
     Yields:
         One entry per call, in the order of the calls.
@@ -43,8 +44,9 @@ def recorded(layers: Sequence[nn.Module]) -> Iterator[list[LayerCall]]:
 
     with ExitStack() as hooks:
         for layer in layers:
-            # First in line: hooks of a scheme add positions to what this one has seen.
-            hooks.callback(layer.register_forward_pre_hook(record, prepend=True, with_kwargs=True).remove)
+            # First in line as a rule: hooks of a scheme add positions to what this one has seen.
+            hook = layer.register_forward_pre_hook(record, prepend=not behind_hooks, with_kwargs=True)
+            hooks.callback(hook.remove)
         yield calls
 
 

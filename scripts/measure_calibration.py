@@ -37,6 +37,7 @@ SCHEMES = {
     "nope": ("nope", {}),
     "mixture": ([T5(share_layers=False, layers="1::2")], {}),  # every other layer keeps what the base has
 }
+NOT_SETTINGS = ("checkpoint", "text", "json", "schemes", "starts", "seeds", "untrained")  # the runs say these
 STARTS = ("plain", "closed_form", "attention")
 
 
@@ -68,7 +69,10 @@ def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, 
 
 
 def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[str, dict[str, float]]:
-    """Train with AdamW, the rate constant after a tenth of warm-up; return the losses at each number of tokens."""
+    """Train with AdamW, the rate constant after a tenth of warm-up; return the losses at each number of tokens.
+
+    On the way only the first length is measured.
+    """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     per_step, found = batch_size * train.shape[1], {}
@@ -85,7 +89,8 @@ def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[
         optimizer.step()
         optimizer.zero_grad()
         if step in steps:
-            found[str(steps[step])] = measure(model, held)
+            first = dict(list(held.items())[:1])
+            found[str(steps[step])] = measure(model, held if step == max(steps) else first)
     return found
 
 
@@ -96,6 +101,9 @@ def main() -> int:
     parser.add_argument("text", type=Path, help="text file, documents separated by blank lines")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    parser.add_argument(
+        "--untrained", nargs="*", choices=STARTS, default=[], help="starts that are only measured, not fine-tuned"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--length", type=int, default=512, help="tokens of a window of fine-tuning")
     parser.add_argument("--calibrate-length", type=int, default=256, help="tokens of a window of calibration")
@@ -109,7 +117,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
     options = parser.parse_args()
     results = json.loads(options.json.read_text()) if options.json.exists() else {"runs": {}}
-    results["settings"] = {k: v for k, v in vars(options).items() if k not in ("checkpoint", "text", "json", "schemes")}
+    results["settings"] = {k: v for k, v in vars(options).items() if k not in NOT_SETTINGS}
     results["settings"] |= {"checkpoint": Path(options.checkpoint).name, "text": options.text.name}
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
     parts = documents(tokenizer, options.text.read_text(encoding="utf-8"))
@@ -143,20 +151,16 @@ def main() -> int:
                 swapped = patch_model(model(), given, seed=seed, **hyperparameters)
                 began, report, used = time.perf_counter(), None, 0
                 if start != "plain":
-                    report = calibrate(
-                        swapped,
-                        short[:600],
-                        stage=start,
-                        steps=options.steps,
-                        weight_rate=options.weight_rate,
-                        seed=seed,
-                    )
+                    second = {"steps": options.steps, "weight_rate": options.weight_rate, "seed": seed}
+                    report = calibrate(swapped, short[:600], stage=start, **(second if start == "attention" else {}))
                     used = (24 + (options.steps * 4 if start == "attention" else 0)) * options.calibrate_length
                 seconds = time.perf_counter() - began
                 before = measure(swapped, held)
                 rate = options.plain_rate if start == "plain" else options.rate
-                after = fine_tune(swapped, train, held, rate=rate, seed=seed, **settings)
-                found = {"before": before, "after": after, "rate": rate}
+                found = {"before": before}
+                if start not in options.untrained:
+                    after = fine_tune(swapped, train, held, rate=rate, seed=seed, **settings)
+                    found |= {"after": after, "rate": rate}
                 if report is not None:
                     found["calibration"] = {
                         "seconds": round(seconds, 1),

@@ -1,4 +1,4 @@
-"""Order: one layer without positions is blind to it, to rounding; a causal stack is not; every scheme sees it."""
+"""Order: an unmasked stack without positions is equivariant, to rounding; one layer without positions is blind to it, to rounding; a causal stack is not; every scheme sees it."""
 
 import pytest
 import torch
@@ -7,10 +7,12 @@ from situations import CASES, patched_model, randomize
 
 import hf_posenc
 from hf_posenc import patch_model
-from hf_posenc.analysis import order_sensitivity
+from hf_posenc.analysis import equivariance, order_sensitivity
+from hf_posenc.errors import UnsupportedModelError
 
 BLIND = 1e-13  # float64: the same sum in another order
 SEES = 1e-6
+SINGLE = 1e-6  # where the family computes the softmax in float32 whatever the dtype
 
 
 @pytest.mark.parametrize("change", ["swap", "shuffle"])
@@ -85,3 +87,65 @@ def test_total_variation_is_the_change_of_the_distribution():
 def test_wrong_calls(ids, arguments, message):
     with pytest.raises(ValueError, match=message):
         order_sensitivity(tiny("gpt2"), ids, **arguments)
+
+
+# -------------------------------------------------------------------------------------------------- whole stacks
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_an_unmasked_stack_without_positions_is_equivariant(family):
+    model = patch_model(tiny(family, num_hidden_layers=3).double(), "nope")
+    blind = BLIND if family == "gpt2" else SINGLE
+    found = equivariance(model, tokens(2, 12))
+    assert all(layer.unmasked < blind for layer in found.layers)
+    assert all(layer.causal > SEES for layer in found.layers)
+    assert found.layers[0].causal_last < blind  # sees one set of tokens in either order
+    assert all(layer.causal_last > SEES for layer in found.layers[1:])  # but the others have seen different ones
+
+
+def test_equivariance_is_that_of_the_hidden_states_of_a_bidirectional_model():
+    """Every token compared with itself, through the model's own output of hidden states, with a mask of zeros."""
+    model, ids = tiny("gpt2").double(), torch.tensor([[5, 60, 7]])  # two tokens of context: one order beside their own
+    found = equivariance(model, ids, changes=1)
+    for layer in found.layers:
+        for name, mask in (("unmasked", torch.zeros(1, 1, 3, 3, dtype=torch.float64)), ("causal", None)):
+            hooks, states = [], []
+            block = model.transformer.h[layer.index]
+            hooks.append(block.register_forward_hook(lambda module, args, output, to=states: to.append(output)))
+            for text in (ids, ids[:, [1, 0, 2]]):
+                model(text, attention_mask=mask)
+            hooks[0].remove()
+            here, there = (each[0] if isinstance(each, tuple) else each for each in states)
+            change = (there[0] - here[0, [1, 0, 2]]).norm(dim=-1) / here[0, [1, 0, 2]].norm(dim=-1)
+            assert getattr(layer, name) == pytest.approx(change.mean().item(), rel=1e-9)
+            if mask is None:
+                assert layer.causal_last == pytest.approx(change[-1].item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equivariance_of_stock_models(family):
+    model = tiny(family)
+    implementation = model.config._attn_implementation
+    found = equivariance(model, tokens(1, 8), changes=1)
+    assert all(layer.unmasked > 1e-3 for layer in found.layers)  # positions
+    assert model.config._attn_implementation == implementation
+    assert not any(layer._forward_hooks for layer in model.base_model.modules())
+    assert "unmasked" in str(found)
+    assert len(found.to_dict()["layers"]) == 2
+
+
+@pytest.mark.parametrize("placement", ["input", "every_layer"])
+def test_positions_break_equivariance(placement):
+    found = equivariance(patch_model(tiny("llama"), "sinusoidal", placement=placement), tokens(1, 8), changes=1)
+    assert all(layer.unmasked > 1e-3 for layer in found.layers)
+
+
+def test_masks_that_cannot_be_taken_away():
+    from decoders import decoder
+
+    with pytest.raises(UnsupportedModelError, match="no scheme has distances"):
+        equivariance(patch_model(tiny("gpt2"), "alibi"), tokens(1, 8))
+    with pytest.raises(UnsupportedModelError, match="masks by itself"):
+        equivariance(decoder("gpt_neo"), tokens(1, 8))
+    with pytest.raises(ValueError, match="are the same"):
+        equivariance(tiny("gpt2"), torch.tensor([5, 5, 5, 6]))

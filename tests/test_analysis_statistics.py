@@ -1,4 +1,4 @@
-"""Statistics of embeddings, the Hessian block, the five properties, and distances per dtype."""
+"""Statistics of embeddings, the five properties, and distances per dtype."""
 
 import math
 
@@ -13,7 +13,6 @@ from hf_posenc import available_schemes, patch_model
 from hf_posenc.analysis import (
     distance_share,
     embedding_statistics,
-    interaction,
     linear_map,
     neighbour_distances,
     precision_audit,
@@ -123,50 +122,6 @@ def test_neighbours_of_sinusoids_are_equally_far(family, placement):
     assert_close(
         distances, torch.full((49,), 4 * math.sqrt(sum(math.sin(w / 2) ** 2 for w in waves)), dtype=torch.float64)
     )
-
-
-@pytest.mark.parametrize(("scheme", "family"), [(None, "gpt2"), (None, "llama"), ("shaw", "llama"), ("alibi", "gpt2")])
-def test_hessian_block_is_that_of_finite_differences(scheme, family):
-    model = tiny(family).double()
-    if scheme:
-        randomize(patch_model(model, scheme))
-    ids = tokens(1, 8)[0]
-    found = interaction(model, ids, 2, 5, rows=None)
-    start = model.get_input_embeddings()(ids[None, :-1]).detach()
-
-    def value(*moves):
-        moved = start.clone()
-        for position, coordinate, by in moves:
-            moved[0, position, coordinate] += by
-        moved.requires_grad_()
-        result = model(inputs_embeds=moved, use_cache=False).logits[0, -1].log_softmax(-1)[ids[-1]]
-        return result.item(), torch.autograd.grad(result, moved)[0][0]
-
-    # LLaMA's RMSNorm works in float32 even here: second differences of values would drown in its rounding, first
-    # differences of gradients do not.
-    scale = found.block.abs().max().item()
-    assert scale > 1e-3
-    step = 1e-3
-    for column in (0, 4, 17):
-        slopes = (value((5, column, step))[1][2] - value((5, column, -step))[1][2]) / (2 * step)
-        assert_close(found.block[:, column], slopes, rtol=1e-2, atol=2e-3 * scale)
-    if family == "gpt2":
-        for k, n in [(0, 0), (3, 17), (31, 4)]:
-            signs = [(s, t) for s in (1, -1) for t in (1, -1)]
-            mixed = sum(s * t * value((2, k, s * 1e-4), (5, n, t * 1e-4))[0] for s, t in signs) / 4e-8
-            assert found.block[k, n].item() == pytest.approx(mixed, rel=1e-3, abs=1e-5)
-    squares = found.block.square()
-    assert found.diagonal_share == pytest.approx((squares.diagonal().sum() / squares.sum()).item())
-    part = interaction(model, ids, 2, 5, rows=4)
-    assert part.rows == (0, 8, 16, 24)
-    assert_close(part.block, found.block[list(part.rows)])
-    assert part.term is None
-    if (scheme, family) == (None, "gpt2"):
-        table = model.transformer.wpe.weight.detach()
-        assert found.term == pytest.approx((table[2] @ found.block @ table[5]).item())
-    for wrong in [(2, 2), (0, 7), (-1, 3)]:
-        with pytest.raises(ValueError, match="two positions from 0 to 6"):
-            interaction(model, ids, *wrong)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "split"])

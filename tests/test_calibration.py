@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import inspect
 import json
+import re
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from families import tiny, tokens
 from snapshots import assert_same, snapshot
 
 import hf_posenc
-from hf_posenc import NotPatchedError, UnsupportedModelError, calibrate, patch_model, unpatch_model
-from hf_posenc.calibration.closed import Averages, turn_of
+from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, calibrate, patch_model, unpatch_model
+from hf_posenc.calibration.closed import RIDGE, Averages, Target, coefficients, fit, target_of, turn_of
 from hf_posenc.calibration.maps import attending, observe
+from hf_posenc.calibration.match import Matching
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.modules import Shared
 from hf_posenc.patching.state import patch_of
@@ -122,6 +125,55 @@ def test_averages_are_those_over_all_pairs():
         ):
             expected = values[:, :, here].sum((0, 2))
             assert (sums[:, distance] - expected).abs().max() <= 1e-10 * max(1.0, expected.abs().max())
+    assert found.by_query is None
+    assert found.moment is None
+
+
+@pytest.mark.parametrize("scheme", ["shaw", "transformer_xl"])
+def test_vectors_solve_the_normal_equations_of_all_pairs(scheme):
+    model, ids = exact(tiny("llama")), windows()[:4]
+    rotated, plain = by_hand(model, ids)
+    attention, layer = model.model.layers[0].self_attn, model.model.layers[0]
+    with torch.no_grad():
+        x = layer.input_layernorm(model.model.embed_tokens(ids))
+        query = attention.q_proj(x).view(*ids.shape, -1, 8).transpose(1, 2) * 8**-0.5
+    query = torch.cat([query, torch.full_like(query[..., :1], 8**-0.5)], -1)
+    patch_model(model, scheme)
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    found = target_of(pair.module(0), pair.like(0), pair.averages(4)[0])
+    for head in range(4):
+        pairs = [(b, i, j) for b in range(4) for i in range(LENGTH) for j in range(i + 1)]
+        moment = sum(torch.outer(query[b, head, i], query[b, head, i]) for b, i, _ in pairs) / len(pairs)
+        ridged = moment + RIDGE * moment.diagonal().mean() * torch.eye(9, dtype=torch.float64)
+        assert torch.allclose(found.metric[head], ridged, rtol=1e-10, atol=1e-10 * moment.abs().max())
+        for distance in (0, 1, 7, LENGTH - 1):
+            here = [pair for pair in pairs if pair[1] - pair[2] == distance]
+            added = sum(query[b, head, i] * (rotated - plain)[b, head, i, j] for b, i, j in here) / len(here)
+            assert (ridged @ found.values[head, distance] - added).abs().max() <= 1e-10 * added.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("scheme", ["shaw", "transformer_xl"])
+def test_vectors_are_fitted_up_to_what_the_softmax_does_not_see(scheme):
+    """Scores by another module's vectors, plus a number of each query, give attention back; values get nothing added."""
+    torch.manual_seed(5)
+    modules = []
+    for seed in range(2):
+        model = patch_model(tiny("llama").double(), scheme, seed=seed)
+        modules.append(model.model.layers[0].self_attn.posenc)
+    found, other = modules
+    with torch.no_grad():
+        for p in other.parameters():
+            p.normal_()
+    like = torch.empty(0, dtype=torch.float64)
+    wanted = coefficients(other, like, LENGTH, 4).detach()
+    constant = torch.randn(4, 1, 9, dtype=torch.float64)
+    root = torch.randn(4, 9, 9, dtype=torch.float64)
+    metric = root @ root.mT + torch.eye(9, dtype=torch.float64)
+    fit(found, like, [Target(wanted + constant, torch.ones(4, LENGTH, dtype=torch.float64), metric)])
+    off = coefficients(found, like, LENGTH, 4).detach() - wanted
+    assert (off - off.mean(1, keepdim=True)).square().mean() <= 1e-3 * wanted.var()  # the guessed tail weighs a little
+    if scheme == "shaw":
+        assert found.form(like).values.abs().max() <= 1e-6
 
 
 def test_the_mean_rotation_goes_into_the_queries():
@@ -169,7 +221,7 @@ def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
 
     from hf_posenc.calibration import maps
 
-    monkeypatch.setattr(maps, "SCORES", 4 * 800 * 8)
+    monkeypatch.setattr(maps, "SCORES", 4 * 400 * 8)
 
     class Largest(TorchDispatchMode):
         most = 0
@@ -180,10 +232,10 @@ def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
                 self.most = max(self.most, result.numel())
             return result
 
-    model = patch_model(tiny("llama", max_position_embeddings=800), "t5", share_layers=False)
+    model = patch_model(tiny("llama", max_position_embeddings=400), "t5", share_layers=False)
     with Largest() as largest:
-        calibrate(model, tokens(3, 800), steps=1, batch_size=1, held_out=1)
-    assert largest.most < 2 * 800 * 800  # a head alone has 800 * 800 scores, of four
+        calibrate(model, tokens(3, 400), steps=1, batch_size=1, held_out=1)
+    assert largest.most < 2 * 400 * 400  # a head alone has 400 * 400 scores, of four
 
 
 # --------------------------------------------------------------------------------------------------- what it comes to
@@ -204,7 +256,7 @@ def test_a_base_that_the_scheme_can_express_is_recovered():
     expected = logits(base)
     assert (logits(model) - expected).norm() > 0.05 * expected.norm()
     report = calibrate(model, windows(), stage="closed_form", base=base)
-    assert all(each.chosen == ("bias",) * 4 for each in report.layers)
+    assert all(each.chosen == ("fitted",) * 4 for each in report.layers)
     assert all(each.before.mean() > 1e-2 and each.closed.max() < 1e-10 for each in report.layers)
     assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
 
@@ -241,6 +293,23 @@ def moves(name):
     return "posenc" in name or any(part in name for part in ("q_proj", "k_proj", "c_attn", "rotary_emb"))
 
 
+@pytest.mark.parametrize("scheme", ["learned", "sinusoidal"])
+def test_vectors_at_the_input_reach_the_attention_of_every_layer(scheme):
+    """On a base that rotates: the closed form turns queries, the second stage moves the table by all layers."""
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    pair = pair_of(model)
+    _, inputs = pair.seen(windows(2))
+    (before, _), (entering, _) = inputs[0], inputs[1]
+    with pair.as_base() as base:
+        stock = observe(base, windows(2), [0, 1])
+    assert before.equal(stock[0].layer.hidden_states)  # its own hook adds them
+    vectors = model.model.layers[0].posenc(torch.arange(LENGTH)[None]).to(before)
+    assert torch.allclose(entering, stock[1].layer.hidden_states + vectors, rtol=1e-6)
+    assert entering.requires_grad is (scheme == "learned")
+    report = calibrate(model, windows(), steps=30, rate=5e-3, weight_rate=3e-3)
+    assert all(each.after.mean() < 0.9 * each.before.mean() for each in report.layers)
+
+
 def test_the_base_stays_what_it_was():
     """It shares its weights with the model: those that are moved are not the base's."""
     model = tiny("llama")
@@ -263,7 +332,7 @@ def test_the_second_stage_moves_what_it_is_told_to():
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
     calibrate(model, windows(), stage="closed_form")
     kept = {n: p.clone() for n, p in model.named_parameters()}
-    calibrate(model, windows(), weights="scheme", steps=3)
+    calibrate(model, windows(), weights="scheme", steps=3, rate=1e-3, base=tiny("llama"))
     moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
     queries = {n for n in moved if "q_proj" in n}  # by the closed forms, once more
     assert moved - queries == {n for n in kept if "posenc" in n}
@@ -283,11 +352,142 @@ def test_a_mixture_is_calibrated_where_it_was_swapped():
 def test_the_same_seed_gives_the_same_numbers():
     def found(seed):
         model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-        calibrate(model, windows(), steps=4, seed=seed)
+        calibrate(model, windows(), steps=4, seed=seed, rate=1e-3, weight_rate=1e-4)
         return logits(model)
 
     assert found(0).equal(found(0))
     assert not found(0).equal(found(1))
+
+
+# ------------------------------------------------------------------------------------------------ going on from a state
+
+
+class Stopped(Exception):
+    """Raised in the middle of a second stage."""
+
+
+def calibrated_until(stop, path, case, **changes):
+    """A model that is patched anew and calibrated, its report, and the steps that were made."""
+    (scheme, hyperparameters), more = case
+    made = []
+
+    def on_step(step, value):
+        made.append((step, value))
+        if step == stop:
+            raise Stopped
+
+    model = patch_model(tiny("llama"), scheme, seed=0, **hyperparameters)
+    given = (
+        {"steps": 5, "seed": 2, "weight_rate": 1e-3, "rate": 2e-3, "state_file": path, "on_step": on_step}
+        | more
+        | changes
+    )
+    if given.get("weights") == "scheme":
+        del given["weight_rate"]
+    try:
+        return model, calibrate(model, windows(), **given), made
+    except Stopped:
+        return model, None, made
+
+
+def same_parameters(model, other):
+    """To the last bit."""
+    theirs = dict(other.named_parameters())
+    return all(p.equal(theirs.pop(n)) for n, p in model.named_parameters()) and not theirs
+
+
+@pytest.mark.parametrize(
+    ("stop", "case"),
+    [
+        (3, (("nope", {}), {"batch_size": 2})),
+        (1, (("shaw", {}), {"weights": "scheme"})),  # the closed forms have turned weights as well
+        (3, (("nope", {}), {"weight_rate": 9.0})),  # ends further away, and is put back to what the closed forms found
+    ],
+)
+def test_goes_on_exactly_where_it_was(stop, case, tmp_path):
+    """In a new process as well: nothing but the file is left of the first half."""
+    whole, expected, made = calibrated_until(None, None, case)
+    put_back = all(each.after.equal(each.closed) for each in expected.layers)
+    assert put_back is ("weight_rate" in case[1])
+    path = tmp_path / "state.safetensors"
+    _, report, first = calibrated_until(stop, path, case)
+    assert report is None
+    resumed, report, rest = calibrated_until(None, path, case)
+    assert [step for step, _ in rest] == list(range(stop + 1, 6))
+    assert first + rest == made
+    assert same_parameters(resumed, whole)
+    assert report.to_dict() == expected.to_dict()
+    ended, report, none = calibrated_until(None, path, case)  # there is one after the last step too
+    assert none == []
+    assert same_parameters(ended, whole)
+    assert report.to_dict() == expected.to_dict()
+
+
+def test_a_state_is_written_every_so_many_steps(tmp_path, monkeypatch):
+    from hf_posenc.calibration.state import StateFile
+
+    written = []
+    monkeypatch.setattr(StateFile, "save", lambda _, step, *others: written.append(step))
+    calibrated_until(None, tmp_path / "state", (("nope", {}), {"steps": 7, "save_every": 3}))
+    assert written == [0, 3, 6, 7]
+    calibrated_until(4, tmp_path / "state", (("nope", {}), {"steps": 7, "save_every": 3}))
+    assert written == [0, 3, 6, 7, 0, 3, 4]
+
+
+def test_a_state_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    from hf_posenc.calibration import state
+
+    def fails(tensors, place, metadata):
+        place.write_bytes(b"half")
+        raise OSError("no space left")
+
+    case, path = (("nope", {}), {"save_every": 1}), tmp_path / "state"
+    calibrated_until(2, path, case)
+    before = path.read_bytes()
+    monkeypatch.setattr(state, "save_file", fails)
+    with pytest.raises(OSError, match="no space left"):
+        calibrated_until(None, path, case)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_state_of_something_else_is_refused(tmp_path):
+    case, path = (("kerple", {}), {}), tmp_path / "state"
+    calibrated_until(1, path, case)
+
+    def patched(seed=0, config=None, **hyperparameters):
+        return patch_model(tiny("llama", **(config or {})), "kerple", seed=seed, **hyperparameters)
+
+    given = {"tokens": windows(), "steps": 5, "seed": 2, "weight_rate": 1e-3, "rate": 2e-3, "state_file": path}
+    for changes, message in (
+        ({"steps": 6}, "another calibration: steps was 5 and is 6$"),
+        ({"weights": "adapter"}, "number of parameters that move was .*weights was query_key and is adapter"),
+        ({"tokens": windows(13)}, "another calibration: tokens was 12 x 24, .* and is 13 x 24, "),
+        ({"tokens": windows().flip(0)}, "another calibration: tokens was 12 x 24, "),
+        ({"base": tiny("llama")}, "another calibration: digest of the base was that of the model and is "),
+        ({"closed_windows": 3}, "another calibration: closed_windows was 24 and is 3$"),
+    ):
+        model = patched()
+        if "weights" in changes:
+            model.model.layers[0].self_attn.q_proj.requires_grad_(False)
+        before = snapshot(model)
+        with pytest.raises(CheckpointError, match=message):
+            calibrate(model, **given | changes)
+        assert_same(snapshot(model), before)
+    for other, message in (
+        (patched(config={"rope_theta": 500.0}), "another calibration: digest of the model was"),
+        (patched(seed=1), "another calibration: digest of the model was"),
+        (patched(variant="power"), "scheme was kerple.* and is kerple"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            calibrate(other, **given)
+    model = patched()
+    for wrong in (b"", b"no state", path.read_bytes()[:-9]):
+        (tmp_path / "wrong").write_bytes(wrong)
+        with pytest.raises(CheckpointError, match="wrong is not the state of a calibration"):
+            calibrate(model, **given | {"state_file": tmp_path / "wrong"})
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        calibrate(model, **given | {"state_file": tmp_path / "nowhere" / "state"})
 
 
 def test_a_loaded_model_needs_its_base(tmp_path):
@@ -359,6 +559,12 @@ def test_adapters_and_dtypes():
         ({"held_out": 0}, "held_out must be positive, not 0"),
         ({"steps": 0}, "steps must be positive, not 0"),
         ({"rate": float("nan")}, "rate must be positive, not nan"),
+        ({"stage": "closed_form", "steps": 3}, "steps changes nothing with stage='closed_form': leave it out"),
+        ({"stage": "closed_form", "seed": 0}, "seed changes nothing with stage='closed_form'"),
+        ({"stage": "closed_form", "state_file": "a"}, "state_file changes nothing with stage='closed_form'"),
+        ({"save_every": 3}, "save_every changes nothing without a state_file"),
+        ({"state_file": "a", "save_every": 0}, "save_every must be positive, not 0"),
+        ({"weights": "scheme", "weight_rate": 1e-3}, "weight_rate changes nothing with weights='scheme': leave it out"),
         ({"tokens": tokens(12, 65)}, "windows of 65 tokens are longer than the 64 the base was made for"),
     ],
 )
@@ -376,6 +582,53 @@ def test_a_second_stage_with_nothing_to_move():
     with pytest.raises(ValueError, match="leaves nothing to move: alibi has no parameters"):
         calibrate(model, windows(), weights="scheme")
     assert_same(snapshot(model), before)
+
+
+def test_what_the_second_stage_is_by_default():
+    """The signature says None, so that what a stage does not read can be refused; the docstring says what that means."""
+    doc = re.sub(r"\n {8}", " ", inspect.getdoc(calibrate))  # an argument a line
+    said = dict(re.findall(r"^ {4}(\w+): .*?None means ([\w-]+)\.?$", doc, re.MULTILINE))
+    numbers = {name: value for name, value in dataclasses.asdict(Matching()).items() if name in said}
+    assert set(said) == {field.name for field in dataclasses.fields(Matching)} - {"weights", "state_file"}
+    assert {name: float(value) for name, value in said.items()} == numbers
+    assert f"`{Matching().weights}` (None)" in doc
+
+
+def test_a_base_whose_weights_have_moved_is_not_followed():
+    model = patch_model(tiny("gpt2"), "t5", share_layers=False, seed=0)
+    given = {"weights": "scheme", "steps": 1}
+    stock = [p.clone() for n, p in model.named_parameters() if "posenc" not in n]
+
+    def moved():
+        now = [p for n, p in model.named_parameters() if "posenc" not in n]
+        return any(not a.equal(b) for a, b in zip(now, stock, strict=True))
+
+    for _ in range(2):  # there is no rotation whose mean could be put into the queries
+        calibrate(model, windows(), **given)
+        assert not moved()
+    calibrate(model, windows(), steps=1)
+    assert moved()
+    before = snapshot(model)
+    with pytest.raises(NotPatchedError, match="moved this model's own weights"):
+        calibrate(model, windows(), **given)
+    assert_same(snapshot(model), before)
+    calibrate(model, windows(), **given, base=tiny("gpt2"))
+
+
+def test_what_was_interrupted_has_moved_the_base_too():
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+
+    def stop(step, value):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, windows(), on_step=stop)
+    with pytest.raises(NotPatchedError, match="give the base"):
+        calibrate(model, windows())
+    given = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    calibrate(given, windows(), steps=1, base=tiny("llama"))
+    with pytest.raises(NotPatchedError, match="give the base"):
+        calibrate(given, windows())
 
 
 def test_models_that_cannot_be():

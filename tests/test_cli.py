@@ -1,8 +1,10 @@
 """The command: what it prints, what it returns, and that it says what is wrong without a traceback."""
 
+import dataclasses
 import inspect
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import hf_posenc
 from hf_posenc import cli, commands
 from hf_posenc.calibration.calibrate import STAGES, WEIGHTS
+from hf_posenc.calibration.match import Matching
 from hf_posenc.cli import main
 from hf_posenc.evaluation import sliding_window_perplexity
 
@@ -129,7 +132,8 @@ def test_calibrate_says_at_once_that_it_cannot_draw(readable, tmp_path, capsys, 
 
 def test_calibrate_has_the_defaults_and_choices_of_the_function():
     parameters = inspect.signature(hf_posenc.calibrate).parameters
-    assert {name: parameters[name].default for name in cli.CALIBRATION} == cli.CALIBRATION
+    defaults = {name: parameters[name].default for name in parameters} | dataclasses.asdict(Matching())
+    assert {name: defaults[name] for name in cli.CALIBRATION} == cli.CALIBRATION
     assert cli.STAGES == STAGES
     assert set(cli.MOVED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
 
@@ -148,7 +152,43 @@ def test_ctrl_c_leaves_no_folder(moment, readable, tmp_path, capsys, monkeypatch
         monkeypatch.setattr(commands, "calibrate", interrupted)
     assert main(readable) == 130
     assert capsys.readouterr().err.endswith("\nhf-posenc calibrate: interrupted\n")
-    assert sorted(tmp_path.iterdir()) == before
+    left = [tmp_path / "out.state.safetensors"] if moment == "save" else []  # from which it can be saved after all
+    assert sorted(tmp_path.iterdir()) == sorted([*before, *left])
+
+
+def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkeypatch):
+    """Ctrl-C in step 2 waits for its end; what is saved after --resume is what one run would have saved."""
+    from hf_posenc.calibration import match
+
+    steps = iter(range(1, 100))
+
+    def gradients(*arguments, plain=match._gradients):
+        if next(steps) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return plain(*arguments)
+
+    readable[readable.index("t5")] = "nope"
+    before, handler = sorted(tmp_path.iterdir()), signal.getsignal(signal.SIGINT)
+    state = tmp_path / "out.state.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(match, "_gradients", gradients)
+        assert main(readable) == 130
+    said = capsys.readouterr().err
+    assert "stopping after this step" in said
+    assert f"{state} has what was done so far: the same with --resume goes on from there" in said
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert sorted(tmp_path.iterdir()) == sorted([*before, state])
+    assert main(readable) == 2
+    assert "is left of an interrupted calibration: give --resume, or remove it" in capsys.readouterr().err
+    assert main([*readable, "--resume", "--steps", "5"]) == 2
+    assert "is the state of another calibration: steps was 4 and is 5" in capsys.readouterr().err
+    assert main([*readable, "--resume"]) == 0
+    assert re.findall(r"^step (\d)", capsys.readouterr().err, re.MULTILINE) == ["3", "4"]
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "out"])
+    readable[readable.index("--save-to") + 1] = str(tmp_path / "whole")
+    assert main(readable) == 0
+    resumed, whole = (hf_posenc.from_pretrained(tmp_path / name).state_dict() for name in ("out", "whole"))
+    assert all(value.equal(whole[name]) for name, value in resumed.items())
 
 
 def test_a_second_stage_is_said_only_where_there_is_one(readable, tmp_path, capsys):
@@ -196,6 +236,8 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         ([*CALIBRATE, "--length", "1"], "--length must be at least 2, not 1"),
         ([*CALIBRATE, "--stage", "closed_form", "--steps", "3"], "--steps changes nothing with --stage closed_form"),
         ([*CALIBRATE, "--weights", "scheme", "--weight-rate", "1"], "--weight-rate changes nothing with --weights"),
+        ([*CALIBRATE, "--stage", "closed_form", "--resume"], "--resume changes nothing with --stage closed_form"),
+        ([*CALIBRATE, "--resume"], "--resume: there is no"),
         ([*CALIBRATE, "--report", "NOWHERE/a.json"], "there is no folder"),
         ([*CALIBRATE, "--plot", "NOWHERE/a.png"], "there is no folder"),
         ([*CALIBRATE, "--plot", "HERE/a.bmp"], "a figure is saved as"),

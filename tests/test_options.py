@@ -496,6 +496,7 @@ OPTIONS = {
             ("--rate", "0.5"),
             ("--weight-rate", "0.5"),
             ("--seed", "5"),
+            ("--resume",),
             ("--device", "meta"),
             ("--report", "OUT/a.json"),
             ("--plot", "OUT/a.png"),
@@ -529,6 +530,10 @@ OPTIONS = {
         ("wavelengths", "OUT/a.png", "rope", "--trained-length", "32"),
     ),
     ("plot", "text"): ("decay", "OUT/a.png", "rope", "--text", "TEXT"),
+    ("plot", "positions"): (
+        ("expansion", "OUT/a.png", "OTHER", "--length", "9"),
+        ("expansion", "OUT/a.png", "OTHER", "--length", "9", "--positions", "1", "4"),
+    ),
     ("plot", "title"): ("decay", "OUT/a.png", "rope", "--title", "other"),
     ("plot", "numbers"): ("decay", "OUT/a.png", "rope", "--numbers", "OUT/a.json"),
     ("plot", "set"): ("decay", "OUT/a.png", "rope", "--set", "rope_theta=100.0"),

@@ -44,6 +44,12 @@ def figures():
     yield "precision", lambda: plots.distinct_biases(analysis.precision_audit(300))
     yield "attention", lambda: plots.attention_by_distance(analysis.attention_by_distance(tiny("gpt2"), tokens(1, 20)))
     yield "order", lambda: plots.order_by_layer({"a": analysis.order_sensitivity(tiny("gpt2"), tokens(1, 8))})
+    yield "equivariance", lambda: plots.equivariance_by_layer({"a": analysis.equivariance(tiny("gpt2"), tokens(1, 8))})
+    yield (
+        "expansion",
+        lambda: plots.expansion_terms(analysis.expansion(tiny("gpt2"), tokens(1, 9), 2, 5), title="Terms"),
+    )
+    yield "terms", lambda: plots.score_terms(analysis.score_terms(tiny("gpt2"), tokens(1, 12)), title="Terms")
 
     yield "calibration", lambda: plots.calibration(REPORT, title="Calibration")
 
@@ -139,6 +145,34 @@ def test_bins_of_attention_hold_all_of_it():
     torch.testing.assert_close(image[5, 3], 100 * measured.mass[1, 1, 4:8].sum(), rtol=1e-9, atol=0)
 
 
+def test_equivariance_has_a_panel_with_the_mask_and_one_without():
+    measured = analysis.equivariance(tiny("gpt2"), tokens(1, 8))
+    panels = plots.equivariance_by_layer({"a": measured}).axes
+    shown = [list(axes.lines[0].get_ydata()) for axes in panels]
+    rows = [(layer.unmasked, layer.causal, max(layer.causal_last, 1e-17)) for layer in measured.layers]
+    assert shown == [list(column) for column in zip(*rows, strict=True)]
+    assert [axes.get_title() for axes in panels] == ["all see all", "causal mask", "causal mask, last token"]
+
+
+def test_sizes_of_the_terms_of_an_expansion():
+    found = analysis.expansion(tiny("gpt2"), tokens(1, 9), 2, 5, rows=0)
+    lines = plots.expansion_terms(found).axes[0].lines
+    for name, (layers, output) in zip(found.output.sizes, zip(lines[0::2], lines[1::2], strict=True), strict=True):
+        assert math.isnan(layers.get_ydata()[0])  # nothing has reached the last token yet
+        assert layers.get_ydata()[1] == found.layers[1].sizes[name]
+        assert list(output.get_ydata()) == [found.output.sizes[name]]
+
+
+def test_terms_have_a_panel_each():
+    measured = analysis.score_terms(tiny("gpt2"), tokens(1, 12))
+    panels = plots.score_terms(measured).axes[:4]
+    assert [axes.get_title() for axes in panels] == list(measured.names)
+    for place, axes in enumerate(panels):
+        shown = torch.tensor(axes.images[0].get_array().data)
+        torch.testing.assert_close(shown, 100 * torch.stack([layer.shares[:, place] for layer in measured.layers]))
+        assert axes.images[0].norm.vmin == -axes.images[0].norm.vmax <= -100  # white is 0
+
+
 def test_wavelengths_and_trained_length():
     axes = FIGURES["wavelengths"]().axes[0]
     assert axes.lines[0].get_ydata()[0] == pytest.approx(2 * math.pi, rel=1e-6)
@@ -193,6 +227,9 @@ COMMANDS = [
     (["decay", "MODEL", "rope", "--length", "20"], "model"),
     (["attention", "MODEL", "--length", "20"], "model"),
     (["order", "MODEL", "--length", "8"], "model"),
+    (["expansion", "MODEL", "--length", "9", "--positions", "2", "5"], "model"),
+    (["equivariance", "MODEL", "--length", "8"], "model"),
+    (["terms", "MODEL", "--length", "12"], "model"),
     (["vectors", "MODEL", "--length", "20"], "model"),
     (["wavelengths", "rope", "--trained-length", "64"], "rope"),
     (["precision", "alibi", "--length", "300"], "alibi"),
@@ -216,6 +253,7 @@ def test_command(arguments, source, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["attention", "o.png", "alibi"], "name a checkpoint"),
+        (["expansion", "o.png", "rope"], "name a checkpoint"),
         (["similarity", "o.png", "rope"], "adds no position vectors"),
         (["similarity", "o.png", "rope", "alibi"], "of one scheme or model"),
         (["decay", "o.bmp", "rope"], "png, svg, pdf"),

@@ -7,6 +7,7 @@ from .decay import (
     decay,
     model_decay,
 )
+from .expansion import DiagonalTerm, Expansion, MixedHessian, Terms, expansion, mixed_hessian
 from .frequencies import Frequencies, frequencies
 from .grids import axis_frequencies, grid_rotation, grid_shift, grid_sinusoids
 from .integrals import (
@@ -19,34 +20,47 @@ from .integrals import (
     wave_integral,
     wave_sum,
 )
-from .order import LayerOrder, OrderSensitivity, order_sensitivity
+from .order import (
+    Equivariance,
+    LayerEquivariance,
+    LayerOrder,
+    OrderSensitivity,
+    equivariance,
+    order_sensitivity,
+)
 from .precision import DistinctBiases, precision_audit
 from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
 from .rotary import RotaryWeights, rotary_weights
 from .statistics import (
     EmbeddingStatistics,
-    Interaction,
     VectorStatistics,
     distance_share,
     embedding_statistics,
-    interaction,
     neighbour_distances,
     vector_statistics,
 )
+from .terms import LayerTerms, ScoreTerms, score_terms
 
 __all__ = [
     "AttentionByDistance",
     "Decay",
+    "DiagonalTerm",
     "DistinctBiases",
     "EmbeddingStatistics",
+    "Equivariance",
+    "Expansion",
     "Frequencies",
-    "Interaction",
+    "LayerEquivariance",
     "LayerOrder",
+    "LayerTerms",
+    "MixedHessian",
     "OrderSensitivity",
     "Properties",
     "Property",
     "RotaryWeights",
+    "ScoreTerms",
+    "Terms",
     "VectorStatistics",
     "WaveDecay",
     "attention_by_distance",
@@ -55,12 +69,14 @@ __all__ = [
     "decay",
     "distance_share",
     "embedding_statistics",
+    "equivariance",
+    "expansion",
     "frequencies",
     "grid_rotation",
     "grid_shift",
     "grid_sinusoids",
-    "interaction",
     "linear_map",
+    "mixed_hessian",
     "model_decay",
     "neighbour_distances",
     "order_sensitivity",
@@ -71,6 +87,7 @@ __all__ = [
     "properties",
     "rotary_weights",
     "scheme_vectors",
+    "score_terms",
     "sinusoidal_integral",
     "vector_statistics",
     "wave_decay",

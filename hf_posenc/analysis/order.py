@@ -2,7 +2,8 @@
 
 Attention without positions is a sum over an unordered set, `softmax(q K^T) V`, so one such layer gives the last token
 exactly the same output whatever the order of what it reads. A causal stack without positions is not blind: earlier
-tokens see sets that depend on the order, and the mask alone leaks it to the layers above.
+tokens see sets that depend on the order, and the mask alone leaks it to the layers above. Without the mask a whole
+stack is equivariant: what it writes for shuffled tokens is what it writes for the tokens, shuffled.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..errors import UnsupportedModelError
 from ..modes import evaluation
+from ..patching.plan import BaseModel
 from ..tracing import LayerCall, first, recorded
+from ..upstream import NAME
 from . import probe
 
 
@@ -145,6 +149,143 @@ def order_sensitivity(
     )
 
 
+@dataclass(frozen=True)
+class LayerEquivariance:
+    """How far from equivariant the hidden states behind one layer are.
+
+    Relative change of a token's hidden state when all but the last token of the text change places: that of a token is
+    compared with its own, wherever it is now. 0, up to rounding, is equivariant.
+
+    Attributes:
+        index: of the layer.
+        unmasked: mean over tokens, when every token sees every other.
+        causal: mean over tokens, when each sees those before it.
+        causal_last: of the last token, which sees the same tokens in either order.
+    """
+
+    index: int
+    unmasked: float
+    causal: float
+    causal_last: float
+
+
+@dataclass(frozen=True)
+class Equivariance:
+    """What a stack of layers makes of shuffled tokens, with the causal mask and without. Means over texts and orders.
+
+    Attributes:
+        label: the model's class.
+        layers: one entry per layer.
+        tokens: in a text.
+        changes: number of orders averaged over.
+    """
+
+    label: str
+    layers: tuple[LayerEquivariance, ...]
+    tokens: int
+    changes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {**self.__dict__, "layers": [dict(layer.__dict__) for layer in self.layers]}
+
+    def __str__(self) -> str:
+        """Return a table."""
+        lines = [
+            f"{self.label}: change of the hidden state of a token among shuffled ones",
+            f"  {'layer':<6} {'unmasked':>10} {'causal':>10} {'causal, last token':>19}",
+        ]
+        for layer in self.layers:
+            lines.append(f"  {layer.index:<6} {layer.unmasked:>10.2e} {layer.causal:>10.2e} {layer.causal_last:>19.2e}")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def equivariance(
+    model: PreTrainedModel, tokens: Tensor, *, changes: int = 4, seed: int = 0, progress: bool = False
+) -> Equivariance:
+    """Shuffle a text and see whether the hidden states behind each layer are shuffled with it, and no more.
+
+    The last token stays in its place. Costs `2 changes + 3` forward passes with dense attention. Without the mask, with
+    which sliding windows go, a model without positions is equivariant, unless some of its layers read tokens one after
+    the other instead of attending.
+
+    Args:
+        model: a causal language model, patched or stock, best in float32 or float64.
+        tokens: (T,) or (B, T) text without padding, T >= 3.
+        changes: how many orders, drawn at random.
+        seed: of the draw.
+        progress: show a progress bar.
+
+    Returns:
+        Equivariance.
+
+    Raises:
+        ValueError: for under 3 tokens, or a context whose tokens are all the same.
+        UnsupportedModelError: if the mask cannot be taken away: the scheme has no distances to tokens that come later,
+            or the family's attention masks by itself.
+    """
+    tokens = probe.check_tokens(tokens, 3)
+    label = type(model).__name__
+    if model.config._attn_implementation == NAME:
+        raise UnsupportedModelError(
+            f"the mask of this {label} cannot be taken away: it attends through the function of hf_posenc, which shows "
+            "no token those that come later, since no scheme has distances to them"
+        )
+    if BaseModel.of(model).family.bypasses_interface:
+        raise UnsupportedModelError(f"the mask of {label} cannot be taken away: its attention masks by itself")
+    found = probe.parts(model)
+    layers = found.layers
+    length = tokens.shape[1]
+    unmasked = {
+        "attention_mask": torch.zeros(1, 1, length, length, dtype=model.dtype, device=tokens.device),
+        "position_ids": torch.arange(length, device=tokens.device)[None],
+    }
+    sums = torch.zeros(3, len(layers), dtype=torch.float64)
+    orders = _orders(tokens, "shuffle", changes, seed)
+    with (
+        evaluation(model),
+        probe.dense_attention(model),
+        tqdm(total=2 * changes + 3, disable=not progress, desc="equivariance", unit="forward") as bar,
+    ):
+
+        def states(text: Tensor, arguments: dict[str, Tensor]) -> list[Tensor]:
+            bar.update()
+            return _states(model, layers, text, arguments)
+
+        free, causal = (states(tokens, arguments) for arguments in (unmasked, {}))
+        vocabulary: Any = found.token_embedding.weight
+        another = (tokens[:, -1:] + 1) % len(vocabulary)
+        if states(torch.cat([tokens[:, :-1], another], -1), unmasked)[-1][:, 0].equal(free[-1][:, 0]):
+            raise UnsupportedModelError(f"the first token of {label} does not see the last one, mask or no mask")
+        for order in orders:
+            moved = states(tokens[:, order], unmasked)
+            masked = states(tokens[:, order], {})
+            for index in range(len(layers)):
+                sums[0, index] += _change(moved[index], free[index][:, order])
+                sums[1, index] += _change(masked[index], causal[index][:, order])
+                sums[2, index] += _change(masked[index][:, -1], causal[index][:, -1])
+    means = (sums / changes).T.tolist()
+    rows = tuple(LayerEquivariance(index, *row) for index, row in enumerate(means))
+    return Equivariance(label, rows, length, changes)
+
+
+def _states(
+    model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, arguments: dict[str, Tensor]
+) -> list[Tensor]:
+    """Run the model; return the hidden states behind each layer."""
+    states: list[Tensor] = []
+
+    def after(layer: nn.Module, args: Any, output: Any) -> None:
+        states.append(first(output))
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(after).remove)
+        model(tokens, use_cache=False, logits_to_keep=1, **arguments)
+    return states
+
+
 def _orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
     """Return orders (T,) that move at least one token of every kind of change, the last token in its place."""
     generator = torch.Generator().manual_seed(seed)
@@ -202,7 +343,7 @@ def _reordered(layer: nn.Module, order: Tensor) -> Iterator[None]:
 
 
 def _change(changed: Tensor, original: Tensor) -> float:
-    """Return the mean over texts of |changed - original| / |original|."""
+    """Return the mean over texts, and tokens, of |changed - original| / |original|."""
     changed, original = changed.double(), original.double()
     return ((changed - original).norm(dim=-1) / original.norm(dim=-1).clamp(min=1e-30)).mean().item()
 

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
     from ..calibration import Calibration, LayerFit
     from .decay import AttentionByDistance, Decay
+    from .expansion import Expansion
     from .frequencies import Frequencies
-    from .order import OrderSensitivity
+    from .order import Equivariance, OrderSensitivity
     from .precision import DistinctBiases
+    from .terms import ScoreTerms
 
 __all__ = [
     "FORMATS",
@@ -32,6 +34,8 @@ __all__ = [
     "check_installed",
     "decay_curves",
     "distinct_biases",
+    "equivariance_by_layer",
+    "expansion_terms",
     "kind_of",
     "loss_by_position",
     "loss_curve",
@@ -40,6 +44,7 @@ __all__ = [
     "position_vectors",
     "retrieval_heat_map",
     "save",
+    "score_terms",
     "similarity_matrix",
     "wavelengths",
 ]
@@ -428,15 +433,34 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
         ValueError: if there is nothing.
     """
     pen.require(list(measured), "order sensitivity")
+    panels = {"own": "the layer alone", "accumulated": "with all layers below"}
+    return _by_layer(measured, panels, "relative change of the last token", title)
+
+
+def equivariance_by_layer(measured: Mapping[str, Equivariance], *, title: str = "") -> Figure:
+    """Draw how far from equivariant the hidden states are behind each layer, without the causal mask and with it.
+
+    Args:
+        measured: label -> what `hf_posenc.analysis.equivariance` returned.
+        title: above the axes; empty means none.
+
+    Raises:
+        ValueError: if there is nothing.
+    """
+    pen.require(list(measured), "equivariance")
+    panels = {"unmasked": "all see all", "causal": "causal mask", "causal_last": "causal mask, last token"}
+    return _by_layer(measured, panels, "relative change among shuffled tokens", title)
+
+
+def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: str, title: str) -> Figure:
+    """Draw numbers of each layer of several models, on one logarithmic axis; panels: attribute -> words above it."""
     floor = 1e-17
     with pen.style():
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8.6, 4.0), layout="constrained")
-        panels = figure.subplots(1, 2, sharey=True)
-        for axes, name, words in zip(
-            panels, ("own", "accumulated"), ("the layer alone", "with all layers below"), strict=True
-        ):
+        figure = Figure(figsize=(1.6 + 3.5 * len(panels), 4.0), layout="constrained")
+        grid = figure.subplots(1, len(panels), sharey=True)
+        for axes, (name, words) in zip(grid, panels.items(), strict=True):
             for (label, each), style in zip(measured.items(), pen.styles(measured), strict=True):
                 x = [layer.index for layer in each.layers]
                 y = [max(getattr(layer, name), floor) for layer in each.layers]
@@ -445,10 +469,85 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.set_title(words, fontsize=10)
             axes.set_xlabel("layer")
-        panels[0].set_ylabel("relative change of the last token")
+        grid[0].set_ylabel(ylabel)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        panels[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+        grid[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+    return figure
+
+
+def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
+    """Draw how large the terms of Su's expansion and its residual are, for the input of each layer and the output.
+
+    Args:
+        found: what `hf_posenc.analysis.expansion` returned. Where a term is 0 there is no mark.
+        title: above the axes; empty means none.
+    """
+    rows = [*found.layers, found.output]
+    words = {
+        "slope_first": "$p_m$, slope",
+        "slope_second": "$p_n$, slope",
+        "curvature_first": "$p_m$, curvature",
+        "curvature_second": "$p_n$, curvature",
+        "mixed": "$p_m$ and $p_n$: the sixth term",
+        "residual": "residual",
+    }
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=pen.width(dict.fromkeys(words.values())))
+        for (name, label), style in zip(words.items(), pen.styles(words.values()), strict=True):
+            sizes = [terms.sizes[name] or math.nan for terms in rows]
+            axes.plot(range(len(found.layers)), sizes[:-1], label=label, **style)
+            axes.plot([len(found.layers)], sizes[-1:], **style)  # of another function: not joined
+        axes.set_yscale("log")
+        step = math.ceil(len(found.layers) / 16)
+        places = range(0, len(found.layers), step)
+        axes.set_xticks([*places, len(found.layers)], [*map(str, places), "output"])
+        axes.set_xlabel(f"hidden state into layer (m = {found.first}, n = {found.second})")
+        axes.set_ylabel("size (norm; of the output: nats)")
+        pen.legend(axes, words)
+    return figure
+
+
+def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
+    """Draw what the attention scores of each layer and head are made of, a panel for each of the four terms.
+
+    Args:
+        measured: what `hf_posenc.analysis.score_terms` returned.
+        title: above the panels; empty means none.
+
+    Raises:
+        ValueError: if there are no layers.
+        ImportError: without matplotlib.
+    """
+    import torch
+
+    pen.require(measured.layers, "terms of scores")
+    heads = max(len(layer.shares) for layer in measured.layers)
+    shares = torch.full((len(measured.names), len(measured.layers), heads), math.nan, dtype=torch.float64)
+    for row, layer in enumerate(measured.layers):
+        shares[:, row, : len(layer.shares)] = 100 * layer.shares.T
+    most = max(100.0, pen.limit(shares.nan_to_num()))  # one that works against the others leaves these more than all
+    with pen.style():
+        from matplotlib.figure import Figure
+
+        height = min(9.0, 1.7 + 0.3 * len(measured.layers))
+        figure = Figure(figsize=(10.0, height), layout="constrained")
+        panels = figure.subplots(1, len(measured.names), sharey=True)
+        for axes, name, values in zip(panels, measured.names, shares, strict=True):
+            axes.grid(False)
+            image = axes.imshow(
+                values.tolist(), aspect="auto", cmap="RdBu", vmin=-most, vmax=most, interpolation="nearest"
+            )
+            axes.set_title(name, fontsize=10)
+            axes.set_xlabel("head")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        step = math.ceil(len(measured.layers) / 24)
+        rows = range(0, len(measured.layers), step)
+        panels[0].set_yticks(rows, [str(measured.layers[row].index) for row in rows])
+        panels[0].set_ylabel("layer")
+        pen.colour_bar(figure, image, list(panels), "share of the score (%)")
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 

@@ -2,7 +2,7 @@
 
 Su Jianlin (2021, spaces.ac.cn/archives/8231) expands a model to second order in what two positions add to the
 embeddings, `f ~ f_0 + p_m . df/dp_m + p_n . df/dp_n + ... + p_m^T H p_n`, assumes that `H` is close to diagonal, and
-arrives at sinusoids. Whether positions are small beside tokens, and whether `H` is diagonal, can be measured.
+arrives at sinusoids. Whether positions are small beside tokens can be measured here, and `H` itself in `expansion.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..modes import evaluation
 from . import probe
 
 
@@ -172,85 +170,3 @@ def neighbour_distances(vectors: Tensor) -> Tensor:
     neighbour than another, and where the first ones look closer in a trained table it is training that made them so.
     """
     return vectors.double().diff(dim=0).norm(dim=-1)
-
-
-@dataclass(frozen=True)
-class Interaction:
-    """Second-order interaction of two positions.
-
-    Attributes:
-        first: position m.
-        second: position n.
-        block: (rows, E) float64, `d^2 f / dx_m dx_n`: rows of the Hessian block for the coordinates in `rows`.
-        rows: coordinates of x_m that the rows stand for.
-        diagonal_share: squared diagonal entries over all squared entries of these rows; 1/E if there is no structure.
-        term: `p_m^T H p_n` with the model's own position vectors; None if not all rows are known or it has none.
-    """
-
-    first: int
-    second: int
-    block: Tensor
-    rows: tuple[int, ...]
-    diagonal_share: float
-    term: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {**self.__dict__, "block": self.block.tolist(), "rows": list(self.rows)}
-
-
-def interaction(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    first: int,
-    second: int,
-    *,
-    rows: int | None = 64,
-    progress: bool = False,
-) -> Interaction:
-    """Differentiate a model twice, by what is added to the embeddings of two positions.
-
-    The function is the log-probability, at the last position but one, of the last token. Attention runs densely, which
-    has second derivatives.
-
-    Args:
-        model: a causal language model, patched or stock; best in float32 or float64.
-        tokens: (T,) text, T >= 3.
-        first: m, 0 .. T - 2.
-        second: n, 0 .. T - 2, another one.
-        rows: number of rows of the block, evenly spread, each one backward pass; None means all E.
-        progress: show a progress bar.
-
-    Returns:
-        Interaction.
-
-    Raises:
-        ValueError: for positions out of range or equal, or more than one text.
-    """
-    tokens = probe.check_tokens(tokens, 3)
-    length = tokens.shape[1]
-    if len(tokens) != 1:
-        raise ValueError("one text at a time")
-    if not (0 <= first < length - 1 and 0 <= second < length - 1) or first == second:
-        raise ValueError(f"first and second must be two positions from 0 to {length - 2}, not {first} and {second}")
-    embedding = probe.parts(model).token_embedding
-    with torch.enable_grad(), evaluation(model), probe.dense_attention(model):
-        start = embedding(tokens[:, :-1]).detach()
-        size = start.shape[-1]
-        at = [torch.zeros(size, dtype=start.dtype, device=start.device, requires_grad=True) for _ in range(2)]
-        index = torch.arange(length - 1, device=start.device)[:, None]
-        inputs = start + (index == first) * at[0] + (index == second) * at[1]
-        logits = model(inputs_embeds=inputs, use_cache=False).logits[0, -1]
-        value = logits.log_softmax(-1)[tokens[0, -1]]
-        (slope,) = torch.autograd.grad(value, at[0], create_graph=True)
-        count = size if rows is None else min(rows, size)
-        chosen = [k * size // count for k in range(count)]
-        block = torch.stack(
-            [
-                torch.autograd.grad(slope[k], at[1], retain_graph=True)[0].double().cpu()
-                for k in tqdm(chosen, disable=not progress, desc="Hessian", unit="row")
-            ]
-        )
-    vectors = probe.position_vectors(model, length - 1) if count == size else None
-    term = None if vectors is None else (vectors[first] @ block @ vectors[second]).item()
-    return Interaction(first, second, block, tuple(chosen), diagonal_share(block, chosen), term)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import NotPatchedError
+from ..errors import CheckpointError, NotPatchedError
 from ..modes import evaluation
 from ..patching.state import patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unwrapped
 from .choose import CANDIDATES, close
-from .match import match, movable
+from .match import Matching, match, movable
 from .pair import Pair
+from .state import FirstStage, StateFile, digest_of, digest_of_tokens
 
 STAGES = ("closed_form", "attention")
 WEIGHTS = ("scheme", "query_key", "adapter")
@@ -105,14 +110,16 @@ def calibrate(
     *,
     stage: str = "attention",
     base: PreTrainedModel | None = None,
-    weights: str = "query_key",
-    steps: int = 100,
-    batch_size: int = 4,
-    rate: float = 2e-2,
-    weight_rate: float = 1e-3,
     closed_windows: int = 24,
     held_out: int = 8,
-    seed: int = 0,
+    weights: str | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    rate: float | None = None,
+    weight_rate: float | None = None,
+    seed: int | None = None,
+    state_file: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> Calibration:
     """Put into a scheme, and into the projections of queries and keys, what the base's positions did.
@@ -128,36 +135,47 @@ def calibrate(
             `held_out + 1`.
         stage: `closed_form`, or `attention` for both stages.
         base: what to follow; None means what the model was before it was patched, which is kept for undoing that.
-        weights: what the second stage moves: `scheme`, its parameters alone; `query_key`, with all weights of the
-            attention that make queries and keys; `adapter`, with those of them alone that are trained: of LoRA.
-        steps: of the second stage.
-        batch_size: windows in each step.
-        rate: learning rate of the scheme's parameters in the second stage; it falls to 0 as a cosine.
-        weight_rate: of weights.
         closed_windows: windows that the closed forms average over, at most.
         held_out: windows, the last ones, that only decide and measure.
-        seed: of the order of windows.
-        on_step: called after each step with its number, from 1, and the mean KL divergence.
+        weights: what the second stage moves: `scheme`, its parameters alone; `query_key` (None), with all weights of
+            the attention that make queries and keys; `adapter`, with those of them alone that are trained: of LoRA.
+        steps: of the second stage; None means 100.
+        batch_size: windows in each step; None means 4.
+        rate: learning rate of the scheme's parameters in the second stage; it falls to 0 as a cosine. None means 2e-2.
+        weight_rate: of weights; None means 1e-3.
+        seed: of the order of windows in the second stage; None means 0.
+        state_file: where the second stage writes its state, whole or not at all. If the file is there already, it goes
+            on from there, and ends with the same numbers as one that was never interrupted; the first stage is not run
+            again. By default nothing is written.
+        save_every: steps from one state to the next, beside those before the first step, after the last, and after one
+            whose `on_step` raises an error; None means 25.
+        on_step: called after each step of the second stage with its number, from 1, and the mean KL divergence.
 
     Returns:
         What was found, by layer and head.
 
     Raises:
-        NotPatchedError: if the model is not patched; or was loaded patched, and no `base` is given.
+        NotPatchedError: if the model is not patched; or no `base` is given, and the model was loaded patched, or a
+            calibration has moved its own weights.
         UnsupportedModelError: if it is wrapped, sharded or offloaded, or nobody sees the base's scores.
-        ValueError: for choices that do not exist, numbers out of range, too few windows, windows longer than the base
-            was made for, and a second stage that has nothing to move.
+        ValueError: for choices that do not exist, numbers out of range, arguments of a stage that is left out, too few
+            windows, windows longer than the base was made for, and a second stage that has nothing to move.
+        CheckpointError: if what is in `state_file` is not the state of a calibration with the same arguments, tokens
+            and model, patched in the same way.
+        OSError: if the state cannot be read or written.
     """
-    check_choices(
-        stage=stage,
-        weights=weights,
-        steps=steps,
-        batch_size=batch_size,
-        rate=rate,
-        weight_rate=weight_rate,
-        closed_windows=closed_windows,
-        held_out=held_out,
-    )
+    given = {
+        "weights": weights,
+        "steps": steps,
+        "batch_size": batch_size,
+        "rate": rate,
+        "weight_rate": weight_rate,
+        "seed": seed,
+        "state_file": None if state_file is None else Path(state_file),
+        "save_every": save_every,
+    }
+    how = second_stage(stage, **{name: value for name, value in given.items() if value is not None})
+    check_positive(closed_windows=closed_windows, held_out=held_out)
     check_unwrapped(model, "calibrate the model")
     inner = without_adapter(model)
     patch = patch_of(inner)
@@ -172,63 +190,136 @@ def calibrate(
         )
     if base is None and patch.undo is None:
         raise NotPatchedError("this model was loaded patched, which does not hold the stock positions: give the base")
+    if base is None and patch.moved:
+        raise NotPatchedError(
+            "a calibration has moved this model's own weights, so that it is no longer the base it was: give the base"
+        )
     with evaluation(inner):
         pair = Pair(inner, patch, base, tokens, held_out)
-        return _run(pair, stage, weights, steps, batch_size, (rate, weight_rate), closed_windows, seed, on_step)
+        try:
+            return _run(pair, how, tokens, closed_windows, on_step)
+        finally:
+            moved = base is not None or any(not weight.equal(before) for weight, before in pair.originals)
+            patch.moved = patch.moved or moved
 
 
-def check_choices(*, stage: str = STAGES[0], weights: str = WEIGHTS[0], **numbers: float) -> None:
-    """Check what can be checked of the arguments of `calibrate` without a model.
+def second_stage(stage: str, **given: Any) -> Matching | None:
+    """Return how the second stage goes, or None if it is left out.
 
     Args:
         stage: as in `calibrate`.
-        weights: as in `calibrate`.
-        **numbers: those of its arguments that count something or are a rate, by name.
+        **given: those arguments of `calibrate` that are given and that only the second stage reads.
 
     Raises:
-        ValueError: for a choice that does not exist, and a number out of range.
+        ValueError: for a choice that does not exist, a number out of range, and what is given and changes nothing.
     """
-    for name, value, choices in (("stage", stage, STAGES), ("weights", weights, WEIGHTS)):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+    _check_one_of("stage", stage, STAGES)
+    for name in ignored(stage, given.get("weights", Matching.weights)):
+        if name in given:
+            reason = f"stage={stage!r}" if stage == "closed_form" else f"weights={given['weights']!r}"
+            raise ValueError(f"{name} changes nothing with {reason}: leave it out")
+    if "save_every" in given and "state_file" not in given:
+        raise ValueError("save_every changes nothing without a state_file: leave it out")
+    if stage == "closed_form":
+        return None
+    how = Matching(**given)
+    _check_one_of("weights", how.weights, WEIGHTS)
+    counts = {"steps": how.steps, "batch_size": how.batch_size, "save_every": how.save_every}
+    check_positive(**counts, rate=how.rate, weight_rate=how.weight_rate)
+    return how
+
+
+def ignored(stage: str, weights: str) -> tuple[str, ...]:
+    """Return the arguments of `calibrate` that change nothing beside these two."""
+    if stage == "closed_form":
+        return tuple(field.name for field in fields(Matching))
+    return ("weight_rate",) if weights == "scheme" else ()
+
+
+def check_positive(**numbers: float) -> None:
+    """Check that numbers, by name, are positive and finite; a ValueError says which is not."""
     for name, number in numbers.items():
         if not 0 < number < math.inf:
             raise ValueError(f"{name} must be positive, not {number}")
 
 
+def _check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
 def _run(
     pair: Pair,
-    stage: str,
-    weights: str,
-    steps: int,
-    batch_size: int,
-    rates: tuple[float, float],
+    how: Matching | None,
+    tokens: Tensor,
     windows: int,
-    seed: int,
     on_step: Callable[[int, float], None] | None,
 ) -> Calibration:
-    moved = movable(pair, weights) if stage == "attention" else ([], [])
-    if stage == "attention" and not any(moved):
-        raise ValueError(f"weights={weights!r} leaves nothing to move: {pair.patch.name} has no parameters of its own")
-    before = pair.divergence()
-    averages, chosen, closed = close(pair, windows, before)
-    after = closed
-    if stage == "attention":
-        match(pair, moved, steps, batch_size, rates, seed, on_step)
+    moved = ([], []) if how is None else movable(pair, how.weights)
+    if how is not None and not any(moved):
+        raise ValueError(
+            f"weights={how.weights!r} leaves nothing to move: {pair.patch.name} has no parameters of its own"
+        )
+    state = None if how is None or how.state_file is None else _state(pair, how, moved, tokens, windows)
+    found = None if state is None else state.first_stage
+    if found is None:
+        before = pair.divergence()
+        averages, chosen, closed = close(pair, windows, before)
+        curves = {index: each.mean_difference.float().cpu() for index, each in averages.items()}
+        found = FirstStage(before, closed, chosen, curves, [p.detach().clone() for part in moved for p in part])
+    after = found.closed
+    if how is not None:
+        if state is not None:
+            state.first_stage = found
+        match(pair, moved, how, state, on_step)
         after = pair.divergence()
+        if sum(each.sum() for each in after.values()) > sum(each.sum() for each in found.closed.values()):
+            after = found.closed  # a base that was met already, or rates that are too high
+            with torch.no_grad():
+                for p, value in zip((p for part in moved for p in part), found.parameters, strict=True):
+                    p.copy_(value)
     fits = []
     for index in pair.layers:
         shown, multiplies = pair.curve(index)
         fits.append(
             LayerFit(
                 index,
-                before[index],
-                closed[index],
+                found.before[index],
+                found.closed[index],
                 after[index],
-                chosen[index],
-                averages[index].mean_difference.float().cpu(),
+                found.chosen[index],
+                found.base_curve[index],
                 shown,
                 multiplies,
             )
         )
-    return Calibration(pair.patch.name, tuple(fits), len(pair.train[0]) * (len(pair.train) + len(pair.held)))
+    return Calibration(pair.patch.name, tuple(fits), tokens.numel())
+
+
+def _state(
+    pair: Pair, how: Matching, moved: tuple[list[nn.Parameter], list[nn.Parameter]], tokens: Tensor, windows: int
+) -> StateFile:
+    """Return the state of this calibration, read if there is one; all processes have the same."""
+    assert how.state_file is not None
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    choices = {name: value for name, value in asdict(how).items() if name not in ("state_file", "save_every")}
+    of = choices | {
+        "scheme": " + ".join(map(str, pair.patch.schemes)),
+        "digest of the model": digest_of(pair.model),
+        "digest of the base": "that of the model" if pair.other is None else digest_of(pair.other),
+        "tokens": digest_of_tokens(tokens),
+        "held_out": len(pair.held),
+        "closed_windows": windows,
+        "number of parameters that move": sum(map(len, moved)),
+        "number of processes": processes,
+    }
+    movables = moved if how.weights == "query_key" else movable(pair, "query_key")  # closed forms move weights too
+    reached = {id(p) for part in movables for p in part}
+    names = {name: p for name, p in pair.model.named_parameters() if id(p) in reached}
+    state = StateFile(how.state_file, of, names)
+    if processes > 1:
+        steps: list[Any] = [None] * processes
+        dist.all_gather_object(steps, (state.step, state.first_stage is None))
+        if len(set(steps)) > 1:
+            raise CheckpointError(f"the processes do not all see the same {how.state_file}: give them a shared folder")
+    return state

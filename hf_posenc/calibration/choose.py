@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..patching.plan import BaseModel
-from .closed import Averages, Turn, curve, fit, target_of, turn_of
+from .closed import Averages, Target, Turn, coefficients, fit, target_of, turn_of
 from .pair import Pair
 
-CANDIDATES = ("as it was", "bias", "turned", "turned, bias")
-"""What is tried: the scheme as it was; its curve fitted to what the base's positions add on average; queries turned by
-the mean rotation; both."""
+CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
+"""What is tried: the scheme as it was; its curve, or vectors, fitted to what the base's positions add; queries turned
+by the mean rotation; both."""
 
 
 def close(
@@ -22,46 +22,34 @@ def close(
     """Try the closed forms, and keep the best of each head."""
     plain = pair.averages(windows)
     turns = _turns(pair, plain)
-    everywhere = {index: torch.ones(pair.plan.sizes[index].num_heads, dtype=torch.bool) for index in turns}
     modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
     start = _State(turns, modules)
-    found = {"as it was": before}
-    if modules:
-        _fit_all(pair, modules, {index: target_of(modules[index], pair.like(index), plain[index]) for index in modules})
-        found["bias"] = pair.divergence()
-        start.restore()
-    turned = plain
+    as_it_was = {index: _coefficients(pair, index, plain[index]) for index in modules}
+    found, targets = {"as it was": before}, {}
     if turns:
         for index, turn in turns.items():
-            turn.apply(everywhere[index])
+            turn.apply(torch.ones(pair.plan.sizes[index].num_heads, dtype=torch.bool))
         found["turned"] = pair.divergence()
         if modules:
-            turned = pair.averages(windows)
-            _fit_all(
-                pair, modules, {index: target_of(modules[index], pair.like(index), turned[index]) for index in modules}
-            )
-            found["turned, bias"] = pair.divergence()
-        start.restore()
+            targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows))
+            _fit_all(pair, modules, targets["turned, fitted"])
+            found["turned, fitted"] = pair.divergence()
+        start.restore([turn.projection for turn in turns.values()])
+    if modules:  # each search begins where the last one ended
+        targets["fitted"] = _targets(pair, modules, plain)
+        _fit_all(pair, modules, targets["fitted"])
+        found["fitted"] = pair.divergence()
     names = [name for name in CANDIDATES if name in found]
     best = {index: torch.stack([found[name][index] for name in names]).argmin(0) for index in pair.layers}
     chosen = {index: tuple(names[number] for number in best[index].tolist()) for index in pair.layers}
     for index, turn in turns.items():
         turn.apply(torch.tensor([name.startswith("turned") for name in chosen[index]]))
     if modules:
-        targets: dict[int, tuple[Tensor, Tensor]] = {}
-        for index, module in modules.items():
-            like = pair.like(index)
-            own = curve(module, like, plain[index].pairs.shape[0])
-            assert own is not None
-            by_name = {
-                "bias": target_of(module, like, plain[index]),
-                "turned, bias": target_of(module, like, turned[index]),
-            }
-            kept = (own.detach().double(), plain[index].pairs.expand_as(own).double())
-            picked = [by_name.get(name, kept) for name in chosen[index]]
-            shape, weight = (torch.stack([pick[n][head] for head, pick in enumerate(picked)]) for n in range(2))
-            targets[index] = shape, weight
-        _fit_all(pair, modules, targets)
+        picked = {}
+        for index in modules:
+            by_name = {name: target[index] for name, target in targets.items()}
+            picked[index] = _picked(chosen[index], by_name, as_it_was[index])
+        _fit_all(pair, modules, picked)
     closed = pair.divergence()
     if sum(each.sum() for each in closed.values()) > sum(each.sum() for each in before.values()):
         start.restore()  # heads that share parameters cannot each have what is best for them
@@ -69,13 +57,38 @@ def close(
     return plain, chosen, closed
 
 
-def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, tuple[Tensor, Tensor]]) -> None:
+def _targets(pair: Pair, modules: dict[int, Any], averages: dict[int, Averages]) -> dict[int, Target]:
+    """Return what each layer's form should have."""
+    return {index: target_of(module, pair.like(index), averages[index]) for index, module in modules.items()}
+
+
+def _coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
+    """Return what a layer's form has."""
+    heads, count = averages.difference.shape
+    found = coefficients(pair.module(index), pair.like(index), count, heads)
+    assert found is not None
+    return found.detach().double()
+
+
+def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) -> None:
     """Fit every module to the curves of the layers that it serves."""
-    owners: dict[int, tuple[Any, Tensor, list[tuple[Tensor, Tensor]]]] = {}
+    owners: dict[int, tuple[Any, Tensor, list[Target]]] = {}
     for index, module in modules.items():
         owners.setdefault(id(module), (module, pair.like(index), []))[2].append(targets[index])
-    for module, like, curves in owners.values():
-        fit(module, like, curves)
+    for module, like, wanted in owners.values():
+        fit(module, like, wanted)
+
+
+def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tensor) -> Target:
+    """Return for each head the target of what it was given, and for the others what the module had."""
+    fitted = by_name["fitted"]
+    kept = Target(as_it_was, fitted.weights, fitted.metric)
+    picked = [by_name.get(name, kept) for name in names]
+    return Target(
+        torch.stack([each.values[head] for head, each in enumerate(picked)]),
+        torch.stack([each.weights[head] for head, each in enumerate(picked)]),
+        torch.stack([each.metric[head] for head, each in enumerate(picked)]),
+    )
 
 
 def _turns(pair: Pair, averages: dict[int, Averages]) -> dict[int, Turn]:
@@ -100,12 +113,13 @@ class _State:
     """The values that closed forms change, to be put back."""
 
     def __init__(self, turns: dict[int, Turn], modules: dict[int, Any]) -> None:
-        changed = [p for turn in turns.values() for p in turn.projection.parameters()]
-        changed += [p for module in modules.values() for p in module.parameters()]
-        self.kept = [(p, p.detach().clone()) for p in {id(p): p for p in changed}.values()]
+        owners = [*(turn.projection for turn in turns.values()), *modules.values()]
+        self.kept = {id(p): (p, p.detach().clone()) for owner in owners for p in owner.parameters()}
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put them back."""
-        for parameter, value in self.kept:
+    def restore(self, owners: list[nn.Linear] | None = None) -> None:
+        """Put back those of some modules, or all."""
+        chosen = self.kept if owners is None else [id(p) for owner in owners for p in owner.parameters()]
+        for each in chosen:
+            parameter, value = self.kept[each]
             parameter.copy_(value)

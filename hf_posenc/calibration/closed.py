@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import Call
-from ..forms import Bias, Factors, Slopes
+from ..forms import Bias, ClippedVectors, Factors, RelativeKeys, Slopes
 from ..patching.plan import BaseModel
 from ..upstream.rotary import by_pair
 from .maps import parts, rows_of
@@ -20,6 +21,12 @@ TAIL = 4
 
 TAIL_WEIGHT = 1e-3
 """Weight of a distance that was not seen, relative to the mean weight of those that were."""
+
+STEPS = 100
+"""Of the search for a scheme's parameters, at most; most end before."""
+
+RIDGE = 1e-4
+"""Added to the mean square of each number of the queries, relative to their average, before it is inverted."""
 
 
 @dataclass
@@ -32,6 +39,8 @@ class Averages:
         product: (H, T) sum of the base's score times that `q . k`, clipped at 0 if the scheme clips it.
         square: (H, T) sum of its squares.
         mass: (H, T) sum of the base's attention weights.
+        by_query: (H, T, D + 1) sum of that difference times `(scaling q, vector_scaling)`; None unless it is asked for.
+        moment: (H, D + 1, D + 1) sum of the products of these vectors with themselves, or None.
     """
 
     pairs: Tensor
@@ -39,12 +48,28 @@ class Averages:
     product: Tensor
     square: Tensor
     mass: Tensor
+    by_query: Tensor | None = None
+    moment: Tensor | None = None
 
     @classmethod
-    def none(cls, heads: int, distances: int, device: torch.device) -> Averages:
-        """Return sums over nothing."""
-        pairs = torch.zeros(distances, dtype=torch.float64, device=device)
-        return cls(pairs, *(torch.zeros(heads, distances, dtype=torch.float64, device=device) for _ in range(4)))
+    def none(cls, heads: int, distances: int, device: torch.device, *, size: int | None = None) -> Averages:
+        """Return sums over nothing.
+
+        Args:
+            heads: H.
+            distances: T.
+            device: where they are summed.
+            size: D, where sums by query are asked for.
+        """
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.float64, device=device)
+
+        found = cls(zeros(distances), *(zeros(heads, distances) for _ in range(4)))
+        if size is not None:
+            found.by_query = zeros(heads, distances, size + 1)
+            found.moment = zeros(heads, size + 1, size + 1)
+        return found
 
     @torch.no_grad()
     def add(self, base: Call, scheme: Call, *, relu: bool = False) -> None:
@@ -59,25 +84,70 @@ class Averages:
             theirs, ours = rows_of(base, part), rows_of(scheme, part, content=True)
             shape = theirs.scores.shape
             visible = theirs.visible.expand(shape)
-            at = theirs.distance.expand(shape).transpose(0, 1).flatten(1).long()  # (H, B R L)
-            s, n, w = (
-                each.double().masked_fill(~visible, 0.0).transpose(0, 1).flatten(1)
-                for each in (theirs.scores, ours.scores, theirs.log_weights()[..., : shape[-1]].exp())
-            )
-            self.pairs.index_add_(0, at[0], visible[:, 0].double().flatten())
-            clipped = n.clamp(min=0) if relu else n
-            for sums, values in (
-                (self.difference, s - n),
-                (self.product, s * clipped),
-                (self.square, clipped * clipped),
-                (self.mass, w),
-            ):
-                sums.scatter_add_(1, at, values)
+            at = theirs.distance.expand(shape).long()
+
+            def by_distance(values: Tensor, at: Tensor = at, visible: Tensor = visible) -> Tensor:
+                """(B, H, R, L) -> (B, H, R, T)."""
+                sums = values.new_zeros(*values.shape[:-1], len(self.pairs), dtype=torch.float64)
+                return sums.scatter_add_(-1, at, values.double().masked_fill(~visible, 0.0))
+
+            s, n = theirs.scores, ours.scores
+            clipped = (n.clamp(min=0) if relu else n).double()
+            weights = theirs.log_weights()[..., : shape[-1]].exp()
+            difference = by_distance(s.double() - n)
+            self.pairs += by_distance(torch.ones_like(s))[:, 0].sum((0, 1))
+            self.difference += difference.sum((0, 2))
+            self.product += by_distance(s * clipped).sum((0, 2))
+            self.square += by_distance(clipped * clipped).sum((0, 2))
+            self.mass += by_distance(weights).sum((0, 2))
+            if self.by_query is not None and self.moment is not None:
+                query = scheme.scaling * scheme.query[:, :, part].double()
+                query = F.pad(query, (0, 1), value=scheme.ratio * scheme.scaling)
+                self.by_query += torch.einsum("bhrt,bhrd->htd", difference, query)
+                self.moment += torch.einsum("bhr,bhrd,bhre->hde", visible.double().sum(-1), query, query)
 
     @property
     def mean_difference(self) -> Tensor:
         """The base's score minus `q . k`, the mean by distance, (H, T)."""
         return self.difference / self.pairs.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a form's coefficients should be, see `coefficients`.
+
+    Attributes:
+        values: (H, T, K).
+        weights: (H, T) what each distance weighs.
+        metric: (H, K, K) positive: an error `e` of one distance costs `e metric e`.
+    """
+
+    values: Tensor
+    weights: Tensor
+    metric: Tensor
+
+
+def takes_queries(form: Any) -> bool:
+    """Return whether what a form adds to a score is linear in the query."""
+    return isinstance(form, (ClippedVectors, RelativeKeys))
+
+
+def coefficients(module: Any, like: Tensor, count: int, heads: int) -> Tensor | None:
+    """Return what a module's form has for the distances 0, 1, ..., (H, count, K); None if it is no such form.
+
+    For a curve its numbers (K = 1); where the query is multiplied by a vector of the distance that vector and what is
+    added beside it (K = D + 1), so that their product with `(scaling q, vector_scaling)` is added to the score.
+    """
+    form = module.form(like)
+    if isinstance(form, (Bias, Slopes, Factors)):
+        return form.table(count)[..., None]
+    if isinstance(form, ClippedVectors):
+        labels = torch.arange(count, device=form.keys.device).clamp(max=form.keys.shape[-2] - 1)
+        return F.pad(form.keys.index_select(-2, labels), (0, 1)).expand(heads, -1, -1)
+    if isinstance(form, RelativeKeys):
+        vectors = form.table(count)
+        return torch.cat([vectors, vectors @ form.position_bias[..., None]], -1)
+    return None
 
 
 def curve(module: Any, like: Tensor, count: int) -> Tensor | None:
@@ -86,68 +156,109 @@ def curve(module: Any, like: Tensor, count: int) -> Tensor | None:
     return form.table(count) if isinstance(form, (Bias, Slopes, Factors)) else None
 
 
-def target_of(module: Any, like: Tensor, averages: Averages) -> tuple[Tensor, Tensor]:
-    """Return the curve that would serve the averages best, and what each of its numbers weighs, (H, T) each.
+def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
+    """Return the coefficients that would serve the averages best.
 
     A bias: the mean of what the base's positions add. A factor: least squares of the base's score by it times `q . k`.
+    A vector: least squares of what the base's positions add by its product with the query.
     """
-    if isinstance(module.form(like), Factors):
-        return averages.product / averages.square.clamp(min=1e-12), averages.square
-    return averages.mean_difference, averages.pairs.expand_as(averages.difference)
+    form, weights = module.form(like), averages.pairs.expand_as(averages.difference)
+    one = torch.ones(len(weights), 1, 1, dtype=torch.float64, device=weights.device)
+    if isinstance(form, Factors):
+        return Target((averages.product / averages.square.clamp(min=1e-12))[..., None], averages.square, one)
+    if averages.by_query is None or averages.moment is None:
+        return Target(averages.mean_difference[..., None], weights, one)
+    metric = averages.moment / averages.pairs.sum()
+    mean = averages.by_query / averages.pairs.clamp(min=1)[:, None]
+    # Directions in which there are hardly any queries would get huge vectors from a few of them.
+    ridge = RIDGE * metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    metric = metric + ridge * torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
+    return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric)
 
 
-def fit(module: nn.Module, like: Tensor, targets: list[tuple[Tensor, Tensor]]) -> None:
-    """Fit a module's parameters to curves, by least squares of float64; a bias may differ by a constant of the head.
+def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
+    """Fit a module's parameters to coefficients, by least squares of float64.
+
+    What is added to scores may differ by a constant of the head, which the softmax does not see. A tail beyond the
+    distances that were seen weighs a little. Of curves it then weighs nothing: what was seen decides alone, and only
+    numbers of which it says nothing keep what the tail gave them.
 
     Args:
-        module: a scheme's, with a bias or factor by distance.
+        module: a scheme's.
         like: has the device, and the dtype beside which positions are computed.
-        targets: curve and weights, (H, T) each, one pair for each layer that the module serves.
+        targets: one for each layer that the module serves.
     """
     owner: Any = copy.deepcopy(module).double()
-    parameters = [each for each in owner.parameters() if each.requires_grad]
-    if not parameters:
+    if not any(each.requires_grad for each in owner.parameters()):
         return
     wide = like.double()
-    added = not isinstance(owner.form(wide), Factors)
-    seen = targets[0][0].shape[1]
-    curves = torch.stack([_continued(target) for target, _ in targets])
-    weights = torch.stack([_with_tail(weight) for _, weight in targets])
-    weights = weights / weights.sum(-1, keepdim=True)
-    optimizer = torch.optim.LBFGS(
-        parameters, max_iter=500, tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe"
-    )
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        off = owner.form(wide).table(seen * TAIL) - curves
-        if added:  # which the softmax does not see
-            off = off - (weights * off).sum(-1, keepdim=True)
-        value = (weights * off.square()).sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)
+    heads, seen, _ = targets[0].values.shape
+    _search(owner, wide, targets, tail=TAIL_WEIGHT)
+    if not takes_queries(owner.form(wide)):  # vectors that nothing holds beyond what was seen run away there
+        _search(owner, wide, targets, tail=None)
     kept = [each.detach().clone() for each in module.parameters()]
     with torch.no_grad():
         for mine, theirs in zip(module.parameters(), owner.parameters(), strict=True):
             mine.copy_(theirs)
-        found: Any = module
-        if not torch.isfinite(found.form(like).table(seen * TAIL)).all():  # the search ran off to infinity
+        found = coefficients(module, like, seen * TAIL, heads)
+        assert found is not None
+        if not torch.isfinite(found).all():  # the search ran off to infinity
             for mine, before in zip(module.parameters(), kept, strict=True):
                 mine.copy_(before)
 
 
+def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | None) -> None:
+    """Search for the parameters of a module in float64, from what they are.
+
+    Args:
+        owner: the module.
+        like: float64.
+        targets: see `fit`.
+        tail: weight of distances that were not seen; None leaves them out.
+    """
+    heads = targets[0].values.shape[0]
+    wanted = torch.stack([each.values if tail is None else _continued(each.values) for each in targets])
+    weights = torch.stack([each.weights if tail is None else _with_tail(each.weights, tail) for each in targets])
+    weights = weights / weights.sum(-1, keepdim=True)
+    metric = torch.stack([each.metric for each in targets])
+    added = not isinstance(owner.form(like), Factors)
+    optimizer = torch.optim.LBFGS(
+        [each for each in owner.parameters() if each.requires_grad],
+        max_iter=STEPS,
+        history_size=STEPS // 2,
+        tolerance_grad=1e-14,
+        tolerance_change=1e-16,
+        line_search_fn="strong_wolfe",
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        had = coefficients(owner, like, wanted.shape[2], heads)
+        assert had is not None
+        off = had - wanted
+        if added:
+            off = off - (weights[..., None] * off).sum(-2, keepdim=True)
+        value = (weights * ((off @ metric) * off).sum(-1)).sum()
+        form = owner.form(like)
+        if isinstance(form, ClippedVectors) and form.values is not None:
+            value = value + form.values.square().sum()  # a base's scores say nothing of vectors beside values
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+
+
 def _continued(target: Tensor) -> Tensor:
-    """Return a curve (H, T) with a tail that goes on as it ends, (H, TAIL * T)."""
+    """Return coefficients (H, T, K) with a tail that goes on as they end, (H, TAIL * T, K)."""
     seen = target.shape[1]
-    end = target[:, -max(1, seen // 4) :].mean(-1, keepdim=True)
-    return torch.cat([target, end.expand(-1, seen * (TAIL - 1))], -1)
+    end = target[:, -max(1, seen // 4) :].mean(1, keepdim=True)
+    return torch.cat([target, end.expand(-1, seen * (TAIL - 1), -1)], 1)
 
 
-def _with_tail(weight: Tensor) -> Tensor:
-    tail = TAIL_WEIGHT * weight.mean(-1, keepdim=True)
-    return torch.cat([weight, tail.expand(-1, weight.shape[1] * (TAIL - 1))], -1)
+def _with_tail(weight: Tensor, tail: float) -> Tensor:
+    """Return weights (H, T) with those of the tail, (H, TAIL * T)."""
+    beyond = tail * weight.mean(-1, keepdim=True)
+    return torch.cat([weight, beyond.expand(-1, weight.shape[1] * (TAIL - 1))], -1)
 
 
 # ------------------------------------------------------------------------------------------------------------ queries
@@ -215,4 +326,6 @@ def turn_of(base: BaseModel, layer: int, rotary: nn.Module, mass: Tensor, kind: 
     cos, sin = (each[0].double() for each in by_pair(turned, base.family.angles))
     share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-12)
     factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])  # queries and keys both have it
+    if torch.allclose(factors, torch.ones_like(factors)):  # a base that has been patched, and turns nothing
+        return None
     return Turn(projection, factors, dims.head_dim, base.pairs == "interleaved")

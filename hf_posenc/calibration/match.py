@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,21 @@ from torch import Tensor, nn
 from ..modules import PositionModule
 from .maps import attending
 from .pair import Pair, mean_kl
+from .state import StateFile
+
+
+@dataclass(frozen=True)
+class Matching:
+    """How the second stage goes: those arguments of `calibrate` that only it reads, with what they are by default."""
+
+    weights: str = "query_key"
+    steps: int = 100
+    batch_size: int = 4
+    rate: float = 2e-2
+    weight_rate: float = 1e-3
+    seed: int = 0
+    state_file: Path | None = None
+    save_every: int = 25
 
 
 def movable(pair: Pair, weights: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -33,26 +50,41 @@ def movable(pair: Pair, weights: str) -> tuple[list[nn.Parameter], list[nn.Param
 def match(
     pair: Pair,
     moved: tuple[list[nn.Parameter], list[nn.Parameter]],
-    steps: int,
-    batch_size: int,
-    rates: tuple[float, float],
-    seed: int,
+    how: Matching,
+    state: StateFile | None,
     on_step: Callable[[int, float], None] | None,
 ) -> None:
-    """Match the attention of each layer to the base's by gradient steps on what `movable` returned."""
+    """Match the attention of each layer to the base's by gradient steps on what `movable` returned.
+
+    Args:
+        pair: a model and its base.
+        moved: from `movable`.
+        how: the choices that were made.
+        state: where to go on from, and what to write; None means neither.
+        on_step: as in `calibrate`.
+    """
     parameters = [p for part in moved for p in part]
-    groups = [{"params": each, "lr": rate} for each, rate in zip(moved, rates, strict=True) if each]
-    frozen = [p for p in parameters if not p.requires_grad]
-    optimizer = torch.optim.Adam(groups)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5 * (1 + math.cos(math.pi * n / steps)))
-    generator = torch.Generator().manual_seed(seed)
+    groups = [{"params": each, "lr": rate} for each, rate in zip(moved, (how.rate, how.weight_rate), strict=True)]
+    optimizer = torch.optim.Adam([group for group in groups if group["params"]])
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    generator = torch.Generator().manual_seed(how.seed)
     processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    writes = state if rank == 0 else None
+    done = 0
+    if state is not None:
+        done = state.step
+        state.restore(optimizer, generator)
+    if writes is not None and done == 0:
+        writes.save(0, optimizer, generator)
+    frozen = [p for p in parameters if not p.requires_grad]
     try:
         for p in frozen:
             p.requires_grad_(True)
         with attending(pair.model, pair.plan):
-            for step in range(1, steps + 1):
-                order = torch.randint(len(pair.train), (processes, batch_size), generator=generator)
+            for step in range(done + 1, how.steps + 1):
+                for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                    group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * (step - 1) / how.steps))
+                order = torch.randint(len(pair.train), (processes, how.batch_size), generator=generator)
                 value = _gradients(pair, pair.train[order[rank].to(pair.train.device)], parameters)
                 if processes > 1:
                     for p in parameters:
@@ -61,9 +93,16 @@ def match(
                             p.grad /= 1 if p.is_cuda else processes
                 optimizer.step()
                 optimizer.zero_grad()
-                schedule.step()
-                if on_step is not None:
-                    on_step(step, value)
+                due = step % how.save_every == 0 or step == how.steps
+                try:
+                    if on_step is not None:
+                        on_step(step, value)
+                except BaseException:
+                    due = True
+                    raise
+                finally:
+                    if writes is not None and due:
+                        writes.save(step, optimizer, generator)
     finally:
         for p in frozen:
             p.requires_grad_(False)

@@ -18,7 +18,7 @@ from ..modules import Shared
 from ..patching.plan import BaseModel
 from ..patching.state import Patch
 from ..tracing import LayerCall
-from .closed import Averages, curve
+from .closed import Averages, coefficients, curve, takes_queries
 from .maps import Seen, asked, attending, observe, parts, rows_of
 
 
@@ -90,16 +90,14 @@ class Pair:
         shift: Tensor | float = 0.0
         if self.plan.found.position_table is not None:
             shift = self._entering(self.model, tokens) - self._entering_base(tokens)
-        added: Tensor | float = 0.0
         first: Any = self.plan.found.layers[0]
-        at_first = self.patch.schemes and any(scheme.acts_on.enters_at_input for scheme in self.patch.schemes)
-        if at_first and "posenc" in first._modules:
-            with torch.no_grad():
-                added = first.posenc(torch.arange(tokens.shape[1], device=tokens.device)[None])
+        at_first = any(scheme.acts_on.enters_at_input for scheme in self.patch.schemes) and "posenc" in first._modules
         inputs = {}
         for index in self.layers:
             hidden = theirs[index].layer.hidden_states + shift
-            inputs[index] = (hidden + added if index else hidden, ours[index])
+            if at_first and index:  # made for each layer anew, which hands its gradients back by itself
+                hidden = hidden + first.posenc(torch.arange(tokens.shape[1], device=tokens.device)[None]).to(hidden)
+            inputs[index] = (hidden, ours[index])
         return theirs, inputs
 
     def arguments(self, tokens: Tensor) -> dict[int, LayerCall]:
@@ -147,8 +145,9 @@ class Pair:
                     ours, base = self.asked(index, hidden, seen), theirs[index].call
                     relu = isinstance(ours.form, Factors) and ours.form.relu
                     if index not in found:
-                        heads = base.query.shape[1]
-                        found[index] = Averages.none(heads, batch.shape[1], batch.device)
+                        _, heads, _, head_dim = ours.query.shape
+                        size = head_dim if takes_queries(ours.form) else None
+                        found[index] = Averages.none(heads, batch.shape[1], batch.device, size=size)
                     found[index].add(base, ours, relu=relu)
         return found
 
@@ -157,11 +156,12 @@ class Pair:
         return next(self.plan.found.attention_of[index].parameters()).new_empty(0)
 
     def module(self, index: int) -> Any:
-        """Return a layer's module with a trainable bias or factor by distance, or None."""
+        """Return a layer's module with trainable numbers or vectors by distance, or None."""
         owner = self._owner(index)
         if owner is None or not any(True for _ in owner.parameters()):
             return None
-        return None if curve(owner, self.like(index), 1) is None else owner
+        heads = self.plan.sizes[index].num_heads
+        return None if coefficients(owner, self.like(index), 1, heads) is None else owner
 
     def curve(self, index: int) -> tuple[Tensor | None, bool]:
         """Return a layer's bias or factor by distance, (H, T) float32 on the CPU, and whether it is a factor."""

@@ -23,6 +23,7 @@ class Patch:
         layers: the decoder layers that were patched, which need not be those that the model has now.
         limit: number of positions that exist, or None if there is no limit.
         attends: whether the model attends through the attention function of this package.
+        moved: whether a calibration has moved weights that were there before the patch; `undo` leaves them so.
     """
 
     schemes: tuple[Scheme, ...]
@@ -31,6 +32,7 @@ class Patch:
     layers: list[nn.Module] = field(default_factory=list)
     limit: int | None = None
     attends: bool = False
+    moved: bool = False
 
     @property
     def name(self) -> str:

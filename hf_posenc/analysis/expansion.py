@@ -1,0 +1,407 @@
+"""A model expanded in the position vectors of two tokens: Su's derivation, term by term.
+
+Su Jianlin (2021, spaces.ac.cn/archives/8231) adds vectors `p_m` and `p_n` to the embeddings `x_m` and `x_n` of two
+tokens, and expands what the model computes to second order, around the embeddings without any position:
+
+    f(x_m + p_m, x_n + p_n) ~ f + p_m . df/dx_m + p_n . df/dx_n                           (terms 1 to 3)
+                            + 1/2 p_m . d2f/dx_m2 p_m + 1/2 p_n . d2f/dx_n2 p_n           (terms 4 and 5)
+                            + p_m . d2f/dx_m dx_n p_n                                     (term 6)
+
+Terms 1 to 5 hold at most one position each, so that only the sixth can carry a relative one. He assumes that
+`H = d2f/dx_m dx_n` is close to diagonal, and arrives at sinusoids. Whether the expansion is anywhere near the model,
+and `H` anywhere near diagonal, can be computed for every model that adds vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..modes import evaluation
+from ..modules import Shared
+from ..schemes.sinusoidal import Waves
+from ..tracing import recorded
+from . import probe, vectors
+from .statistics import diagonal_share
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of one function `f` of two position vectors, float64: () of a number, (E,) of hidden states.
+
+    Attributes:
+        value: `f` without positions.
+        slope_first: `p_m . df/dx_m`.
+        slope_second: `p_n . df/dx_n`.
+        curvature_first: `1/2 p_m . d2f/dx_m2 p_m`.
+        curvature_second: `1/2 p_n . d2f/dx_n2 p_n`.
+        mixed: `p_m . d2f/dx_m dx_n p_n`, the sixth term, the only one that can carry a relative position.
+        residual: `f` with both vectors, less these six.
+    """
+
+    value: Tensor
+    slope_first: Tensor
+    slope_second: Tensor
+    curvature_first: Tensor
+    curvature_second: Tensor
+    mixed: Tensor
+    residual: Tensor
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """Absolute value or norm of each term that contains a position, and of the residual, by name."""
+        return {each.name: getattr(self, each.name).norm().item() for each in fields(self)[1:]}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each of the sizes over their sum; 0 if positions change nothing."""
+        total = sum(self.sizes.values())
+        return {name: size / total if total else 0.0 for name, size in self.sizes.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        numbers = {each.name: getattr(self, each.name).tolist() for each in fields(self)}
+        return {**numbers, "shares": self.shares}
+
+
+@dataclass(frozen=True)
+class DiagonalTerm:
+    """The sixth term with a diagonal `H`, `sum_k H_kk p_mk p_nk`, in two parts.
+
+    For each pair of coordinates (a, b), with `c = p_ma p_na` and `d = p_mb p_nb`,
+
+        H_a c + H_b d = 1/2 (H_a + H_b) (c + d) + 1/2 (H_a - H_b) (c - d)
+
+    For sinusoids `c + d = s^2 cos((m - n) w)` and `c - d = s^2 cos((m + n) w)`, with the other sign if the sine comes
+    first, `s` the scale: the first part depends on the distance alone, the second on the places. A model with
+    `H_a = H_b` in every pair sees distances only.
+
+    Attributes:
+        rows: coordinates that were looked at, pair by pair; the parts are sums over these.
+        diagonal: (rows,) float64, `H_kk` of each.
+        relative: sum of the first part.
+        absolute: sum of the second part.
+        complete: whether these are all coordinates that belong to a pair.
+        sinusoids: whether the vectors are sinusoids. Only then is `relative` a matter of the distance; other vectors
+            have no pairs of their own, and neighbouring coordinates are taken.
+    """
+
+    rows: tuple[int, ...]
+    diagonal: Tensor
+    relative: float
+    absolute: float
+    complete: bool
+    sinusoids: bool
+
+    @property
+    def relative_share(self) -> float:
+        """|relative| over |relative| + |absolute|; 0 if both are 0."""
+        total = abs(self.relative) + abs(self.absolute)
+        return abs(self.relative) / total if total else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {**self.__dict__, "diagonal": self.diagonal.tolist(), "relative_share": self.relative_share}
+
+
+@dataclass(frozen=True)
+class MixedHessian:
+    """Rows of `H = d2f/dx_m dx_n`, the second-order interaction of two positions.
+
+    Attributes:
+        first: position m.
+        second: position n.
+        block: (rows, E) float64.
+        rows: coordinates of `x_m` that the rows stand for.
+        diagonal_share: squared diagonal entries over all squared entries of these rows; 1/E if there is no structure.
+        with_positions: whether the model's own vectors were added, so that this is not `H` of Su's expansion.
+        term: `p_m . H p_n` with the model's own vectors; None if not all rows are known, or it adds none, or several
+            layers add vectors that differ.
+    """
+
+    first: int
+    second: int
+    block: Tensor
+    rows: tuple[int, ...]
+    diagonal_share: float
+    with_positions: bool
+    term: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {**self.__dict__, "block": self.block.tolist()}
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """A model expanded around its token embeddings.
+
+    Attributes:
+        label: the model's class.
+        first: position m.
+        second: position n.
+        tokens: number of tokens that the model read.
+        layers: one entry per layer: `f` is the hidden state of the last token that was read, as it enters the layer.
+        output: `f` is the log-probability of the token behind those.
+        diagonal_share: of `H` for the output, in the rows that were computed, see `MixedHessian`; None if none were.
+        diagonal: the sixth term of the output if `H` were diagonal; None if no rows were computed, or several layers
+            add vectors that differ.
+    """
+
+    label: str
+    first: int
+    second: int
+    tokens: int
+    layers: tuple[Terms, ...]
+    output: Terms
+    diagonal_share: float | None
+    diagonal: DiagonalTerm | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {
+            **self.__dict__,
+            "layers": [each.to_dict() for each in self.layers],
+            "output": self.output.to_dict(),
+            "diagonal": None if self.diagonal is None else self.diagonal.to_dict(),
+        }
+
+    def __str__(self) -> str:
+        """Return a table of the sizes of all terms, and what a diagonal `H` makes of the sixth."""
+        names = ("p_m f_m", "p_n f_n", "p_m f_mm p_m/2", "p_n f_nn p_n/2", "p_m f_mn p_n", "residual")
+        lines = [
+            f"{self.label}, m = {self.first}, n = {self.second}, {self.tokens} tokens read: sizes of the terms",
+            f"  {'of':<14}" + "".join(f"{name:>16}" for name in names),
+        ]
+        rows = [(f"into layer {index}", each) for index, each in enumerate(self.layers)] + [("output", self.output)]
+        for name, terms in rows:
+            lines.append(f"  {name:<14}" + "".join(f"{size:>16.2e}" for size in terms.sizes.values()))
+        if self.diagonal is not None:
+            part = self.diagonal
+            lines.append(
+                f"  of {len(part.rows)} diagonal entries of the Hessian: relative {part.relative:.2e}, absolute "
+                f"{part.absolute:.2e}"
+            )
+        if self.diagonal_share is not None:
+            lines.append(f"  share of the diagonal in the Hessian: {self.diagonal_share:.2g}")
+        return "\n".join(lines)
+
+
+def expansion(
+    model: PreTrainedModel, tokens: Tensor, first: int, second: int, *, rows: int = 32, progress: bool = False
+) -> Expansion:
+    """Expand a model in the position vectors of two tokens, around the token embeddings alone.
+
+    No other token has a position. A scheme that adds vectors in every layer adds those of the two tokens in each.
+    Computed in float64, of a copy if the model is in another dtype; families that compute norms or the softmax in
+    float32 whatever their dtype are as exact as that.
+
+    Args:
+        model: a causal language model that adds position vectors, patched or stock.
+        tokens: (T,) text, T >= 3; the last one is only predicted.
+        first: m, 0 .. T - 2.
+        second: n, 0 .. T - 2, another one.
+        rows: number of coordinates, in pairs that are evenly spread, for which the Hessian is computed, each one
+            backward pass; 0 means none.
+        progress: show a progress bar of the rows.
+
+    Returns:
+        Expansion.
+
+    Raises:
+        ValueError: for positions out of range or equal, more than one text, or a model that adds no vectors.
+    """
+    tokens = _check(tokens, first, second)
+    label = type(model).__name__
+    if not vectors.sources(model):
+        raise ValueError(f"{label} adds no position vectors to its hidden states, and the expansion is in these")
+    length = tokens.shape[1] - 1
+    with vectors.in_float64(model) as wide, evaluation(wide), probe.dense_attention(wide):
+        modules = vectors.sources(wide)
+        places = torch.arange(length, device=tokens.device)[:, None]
+
+        def run(scales: Tensor) -> list[Tensor]:
+            weights = (places == first) * scales[0] + (places == second) * scales[1]
+            with vectors.replaced(modules, lambda own: own * weights), recorded(probe.parts(wide).layers) as calls:
+                value = _log_probability(wide, tokens)
+            return [*(call.hidden_states[0, -1] for call in calls), value]
+
+        found = _terms(run, tokens.device)
+        own = _one_set(wide, tokens)
+        chosen: list[int] = []
+        if rows and own is not None:
+            pairs = _pairs(modules[0], own.shape[-1])
+            count = min(max(1, rows // 2), len(pairs))
+            chosen = [place for k in range(count) for place in pairs[k * len(pairs) // count]]
+        block = mixed_hessian(wide, tokens, first, second, rows=chosen, progress=progress) if chosen else None
+    return Expansion(
+        label=label,
+        first=first,
+        second=second,
+        tokens=length,
+        layers=tuple(found[:-1]),
+        output=found[-1],
+        diagonal_share=None if block is None else block.diagonal_share,
+        diagonal=None if block is None or own is None else _diagonal(block, own, modules[0]),
+    )
+
+
+def _terms(run: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[Terms]:
+    """Return the terms of functions of two scales, at (0, 0).
+
+    Derivatives of vectors come from backward passes as well: what is summed with dummy weights is differentiated by the
+    scales, and the result, which is linear in the dummy weights, by those.
+    """
+    with torch.enable_grad():
+        scales = torch.zeros(2, dtype=torch.float64, device=device, requires_grad=True)
+        values = run(scales)
+        dummies = [torch.zeros_like(value, requires_grad=True) for value in values]
+        total = torch.stack([(dummy * value).sum() for dummy, value in zip(dummies, values, strict=True)]).sum()
+
+        def gradient(of: Tensor, by: Any) -> Any:
+            return torch.autograd.grad(of, by, create_graph=True, materialize_grads=True)
+
+        (slope,) = gradient(total, scales)
+        (by_first,), (by_second,) = gradient(slope[0], scales), gradient(slope[1], scales)
+        derivatives = [
+            [each.detach().cpu() for each in gradient(of, dummies)]
+            for of in (slope[0], slope[1], by_first[0], by_second[1], by_first[1])
+        ]
+    with torch.no_grad():
+        both = run(torch.ones_like(scales))
+    found = []
+    for index, (value, moved) in enumerate(zip(values, both, strict=True)):
+        start = value.detach().cpu()
+        first, second, first_twice, second_twice, mixed = (each[index] for each in derivatives)
+        parts = (start, first, second, first_twice / 2, second_twice / 2, mixed)
+        found.append(Terms(*parts, residual=moved.cpu() - torch.stack(parts).sum(0)))
+    return found
+
+
+def mixed_hessian(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    first: int,
+    second: int,
+    *,
+    rows: int | Sequence[int] | None = 64,
+    with_positions: bool = False,
+    progress: bool = False,
+) -> MixedHessian:
+    """Differentiate a model by what is added to its hidden states at one position, and at another.
+
+    The function is the log-probability, at the last position but one, of the last token. What is added is added where
+    the model adds its position vectors, in every layer if it does so; to the token embeddings if it has none. Computed
+    in float64, see `expansion`, with dense attention, which has second derivatives.
+
+    Args:
+        model: a causal language model, patched or stock.
+        tokens: (T,) text, T >= 3.
+        first: m, 0 .. T - 2.
+        second: n, 0 .. T - 2, another one.
+        rows: coordinates of `x_m`, or their number, evenly spread; each one backward pass. None means all E.
+        with_positions: differentiate where the model is used, with its position vectors, and not as Su does without
+            any. A model that adds none is the same in both.
+        progress: show a progress bar.
+
+    Returns:
+        MixedHessian.
+
+    Raises:
+        ValueError: for positions out of range or equal, or more than one text.
+    """
+    tokens = _check(tokens, first, second)
+    with (
+        vectors.in_float64(model) as wide,
+        torch.enable_grad(),
+        evaluation(wide),
+        probe.dense_attention(wide),
+    ):
+        modules = vectors.sources(wide)
+        kept = float(with_positions or not modules)
+        index = torch.arange(tokens.shape[1] - 1, device=tokens.device)[:, None]
+        at: list[Tensor] = []
+
+        def change(own: Tensor) -> Tensor:
+            if not at:
+                at.extend(own.new_zeros(own.shape[-1], requires_grad=True) for _ in range(2))
+            return kept * own + (index == first) * at[0] + (index == second) * at[1]
+
+        with vectors.replaced(modules or [probe.parts(wide).token_embedding], change):
+            value = _log_probability(wide, tokens)
+        (slope,) = torch.autograd.grad(value, at[0], create_graph=True, materialize_grads=True)
+        size = len(slope)
+        if rows is None or isinstance(rows, int):
+            count = size if rows is None else min(rows, size)
+            rows = [k * size // count for k in range(count)]
+        block = torch.stack(
+            [
+                torch.autograd.grad(slope[k], at[1], retain_graph=True, materialize_grads=True)[0].cpu()
+                for k in tqdm(rows, disable=not progress, desc="Hessian", unit="row")
+            ]
+        )
+        own = _one_set(wide, tokens) if list(rows) == list(range(size)) else None
+        term = None if own is None else (own[first] @ block @ own[second]).item()
+    return MixedHessian(first, second, block, tuple(rows), diagonal_share(block, rows), with_positions, term)
+
+
+def _check(tokens: Tensor, first: int, second: int) -> Tensor:
+    """Return tokens as (1, T), after looking at what is asked of them."""
+    tokens = probe.check_tokens(tokens, 3)
+    length = tokens.shape[1]
+    if len(tokens) != 1:
+        raise ValueError("one text at a time")
+    if not (0 <= first < length - 1 and 0 <= second < length - 1) or first == second:
+        raise ValueError(f"first and second must be two positions from 0 to {length - 2}, not {first} and {second}")
+    return tokens
+
+
+def _log_probability(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Return the log-probability of the last of tokens (1, T), ()."""
+    logits = model(tokens[:, :-1], use_cache=False, logits_to_keep=1).logits[0, -1]
+    return logits.double().log_softmax(-1)[tokens[0, -1]]
+
+
+def _one_set(model: PreTrainedModel, tokens: Tensor) -> Tensor | None:
+    """Return the vectors that a model adds, (T - 1, E) float64; None if there are none, or layers add others."""
+    found = list(vectors.added(model, tokens[:, :-1]).values())
+    return found[0] if found and all(each.equal(found[0]) for each in found) else None
+
+
+def _pairs(module: nn.Module, size: int) -> list[tuple[int, int]]:
+    """Return which coordinates belong to one wave; neighbours where there are no waves."""
+    count = size // 2
+    if _waves(module) and _owner(module).scheme.layout == "split":
+        return [(k, k + size - count) for k in range(count)]
+    return [(2 * k, 2 * k + 1) for k in range(count)]
+
+
+def _waves(module: nn.Module) -> bool:
+    return isinstance(_owner(module), Waves)
+
+
+def _owner(module: nn.Module) -> Any:
+    return module.owner() if isinstance(module, Shared) else module
+
+
+def _diagonal(block: MixedHessian, own: Tensor, module: nn.Module) -> DiagonalTerm:
+    """Return the two parts of the sixth term, of rows that come in pairs."""
+    rows = list(block.rows)
+    entries = block.block.gather(1, torch.tensor(rows)[:, None])[:, 0]
+    products = (own[block.first] * own[block.second])[rows]
+    of_first, of_second = entries[0::2], entries[1::2]
+    here, there = products[0::2], products[1::2]
+    return DiagonalTerm(
+        rows=block.rows,
+        diagonal=entries,
+        relative=((of_first + of_second) * (here + there) / 2).sum().item(),
+        absolute=((of_first - of_second) * (here - there) / 2).sum().item(),
+        complete=len(rows) == own.shape[-1] // 2 * 2,
+        sinusoids=_waves(module),
+    )

@@ -1,0 +1,96 @@
+"""The vectors that a model adds to its hidden states: where they are made, and what takes their place for a while."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..modes import evaluation
+from ..patching.place import NoEmbedding
+from ..patching.plan import BaseModel
+from . import probe
+
+
+def sources(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that make the vectors which a patched or stock model adds; none for a model that adds none."""
+    return [module for each in _by_layer(model).values() for module in each]
+
+
+def _by_layer(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
+    """Return the modules by the index of the layer in front of which they add, 0 for the input."""
+    found = probe.parts(model)
+    by_layer = {index: [layer._modules.get("posenc")] for index, layer in enumerate(found.layers)}
+    by_layer[0].insert(0, found.position_table)
+    return {
+        index: [module for module in each if module is not None and not isinstance(module, NoEmbedding)]
+        for index, each in by_layer.items()
+    }
+
+
+def added(model: PreTrainedModel, tokens: Tensor) -> dict[int, Tensor]:
+    """Return the vectors that a model adds while it reads a text.
+
+    Args:
+        model: patched or stock.
+        tokens: (1, T).
+
+    Returns:
+        (T, E) float64 on the CPU, by the index of the layer in front of which they are added, 0 for the input.
+    """
+    found: dict[int, Tensor] = {}
+
+    def record(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            found[index] = found.get(index, 0) + output.reshape(-1, output.shape[-1]).double().cpu()
+
+        return hook
+
+    with torch.no_grad(), evaluation(model), ExitStack() as hooks:
+        for index, modules in _by_layer(model).items():
+            for module in modules:
+                hooks.callback(module.register_forward_hook(record(index)).remove)
+        model(tokens, use_cache=False, logits_to_keep=1)
+    return found
+
+
+@contextmanager
+def replaced(modules: list[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Let something else come out of modules.
+
+    Args:
+        modules: of a model.
+        change: from what a module returns, (B|1, T, E), to what is taken in its place.
+    """
+
+    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return change(output)
+
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.callback(module.register_forward_hook(after).remove)
+        yield
+
+
+@contextmanager
+def in_float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Have a model in float64: itself if it is, a copy otherwise.
+
+    Constants of its code, which are made in torch's default dtype, are in float64 too; experts of a copy are computed
+    one after the other, since what computes all at once takes no float64.
+    """
+    if not all(each.dtype == torch.float64 for each in model.parameters()):
+        model = copy.deepcopy(model).double()
+        for config in BaseModel.of(model).configs:
+            config._experts_implementation = "eager"
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield model
+    finally:
+        torch.set_default_dtype(usual)
