@@ -193,12 +193,16 @@ def _same(trained_on: Any, here: Any) -> bool:
     then, now = named_schemes(trained_on), named_schemes(here)
     if not then or not now:
         return not trained_on and not here
-    return len(then) == len(now) and all(map(_same_scheme, then, now))
+    of_0_1 = "schemes" not in trained_on
+    return len(then) == len(now) and all(_same_scheme(*both, of_0_1) for both in zip(then, now, strict=True))
 
 
-def _same_scheme(then: dict[str, Any], now: dict[str, Any]) -> bool:
+def _same_scheme(then: dict[str, Any], now: dict[str, Any], of_0_1: bool) -> bool:
     then, now = (json.loads(json.dumps(each)) for each in (then, now))
-    return then["scheme"] == now["scheme"] and scheme_class(now["scheme"]).say_the_same(then, now)
+    if then["scheme"] != now["scheme"]:
+        return False
+    cls = scheme_class(now["scheme"])
+    return cls.say_the_same(cls.meant_in_0_1(then) if of_0_1 else then, now)
 
 
 def _base_config(name: str, revision: Any, source: dict[str, Any]) -> dict[str, Any] | None:

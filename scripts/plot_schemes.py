@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from hf_posenc.analysis import Decay, decay, frequencies, plots, precision_audit, scheme_vectors, sinusoidal_integral
+from hf_posenc.analysis import (
+    Decay,
+    decay,
+    frequencies,
+    plots,
+    precision_audit,
+    scheme_vectors,
+    sinusoidal_integral,
+    wave_decay,
+)
 
 
 def vectors(length: int = 128, **hyperparameters: Any) -> torch.Tensor:
@@ -47,6 +56,12 @@ def decay_of_bases() -> Any:
     return plots.decay_curves(curves, title="Sinusoids: <p_m, p_n> by distance and frequencies")
 
 
+def decay_both_ways() -> Any:
+    schedules: dict[str, Any] = {"10000^-t": 10000.0, "1000^-t": 1000.0, "t": lambda t: t, "t^2": lambda t: t**2}
+    curves = {name: wave_decay(128, theta).curves()["integral"] for name, theta in schedules.items()}
+    return plots.decay_curves(curves, title="The integral of cos(d theta(t)), for four schedules of frequencies")
+
+
 def waves() -> Any:
     found = []
     for label, scaling in (
@@ -66,6 +81,7 @@ GALLERY: dict[str, Callable[[], Any]] = {
     "similarity": lambda: plots.similarity_matrix(vectors(), title="Sinusoidal: similarity of positions"),
     "decay": decay_of_schemes,
     "decay-sinusoidal": decay_of_bases,
+    "decay-integrals": decay_both_ways,
     "biases-alibi": lambda: plots.bias_maps(decay("alibi", 64), title="ALiBi: bias of each head"),
     "wavelengths": waves,
     "precision": lambda: plots.distinct_biases(

@@ -116,8 +116,12 @@ def sinusoidal_table(
                 w = parameters["frequencies"][u]
             elif frequencies == "exponential":
                 w = torch.tensor(1 / base ** (2 * u / size), dtype=torch.float64)
-            else:
+            elif frequencies == "power":
                 w = torch.tensor((2 * u / size) ** alpha, dtype=torch.float64)
+            else:
+                w = torch.tensor(frequencies[u], dtype=torch.float64)
+            if "log_ratios" in parameters:
+                w = w * torch.exp(parameters["log_ratios"][u])
             sines.append(torch.sin(t * w))
             cosines.append(torch.cos(t * w))
         if layout == "interleaved":
@@ -145,6 +149,7 @@ SINUSOIDAL = [
     sinusoidal("power", frequencies="power", scale=1.0),
     sinusoidal("power-cubed", frequencies="power", alpha=3.0, layout="split", scale=0.5),
     sinusoidal("trained", trainable=True),
+    sinusoidal("trained-in-radians", placement="every_layer", trainable="radians"),
     sinusoidal("trained-power", trainable=True, frequencies="power", layout="split", scale=0.25),
     sinusoidal("every-layer", placement="every_layer"),
     sinusoidal("every-layer-trained", placement="every_layer", trainable=True, scale=0.5),
@@ -404,6 +409,7 @@ SHAW = [
     shaw("default"),
     shaw("clipped", max_distance=3),
     shaw("one-label", max_distance=1),
+    shaw("no-distance", max_distance=0),
     shaw("keys-only", max_distance=3, values=False),
     shaw("per-head", max_distance=3, share_heads=False),
     shaw("per-head-keys-only", max_distance=2, share_heads=False, values=False),

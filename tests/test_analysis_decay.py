@@ -12,25 +12,15 @@ from torch.testing import assert_close
 from hf_posenc import available_schemes, patch_model
 from hf_posenc.analysis import (
     attention_by_distance,
-    cosine_integral,
     decay,
     frequencies,
     model_decay,
-    power_asymptote,
-    power_integral,
-    sinusoidal_integral,
 )
 from hf_posenc.schemes.base import Dims
 
 DIMS = Dims(num_heads=4, num_key_value_heads=4, head_dim=16, hidden_size=64, num_layers=1)
 EXACT = {"rtol": 0, "atol": 1e-12}
 TABLE = {"rtol": 0, "atol": 2e-6}  # transformers computes cosines in float32
-
-
-def simpson(function, low, high, panels):
-    x = torch.linspace(low, high, 2 * panels + 1, dtype=torch.float64)
-    y = function(x)
-    return ((y[0] + y[-1] + 4 * y[1::2].sum() + 2 * y[2:-1:2].sum()) * (high - low) / (6 * panels)).item()
 
 
 @pytest.mark.parametrize("scheme", available_schemes())
@@ -76,6 +66,8 @@ def test_biases():
     clipped = decay("shaw", 60, dims=DIMS, max_distance=8).scores[0]
     assert (clipped[:, 8:] == clipped[:, 8:9]).all()
     assert (clipped[:, :8].diff() != 0).all()
+    blind = decay("shaw", 60, dims=DIMS, max_distance=0).scores[0]
+    assert (blind == blind[:, :1]).all()
 
 
 def test_learned_positions_are_averaged_over_pairs():
@@ -87,37 +79,6 @@ def test_learned_positions_are_averaged_over_pairs():
     assert_close(found, torch.stack(by_hand) / by_hand[0], **EXACT)
     with pytest.raises(ValueError, match="30 positions: no distance of 30"):
         decay("learned", 31, dims=DIMS, num_positions=30)
-
-
-@pytest.mark.parametrize("x", [0.01, 1.0, 3.999, 4.0, 10.0, 100.0])
-def test_cosine_integral_is_its_definition(x):
-    inner = simpson(lambda t: torch.where(t > 0, (t.cos() - 1) / t.clamp(min=1e-300), 0.0), 0.0, x, 20000)
-    assert cosine_integral(torch.tensor([x])).item() == pytest.approx(
-        0.5772156649015329 + math.log(torch.tensor(x).item()) + inner, abs=1e-7 if x in (0.01, 3.999) else 1e-12
-    )
-
-
-def test_sum_of_many_sinusoids_is_the_integral():
-    d = torch.tensor([0, 1, 5, 50, 500])
-    closed = sinusoidal_integral(d, base=1000.0)
-    by_quadrature = [simpson(lambda s, d=d: torch.cos(d * 1000.0**-s), 0.0, 1.0, 40000) for d in d.tolist()]
-    assert_close(closed, torch.tensor(by_quadrature, dtype=torch.float64), rtol=0, atol=1e-10)
-    many = Dims(num_heads=1, num_key_value_heads=1, head_dim=8, hidden_size=20000, num_layers=1)
-    finite = decay("sinusoidal", [0, 5, 50], dims=many, base=1000.0).scores[0, 0]
-    assert_close(finite, closed[[0, 2, 3]], rtol=0, atol=1e-3)  # the sum is a left Riemann sum of 10,000 steps
-    logarithmic = 1 - (0.5772156649015329 + math.log(500)) / math.log(1e8)
-    assert sinusoidal_integral(torch.tensor([500]), base=1e8).item() == pytest.approx(logarithmic, abs=2e-4)
-
-
-@pytest.mark.parametrize("alpha", [0.5, 2.0, 3.0])
-def test_power_integral(alpha):
-    d = torch.tensor([0, 1, 7, 60])
-    # Simpson in s = r^4: alpha = 0.5 is smooth there.
-    expected = [simpson(lambda r, d=d: torch.cos(d * r ** (4 * alpha)) * 4 * r**3, 0.0, 1.0, 50000) for d in d.tolist()]
-    assert_close(power_integral(d, alpha=alpha), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-10)
-    if alpha > 1:
-        far = torch.tensor([4000])
-        assert abs(power_integral(far, alpha=alpha) - power_asymptote(far, alpha=alpha)) < 2 / (4000 * alpha)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +163,23 @@ def test_a_model_without_positions_looks_as_far_as_it_can():
     model = patch_model(tiny("llama", initializer_range=1e-4), "nope")
     found = attention_by_distance(model, tokens(2, 24), first_query=23)
     assert_close(found.mass, torch.full((2, 4, 24), 1 / 24, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["sinusoidal", "rope", "nope"])
+def test_a_distance_back_is_as_far(scheme):
+    there, back = decay(scheme, range(40), dims=DIMS), decay(scheme, range(0, -40, -1), dims=DIMS)
+    assert_close(there.scores, back.scores, rtol=0, atol=0)
+    assert back.distances.tolist() == list(range(0, -40, -1))
+
+
+def test_attention_looks_back_only():
+    with pytest.raises(ValueError, match="must be >= 0"):
+        decay("alibi", [-1, 0, 1], dims=DIMS)
+    with pytest.raises(ValueError, match="at least one"):
+        decay("rope", [], dims=DIMS)
+    model = tiny("gpt2")
+    found = model_decay(model, tokens(1, 24), [-5, 5])
+    assert found.scores[0, 0, 0] == found.scores[0, 0, 1]
 
 
 def test_frequencies_of_sinusoids_and_rope():

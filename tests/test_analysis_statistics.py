@@ -4,11 +4,14 @@ import math
 
 import pytest
 import torch
+from decoders import decoder
 from families import tiny, tokens
+from situations import randomize
 from torch.testing import assert_close
 
 from hf_posenc import available_schemes, patch_model
 from hf_posenc.analysis import (
+    distance_share,
     embedding_statistics,
     linear_map,
     neighbour_distances,
@@ -30,6 +33,69 @@ def test_statistics_of_vectors():
     assert found.mean_norm == pytest.approx(math.sqrt(2) * math.gamma(4.5) / math.gamma(4), rel=0.01)  # chi with 8
     one_direction = independent[:, :1] * torch.ones(8, dtype=torch.float64)
     assert vector_statistics(one_direction).diagonal_share == pytest.approx(1 / 8)
+
+
+def test_shares_of_few_vectors():
+    """Independent coordinates look correlated where vectors are few: the mean over many draws is known."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.0, 1.0]).double()
+    drawn = torch.randn(4000, 12, 6, generator=generator, dtype=torch.float64) * sizes
+    covariances = torch.stack([torch.cov(each.T) for each in drawn])
+    squares = covariances.square()
+    diagonal = squares.diagonal(dim1=1, dim2=2).sum(-1).mean()
+    expected = diagonal / squares.sum((1, 2)).mean()
+    whole = vector_statistics(drawn.flatten(0, 1))
+    variances = sizes.square()
+    by_hand = variances.square().sum() * (1 + 2 / 11)
+    by_hand = by_hand / (by_hand + (variances.sum() ** 2 - variances.square().sum()) / 11)
+    assert by_hand.item() == pytest.approx(expected.item(), rel=0.02)
+    assert sum(vector_statistics(each).independent_share for each in drawn[:500]) / 500 == pytest.approx(
+        by_hand.item(), rel=0.03
+    )  # a mean of ratios, not a ratio of means
+    assert whole.independent_share == pytest.approx(1, abs=1e-3)
+    assert whole.dimensions == pytest.approx((variances.sum() ** 2 / variances.square().sum()).item(), rel=0.02)
+    assert whole.common < 0.02
+    few = torch.corrcoef(drawn[0].T) - torch.eye(6)
+    assert vector_statistics(drawn[0]).correlation == pytest.approx((few.square().sum() / 30).sqrt().item())
+    assert few.square().sum() / 30 == pytest.approx(1 / 11, rel=0.5)
+    shifted = vector_statistics(drawn[0] + 100)
+    assert shifted.common == pytest.approx(1, abs=0.01)
+    assert shifted.dimensions == pytest.approx(vector_statistics(drawn[0]).dimensions)
+
+
+def test_share_of_the_distance():
+    """1 for sinusoids, what a mixture of both has for a mixture."""
+    places = torch.arange(40)
+    waves = probe.build("sinusoidal", dims=DIMS)[1].embed(places[None])[0]
+    assert distance_share(waves @ waves.T) == pytest.approx(1, abs=1e-12)
+    relative = (places[:, None] - places).double().cos()
+    absolute = (places[:, None] + places).double().mul(0.7).sin()
+    means = {}
+    entries = [(m, n) for m in range(40) for n in range(40) if m != n]
+    for m, n in entries:
+        means.setdefault(m - n, []).append((relative + absolute)[m, n].item())
+    values = torch.tensor([(relative + absolute)[m, n].item() for m, n in entries])
+    fitted = torch.tensor([sum(means[m - n]) / len(means[m - n]) for m, n in entries])
+    expected = 1 - ((values - fitted).square().mean() / values.var(correction=0)).item()
+    assert 0.1 < expected < 0.9
+    assert distance_share(relative + absolute) == pytest.approx(expected, rel=1e-5)
+
+
+def test_statistics_of_whole_matrices():
+    model = tiny("gpt2")
+    found = embedding_statistics(model)
+    words, places = model.transformer.wte.weight.detach().double(), model.transformer.wpe.weight.detach().double()
+    assert (found.tokens.count, found.positions.count) == (len(words), len(places))
+    assert found.ratio == pytest.approx((places.norm(dim=-1).mean() / words.norm(dim=-1).mean()).item())
+    covariance = torch.cov(places.T)
+    assert found.positions.diagonal_share == pytest.approx(
+        (covariance.diagonal().square().sum() / covariance.square().sum()).item()
+    )
+    assert found.distance_share == pytest.approx(distance_share(places @ places.T))
+    scaled = tiny("gemma3")  # its tokens enter sqrt(E) times as large as they are stored
+    norms = scaled.model.embed_tokens.weight.detach().double().norm(dim=-1) * scaled.config.hidden_size**0.5
+    assert embedding_statistics(scaled).tokens.mean_norm == pytest.approx(norms.mean().item(), rel=1e-2)
+    assert embedding_statistics(scaled).to_dict()["distance_share"] is None
 
 
 def test_statistics_of_models():
@@ -75,15 +141,15 @@ EXPECTED = {
     #                  unique linear generalises deterministic dimensions
     "nope": ("no", "not applicable", "not applicable", "yes", "not applicable"),
     "sinusoidal": ("yes", "yes", "no", "yes", "yes"),
-    "learned": ("no", "no", "no", "yes", "no"),
+    "learned": ("no", "no", "no", "no", "no"),
     "rope": ("yes", "yes", "no", "yes", "yes"),
     "transformer_xl": ("yes", "not applicable", "no", "yes", "yes"),
-    "shaw": ("no", "not applicable", "yes", "yes", "no"),
+    "shaw": ("no", "not applicable", "yes", "no", "no"),
     "alibi": ("yes", "not applicable", "yes", "yes", "yes"),
     "da_transformer": ("no", "not applicable", "yes", "yes", "no"),
-    "t5": ("no", "not applicable", "yes", "yes", "no"),
+    "t5": ("no", "not applicable", "yes", "no", "no"),
     "kerple": ("yes", "not applicable", "yes", "yes", "yes"),
-    "cope": ("no", "not applicable", "yes", "yes", "no"),
+    "cope": ("no", "not applicable", "yes", "no", "no"),
 }
 
 
@@ -96,11 +162,88 @@ def test_five_properties(scheme):
     assert [row["name"] for row in found.to_dict()["rows"]] == [row.name for row in found.rows]
 
 
-def test_scaled_rope_stays_in_the_range_that_was_seen():
-    plain = properties("rope", trained_length=256, dims=DIMS)
-    scaled = properties("rope", trained_length=256, dims=DIMS, scaling={"rope_type": "linear", "factor": 4.0})
-    assert (plain.rows[2].verdict, scaled.rows[2].verdict) == ("no", "no")
-    assert "shaw(" not in str(plain)
+def leave(before, after):
+    """How many of cos(t w) and sin(t w) leave from 512 to 2048, by over 1 % of its width, the range they had until then.
+
+    Args:
+        before: frequencies that turned until then.
+        after: those that turn from then on.
+    """
+    count = 0
+    for w, v in zip(before, after, strict=True):
+        for wave in (math.cos, math.sin):
+            seen = [wave(t * w) for t in range(512)]
+            margin = 0.01 * (max(seen) - min(seen))
+            beyond = [wave(t * v) for t in range(512, 2048)]
+            count += max(beyond) > max(seen) + margin or min(beyond) < min(seen) - margin
+    return count
+
+
+def test_scaled_rope_is_judged_by_what_its_base_saw():
+    waves = [10000 ** (-2 * u / 64) for u in range(32)]
+    expected = {factor: leave(waves, [w / factor for w in waves]) for factor in (1.0, 3.9, 4.0)}
+    assert expected[1.0] > expected[3.9] > expected[4.0] == 0
+    plain = properties("rope").rows[2]
+    for factor, count in expected.items():
+        scaled = properties("rope", scaling={"rope_type": "linear", "factor": factor}).rows[2]
+        assert f"{count} of 64 coordinates" in scaled.evidence
+        assert scaled.verdict == ("yes" if count == 0 else "no")
+        assert factor > 1 or scaled == plain
+    for kind in ("yarn", "dynamic"):
+        scaled = properties("rope", scaling={"rope_type": kind, "factor": 4.0}).rows[2]
+        assert scaled.verdict == "yes"
+        assert " 0 of 64 coordinates" in scaled.evidence
+
+
+def verdicts(found):
+    return {row.name: row.verdict for row in found.rows}
+
+
+def test_a_table_is_linear_only_if_it_was_trained_to_be():
+    for start in ("sinusoidal", "normal"):
+        found = properties("learned", num_positions=512, initialization=start)
+        assert found.untrained
+        assert "(untrained)" in str(found)
+        assert verdicts(found)["linear"] == "no"
+    assert not properties(tiny("gpt2")).untrained
+    assert "untrained" not in str(properties(tiny("gpt2")))
+    model = tiny("gpt2", n_positions=128, n_embd=16)  # fewer coordinates than positions to fit a map on
+    assert verdicts(properties(model))["linear"] == "no"
+    waves = torch.arange(128)[:, None] * 10000.0 ** (-torch.arange(8) / 8)
+    with torch.no_grad():
+        model.transformer.wpe.weight.copy_(torch.cat([waves.sin(), waves.cos()], -1))
+    found = verdicts(properties(model))
+    assert found["linear"] == "yes"
+    assert found["deterministic"] == "no"
+
+
+@pytest.mark.parametrize("scheme", available_schemes())
+def test_five_properties_of_a_model(scheme):
+    """A table has numbers of its own for a position, whatever they are; what is generated has not."""
+    arguments = {"num_positions": 64} if scheme == "learned" else {}
+    model = randomize(patch_model(tiny("llama"), scheme, **arguments))
+    found = properties(model, trained_length=64, layer=1)
+    assert verdicts(found)["deterministic"] == EXPECTED[scheme][3]
+    assert verdicts(found)["dimensions"] == {"da_transformer": "yes"}.get(scheme, EXPECTED[scheme][4])
+    assert found.scheme == "PosEncLlamaForCausalLM"
+    assert not found.untrained
+
+
+def test_properties_of_stock_models():
+    assert verdicts(properties(tiny("llama")))["generalises"] == "no"
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+    stretched = properties(tiny("llama", max_position_embeddings=256, rope_parameters=yarn))
+    assert stretched.trained_length == 64
+    assert verdicts(stretched)["generalises"] == "yes"
+    patched = patch_model(tiny("llama"), "rope", scaling={"rope_type": "linear", "factor": 4.0})
+    assert verdicts(properties(patched, trained_length=64))["generalises"] == "yes"
+    assert verdicts(properties(decoder("xglm"), trained_length=32))["linear"] == "yes"  # sinusoids of its own
+    with pytest.raises(ValueError, match="give trained_length"):
+        properties(patch_model(tiny("llama"), "alibi"))
+    with pytest.raises(ValueError, match="layer 2 of this"):
+        properties(tiny("gpt2"), layer=2)
+    with pytest.raises(ValueError, match="rotations of their own"):
+        properties(patch_model(tiny("llama"), "nope", layers=[1]), trained_length=64, layer=1)
 
 
 def test_two_positions_that_coincide_are_named():

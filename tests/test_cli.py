@@ -226,7 +226,7 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
     ("arguments", "message"),
     [
         (["patch", "STOCK", "shav", "OUT"], "choose from alibi"),
-        (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance=0"], "max_distance must be positive"),
+        (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance=-1"], "max_distance must be 0 or more"),
         (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance"], "NAME=VALUE"),
         (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance=3", "--set", "max_distance=4"], "max_distance twice"),
         ([*CALIBRATE, "--held-out", "0"], "held_out must be positive, not 0"),

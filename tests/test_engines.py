@@ -521,6 +521,29 @@ def test_what_is_kept_between_steps_follows_the_weights(monkeypatch):
 # --------------------------------------------------------------------------------------------------------------- banding
 
 
+@pytest.mark.parametrize("engine", ["reference", "chunked", "clipped", "decode"])
+def test_one_vector_for_all_distances(engine):
+    """With `max_distance=0` softmax does not see the vector of keys, and that of values is added to every output."""
+    module = build("shaw", 4, max_distance=0)
+    positions = Positions.causal(1 if engine == "decode" else 90, 90)
+    q, k, v = tensors = inputs(positions, 4, 2, torch.float32)
+    leaves = [*tensors, *module.parameters()]
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=engine != "decode", scale=SCALING, enable_gqa=True
+    )
+    expected = (plain + module.value_embeddings[0]).transpose(1, 2)
+    weight = seeded(*expected.shape)
+    wanted = torch.autograd.grad((expected * weight).sum(), leaves, materialize_grads=True, allow_unused=True)
+    if engine == "decode":
+        with torch.no_grad():
+            compare([step(engine, module, positions, tensors)[0]], [expected], 1e-5)
+    elif engine == "reference":
+        output, _ = reference.attend(call_of(module, *tensors, positions))
+        compare([output, *torch.autograd.grad((output * weight).sum(), leaves)], [expected, *wanted], 1e-5)
+    else:
+        compare(results(engine, module, positions, tensors, None, weight), [expected, *wanted], 1e-5)
+
+
 def dense_alibi(q, k, v, slopes):
     length, start = k.shape[2], k.shape[2] - q.shape[2]
     distance = (torch.arange(start, length)[:, None] - torch.arange(length)).double()

@@ -1,12 +1,24 @@
 """Every scheme, option by option, computes what its paper says: outputs, and gradients of inputs and parameters."""
 
 import json
+import math
 from dataclasses import fields
 from functools import cache
 
 import pytest
 import torch
-from cases import CASES, HEAD_DIM, INITIAL_TABLES, TRAINED, Case, paper_slopes, plain, sinusoidal_table, turn
+from cases import (
+    CASES,
+    HEAD_DIM,
+    INITIAL_TABLES,
+    TRAINED,
+    Case,
+    paper_slopes,
+    plain,
+    sinusoidal,
+    sinusoidal_table,
+    turn,
+)
 from families import tiny, tokens
 from torch import nn
 
@@ -430,18 +442,96 @@ def test_sinusoids_are_exact_at_any_position(case):
     assert error < 1e-8  # float64 resolves 1e6 radians to 1e-10
 
 
+@pytest.mark.parametrize(("trainable", "name"), [(True, "log_ratios"), ("radians", "frequencies")])
 @pytest.mark.parametrize("frequencies", ["exponential", "power"])
-def test_trained_frequencies_start_at_the_fixed_ones(frequencies):
+def test_trained_frequencies_start_at_the_fixed_ones(frequencies, trainable, name):
     dims = Dims(1, 1, 15, 15, 1)
     fixed, trained = (
-        scheme_class("sinusoidal")(frequencies=frequencies, trainable=trainable, scale=1.0).build(dims)
-        for trainable in (False, True)
+        scheme_class("sinusoidal")(frequencies=frequencies, trainable=each, scale=1.0).build(dims)
+        for each in (False, trainable)
     )
     trained.double().initialize(NATIVE)
-    assert {name: tuple(p.shape) for name, p in trained.named_parameters()} == {"frequencies": (8,)}
+    assert {name: tuple(p.shape) for name, p in trained.named_parameters()} == {name: (8,)}
     assert not list(fixed.parameters())
     ids = torch.arange(50)[None]
     assert torch.equal(trained(ids), fixed(ids))
+
+
+def trained_wavelengths(trainable):
+    """Wavelengths in tokens before and after 40 steps of AdamW that pull on each wave with the sign of a coin."""
+    dims = Dims(1, 1, 128, 128, 1)
+    module = scheme_class("sinusoidal")(trainable=trainable, scale=1.0).build(dims)
+    module.initialize(NATIVE)
+    (parameter,) = module.parameters()
+    signs = torch.randint(2, parameter.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    before = 2 * torch.pi / module.waves(torch.device("cpu")).detach()
+    optimizer = torch.optim.AdamW([parameter], lr=3e-3, weight_decay=0.01)
+    for _ in range(40):
+        parameter.grad = signs.to(parameter.dtype)
+        optimizer.step()
+    return before, 2 * torch.pi / module.waves(torch.device("cpu")).detach()
+
+
+def test_trained_frequencies_keep_their_long_waves():
+    """Each step of AdamW moves a parameter by its learning rate: 40 steps of 0.003 are 0.12 in all."""
+    before, after = trained_wavelengths(True)
+    assert ((after / before).log().abs() < 0.12 + 1e-4).all()
+    assert (after > 1000).sum() == (before > 1000).sum() == 28
+    _, radians = trained_wavelengths("radians")
+    assert (radians < 0).any()
+    assert (radians.abs() > 1000).sum() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainable", [True, "radians"])
+def test_wavelengths_of_a_model_in_training(trainable, recipes):
+    """150 steps of AdamW at 0.003 on the recipes' byte-level GPT-2, whose 64 waves begin as Vaswani's."""
+    from embedded import byte_model, byte_tokenizer, standard_library
+
+    tokenizer = byte_tokenizer()
+    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in standard_library()[:12])
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    torch.manual_seed(0)
+    model = patch_model(byte_model(tokenizer), "sinusoidal", trainable=trainable).train()
+    module = model.transformer.wpe
+    before = module.waves(torch.device("cpu")).detach().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    for _ in range(150):
+        batch = ids[torch.randint(0, len(ids) - 128, (4, 1)) + torch.arange(128)]
+        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    ratio = module.waves(torch.device("cpu")).detach().double() / before
+    moved, negative = int((ratio.abs().log().abs() > math.log(2)).sum()), int((ratio < 0).sum())
+    long = int((2 * math.pi / (ratio * before).abs() > 1000).sum())
+    assert int((2 * math.pi / before > 1000).sum()) == 28
+    if trainable == "radians":  # 32, 9 and 10 where this was written
+        assert moved > 20
+        assert negative > 0
+        assert long < 20
+    else:
+        assert (moved, negative, long) == (0, 0, 28)
+
+
+def test_frequencies_as_a_list():
+    listed = [1.0, 0.5, 0.0, 0.125, 3.0, 0.01, 0.002, 0.0001]
+    case = sinusoidal("listed", frequencies=listed, layout="split", scale=1.0)
+    module = embedding(case, 16, torch.float64, NATIVE)
+    expected = case.table(range(40), 16, {}, match=1.0, **case.hyperparameters)
+    assert_close(module(torch.arange(40)[None])[0].double(), expected, torch.float64, "table")
+    dims = Dims(1, 1, 16, 16, 1)
+    for wrong, error, message in [
+        ({"frequencies": [1.0, 0.1]}, ValueError, "size 16 have 8 frequencies, not 2"),
+        ({"frequencies": [1.0] * 8, "base": 500.0}, ValueError, "base is not read"),
+        ({"frequencies": [1.0] * 8, "alpha": 3.0}, ValueError, "alpha is not read"),
+        ({"frequencies": [1.0] * 7 + [float("nan")]}, ValueError, "must be finite"),
+        ({"frequencies": ["1"] * 8}, TypeError, "must be numbers"),
+        ({"frequencies": "linear"}, ValueError, "exponential, power, a list of numbers"),
+        ({"trainable": "logarithm"}, TypeError, "trainable must be True or False"),
+    ]:
+        with pytest.raises(error, match=message):
+            scheme_class("sinusoidal").parse(wrong).resolve(NATIVE, dims)
 
 
 @pytest.mark.parametrize(
@@ -703,7 +793,8 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
         ("kerple-power-per-layer", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("raw_scale", "raw_exponent")]),
         ("cope-few", ["{a0}.position_embeddings", "{a1}.position_embeddings"]),
         ("cope-shared-layers", ["{d}.position_embeddings"]),
-        ("sinusoidal-every-layer-trained", ["{d}.frequencies"]),
+        ("sinusoidal-every-layer-trained", ["{d}.log_ratios"]),
+        ("sinusoidal-trained-in-radians", ["{d}.frequencies"]),
         ("learned-every-layer", ["{d}.table"]),
         ("learned-table-per-layer", ["{l0}.table", "{l1}.table"]),
     ],

@@ -338,6 +338,18 @@ def test_an_adapter_of_0_1_0_on_rope(family, tmp_path):
         load_adapter(hf_posenc.patch_model(tiny(family), "rope", scaling={**linear, "factor": 3.0}), tmp_path)
 
 
+def test_an_adapter_of_0_1_0_on_trained_frequencies(tmp_path):
+    """Version 0.1.0 trained them in radians per token, and called that `true`."""
+    in_radians = drawn(hf_posenc.patch_model(tiny("llama"), "sinusoidal", trainable="radians"), INSIDE["lora"]())
+    in_radians.save_pretrained(tmp_path)
+    (entry,) = in_radians.get_base_model().config.position_encoding["schemes"]
+    old = {key: value for key, value in entry.items() if key not in ("layers", "window")}
+    edit(tmp_path, auto_mapping={"position_encoding": {**old, "trainable": True, "hf_posenc_version": "0.1.0"}})
+    load_adapter(hf_posenc.patch_model(tiny("llama"), "sinusoidal", trainable="radians"), tmp_path)
+    with pytest.raises(CheckpointError, match="was trained on"):
+        load_adapter(hf_posenc.patch_model(tiny("llama"), "sinusoidal", trainable=True), tmp_path)
+
+
 DISTRIBUTED_CASES = ("alibi", "shaw", "shaw-shared", "learned")
 DISTRIBUTED = """
     import os, sys, warnings

@@ -4,15 +4,22 @@ from .decay import (
     AttentionByDistance,
     Decay,
     attention_by_distance,
-    cosine_integral,
     decay,
     model_decay,
-    power_asymptote,
-    power_integral,
-    sinusoidal_integral,
 )
 from .expansion import DiagonalTerm, Expansion, MixedHessian, Terms, expansion, mixed_hessian
 from .frequencies import Frequencies, frequencies
+from .grids import axis_frequencies, grid_rotation, grid_shift, grid_sinusoids
+from .integrals import (
+    WaveDecay,
+    cosine_integral,
+    power_asymptote,
+    power_integral,
+    sinusoidal_integral,
+    wave_decay,
+    wave_integral,
+    wave_sum,
+)
 from .order import (
     Equivariance,
     LayerEquivariance,
@@ -24,9 +31,11 @@ from .order import (
 from .precision import DistinctBiases, precision_audit
 from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
+from .rotary import RotaryWeights, rotary_weights
 from .statistics import (
     EmbeddingStatistics,
     VectorStatistics,
+    distance_share,
     embedding_statistics,
     neighbour_distances,
     vector_statistics,
@@ -49,16 +58,23 @@ __all__ = [
     "OrderSensitivity",
     "Properties",
     "Property",
+    "RotaryWeights",
     "ScoreTerms",
     "Terms",
     "VectorStatistics",
+    "WaveDecay",
     "attention_by_distance",
+    "axis_frequencies",
     "cosine_integral",
     "decay",
+    "distance_share",
     "embedding_statistics",
     "equivariance",
     "expansion",
     "frequencies",
+    "grid_rotation",
+    "grid_shift",
+    "grid_sinusoids",
     "linear_map",
     "mixed_hessian",
     "model_decay",
@@ -69,8 +85,12 @@ __all__ = [
     "power_integral",
     "precision_audit",
     "properties",
+    "rotary_weights",
     "scheme_vectors",
     "score_terms",
     "sinusoidal_integral",
     "vector_statistics",
+    "wave_decay",
+    "wave_integral",
+    "wave_sum",
 ]

@@ -6,7 +6,6 @@ content alone would score 1 (for position vectors: the inner product of two posi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ class Decay:
 
     Attributes:
         label: what was looked at.
-        distances: (n,) int64, tokens.
+        distances: (n,) tokens, int64 or float64.
         scores: (N, H, n) float64, one row per layer and head; (1, 1, n) where they do not differ.
     """
 
@@ -64,7 +63,8 @@ def decay(
 
     Args:
         scheme: a registered name or an instance.
-        distances: to evaluate, in tokens >= 0; a number n means 0 .. n - 1.
+        distances: to evaluate, in tokens; a number n means 0 .. n - 1. They may be negative, a key ahead of its query,
+            where a scheme knows both directions: those that add vectors or turn pairs.
         dims: sizes of the attention.
         trained_length: of the base, in tokens.
         seed: of parameters that start at random.
@@ -78,12 +78,13 @@ def decay(
     """
     d = _distances(distances)
     resolved, module = probe.build(scheme, dims=dims, trained_length=trained_length, seed=seed, **hyperparameters)
+    farthest = int(d.abs().max())
     if module is None:
         scores = torch.ones(1, 1, len(d), dtype=torch.float64)
     elif isinstance(module, PositionEmbedding):
-        rows = resolved.limit or int(d.max()) + 1
-        if rows <= int(d.max()):
-            raise ValueError(f"{resolved.name} has {rows} positions: no distance of {int(d.max())}")
+        rows = resolved.limit or farthest + 1
+        if rows <= farthest:
+            raise ValueError(f"{resolved.name} has {rows} positions: no distance of {farthest}")
         with torch.no_grad():
             scores = _of_vectors(module.embed(torch.arange(rows)[None])[0].double(), d)
     elif isinstance(module, ScoreModule):
@@ -141,29 +142,33 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
     vectors = probe.position_vectors(model)
     if vectors is None:
         return Decay(label, d, torch.ones(1, 1, len(d), dtype=torch.float64))
-    if len(vectors) <= int(d.max()):
-        raise ValueError(f"the model has {len(vectors)} positions: no distance of {int(d.max())}")
+    if len(vectors) <= (farthest := int(d.abs().max())):
+        raise ValueError(f"the model has {len(vectors)} positions: no distance of {farthest}")
     return Decay(label, d, _of_vectors(vectors, d))
 
 
 def _distances(distances: int | Sequence[int]) -> Tensor:
     found = torch.arange(distances) if isinstance(distances, int) else torch.tensor(list(distances), dtype=torch.int64)
-    if not len(found) or int(found.min()) < 0:
-        raise ValueError("distances are numbers of tokens >= 0, at least one")
+    if not len(found):
+        raise ValueError("distances are numbers of tokens, at least one")
     return found
 
 
 def _of_vectors(vectors: Tensor, distances: Tensor) -> Tensor:
-    """Return mean inner products over all pairs at each distance, (1, 1, n), by the autocorrelation theorem."""
+    """Return mean inner products over all pairs at each distance, (1, 1, n), by the autocorrelation theorem.
+
+    `<p_m, p_n>` is `<p_n, p_m>`, so that the direction of a distance does not matter.
+    """
     rows = len(vectors)
     spectrum = torch.fft.rfft(vectors, n=2 * rows, dim=0)
     sums = torch.fft.irfft(spectrum.abs().square().sum(-1), n=2 * rows)[:rows]
     means = sums / torch.arange(rows, 0, -1)
-    return (means[distances] / means[0])[None, None]
+    return (means[distances.abs()] / means[0])[None, None]
 
 
 def _of_rotation(rotary: nn.Module, distances: Tensor, kind: str | None, angles: str) -> Tensor:
-    cos, _ = probe.rotations(rotary, torch.cat([torch.zeros(1, dtype=torch.int64), distances]), kind, angles)
+    # The cosine of an angle is that of its negative.
+    cos, _ = probe.rotations(rotary, torch.cat([torch.zeros(1, dtype=torch.int64), distances.abs()]), kind, angles)
     return (cos[1:] * cos[0]).mean(-1)[None, None]  # position 0 shows the attention factor
 
 
@@ -171,110 +176,11 @@ def _of_rotation(rotary: nn.Module, distances: Tensor, kind: str | None, angles:
 def _of_scores(
     module: ScoreModule, query: Tensor, distances: Tensor, scaling: float, key: Tensor | None = None
 ) -> Tensor:
-    """Return (H, n) scores of a query (H, D) against the same key at each distance."""
+    """Return (H, n) scores of a query (H, D) against the same key at each distance; ValueError for negative ones."""
+    if int(distances.min()) < 0:
+        raise ValueError("the scores of this scheme are for causal attention: distances must be >= 0")
     keys = (query if key is None else key)[None, :, None].expand(-1, -1, len(distances), -1)
     return probe.scores_at(module, query[None, :, None], keys, distances, scaling)[0, :, 0].double()
-
-
-# ------------------------------------------------------------------------------------------------- sums as integrals
-
-
-EULER = 0.5772156649015329
-
-
-def cosine_integral(x: Tensor) -> Tensor:
-    """Return `Ci(x) = gamma + ln x + integral_0^x (cos t - 1)/t dt` of positive numbers, float64, to about 1e-13.
-
-    A power series up to 4, the continued fraction of `E1(ix)` beyond (Numerical Recipes, section 6.8).
-    """
-    x = x.double()
-    small = x.clamp(max=4.0)
-    total = torch.zeros_like(small)
-    term = torch.ones_like(small)
-    for n in range(1, 31):
-        term = -term * small.square() / ((2 * n - 1) * (2 * n))
-        total = total + term / (2 * n)
-    series = EULER + small.log() + total
-
-    t = x.clamp(min=2.0)
-    b = torch.complex(torch.ones_like(t), t)
-    c = torch.full_like(b, 1e300)
-    d = 1 / b
-    h = d
-    for n in range(1, 200):
-        a = -float(n * n)
-        b = b + 2
-        d = 1 / (a * d + b)
-        c = b + a / c
-        h = h * c * d
-    fraction = -(torch.complex(t.cos(), -t.sin()) * h).real
-    return torch.where(x < 4, series, fraction)
-
-
-def sinusoidal_integral(distances: Tensor, *, base: float = 10000.0) -> Tensor:
-    """Return the limit of the sinusoidal score for many dimensions, `integral_0^1 cos(d base^-s) ds`.
-
-    In closed form `(Ci(d) - Ci(d / base)) / ln(base)`. For `1 << d << base` that is about `1 - (gamma + ln d) /
-    ln(base)`: the score falls with the logarithm of the distance.
-
-    Args:
-        distances: (n,) tokens >= 0.
-        base: of the frequencies, above 1.
-
-    Returns:
-        (n,) float64.
-
-    Source: Su 2021, spaces.ac.cn/archives/8231.
-    """
-    d = distances.double()
-    positive = d.clamp(min=1e-300)
-    values = (cosine_integral(positive) - cosine_integral(positive / base)) / math.log(base)
-    return torch.where(d > 0, values, 1.0)
-
-
-def power_integral(distances: Tensor, *, alpha: float, nodes: int = 16) -> Tensor:
-    """Return the limit of the score with frequencies `s^alpha`, `integral_0^1 cos(d s^alpha) ds`, by quadrature.
-
-    Args:
-        distances: (n,) tokens >= 0.
-        alpha: exponent of the power law, positive.
-        nodes: of Gauss and Legendre per panel; a panel spans at most about a quarter of a turn.
-
-    Returns:
-        (n,) float64.
-    """
-    points, weights = _gauss_legendre(nodes)
-    values = []
-    for d in distances.double().tolist():
-        # Equal steps of the phase, so that no panel sees more than a quarter of a turn; the first panel holds the
-        # singular derivative at 0 for alpha below 1 and is refined towards it.
-        panels = max(1, math.ceil(d / (math.pi / 2)))
-        edges = (torch.arange(panels + 1, dtype=torch.float64) / panels) ** (1 / alpha)
-        edges = torch.cat([torch.zeros(1, dtype=torch.float64), edges[1] * 0.5 ** torch.arange(40, 0, -1), edges[1:]])
-        low, size = edges[:-1, None], edges.diff()[:, None]
-        values.append((torch.cos(d * (low + size * points) ** alpha) * weights * size).sum())
-    return torch.stack(values)
-
-
-def power_asymptote(distances: Tensor, *, alpha: float) -> Tensor:
-    """Return the leading term of `power_integral`, `Gamma(1 + 1/alpha) cos(pi/(2 alpha)) d^(-1/alpha)`.
-
-    Args:
-        distances: (n,) tokens > 0.
-        alpha: above 1.
-
-    Returns:
-        (n,) float64.
-    """
-    return math.gamma(1 + 1 / alpha) * math.cos(math.pi / (2 * alpha)) * distances.double() ** (-1 / alpha)
-
-
-def _gauss_legendre(nodes: int) -> tuple[Tensor, Tensor]:
-    """Return points in (0, 1) and weights, by the eigenvalues of Legendre's Jacobi matrix (Golub and Welsch 1969)."""
-    n = torch.arange(1, nodes, dtype=torch.float64)
-    side = n / (4 * n.square() - 1).sqrt()
-    points, vectors = torch.linalg.eigh(torch.diag(side, 1) + torch.diag(side, -1))
-    return (points + 1) / 2, vectors[0].square()
 
 
 # --------------------------------------------------------------------------------------------------- measured attention

@@ -117,6 +117,5 @@ def frequencies(
 
 
 def _of_waves(module: Waves) -> Tensor:
-    own = module.frequencies
-    device = torch.device("cpu") if own is None else own.device
-    return (module.fixed_frequencies(device) if own is None else own.detach()).double().cpu()
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    return module.waves(device).detach().double().cpu()

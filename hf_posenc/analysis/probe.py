@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -160,6 +160,54 @@ def parts(model: PreTrainedModel) -> Resolved:
     return BaseModel.of(model).found
 
 
+@dataclass(frozen=True)
+class Added:
+    """What makes the vectors that a model adds to its hidden states.
+
+    Attributes:
+        module: of the patch or the base.
+        limit: number of positions that exist, or None if there is no limit.
+        offset: rows of a base's table that stand before position 0.
+    """
+
+    module: nn.Module
+    limit: int | None
+    offset: int = 0
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Return the vectors (T, E) of positions (T,), float64 on the CPU; gradients flow to what is trained."""
+        device = next(itertools.chain(self.module.parameters(), self.module.buffers()), positions).device
+        ids = positions.to(device)
+        if isinstance(self.module, PositionEmbedding):
+            vectors = self.module.embed(ids[None])[0]
+        elif isinstance(self.module, nn.Embedding):
+            vectors = self.module.weight[ids + self.offset]
+        else:
+            vectors = self.module(ids[None])[0]
+        return vectors.double().cpu()
+
+
+def added_to(model: PreTrainedModel) -> Added | None:
+    """Return what makes the vectors that a patched or stock model adds; with a table per layer, the first layer's.
+
+    None if it adds none.
+    """
+    base = BaseModel.of(model)
+    found = base.found
+    for module in [found.position_table, getattr(found.decoder, "posenc", None), getattr(found.layers[0], "posenc", 0)]:
+        if isinstance(module, NoEmbedding):
+            continue
+        if isinstance(module, PositionEmbedding):
+            patch = patch_of(model)
+            return Added(module, patch.limit if patch else None)
+        if isinstance(module, nn.Embedding):
+            offset = base.family.table_offset
+            return Added(module, module.num_embeddings - offset, offset)
+        if module is not None and module is found.position_table:
+            return Added(module, None)  # makes its vectors by a rule
+    return None
+
+
 def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tensor | None:
     """Return the vectors that a model adds to its hidden states.
 
@@ -173,27 +221,18 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
     Raises:
         ValueError: if the table is shorter, or nobody says how many there are.
     """
-    found = parts(model)
-    for module in [found.position_table, getattr(found.decoder, "posenc", None), getattr(found.layers[0], "posenc", 0)]:
-        if isinstance(module, NoEmbedding):
-            continue
-        if isinstance(module, PositionEmbedding):
-            patch = patch_of(model)
-            limit = patch.limit if patch else None
-            rows = int(limit or getattr(model.config, "max_position_embeddings", 0))
-            if not rows and length is None:
-                raise ValueError(f"give a length: the config of this {type(model).__name__} does not say how many")
-            device = found.token_embedding.weight.device
-            ids = torch.arange(min(rows, 2**16) if length is None else length, device=device)[None]
-            with torch.no_grad():
-                return module.embed(ids)[0].double().cpu()
-        if isinstance(module, nn.Embedding):
-            offset = BaseModel.of(model).family.table_offset
-            table = module.weight.detach()[offset:].double().cpu()
-            if length is not None and length > len(table):
-                raise ValueError(f"the model has {len(table)} position vectors, {length} were asked for")
-            return table[:length]
-    return None
+    added = added_to(model)
+    if added is None:
+        return None
+    if length is None:
+        rows = int(added.limit or getattr(model.config, "max_position_embeddings", 0))
+        if not rows:
+            raise ValueError(f"give a length: the config of this {type(model).__name__} does not say how many")
+        length = min(rows, 2**16)
+    if added.limit is not None and length > added.limit:
+        raise ValueError(f"the model has {added.limit} position vectors, {length} were asked for")
+    with torch.no_grad():
+        return added(torch.arange(length))
 
 
 def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:

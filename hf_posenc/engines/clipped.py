@@ -89,12 +89,16 @@ class _Table:
 
     def __init__(self, table: Tensor) -> None:
         by_head = table.detach().float() if table.ndim == 3 else table.detach().float()[None]
+        if by_head.shape[1] == 1:  # with m = 0 no key is near: a band of one distance, that has what far keys have
+            by_head = by_head.expand(-1, 2, -1)
         self.near = (by_head[:, :-1] - by_head[:, -1:]).flip(1)  # furthest first, as in the band
 
     @staticmethod
     def gradient(table: Tensor, of_near: Tensor) -> Tensor:
         """Return the gradient of a table from that of `near` (H, m, D)."""
         found = torch.cat([of_near.flip(1), -of_near.sum(1, keepdim=True)], 1)
+        if table.shape[-2] == 1:
+            found = found.sum(1, keepdim=True)
         return (found.sum(0) if table.ndim == 2 else found).to(table.dtype)
 
 

@@ -99,6 +99,10 @@ class Scheme:
         """Return the scheme with every choice that depends on the base model made; ValueError if it cannot be."""
         return self
 
+    def without_scaling(self) -> Scheme:
+        """Return the scheme that a base was trained with, where this one is stretched to longer contexts."""
+        return self
+
     def one_of(self, field: str, choices: tuple[str, ...]) -> None:
         """Raise ValueError, naming the choices, unless the field has one of the given values."""
         if getattr(self, field) not in choices:
@@ -112,6 +116,14 @@ class Scheme:
             raise TypeError(f"{self.name}: {field} must be {wanted}, not {value!r}")
         if not 0 < value < float("inf"):
             raise ValueError(f"{self.name}: {field} must be positive and finite, not {value!r}")
+
+    def count(self, field: str) -> None:
+        """Raise TypeError or ValueError unless the field is a whole number, 0 or more."""
+        value: Any = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{self.name}: {field} must be an integer, not {value!r}")
+        if value < 0:
+            raise ValueError(f"{self.name}: {field} must be 0 or more, not {value!r}")
 
     def flags(self, *names: str) -> None:
         """Raise TypeError unless each of the fields is a bool."""

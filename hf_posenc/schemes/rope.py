@@ -184,6 +184,10 @@ class Rope(RotaryScheme):
         value = getattr(self, field)
         return value.get(layer_type) if _names_types(field, value) else value
 
+    def without_scaling(self) -> "Rope":
+        """Return the scheme with the frequencies of its base, see `Scheme.without_scaling`."""
+        return replace(self, scaling="none")
+
     def scalings(self) -> list[dict[str, Any]]:
         """Return the scalings that were given, each as transformers' `rope_parameters`."""
         return [scaling for scaling in self._each("scaling") if scaling != "none"]

@@ -22,7 +22,8 @@ class Shaw(ScoreScheme):
     Source: Shaw, Uszkoreit, Vaswani 2018, arXiv:1803.02155.
 
     Args:
-        max_distance: largest distance with a vector of its own, the paper's `k`.
+        max_distance: largest distance with a vector of its own, the paper's `k`. With 0 one vector is everybody's, and
+            what is left of positions is the causal mask.
         share_heads: one table for all heads (the paper), or one per head.
         share_layers: one pair of tables for the whole model, or one per layer.
         values: also add vectors to the values (the paper finds that keys matter more).
@@ -36,7 +37,7 @@ class Shaw(ScoreScheme):
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        self.positive("max_distance", int)
+        self.count("max_distance")
         self.flags("share_heads", "share_layers", "values")
 
     def build(self, dims: Dims) -> ScoreModule:

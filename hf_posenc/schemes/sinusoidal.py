@@ -1,7 +1,8 @@
 """Sinusoidal: fixed (or trained) waves added to the hidden states."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,17 +30,21 @@ class Sinusoidal(EmbeddingScheme):
     a sine.
     Beyond the training length: no limit, but models rarely understand positions that they never saw.
     Deviations: the table is scaled to the size of what it replaces (`scale`), since a pretrained model's embeddings
-    have no reason to be of size sqrt(E). Power-law frequencies `w_u = (2u/E)^alpha` and trained ones (they start at the
-    fixed ones) are Su Jianlin's, 2021, spaces.ac.cn/archives/8231.
+    have no reason to be of size sqrt(E). Power-law frequencies `w_u = (2u/E)^alpha`, any others and trained ones (they
+    start at the fixed ones) are Su Jianlin's, 2021, spaces.ac.cn/archives/8231. What is trained is the logarithm of a
+    frequency's ratio to the fixed one: a step of an optimizer changes every wavelength by the same share, none turns
+    negative, and weight decay pulls towards the fixed ones. Trained in radians per token, steps that are small for the
+    first waves are many times the frequency of the last, and the long waves are lost.
     Source: Vaswani et al. 2017, arXiv:1706.03762.
 
     Args:
         base: of the exponential frequencies.
         layout: `interleaved` (sine, cosine, sine, ...: the paper) or `split` (all sines, then all cosines: the authors'
             code).
-        frequencies: `exponential` (the paper) or `power`.
+        frequencies: `exponential` (the paper), `power`, or a list of ceil(E/2) own ones in radians per token.
         alpha: exponent of the power law.
-        trainable: make the frequencies a parameter, `frequencies` (ceil(E/2),).
+        trainable: train the frequencies: `w_u exp(r_u)` with a parameter `log_ratios` (ceil(E/2),) that starts at 0.
+            `"radians"` trains them as they are, a parameter `frequencies` (ceil(E/2),), as version 0.1 did.
         placement: add to the `input`, or before `every_layer`.
         scale: factor of the table; `match` gives it the RMS of the position table it replaces, or of the token
             embeddings.
@@ -48,24 +53,39 @@ class Sinusoidal(EmbeddingScheme):
     name: ClassVar[str] = "sinusoidal"
     base: float = 10000.0
     layout: Literal["interleaved", "split"] = "interleaved"
-    frequencies: Literal["exponential", "power"] = "exponential"
+    frequencies: Literal["exponential", "power"] | tuple[float, ...] = "exponential"
     alpha: float = 2.0
-    trainable: bool = False
+    trainable: bool | Literal["radians"] = False
     placement: Literal["input", "every_layer"] = "input"
     scale: Literal["match"] | float = "match"
+
+    @classmethod
+    def meant_in_0_1(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return what version 0.1 meant: it trained frequencies in radians per token."""
+        return {**values, "trainable": "radians" if values.get("trainable") else False}
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
         self.positive("base")
         self.positive("alpha")
         self.one_of("layout", ("interleaved", "split"))
-        self.one_of("frequencies", ("exponential", "power"))
+        if isinstance(self.frequencies, (tuple, list)):
+            self._check_list(self.frequencies)
+        else:
+            self.one_of("frequencies", ("exponential", "power", "a list of numbers"))
         self.one_of("placement", ("input", "every_layer"))
-        self.flags("trainable")
+        if self.trainable != "radians":
+            self.flags("trainable")
         if isinstance(self.scale, str):
             self.one_of("scale", ("match", "a positive number"))
         else:
             self.positive("scale")
+
+    def _check_list(self, listed: tuple[Any, ...] | list[Any]) -> None:
+        if not all(isinstance(w, (int, float)) and not isinstance(w, bool) for w in listed):
+            raise TypeError(f"sinusoidal: frequencies must be numbers, radians per token, not {listed!r}")
+        if not all(map(math.isfinite, listed)):
+            raise ValueError(f"sinusoidal: frequencies must be finite, not {listed!r}")
 
     @property
     def every_layer(self) -> bool:
@@ -74,9 +94,15 @@ class Sinusoidal(EmbeddingScheme):
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
         """Return the scheme with `scale` a number; ValueError if it cannot be, or if a hyper-parameter is not read."""
-        unread = ("alpha", 2.0) if self.frequencies == "exponential" else ("base", 10000.0)
-        if getattr(self, unread[0]) != unread[1]:
-            raise ValueError(f"sinusoidal: {unread[0]} is not read by frequencies={self.frequencies!r}: leave it out")
+        read = {"exponential": "base", "power": "alpha"}.get(str(self.frequencies))
+        for unread, default in {"base": 10000.0, "alpha": 2.0}.items():
+            if unread != read and getattr(self, unread) != default:
+                raise ValueError(f"sinusoidal: {unread} is not read by frequencies={self.frequencies!r}: leave it out")
+        pairs = (dims.hidden_size + 1) // 2
+        if not isinstance(self.frequencies, str) and len(self.frequencies) != pairs:
+            raise ValueError(
+                f"sinusoidal: vectors of size {dims.hidden_size} have {pairs} frequencies, not {len(self.frequencies)}"
+            )
         if self.scale != "match":
             return self
         rms = native.token_rms
@@ -95,7 +121,7 @@ class Sinusoidal(EmbeddingScheme):
 
 
 class Waves(PositionEmbedding):
-    """Parameter `frequencies` (ceil(E/2),) if trainable."""
+    """Parameter `log_ratios` (ceil(E/2),) if trainable, or `frequencies` (ceil(E/2),) if trained in radians."""
 
     def __init__(self, scheme: Sinusoidal, size: int) -> None:
         """Keep the hyper-parameters.
@@ -110,23 +136,35 @@ class Waves(PositionEmbedding):
         self.scheme = scheme
         self.scale = scheme.scale
         self.size = size
-        self.frequencies = parameter((size + 1) // 2) if scheme.trainable else None
+        self.log_ratios = parameter((size + 1) // 2) if scheme.trainable is True else None
+        self.frequencies = parameter((size + 1) // 2) if scheme.trainable == "radians" else None
 
     def fixed_frequencies(self, device: torch.device) -> Tensor:
-        """Return `w_u`, (ceil(E/2),), float64."""
-        if self.scheme.frequencies == "exponential":
+        """Return `w_u` as they start, (ceil(E/2),), float64."""
+        given = self.scheme.frequencies
+        if not isinstance(given, str):
+            return torch.tensor(given, dtype=wide_dtype(device), device=device)
+        if given == "exponential":
             return geometric_frequencies(self.size, self.scheme.base, device)
         return (torch.arange(0, self.size, 2, dtype=wide_dtype(device), device=device) / self.size) ** self.scheme.alpha
 
+    def waves(self, device: torch.device) -> Tensor:
+        """Return `w_u` as they stand, (ceil(E/2),) in radians per token; gradients flow to what is trained."""
+        if self.frequencies is not None:
+            return self.frequencies
+        fixed = self.fixed_frequencies(device)
+        return fixed if self.log_ratios is None else fixed * self.log_ratios.to(fixed.dtype).exp()
+
     def reset_parameters(self) -> None:
         """Start at the fixed frequencies."""
+        if self.log_ratios is not None:
+            init.zeros_(self.log_ratios)
         if self.frequencies is not None and not self.frequencies.is_meta:
             init.copy_(self.frequencies, self.fixed_frequencies(self.frequencies.device).to(self.frequencies.dtype))
 
     def embed(self, position_ids: Tensor) -> Tensor:
         """Return the vectors (B|1, T, E) of positions (B|1, T), float64 (float32 on MPS)."""
-        frequencies = self.fixed_frequencies(position_ids.device) if self.frequencies is None else self.frequencies
-        sines, cosines = sinusoids(position_ids, frequencies)
+        sines, cosines = sinusoids(position_ids, self.waves(position_ids.device))
         if self.scheme.layout == "interleaved":
             waves = torch.stack([sines, cosines], -1).flatten(-2)
         else:

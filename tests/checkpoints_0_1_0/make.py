@@ -31,6 +31,7 @@ MODELS = {
     "nope-llama": ("nope", {}, {}),
     "sinusoidal-gpt2": ("sinusoidal", {}, {}),
     "sinusoidal-llama": ("sinusoidal", {"placement": "every_layer"}, {}),
+    "sinusoidal-llama-trained": ("sinusoidal", {"trainable": True}, {}),  # in radians per token, some now negative
     "learned-gpt2": ("learned", {"num_positions": 48}, {}),
     "learned-llama": ("learned", {"num_positions": 32}, {}),
     "rope-gpt2": ("rope", {"layout": "interleaved"}, {}),

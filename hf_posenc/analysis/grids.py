@@ -1,0 +1,82 @@
+"""Positions of several coordinates: sinusoids and RoPE on a grid, and the map that shifts them.
+
+A pair of dimensions turns by `w . x`, with a vector `w` of frequencies, one for each coordinate of the place `x`. Where
+each pair has one coordinate (`axis_frequencies`), the vectors are those of the coordinates, side by side. Whatever the
+frequencies, a shift by `s` turns every pair by `w . s`: one linear map for all places, and products that depend on the
+difference of two places only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .properties import linear_map
+
+
+def axis_frequencies(size: int, axes: int = 2, *, base: float = 10000.0) -> Tensor:
+    """Return frequencies that give each coordinate an equal share of the pairs, `base^(-u / F)` with F pairs each.
+
+    Args:
+        size: E or D, of the vectors: a multiple of `2 * axes`.
+        axes: number of coordinates.
+        base: of the frequencies.
+
+    Returns:
+        (size / 2, axes) float64, radians per step; the pairs of the first coordinate first.
+
+    Raises:
+        ValueError: for a size that does not divide.
+    """
+    if axes < 1 or size < 1 or size % (2 * axes):
+        raise ValueError(f"{axes} coordinates need a size that is a multiple of {2 * axes}, not {size}")
+    count = size // (2 * axes)
+    waves = base ** -(torch.arange(count, dtype=torch.float64) / count)
+    frequencies = torch.zeros(axes, count, axes, dtype=torch.float64)
+    for axis in range(axes):
+        frequencies[axis, :, axis] = waves
+    return frequencies.flatten(0, 1)
+
+
+def grid_sinusoids(places: Tensor, frequencies: Tensor) -> Tensor:
+    """Return sinusoidal vectors of places, `p[2u] = sin(w_u . x)`, `p[2u + 1] = cos(w_u . x)`.
+
+    Args:
+        places: (..., axes) coordinates, integers or not.
+        frequencies: (F, axes) radians per step.
+
+    Returns:
+        (..., 2 F) float64.
+    """
+    angles = places.double() @ frequencies.double().T
+    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)
+
+
+def grid_shift(frequencies: Tensor, shift: Tensor) -> Tensor:
+    """Return the map of sinusoids from any place to the one `shift` further on, `p(x + s) = M_s p(x)`.
+
+    Args:
+        frequencies: (F, axes) radians per step.
+        shift: (axes,) steps of either sign.
+
+    Returns:
+        (2 F, 2 F) float64, a rotation.
+    """
+    angles = frequencies.double() @ shift.double()
+    return linear_map(angles, 1, size=2 * len(angles))
+
+
+def grid_rotation(vectors: Tensor, places: Tensor, frequencies: Tensor) -> Tensor:
+    """Turn queries or keys by their places, as RoPE does: the pair `(2u, 2u + 1)` by `w_u . x`.
+
+    Args:
+        vectors: (..., 2 F).
+        places: (..., axes) coordinates, integers or not.
+        frequencies: (F, axes) radians per step.
+
+    Returns:
+        (..., 2 F) float64.
+    """
+    angles = places.double() @ frequencies.double().T
+    turned = torch.view_as_complex(vectors.double().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(turned * torch.polar(torch.ones_like(angles), angles)).flatten(-2)

@@ -1,0 +1,123 @@
+"""What RoPE turns in a model: the products of queries and keys that are the weights of its waves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..calibration.maps import observe
+from ..errors import UnsupportedModelError
+from ..modes import evaluation
+from ..patching.plan import BaseModel
+from . import probe
+from .decay import Decay
+from .integrals import wave_sum
+
+
+@dataclass(frozen=True)
+class RotaryWeights:
+    """What RoPE turns in a model: for each layer, head and pair the mean product of a query and a key, before turning.
+
+    Attributes:
+        label: the model's class.
+        layers: (N,) indices of the layers that turn.
+        frequencies: (N, F) float64, radians per token.
+        weights: (N, H, F) complex128, `h_u`, times the scaling of the scores. The pairs (x, y) of q and k are the
+            complex numbers x + iy, and `h_u` is the mean of `q_u conj(k_u)`.
+        still: (N, H) float64, the same of the dimensions that no pair has.
+    """
+
+    label: str
+    layers: tuple[int, ...]
+    frequencies: Tensor
+    weights: Tensor
+    still: Tensor
+
+    def decay(self, distances: Sequence[int]) -> Decay:
+        """Return the score by distance, were queries and keys the same at every distance.
+
+        `still + Re sum_u h_u e^(i d w_u)`; it is not divided by its value at 0, since h has either sign.
+
+        Args:
+            distances: tokens, of either sign.
+        """
+        d = torch.tensor(list(distances), dtype=torch.int64)
+        sums = [wave_sum(d, w, h).real * len(w) for w, h in zip(self.frequencies, self.weights, strict=True)]
+        return Decay(self.label, d, torch.stack(sums) + self.still[..., None])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON; a complex number is a pair of its real and imaginary part."""
+        return {
+            "label": self.label,
+            "layers": list(self.layers),
+            "frequencies": self.frequencies.tolist(),
+            "weights": torch.view_as_real(self.weights).tolist(),
+            "still": self.still.tolist(),
+        }
+
+
+@torch.no_grad()
+def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = False) -> RotaryWeights:
+    """Measure what RoPE turns on a text, over all pairs of a query and a key that is not ahead of it.
+
+    Args:
+        model: patched or stock, whose layers all turn by one module (some may not turn at all).
+        tokens: (T,) or (B, T) text without padding, T >= 2.
+        progress: show a progress bar.
+
+    Returns:
+        RotaryWeights.
+
+    Raises:
+        ValueError: if nothing is turned, or layers have rotations of their own.
+        UnsupportedModelError: for latent attention, and for a stock model that bypasses transformers' interface.
+    """
+    tokens = probe.check_tokens(tokens, 2)
+    base, label = BaseModel.of(model), type(model).__name__
+    rotary, angles = probe.rotary_of(model)
+    if rotary is None:
+        raise ValueError(f"this {label} turns nothing")
+    own = {attention.__dict__.get("posenc_pairs") for attention in base.found.attentions}
+    if len(own) > 1 or any("posenc_rotation" in layer.__dict__ for layer in base.found.layers):
+        raise ValueError(f"the layers of this {label} have rotations of their own")
+    if base.family.rotary_part is not None:
+        raise UnsupportedModelError(f"{label}: latent attention keeps apart what it turns: its pairs are not looked at")
+    kinds = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
+    on_attentions = own.pop()  # of a base that rotates nothing itself
+    turning = [index for index in base.found.attention_of if on_attentions or base.rotated[index]]
+    with evaluation(model):
+        calls = {index: seen.call for index, seen in observe(model, tokens.to(model.device), turning).items()}
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for index, call in tqdm(calls.items(), disable=not progress, desc="products", unit="layer"):
+        cos, sin = probe.rotations(rotary, torch.arange(tokens.shape[1]), kinds and kinds[index], angles)
+        back = torch.polar(torch.ones_like(cos), -torch.atan2(sin, cos))
+        call = call.widened()
+        pairs = on_attentions or base.pairs
+        (query, rest), (key, others) = (
+            _in_pairs(each.double().cpu(), len(back[0]), pairs) for each in (call.query, call.key)
+        )
+        weights = _mean_product(query * back, key * back)
+        still = _mean_product(rest, others).sum(-1)
+        found.append((-back[1].angle(), weights * call.scaling, still * call.scaling))
+    frequencies, weights, still = (torch.stack(each) for each in zip(*found, strict=True))
+    return RotaryWeights(label, tuple(calls), frequencies, weights, still)
+
+
+def _in_pairs(x: Tensor, pairs: int, layout: str) -> tuple[Tensor, Tensor]:
+    """Return what is turned of (B, H, T, D) as complex (B, H, T, pairs), and the other dimensions."""
+    turning, still = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if layout == "half":
+        return torch.complex(turning[..., :pairs], turning[..., pairs:]), still
+    return torch.complex(turning[..., ::2], turning[..., 1::2]), still
+
+
+def _mean_product(query: Tensor, key: Tensor) -> Tensor:
+    """Return the mean of `q_i conj(k_j)`, j <= i, of (B, H, T, F) over texts and pairs, (H, F)."""
+    batch, _, length, _ = query.shape
+    return (query * key.cumsum(2).conj()).sum((0, 2)) / (batch * length * (length + 1) / 2)

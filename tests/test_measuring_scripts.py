@@ -1,0 +1,109 @@
+"""What scripts measure is what the functions of the package say, and what is committed is of that kind."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_posenc import analysis
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """`(name, *arguments)`: run scripts/name.py on a command line, and return its module."""
+
+    def run(name, *arguments):
+        specification = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+        module = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        assert module.main() == 0
+        return module
+
+    return run
+
+
+def shape_of(value):
+    """Keys of dictionaries, down to what is in a list or no dictionary."""
+    return {key: shape_of(each) for key, each in value.items()} if isinstance(value, dict) else None
+
+
+def test_decay(script, tiny_checkpoints):
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 20)
+    arguments = ("--text", text, "--length", 24, "--windows", 3, "--json", found)
+    script("measure_decay", f"tiny={tiny_checkpoints / 'llama'}", *arguments)
+    measured = json.loads(found.read_text())["tiny"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    ids = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")(text.read_text())["input_ids"]
+    expected = analysis.rotary_weights(model, torch.tensor(ids[:72]).view(3, 24)).decay(measured["distances"]).scores
+    torch.testing.assert_close(torch.tensor(measured["sum"]).double(), expected, rtol=1e-3, atol=1e-5)
+    assert measured["mean"] == pytest.approx(expected.mean((0, 1)).tolist(), rel=1e-3, abs=1e-5)
+    assert measured["heads"] == 4
+    assert torch.tensor(measured["integral"]).shape == expected.shape
+    committed = json.loads((ROOT / "docs/measured/rotary_decay.json").read_text())
+    assert {name: each["heads_lower_at_128_than_at_0"] for name, each in committed.items()} == {
+        name: sum(head[13] < head[5] for layer in each["sum"] for head in layer) for name, each in committed.items()
+    }
+    for each in committed.values():
+        assert shape_of(each) == shape_of(measured)
+    with pytest.raises(SystemExit):
+        script(
+            "measure_decay", f"tiny={tiny_checkpoints / 'llama'}", *arguments[:-4], "--windows", 900, *arguments[-2:]
+        )
+
+
+def test_embeddings(script, tiny_checkpoints, monkeypatch):
+    found, table = tiny_checkpoints / "found.json", tiny_checkpoints / "table.safetensors"
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "gpt2")
+    positions = model.transformer.wpe.weight.detach()
+    save_file({"rows": positions.clone()}, table)
+    sources = [f"gpt2={tiny_checkpoints / 'gpt2'}", f"llama={tiny_checkpoints / 'llama'}", f"table={table}:rows"]
+    script("measure_embeddings", *sources, "--json", found)
+    measured = json.loads(found.read_text())
+    assert measured["gpt2"]["norms"]["16"] == pytest.approx(positions[16].norm().item(), rel=1e-4)
+    steps = (positions[1:] - positions[:-1]).norm(dim=-1)
+    assert measured["gpt2"]["neighbour_distances"]["largest"] == [
+        pytest.approx(steps.max().item(), rel=1e-4),
+        int(steps.argmax()),
+    ]
+    of_table = {"positions", "distance_share", "norms", "neighbour_distances"}
+    assert measured["table"] == {key: measured["gpt2"][key] for key in of_table}
+    assert measured["llama"]["positions"] is None
+    monkeypatch.setattr("embedded.standard_library", lambda: [ROOT / "CONTRIBUTING.md"])
+    script("measure_embeddings", "--steps", 1, "--json", found)
+    trained = json.loads(found.read_text())
+    assert set(trained) == {*measured, "embedded GPT-2", "embedded GPT-2, as it starts"}
+    assert trained["embedded GPT-2"]["positions"]["count"] == 256
+    assert trained["embedded GPT-2"] != trained["embedded GPT-2, as it starts"]
+
+
+def test_the_table_of_statistics_is_what_was_measured():
+    page = (ROOT / "docs/theory_decay.md").read_text()
+    measured = json.loads((ROOT / "docs/measured/embeddings.json").read_text())
+    rows = 0
+    for name, each in measured.items():
+        for what in ("tokens", "positions"):
+            if (found := each.get(what)) is None:
+                continue
+            positions = what == "positions"
+            cells = (
+                name if name.endswith(what) else f"{name}, {what}",
+                f"{found['count']:,}",
+                f"{found['mean_norm']:.2f}",
+                f"{each['ratio']:.2f}" if positions and each.get("ratio") else "",
+                f"{found['diagonal_share']:.2f} of {found['independent_share']:.2f}",
+                f"{found['correlation']:.2f}",
+                f"{found['dimensions']:.1f}",
+                f"{each['distance_share']:.2f}" if positions else "",
+            )
+            assert "| " + " | ".join(cells) + " |" in page
+            rows += 1
+    assert rows == 9
