@@ -83,9 +83,10 @@ class StateFile:
             raise CheckpointError(f"{self.path} is the state of another calibration: {'; '.join(different)}")
         self.step = entry["step"]
         chosen = {int(index): tuple(names) for index, names in entry["chosen"].items()}
-        by_layer = ({index: self.tensors[f"{part}.{index}"] for index in chosen} for part in ("before", "closed"))
-        curves = {index: self.tensors[f"base_curve.{index}"] for index in chosen}
-        self.first_stage = FirstStage(*by_layer, chosen, curves)
+        before, closed, curves = (
+            {index: self.tensors[f"{part}.{index}"] for index in chosen} for part in ("before", "closed", "base_curve")
+        )
+        self.first_stage = FirstStage(before, closed, chosen, curves)
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
