@@ -36,6 +36,7 @@ CALIBRATION: dict[str, Any] = {
     "steps": 100,
     "rate": 2e-2,
     "weight_rate": 1e-3,
+    "lengths": None,
     "held_out": 8,
 }
 """Choices of `calibrate`, and what it does by default, as the function of that name: --help does without it."""
@@ -125,6 +126,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rate", type=float, help=_by_default("learning rate of the scheme's parameters", "rate"))
     command.add_argument(
         "--weight-rate", type=float, help=_by_default("of the weights that make queries and keys", "weight_rate")
+    )
+    command.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        help="tokens in a window of the second stage, one length after the other; by default --length",
     )
     command.add_argument(
         "--seed", type=int, default=0, help="for parameters that start at random, and the order of windows (default 0)"

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from . import analysis, files, hub
 from .analysis import plots, probe
 from .api import describe, parse_schemes
-from .calibration.calibrate import calibrate, check_positive, ignored, second_stage
+from .calibration.calibrate import calibrate, check_lengths, check_positive, ignored, second_stage
 from .catalogue import refused_types, served_type
 from .checkpoint import from_pretrained, inspect
 from .errors import PluginError, UnsupportedModelError
@@ -229,6 +229,7 @@ def _choices(options: argparse.Namespace) -> dict[str, Any]:
     check_positive(held_out=choices["held_out"], **({} if options.windows is None else {"windows": options.windows}))
     if options.length < 2:
         raise ValueError(f"--length must be at least 2, not {options.length}")
+    check_lengths(options.lengths, options.length)
     return choices
 
 

@@ -7,7 +7,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import hf_posenc
-from hf_posenc import calibrate, context_group, context_parallel, patch_model, shard_sequence
+from hf_posenc import CheckpointError, calibrate, context_group, context_parallel, patch_model, shard_sequence
 from hf_posenc.evaluation import induction_copy, measure_context, perplexity
 from hf_posenc.schemes.base import PositionModule
 
@@ -556,6 +556,38 @@ def compare_calibration(case: str) -> dict[str, Any]:
         "weights": (weights - whole).abs().max().item(),
         "divergences": max(abs(a - b) for a, b in zip(divergences, wanted, strict=True)),
         "alone": (weights - own).abs().max().item(),
+    }
+
+
+def resume_calibration(folder: str) -> dict[str, Any]:
+    """A calibration that stopped after its second step and went on, compared with one that did not stop."""
+
+    def calibrated(state: Path | None, last: int) -> Tensor:
+        def on_step(step: int, _: float) -> None:
+            if step == last:
+                raise InterruptedError
+
+        model = patch_model(tiny("llama"), "nope")
+        given = {"steps": 4, "held_out": 2, "closed_windows": 4, "weight_rate": 1e-2, "on_step": on_step}
+        with suppress(InterruptedError):
+            calibrate(model, tokens(14, 20, seed=3), state_file=state, **given)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    state = Path(folder) / "state"
+    whole, half = calibrated(None, 0), calibrated(state, 2)
+    dist.barrier()  # the first process has written it
+    written = state.stat().st_mtime_ns
+    rest = calibrated(state, 0)
+    dist.barrier()
+    try:
+        calibrated(state if dist.get_rank() == 0 else Path(folder) / "elsewhere", 0)
+    except CheckpointError as error:
+        said = str(error)
+    return {
+        "half": half.equal(whole),
+        "rest": rest.equal(whole),
+        "rewritten": state.stat().st_mtime_ns > written,
+        "said": said,
     }
 
 

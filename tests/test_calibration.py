@@ -376,6 +376,23 @@ def test_the_same_seed_gives_the_same_numbers():
     assert not found(0).equal(found(1))
 
 
+def test_each_length_gets_its_share_of_the_steps(monkeypatch):
+    """Short windows are pieces of long ones: the tokens that are read are the same, whatever the lengths."""
+    from hf_posenc.calibration import match
+
+    def read(lengths):
+        seen = []
+        monkeypatch.setattr(match, "_gradients", lambda pair, drawn, parameters: seen.append(drawn) or 0.0)
+        calibrate(patch_model(tiny("llama"), "nope"), windows(), steps=7, batch_size=2, seed=1, lengths=lengths)
+        return seen
+
+    plain, cut = read(None), read((4, 12, 24))
+    assert [tuple(each.shape) for each in plain] == [(2, 24)] * 7
+    assert [tuple(each.shape) for each in cut] == [(12, 4)] * 3 + [(4, 12)] * 2 + [(2, 24)] * 2
+    for whole, pieces in zip(plain, cut, strict=True):
+        assert torch.cat(list(pieces)).equal(torch.cat(list(whole)))
+
+
 # ------------------------------------------------------------------------------------------------ going on from a state
 
 
@@ -416,7 +433,7 @@ def same_parameters(model, other):
 @pytest.mark.parametrize(
     ("stop", "case"),
     [
-        (3, (("nope", {}), {"batch_size": 2})),
+        (3, (("nope", {}), {"batch_size": 2, "lengths": (6, 12, 24)})),
         (1, (("shaw", {}), {"weights": "scheme"})),  # the closed forms have turned weights as well
         (3, (("nope", {}), {"weight_rate": 9.0})),  # ends further away, and is put back to what the closed forms found
     ],
@@ -579,6 +596,10 @@ def test_adapters_and_dtypes():
         ({"stage": "closed_form", "steps": 3}, "steps changes nothing with stage='closed_form': leave it out"),
         ({"stage": "closed_form", "seed": 0}, "seed changes nothing with stage='closed_form'"),
         ({"stage": "closed_form", "state_file": "a"}, "state_file changes nothing with stage='closed_form'"),
+        ({"lengths": (5, 24)}, "windows of 24 tokens cannot be cut into windows of 5: lengths must divide 24"),
+        ({"lengths": (1, 24)}, "cannot be cut into windows of 1"),
+        ({"lengths": ()}, "100 steps cannot be divided among the 0 lengths"),
+        ({"lengths": (6, 12, 24), "steps": 2}, "2 steps cannot be divided among the 3 lengths"),
         ({"save_every": 3}, "save_every changes nothing without a state_file"),
         ({"state_file": "a", "save_every": 0}, "save_every must be positive, not 0"),
         ({"weights": "scheme", "weight_rate": 1e-3}, "weight_rate changes nothing with weights='scheme': leave it out"),
@@ -606,7 +627,7 @@ def test_what_the_second_stage_is_by_default():
     doc = re.sub(r"\n {8}", " ", inspect.getdoc(calibrate))  # an argument a line
     said = dict(re.findall(r"^ {4}(\w+): .*?None means ([\w-]+)\.?$", doc, re.MULTILINE))
     numbers = {name: value for name, value in dataclasses.asdict(Matching()).items() if name in said}
-    assert set(said) == {field.name for field in dataclasses.fields(Matching)} - {"weights", "state_file"}
+    assert set(said) == {field.name for field in dataclasses.fields(Matching)} - {"weights", "lengths", "state_file"}
     assert {name: float(value) for name, value in said.items()} == numbers
     assert f"`{Matching().weights}` (None)" in doc
 

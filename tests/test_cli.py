@@ -237,6 +237,11 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         ([*CALIBRATE, "--stage", "closed_form", "--steps", "3"], "--steps changes nothing with --stage closed_form"),
         ([*CALIBRATE, "--weights", "scheme", "--weight-rate", "1"], "--weight-rate changes nothing with --weights"),
         ([*CALIBRATE, "--stage", "closed_form", "--resume"], "--resume changes nothing with --stage closed_form"),
+        (
+            [*CALIBRATE, "--lengths", "100"],
+            "windows of 512 tokens cannot be cut into windows of 100: lengths must divide",
+        ),
+        ([*CALIBRATE, "--lengths", "64", "128", "--steps", "1"], "1 steps cannot be divided among the 2 lengths"),
         ([*CALIBRATE, "--resume"], "--resume: there is no"),
         ([*CALIBRATE, "--report", "NOWHERE/a.json"], "there is no folder"),
         ([*CALIBRATE, "--plot", "NOWHERE/a.png"], "there is no folder"),

@@ -30,6 +30,7 @@ from distributed_jobs import (
     patch_partitioned,
     patch_tensor_parallel,
     refused,
+    resume_calibration,
     shard,
 )
 from families import FAMILIES, tiny
@@ -397,6 +398,15 @@ def test_calibrates_as_one_process_with_all_windows_does(pair, case):
         assert answer["weights"] <= CALIBRATED, answer
         assert answer["divergences"] <= CALIBRATED, answer
         assert answer["alone"] > 1e-4, answer
+
+
+def test_goes_on_with_a_calibration_that_all_processes_see(pair, tmp_path):
+    for answer in pair.run(resume_calibration, str(tmp_path)):
+        assert not answer["half"]
+        assert answer["rest"]
+        assert answer["rewritten"]
+        assert "the processes do not all see the same" in answer["said"]
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 # ------------------------------------------------------------------------------------------------------ tensor parallel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,7 @@ def calibrate(
     batch_size: int | None = None,
     rate: float | None = None,
     weight_rate: float | None = None,
+    lengths: Sequence[int] | None = None,
     seed: int | None = None,
     state_file: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
@@ -143,6 +144,8 @@ def calibrate(
         batch_size: windows in each step; None means 4.
         rate: learning rate of the scheme's parameters in the second stage; it falls to 0 as a cosine. None means 2e-2.
         weight_rate: of weights; None means 1e-3.
+        lengths: of the windows that the second stage reads, as many steps of each; they divide T, and
+            windows are cut, so that every step reads the same number of tokens. By default all are of T tokens.
         seed: of the order of windows in the second stage; None means 0.
         state_file: where the second stage writes its state, whole or not at all. If the file is there already, it goes
             on from there, and ends with the same numbers as one that was never interrupted; the first stage is not run
@@ -170,6 +173,7 @@ def calibrate(
         "batch_size": batch_size,
         "rate": rate,
         "weight_rate": weight_rate,
+        "lengths": None if lengths is None else tuple(lengths),
         "seed": seed,
         "state_file": None if state_file is None else Path(state_file),
         "save_every": save_every,
@@ -184,6 +188,8 @@ def calibrate(
     check_in_place(inner, "calibrate the model")
     if tokens.ndim != 2 or tokens.is_floating_point() or tokens.shape[1] < 2:
         raise ValueError(f"tokens must be integers (windows, length), not {tuple(tokens.shape)} of {tokens.dtype}")
+    if how is not None:
+        check_lengths(how.lengths, tokens.shape[1])
     if len(tokens) <= held_out:
         raise ValueError(
             f"{len(tokens)} windows are too few: {held_out} are held out, and at least one is needed beside"
@@ -226,7 +232,18 @@ def second_stage(stage: str, **given: Any) -> Matching | None:
     _check_one_of("weights", how.weights, WEIGHTS)
     counts = {"steps": how.steps, "batch_size": how.batch_size, "save_every": how.save_every}
     check_positive(**counts, rate=how.rate, weight_rate=how.weight_rate)
+    if how.lengths is not None and not 0 < len(how.lengths) <= how.steps:
+        raise ValueError(f"{how.steps} steps cannot be divided among the {len(how.lengths)} lengths {how.lengths}")
     return how
+
+
+def check_lengths(lengths: tuple[int, ...] | None, whole: int) -> None:
+    """Check that windows of `whole` tokens can be cut into windows of each length; a ValueError says which cannot."""
+    for length in lengths or ():
+        if length < 2 or whole % length:
+            raise ValueError(
+                f"windows of {whole} tokens cannot be cut into windows of {length}: lengths must divide {whole}"
+            )
 
 
 def ignored(stage: str, weights: str) -> tuple[str, ...]:

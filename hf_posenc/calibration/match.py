@@ -26,9 +26,16 @@ class Matching:
     batch_size: int = 4
     rate: float = 2e-2
     weight_rate: float = 1e-3
+    lengths: tuple[int, ...] | None = None
     seed: int = 0
     state_file: Path | None = None
     save_every: int = 25
+
+    def windows(self, step: int, tokens: Tensor) -> Tensor:
+        """Return the windows of a step, counted from 1, cut to its length: (B, T) becomes (B * T / length, length)."""
+        if self.lengths is None:
+            return tokens
+        return tokens.reshape(-1, self.lengths[(step - 1) * len(self.lengths) // self.steps])
 
 
 def movable(pair: Pair, weights: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -85,7 +92,8 @@ def match(
                 for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                     group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * (step - 1) / how.steps))
                 order = torch.randint(len(pair.train), (processes, how.batch_size), generator=generator)
-                value = _gradients(pair, pair.train[order[rank].to(pair.train.device)], parameters)
+                drawn = pair.train[order[rank].to(pair.train.device)]
+                value = _gradients(pair, how.windows(step, drawn), parameters)
                 if processes > 1:
                     for p in parameters:
                         if p.grad is not None:
