@@ -12,6 +12,7 @@ from hf_posenc import patch_model
 from hf_posenc.analysis import (
     cosine_integral,
     decay,
+    expansion,
     power_asymptote,
     power_integral,
     rotary_weights,
@@ -147,6 +148,16 @@ def test_sum_beside_the_integral():
         wave_decay(3, w, [1.0] * 4)
     with pytest.raises(ValueError, match="of different number"):
         wave_decay(3, w, pairs=6)
+
+
+def test_waves_weighted_by_a_hessian():
+    """The relative part of Su's sixth term, which `expansion` computes from products of the vectors themselves."""
+    model, ids = patch_model(tiny("gpt2").double(), "sinusoidal", scale=1.0), tokens(1, 8)[0]
+    found = expansion(model, ids, 2, 5, rows=32).diagonal
+    weights = (found.diagonal[0::2] + found.diagonal[1::2]) / 2
+    weighted = wave_decay([-3, 3], [10000 ** (-u / 16) for u in range(16)], weights)
+    assert found.complete
+    assert weighted.sum.real.tolist() == pytest.approx([found.relative / 16] * 2, rel=1e-9)
 
 
 def by_loops(query, key, frequencies, layout, scaling):
