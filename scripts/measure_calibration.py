@@ -48,7 +48,7 @@ SCHEMES = {
 NOT_SETTINGS = ("checkpoint", "text", "json", "schemes", "starts", "seeds", "untrained")  # the runs say these
 STARTS = ("plain", "closed_form", "attention")
 EMBEDDED = "embedded"
-WRITTEN = (192, 1024)
+WRITTEN = (96, 1024)
 """Documents that a base writes where no text is given, and tokens of each."""
 
 
