@@ -21,6 +21,7 @@ from .order import (
     equivariance,
     order_sensitivity,
 )
+from .position_scores import PositionScores, position_scores, scores_between
 from .precision import DistinctBiases, precision_audit
 from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
@@ -47,6 +48,7 @@ __all__ = [
     "LayerTerms",
     "MixedHessian",
     "OrderSensitivity",
+    "PositionScores",
     "Properties",
     "Property",
     "ScoreTerms",
@@ -64,6 +66,7 @@ __all__ = [
     "model_decay",
     "neighbour_distances",
     "order_sensitivity",
+    "position_scores",
     "position_vectors",
     "power_asymptote",
     "power_integral",
@@ -71,6 +74,7 @@ __all__ = [
     "properties",
     "scheme_vectors",
     "score_terms",
+    "scores_between",
     "sinusoidal_integral",
     "vector_statistics",
 ]
