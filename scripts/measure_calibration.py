@@ -45,7 +45,16 @@ SCHEMES = {
     "nope": ("nope", {}),
     "mixture": ([T5(share_layers=False, layers="1::2")], {}),  # every other layer keeps what the base has
 }
-NOT_SETTINGS = ("checkpoint", "text", "json", "schemes", "starts", "seeds", "untrained")  # the runs say these
+NOT_SETTINGS = (
+    "checkpoint",
+    "text",
+    "json",
+    "schemes",
+    "starts",
+    "seeds",
+    "untrained",
+    "keep_mean",
+)  # the runs say these
 STARTS = ("plain", "closed_form", "attention")
 EMBEDDED = "embedded"
 WRITTEN = (96, 1024)
@@ -98,6 +107,18 @@ def position_limit(model: PreTrainedModel) -> int | None:
     """Return the rows of the table of positions that a model has, or None."""
     vectors = position_vectors(model)
     return None if vectors is None else len(vectors)
+
+
+@torch.no_grad()
+def keep_mean(model: PreTrainedModel) -> None:
+    """Move the mean of a GPT-2's table of positions into its token embeddings, which changes nothing that it predicts.
+
+    A head that shares the embeddings adds the same number to all logits.
+    """
+    tokens, positions = model.transformer.wte.weight, model.transformer.wpe.weight
+    mean = positions.mean(0)
+    tokens += mean
+    positions -= mean
 
 
 def windows(parts: list[list[int]], length: int) -> torch.Tensor:
@@ -159,6 +180,9 @@ def main() -> int:
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument(
         "--untrained", nargs="*", choices=STARTS, default=[], help="starts that are only measured, not fine-tuned"
+    )
+    parser.add_argument(
+        "--keep-mean", action="store_true", help="move the mean of the table of positions into the tokens' first"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--length", type=int, default=512, help="tokens of a window of fine-tuning")
@@ -224,10 +248,14 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
             keep(name, {"before": before, "after": after, "rate": options.rate})
         for scheme in options.schemes:
             for start in options.starts:
-                if (name := f"{scheme}, {start}, seed {seed}") in results["runs"]:
+                how = f"{start} with the table's mean" if options.keep_mean else start
+                if (name := f"{scheme}, {how}, seed {seed}") in results["runs"]:
                     continue
                 given, hyperparameters = SCHEMES[scheme]
-                swapped = patch_model(load(checkpoint), given, seed=seed, **hyperparameters)
+                stock = load(checkpoint)
+                if options.keep_mean:
+                    keep_mean(stock)
+                swapped = patch_model(stock, given, seed=seed, **hyperparameters)
                 began, report, used = time.perf_counter(), None, 0
                 if start != "plain":
                     second = {"steps": options.steps, "weight_rate": options.weight_rate, "seed": seed}

@@ -1,6 +1,7 @@
 """Scores between positions: against dense least squares, curves that are known, and a first layer written out."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,3 +134,19 @@ def test_what_cannot_be_measured():
         position_scores(tiny("gpt2"), length=10, first=8)
     with pytest.raises(ValueError, match="no tokens"):
         position_scores(tiny("gpt2"), torch.empty(0, dtype=torch.int64))
+
+
+def test_what_the_script_says_of_the_table_beside_attention(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+    from measure_calibration import keep_mean, loss
+    from measure_position_scores import loss_without_table
+
+    model, ids = tiny("gpt2"), tokens(2, 20)
+    expected = loss(model, ids)
+    keep_mean(model)
+    assert loss(model, ids) == pytest.approx(expected, abs=1e-5)
+    assert model.transformer.wpe.weight.mean(0).abs().max() < 1e-6
+    assert abs(loss_without_table(model, ids) - expected) > 1e-3
+    with torch.no_grad():
+        model.transformer.wpe.weight.zero_()
+    assert loss_without_table(model, ids) == pytest.approx(loss(model, ids), abs=1e-5)
