@@ -22,6 +22,7 @@ PLOTS = (
     "expansion",
     "terms",
     "precision",
+    "table",
 )
 """What `plot` draws."""
 

@@ -314,6 +314,7 @@ READ = {
     "equivariance": ((), ("length", "text")),
     "expansion": ((), ("length", "text", "positions")),
     "terms": ((), ("length", "text")),
+    "table": ((), ("length", "text")),
 }
 """Options that each kind of plot reads for a scheme, and for a checkpoint."""
 
@@ -359,6 +360,7 @@ def draw(options: argparse.Namespace) -> int:
         "expansion": lambda: plots.expansion_terms(first, title=title),
         "terms": lambda: plots.score_terms(first, title=title),
         "precision": lambda: plots.distinct_biases(first, title=title),
+        "table": lambda: plots.position_scores(first, title=title),
     }[options.kind]()
     print(plots.save(figure, options.output))
     return 0
@@ -399,6 +401,8 @@ def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]
         return analysis.expansion(model, tokens, *(options.positions or (length // 3, 2 * length // 3)), progress=True)
     if kind == "terms":
         return analysis.score_terms(model, tokens, progress=True)
+    if kind == "table":
+        return analysis.position_scores(model, tokens, length=length)
     return analysis.order_sensitivity(model, tokens, progress=True)
 
 

@@ -2,11 +2,14 @@
 """What a swap of positions costs, plain and calibrated: losses before fine-tuning and along the way, against the base.
 
 python scripts/measure_calibration.py CHECKPOINT TEXT --schemes t5 kerple --json results.json
+python scripts/measure_calibration.py CHECKPOINT --json results.json     text that the base writes itself
+python scripts/measure_calibration.py embedded --json results.json       the small GPT-2 of the recipes, trained first
 
 For each scheme and seed: the plain swap, the closed forms, and both stages of calibration, each fine-tuned; and the base
 fine-tuned at the rate of the calibrated starts, as the control. Documents of TEXT are separated by blank lines; the last
 tenth of them is held out and only measured. Results are written after each run, so that an interrupted measurement goes
-on where it was.
+on where it was. A base with a table of positions is measured and fine-tuned up to the end of its table: where the other
+models are measured beyond, it has null.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,8 +28,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posenc import patch_model
+from hf_posenc.analysis import position_vectors
 from hf_posenc.calibration import calibrate
 from hf_posenc.schemes.t5 import T5
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+from embedded import byte_model, byte_tokenizer, standard_library, train_base
 
 SCHEMES = {
     "t5": ("t5", {"share_layers": False}),
@@ -37,13 +45,80 @@ SCHEMES = {
     "nope": ("nope", {}),
     "mixture": ([T5(share_layers=False, layers="1::2")], {}),  # every other layer keeps what the base has
 }
-NOT_SETTINGS = ("checkpoint", "text", "json", "schemes", "starts", "seeds", "untrained")  # the runs say these
+NOT_SETTINGS = (
+    "checkpoint",
+    "text",
+    "json",
+    "schemes",
+    "starts",
+    "seeds",
+    "untrained",
+    "keep_mean",
+)  # the runs say these
 STARTS = ("plain", "closed_form", "attention")
+EMBEDDED = "embedded"
+WRITTEN = (96, 1024)
+"""Documents that a base writes where no text is given, and tokens of each."""
 
 
 def documents(tokenizer, text: str) -> list[list[int]]:
     """Return the tokens of each document, with the tokenizer's own first token."""
     return [tokenizer(part.strip()).input_ids for part in text.split("\n\n") if part.strip()]
+
+
+@torch.no_grad()
+def written(base: PreTrainedModel, count: int, length: int) -> list[list[int]]:
+    """Return documents that a base writes itself, drawn from its own distribution, the same each time.
+
+    Beyond its context it goes on from the second half of what it sees. It therefore has no dependences beyond that, and
+    what the base's loss on it is, no other model can fall far below.
+    """
+    context = position_limit(base) or base.config.max_position_embeddings
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.full((count, 1), base.config.bos_token_id)
+    base.eval()
+    while rows.shape[1] < length:
+        part, past = rows[:, -context // 2 :], None
+        for _ in range(context - part.shape[1]):
+            out = base(part, past_key_values=past, use_cache=True)
+            part = torch.multinomial(out.logits[:, -1].softmax(-1), 1, generator=generator)
+            rows, past = torch.cat([rows, part], 1), out.past_key_values
+    return rows[:, :length].tolist()
+
+
+def embedded(folder: str) -> list[list[int]]:
+    """Train the small GPT-2 of the recipes, save it, and return the text: modules of the standard library."""
+    tokenizer = byte_tokenizer()
+    parts = [tokenizer(path.read_text(encoding="utf-8")).input_ids for path in standard_library()]
+    torch.manual_seed(0)
+    base = byte_model(tokenizer)
+    stream = torch.tensor([token for part in parts[: split(parts)] for token in part])
+    train_base(base, stream, steps=1200, progress=False)
+    base.save_pretrained(folder)
+    return parts
+
+
+def split(parts: list[list[int]]) -> int:
+    """Return how many documents, the first ones, are trained on."""
+    return len(parts) - max(1, len(parts) // 10)
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return the rows of the table of positions that a model has, or None."""
+    vectors = position_vectors(model)
+    return None if vectors is None else len(vectors)
+
+
+@torch.no_grad()
+def keep_mean(model: PreTrainedModel) -> None:
+    """Move the mean of a GPT-2's table of positions into its token embeddings, which changes nothing that it predicts.
+
+    A head that shares the embeddings adds the same number to all logits.
+    """
+    tokens, positions = model.transformer.wte.weight, model.transformer.wpe.weight
+    mean = positions.mean(0)
+    tokens += mean
+    positions -= mean
 
 
 def windows(parts: list[list[int]], length: int) -> torch.Tensor:
@@ -63,12 +138,14 @@ def loss(model: PreTrainedModel, tokens: torch.Tensor) -> float:
     return sums / tokens[:, 1:].numel()
 
 
-def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, float]:
-    """Return the loss at each length."""
-    return {str(length): round(loss(model, tokens), 4) for length, tokens in held.items()}
+def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, float | None]:
+    """Return the loss at each length; None where the model has no such positions."""
+    limit = position_limit(model)
+    able = {length: limit is None or length <= limit for length in held}
+    return {str(length): round(loss(model, tokens), 4) if able[length] else None for length, tokens in held.items()}
 
 
-def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[str, dict[str, float]]:
+def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[str, dict[str, float | None]]:
     """Train with AdamW, the rate constant after a tenth of warm-up; return the losses at each number of tokens.
 
     On the way only the first length is measured.
@@ -97,12 +174,15 @@ def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", help="folder or Hub id of a pretrained causal language model")
-    parser.add_argument("text", type=Path, help="text file, documents separated by blank lines")
+    parser.add_argument("checkpoint", help=f"folder or Hub id of a pretrained causal language model, or {EMBEDDED}")
+    parser.add_argument("text", nargs="?", type=Path, help="text file, documents separated by blank lines")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument(
         "--untrained", nargs="*", choices=STARTS, default=[], help="starts that are only measured, not fine-tuned"
+    )
+    parser.add_argument(
+        "--keep-mean", action="store_true", help="move the mean of the table of positions into the tokens' first"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--length", type=int, default=512, help="tokens of a window of fine-tuning")
@@ -110,21 +190,43 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150, help="of the second stage of calibration")
     parser.add_argument("--weight-rate", type=float, default=2e-3, help="of weights in the second stage")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 4096], help="at which is measured")
+    parser.add_argument("--held-out-tokens", type=int, default=40_000, help="to measure on at each length, at most")
     parser.add_argument("--tokens", nargs="+", type=int, default=[25_000, 50_000, 100_000, 250_000])
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--rate", type=float, default=3e-4, help="of fine-tuning from calibrated starts, and the base")
     parser.add_argument("--plain-rate", type=float, default=1e-3, help="of fine-tuning from plain swaps")
     parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
     options = parser.parse_args()
+    if options.checkpoint == EMBEDDED and options.text:
+        parser.error(f"{EMBEDDED} has a text of its own")
     results = json.loads(options.json.read_text()) if options.json.exists() else {"runs": {}}
     results["settings"] = {k: v for k, v in vars(options).items() if k not in NOT_SETTINGS}
-    results["settings"] |= {"checkpoint": Path(options.checkpoint).name, "text": options.text.name}
-    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
-    parts = documents(tokenizer, options.text.read_text(encoding="utf-8"))
-    split = len(parts) - max(1, len(parts) // 10)
-    train = windows(parts[:split], options.length)
-    short = windows(parts[:split], options.calibrate_length)
-    held = {length: windows(parts[split:], length)[: max(8, 40_000 // length)] for length in options.lengths}
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = scratch if options.checkpoint == EMBEDDED else options.checkpoint
+        if options.checkpoint == EMBEDDED:
+            said, parts = "the standard library", embedded(checkpoint)
+        elif options.text:
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+            said, parts = options.text.name, documents(tokenizer, options.text.read_text(encoding="utf-8"))
+        else:
+            said, parts = "written by the base", written(load(checkpoint), *WRITTEN)
+        results["settings"] |= {"checkpoint": Path(options.checkpoint).name, "text": said}
+        run(options, checkpoint, parts, results)
+    return 0
+
+
+def load(checkpoint: str) -> PreTrainedModel:
+    """Return the base, in float32."""
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], results: dict) -> None:
+    """Measure what is not in the results yet."""
+    first = split(parts)
+    train = windows(parts[:first], options.length)
+    short = windows(parts[:first], options.calibrate_length)
+    few = {length: max(8, options.held_out_tokens // length) for length in options.lengths}
+    held = {length: windows(parts[first:], length)[: few[length]] for length in options.lengths}
 
     def keep(name: str, found: dict) -> None:
         results["runs"][name] = found
@@ -133,22 +235,27 @@ def main() -> int:
         os.replace(scratch, options.json)
         print(name, json.dumps(found), flush=True)
 
-    def model() -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
-
-    settings = {"tokens_at": options.tokens, "batch_size": options.batch_size}
+    settings = {"tokens_at": options.tokens}
+    batch_size = options.batch_size
     for seed in options.seeds:
         if (name := f"control, seed {seed}") not in results["runs"]:
-            base = model()
+            base = load(checkpoint)
             before = measure(base, held)
-            after = fine_tune(base, train, held, rate=options.rate, seed=seed, **settings)
+            length = min(options.length, position_limit(base) or options.length)
+            own = train if length == options.length else windows(parts[:first], length)
+            rows = batch_size * options.length // length  # as many tokens in a step
+            after = fine_tune(base, own, held, rate=options.rate, batch_size=rows, seed=seed, **settings)
             keep(name, {"before": before, "after": after, "rate": options.rate})
         for scheme in options.schemes:
             for start in options.starts:
-                if (name := f"{scheme}, {start}, seed {seed}") in results["runs"]:
+                how = f"{start} with the table's mean" if options.keep_mean else start
+                if (name := f"{scheme}, {how}, seed {seed}") in results["runs"]:
                     continue
                 given, hyperparameters = SCHEMES[scheme]
-                swapped = patch_model(model(), given, seed=seed, **hyperparameters)
+                stock = load(checkpoint)
+                if options.keep_mean:
+                    keep_mean(stock)
+                swapped = patch_model(stock, given, seed=seed, **hyperparameters)
                 began, report, used = time.perf_counter(), None, 0
                 if start != "plain":
                     second = {"steps": options.steps, "weight_rate": options.weight_rate, "seed": seed}
@@ -159,7 +266,7 @@ def main() -> int:
                 rate = options.plain_rate if start == "plain" else options.rate
                 found = {"before": before}
                 if start not in options.untrained:
-                    after = fine_tune(swapped, train, held, rate=rate, seed=seed, **settings)
+                    after = fine_tune(swapped, train, held, rate=rate, batch_size=batch_size, seed=seed, **settings)
                     found |= {"after": after, "rate": rate}
                 if report is not None:
                     found["calibration"] = {
@@ -169,7 +276,6 @@ def main() -> int:
                         "chosen": [list(each.chosen) for each in report.layers],
                     }
                 keep(name, found)
-    return 0
 
 
 if __name__ == "__main__":

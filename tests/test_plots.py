@@ -51,6 +51,7 @@ def figures():
     )
     yield "terms", lambda: plots.score_terms(analysis.score_terms(tiny("gpt2"), tokens(1, 12)), title="Terms")
 
+    yield "table", lambda: plots.position_scores(analysis.position_scores(tiny("gpt2"), length=12), title="Table")
     yield "calibration", lambda: plots.calibration(REPORT, title="Calibration")
 
 
@@ -211,6 +212,14 @@ def test_calibration_of_many_layers_has_a_panel_for_each():
     assert [text.get_text() for text in figure.legends[0].get_texts()][:2] == ["base", "before"]
 
 
+def test_the_bias_that_comes_closest_to_a_tables_scores_is_drawn_head_by_head():
+    found = analysis.position_scores(tiny("gpt2"), length=12)
+    axes = plots.position_scores(found).axes[0]
+    assert [line.get_ydata().tolist() for line in axes.lines] == found.bias.tolist()
+    shares = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert shares == [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
+
+
 def test_the_gallery_is_drawn_from_schemes_alone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import plot_schemes
@@ -230,6 +239,7 @@ COMMANDS = [
     (["expansion", "MODEL", "--length", "9", "--positions", "2", "5"], "model"),
     (["equivariance", "MODEL", "--length", "8"], "model"),
     (["terms", "MODEL", "--length", "12"], "model"),
+    (["table", "MODEL", "--length", "20"], "model"),
     (["vectors", "MODEL", "--length", "20"], "model"),
     (["wavelengths", "rope", "--trained-length", "64"], "rope"),
     (["precision", "alibi", "--length", "300"], "alibi"),

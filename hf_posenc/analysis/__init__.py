@@ -28,6 +28,7 @@ from .order import (
     equivariance,
     order_sensitivity,
 )
+from .position_scores import PositionScores, position_scores, scores_between
 from .precision import DistinctBiases, precision_audit
 from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
@@ -56,6 +57,7 @@ __all__ = [
     "LayerTerms",
     "MixedHessian",
     "OrderSensitivity",
+    "PositionScores",
     "Properties",
     "Property",
     "RotaryWeights",
@@ -80,6 +82,7 @@ __all__ = [
     "model_decay",
     "neighbour_distances",
     "order_sensitivity",
+    "position_scores",
     "position_vectors",
     "power_asymptote",
     "power_integral",
@@ -88,6 +91,7 @@ __all__ = [
     "rotary_weights",
     "scheme_vectors",
     "score_terms",
+    "scores_between",
     "sinusoidal_integral",
     "vector_statistics",
     "wave_decay",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .expansion import Expansion
     from .frequencies import Frequencies
     from .order import Equivariance, OrderSensitivity
+    from .position_scores import PositionScores
     from .precision import DistinctBiases
     from .terms import ScoreTerms
 
@@ -41,6 +42,7 @@ __all__ = [
     "loss_curve",
     "order_by_layer",
     "perplexity_by_length",
+    "position_scores",
     "position_vectors",
     "retrieval_heat_map",
     "save",
@@ -339,6 +341,24 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
         axes.set_xlabel("distance (tokens)")
         axes.set_ylabel(f"layer ({heads} heads each)")
         pen.colour_bar(figure, image, axes, "share of attention (%)")
+    return figure
+
+
+def position_scores(found: PositionScores, *, title: str = "") -> Figure:
+    """Draw the bias by distance that is closest to what positions add to scores, head by head, and how close it comes.
+
+    Args:
+        found: what `hf_posenc.analysis.position_scores` returned.
+        title: above the axes; empty means none.
+    """
+    with pen.style():
+        figure, axes = pen.new_axes(title)
+        labels = [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
+        for curve, label, look in zip(found.bias.tolist(), labels, pen.styles(labels), strict=True):
+            axes.plot(curve, label=label, **{**look, "marker": ""})
+        axes.set_xlabel("distance (tokens)")
+        axes.set_ylabel("bias (nats)")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, title="explained")
     return figure
 
 
