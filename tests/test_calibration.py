@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from decoders import decoder
 from families import tiny, tokens
 from snapshots import assert_same, snapshot
 
@@ -291,7 +292,49 @@ def test_attention_comes_closer_to_the_bases(scheme, family):
 
 
 def moves(name):
-    return "posenc" in name or any(part in name for part in ("q_proj", "k_proj", "c_attn", "rotary_emb"))
+    return "posenc" in name or any(part in name for part in ("q_proj", "k_proj", "c_attn", "rotary_emb", "wte"))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_bigcode", "biogpt"])
+def test_the_mean_of_a_table_stays(family):
+    """In the token embeddings, where it enters the model as before: biogpt multiplies them on the way."""
+    model = decoder(family)
+    found = hf_posenc.families.base.resolve(hf_posenc.registry.family_for(model.config.model_type), model)
+    ids, entering = windows(1), {}
+
+    def note(name):
+        with found.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: entering.update({name: args[0] if args else kwargs["hidden_states"]}),
+            with_kwargs=True,
+        ):
+            logits(model, ids)
+
+    note("stock")
+    weight = next(found.token_embedding.parameters())
+    stock = weight.detach().clone()
+    patch_model(model, "t5", share_layers=False, seed=0)
+    note("swapped")
+    with torch.no_grad():
+        calibrate(model, windows(), stage="closed_form")
+    note("calibrated")
+    expected = (entering["stock"] - entering["swapped"]).mean(1, keepdim=True)
+    assert expected.norm() > 1e-3
+    assert torch.allclose(
+        entering["calibrated"] - entering["swapped"], expected.expand_as(entering["stock"]), atol=1e-5
+    )
+    added = weight.detach() - stock
+    assert torch.allclose(added, added[:1].expand_as(added), atol=1e-6)
+    with pytest.raises(NotPatchedError, match="give the base"):  # its embeddings are no longer the base's
+        calibrate(model, windows(), stage="closed_form")
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", None), ("gpt2", [0])])
+def test_embeddings_stay_where_no_table_is_gone(family, layers):
+    model = tiny(family)
+    embeddings = model.get_input_embeddings().weight.detach().clone()
+    patch_model(model, "alibi", layers=layers, trainable=True)
+    calibrate(model, windows(), stage="closed_form")
+    assert model.get_input_embeddings().weight.equal(embeddings)
 
 
 def test_vectors_beyond_what_windows_reach_are_settled():

@@ -201,7 +201,7 @@ def calibrate(
             "a calibration has moved this model's own weights, so that it is no longer the base it was: give the base"
         )
     with evaluation(inner):
-        pair = Pair(inner, patch, base, tokens, held_out)
+        pair = Pair(inner, patch, base, tokens, held_out, keeps_mean=inner is model)
         try:
             return _run(pair, how, tokens, closed_windows, on_step)
         finally:
@@ -280,6 +280,7 @@ def _run(
     state = None if how is None or how.state_file is None else _state(pair, how, moved, tokens, windows)
     found = None if state is None else state.first_stage
     if found is None:
+        pair.keep_mean()
         before = pair.divergence()
         averages, chosen, closed = close(pair, windows, before)
         curves = {index: each.mean_difference.float().cpu() for index, each in averages.items()}
@@ -332,7 +333,7 @@ def _state(
         "number of processes": processes,
     }
     movables = moved if how.weights == "query_key" else movable(pair, "query_key")  # closed forms move weights too
-    reached = {id(p) for part in movables for p in part}
+    reached = {id(p) for part in movables for p in part} | {id(pair.tokens)}
     names = {name: p for name, p in pair.model.named_parameters() if id(p) in reached}
     state = StateFile(how.state_file, of, names)
     if processes > 1:

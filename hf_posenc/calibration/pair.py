@@ -15,6 +15,7 @@ from ..call import Call
 from ..forms import Factors
 from ..modes import evaluation
 from ..modules import Shared
+from ..patching.place import NoEmbedding
 from ..patching.plan import BaseModel
 from ..patching.state import Patch
 from ..tracing import LayerCall
@@ -30,7 +31,14 @@ class Pair:
     """
 
     def __init__(
-        self, model: PreTrainedModel, patch: Patch, base: PreTrainedModel | None, tokens: Tensor, held: int
+        self,
+        model: PreTrainedModel,
+        patch: Patch,
+        base: PreTrainedModel | None,
+        tokens: Tensor,
+        held: int,
+        *,
+        keeps_mean: bool = False,
     ) -> None:
         """Look at both.
 
@@ -40,6 +48,7 @@ class Pair:
             base: another model, or None for what the model was.
             tokens: (N, T).
             held: how many windows, the last ones, only measure.
+            keeps_mean: whether `keep_mean` is going to be called.
 
         Raises:
             ValueError: if windows are longer than the base was made for.
@@ -56,8 +65,11 @@ class Pair:
             longest = BaseModel.of(followed).length
         if longest is not None and tokens.shape[1] > longest:
             raise ValueError(f"windows of {tokens.shape[1]} tokens are longer than the {longest} the base was made for")
+        self.tokens = self._tokens() if keeps_mean else None
         if base is None:
             moved = {id(p): p for index in self.layers for p in self.query_key(index)}
+            if self.tokens is not None:
+                moved[id(self.tokens)] = self.tokens
             self.originals = [(p, p.detach().clone()) for p in moved.values()]
 
     @contextmanager
@@ -99,6 +111,35 @@ class Pair:
                 hidden = hidden + first.posenc(torch.arange(tokens.shape[1], device=tokens.device)[None]).to(hidden)
             inputs[index] = (hidden, ours[index])
         return theirs, inputs
+
+    def _tokens(self) -> nn.Parameter | None:
+        """Return the token embeddings, if a table of positions that was added to them is gone."""
+        weights = list(self.plan.found.token_embedding.parameters())
+        silent = isinstance(self.plan.found.position_table, NoEmbedding)
+        return weights[0] if silent and len(weights) == 1 else None
+
+    @torch.no_grad()
+    def keep_mean(self) -> None:
+        """Add the mean of the base's table of positions to all token embeddings, in place of the table.
+
+        That much of a table says nothing of positions, and values, MLPs and norms count on it. It reaches all logits of
+        a position alike, where the head shares the embeddings. Nothing is done where the vectors that enter the model
+        are not the embeddings, or a multiple of them.
+        """
+        if self.tokens is None:
+            return
+        window = self.train[:1]
+        before = self._entering(self.model, window)
+        mean = (self._entering_base(window) - before).mean((0, 1))
+        kept = self.tokens.detach().clone()
+        if mean.shape == kept.shape[1:]:
+            self.tokens.copy_(kept + mean.to(kept))
+            change = (self._entering(self.model, window) - before).double().mean((0, 1))
+            factor = (change @ mean.double() / mean.double().square().sum().clamp(min=1e-12)).item()
+            if factor > 0 and torch.allclose(change, factor * mean.double(), atol=1e-3 * change.abs().max().item()):
+                self.tokens.copy_(kept + mean.to(kept) / factor)
+                return
+        self.tokens.copy_(kept)
 
     def arguments(self, tokens: Tensor) -> dict[int, LayerCall]:
         """Return what the patched layers are called with beside hidden states, by the shape of tokens."""
