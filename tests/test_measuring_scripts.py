@@ -86,7 +86,7 @@ def test_embeddings(script, tiny_checkpoints, monkeypatch):
 
 
 def test_the_table_of_statistics_is_what_was_measured():
-    page = (ROOT / "docs/theory_decay.md").read_text()
+    page = (ROOT / "docs/theory.md").read_text()
     measured = json.loads((ROOT / "docs/measured/embeddings.json").read_text())
     rows = 0
     for name, each in measured.items():
