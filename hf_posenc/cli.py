@@ -31,12 +31,14 @@ LENGTH = 128
 
 STAGES = ("closed_form", "attention")
 MOVED = ("scheme", "query_key")
+LOSSES = ("attention", "outputs")
 CALIBRATION: dict[str, Any] = {
     "stage": "attention",
     "weights": "query_key",
     "steps": 100,
     "rate": 2e-2,
     "weight_rate": 1e-3,
+    "loss": "attention",
     "lengths": None,
     "held_out": 8,
 }
@@ -128,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--weight-rate", type=float, help=_by_default("of the weights that make queries and keys", "weight_rate")
     )
+    command.add_argument("--loss", choices=LOSSES, help=_by_default("what the second stage lowers", "loss"))
     command.add_argument(
         "--lengths",
         type=int,

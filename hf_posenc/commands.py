@@ -145,7 +145,7 @@ def calibrate_checkpoint(options: argparse.Namespace) -> int:
     )
     state = choices.get("state_file")
     try:
-        with _Steps(choices.get("steps", 0)) as steps:
+        with _Steps(choices) as steps:
             report = calibrate(model, windows, on_step=steps.made, **choices)
         with files.new_folder(options.save_to) as folder:
             model.save_pretrained(folder, tokenizer=tokenizer)
@@ -179,8 +179,9 @@ class _Steps:
     Before the first step, and for a second Ctrl-C, it is what it always was.
     """
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.stopping = steps, False
+    def __init__(self, choices: dict[str, Any]) -> None:
+        self.steps, self.stopping = choices.get("steps", 0), False
+        self.unit = " nats" if choices.get("loss") == "attention" else ""
 
     def __enter__(self) -> _Steps:
         self.before = signal.getsignal(signal.SIGINT)
@@ -189,10 +190,10 @@ class _Steps:
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self.before)
 
-    def made(self, step: int, divergence: float) -> None:
+    def made(self, step: int, loss: float) -> None:
         """Say it now and then; a KeyboardInterrupt if one is waiting."""
         if step == 1 or step == self.steps or step % max(1, self.steps // 10) == 0:
-            print(f"step {step} of {self.steps}: {divergence:.4f} nats", file=sys.stderr, flush=True)
+            print(f"step {step} of {self.steps}: {loss:.4f}{self.unit}", file=sys.stderr, flush=True)
         if self.stopping:
             raise KeyboardInterrupt
         signal.signal(signal.SIGINT, self.before if step == self.steps else self._wait)

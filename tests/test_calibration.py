@@ -17,7 +17,7 @@ from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, c
 from hf_posenc.calibration.choose import settle
 from hf_posenc.calibration.closed import RIDGE, Averages, Target, coefficients, fit, target_of, turn_of
 from hf_posenc.calibration.maps import attending, observe
-from hf_posenc.calibration.match import Matching
+from hf_posenc.calibration.match import Matching, output_error
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.modules import Shared
 from hf_posenc.patching.state import patch_of
@@ -419,13 +419,57 @@ def test_the_same_seed_gives_the_same_numbers():
     assert not found(0).equal(found(1))
 
 
+def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
+    """Of the first layer of a LLaMA, in float64, with Shaw's vectors beside values; whatever is computed at once."""
+    from hf_posenc.calibration import maps
+
+    model, ids = exact(tiny("llama")), windows()[:4]
+    rotated, plain = by_hand(model, ids)
+    patch_model(model, "shaw", max_distance=3, share_layers=False, seed=0)
+    layer = model.model.layers[0]
+    vectors = dict(layer.self_attn.posenc.named_parameters())
+    lag = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).clamp(0, 3)
+    with torch.no_grad():
+        x = layer.input_layernorm(model.model.embed_tokens(ids))
+        q, v = (p(x).view(*ids.shape, -1, 8).transpose(1, 2) for p in (layer.self_attn.q_proj, layer.self_attn.v_proj))
+        v = v.repeat_interleave(2, 1)
+        a, b = (vectors[name][..., lag, :].double() for name in ("key_embeddings", "value_embeddings"))
+
+        def weights(scores):
+            hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+            return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+        theirs = weights(rotated) @ v
+        w = weights(plain + torch.einsum("bhid,ijd->bhij", q, a) * 8**-0.5)
+        ours = w @ v + torch.einsum("bhij,ijd->bhid", w, b)
+        expected = (theirs - ours).square().mean() / v.square().mean()
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    seen, inputs = pair.seen(ids)
+    for scores in (maps.SCORES, 700):
+        monkeypatch.setattr(maps, "SCORES", scores)
+        with attending(model, pair.plan):
+            found = output_error(seen[0].call, pair.asked(0, *inputs[0]))
+        assert abs(found.item() - expected.item()) <= 1e-6 * expected.item()  # a relative error in float32
+
+
+def test_outputs_come_closer_to_the_bases():
+    """And the vectors that Shaw's scheme puts beside values, which no attention tells of, are moved too."""
+    model, seen = patch_model(tiny("llama"), "shaw", seed=0), []
+    kept = {n: p.clone() for n, p in model.named_parameters()}
+    calibrate(model, windows(), loss="outputs", steps=20, weight_rate=3e-3, on_step=lambda *said: seen.append(said[1]))
+    assert sum(seen[-5:]) < 0.9 * sum(seen[:5])
+    moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
+    assert any(n.endswith("posenc.value_embeddings") for n in moved)
+    assert all(moves(n) for n in moved)
+
+
 def test_each_length_gets_its_share_of_the_steps(monkeypatch):
     """Short windows are pieces of long ones: the tokens that are read are the same, whatever the lengths."""
     from hf_posenc.calibration import match
 
     def read(lengths):
         seen = []
-        monkeypatch.setattr(match, "_gradients", lambda pair, drawn, parameters: seen.append(drawn) or 0.0)
+        monkeypatch.setattr(match, "_gradients", lambda pair, drawn, *_: seen.append(drawn) or 0.0)
         calibrate(patch_model(tiny("llama"), "nope"), windows(), steps=7, batch_size=2, seed=1, lengths=lengths)
         return seen
 
@@ -639,6 +683,7 @@ def test_adapters_and_dtypes():
         ({"stage": "closed_form", "steps": 3}, "steps changes nothing with stage='closed_form': leave it out"),
         ({"stage": "closed_form", "seed": 0}, "seed changes nothing with stage='closed_form'"),
         ({"stage": "closed_form", "state_file": "a"}, "state_file changes nothing with stage='closed_form'"),
+        ({"loss": "relations"}, "loss must be one of attention, outputs, not 'relations'"),
         ({"lengths": (5, 24)}, "windows of 24 tokens cannot be cut into windows of 5: lengths must divide 24"),
         ({"lengths": (1, 24)}, "cannot be cut into windows of 1"),
         ({"lengths": ()}, "100 steps cannot be divided among the 0 lengths"),
@@ -670,9 +715,15 @@ def test_what_the_second_stage_is_by_default():
     doc = re.sub(r"\n {8}", " ", inspect.getdoc(calibrate))  # an argument a line
     said = dict(re.findall(r"^ {4}(\w+): .*?None means ([\w-]+)\.?$", doc, re.MULTILINE))
     numbers = {name: value for name, value in dataclasses.asdict(Matching()).items() if name in said}
-    assert set(said) == {field.name for field in dataclasses.fields(Matching)} - {"weights", "lengths", "state_file"}
+    assert set(said) == {field.name for field in dataclasses.fields(Matching)} - {
+        "weights",
+        "loss",
+        "lengths",
+        "state_file",
+    }
     assert {name: float(value) for name, value in said.items()} == numbers
     assert f"`{Matching().weights}` (None)" in doc
+    assert f"`{Matching().loss}` (None)" in doc
 
 
 def test_a_base_whose_weights_have_moved_is_not_followed():

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 import hf_posenc
 from hf_posenc import cli, commands
 from hf_posenc.calibration.calibrate import STAGES, WEIGHTS
-from hf_posenc.calibration.match import Matching
+from hf_posenc.calibration.match import LOSSES, Matching
 from hf_posenc.cli import main
 from hf_posenc.evaluation import sliding_window_perplexity
 
@@ -135,6 +135,7 @@ def test_calibrate_has_the_defaults_and_choices_of_the_function():
     defaults = {name: parameters[name].default for name in parameters} | dataclasses.asdict(Matching())
     assert {name: defaults[name] for name in cli.CALIBRATION} == cli.CALIBRATION
     assert cli.STAGES == STAGES
+    assert cli.LOSSES == tuple(LOSSES)
     assert set(cli.MOVED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
 
 

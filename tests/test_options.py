@@ -495,6 +495,7 @@ OPTIONS = {
             ("--steps", "3"),
             ("--rate", "0.5"),
             ("--weight-rate", "0.5"),
+            ("--loss", "outputs"),
             ("--lengths", "4", "8"),
             ("--seed", "5"),
             ("--resume",),

@@ -19,7 +19,7 @@ from ..modes import evaluation
 from ..patching.state import patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unwrapped
 from .choose import CANDIDATES, close, settle
-from .match import Matching, match, movable
+from .match import LOSSES, Matching, match, movable
 from .pair import Pair
 from .state import FirstStage, StateFile, digest_of, digest_of_tokens
 
@@ -117,6 +117,7 @@ def calibrate(
     batch_size: int | None = None,
     rate: float | None = None,
     weight_rate: float | None = None,
+    loss: str | None = None,
     lengths: Sequence[int] | None = None,
     seed: int | None = None,
     state_file: str | os.PathLike[str] | None = None,
@@ -144,6 +145,8 @@ def calibrate(
         batch_size: windows in each step; None means 4.
         rate: learning rate of the scheme's parameters in the second stage; it falls to 0 as a cosine. None means 2e-2.
         weight_rate: of weights; None means 1e-3.
+        loss: what the second stage lowers: `attention` (None), the KL divergence from the base's attention; `outputs`,
+            the squared error of what heads read, relative to the mean square of the base's values.
         lengths: of the windows that the second stage reads, as many steps of each; they divide T, and
             windows are cut, so that every step reads the same number of tokens. By default all are of T tokens.
         seed: of the order of windows in the second stage; None means 0.
@@ -152,7 +155,7 @@ def calibrate(
             again. By default nothing is written.
         save_every: steps from one state to the next, beside those before the first step, after the last, and after one
             whose `on_step` raises an error; None means 25.
-        on_step: called after each step of the second stage with its number, from 1, and the mean KL divergence.
+        on_step: called after each step of the second stage with its number, from 1, and the mean loss.
 
     Returns:
         What was found, by layer and head.
@@ -173,6 +176,7 @@ def calibrate(
         "batch_size": batch_size,
         "rate": rate,
         "weight_rate": weight_rate,
+        "loss": loss,
         "lengths": None if lengths is None else tuple(lengths),
         "seed": seed,
         "state_file": None if state_file is None else Path(state_file),
@@ -230,6 +234,7 @@ def second_stage(stage: str, **given: Any) -> Matching | None:
         return None
     how = Matching(**given)
     _check_one_of("weights", how.weights, WEIGHTS)
+    _check_one_of("loss", how.loss, tuple(LOSSES))
     counts = {"steps": how.steps, "batch_size": how.batch_size, "save_every": how.save_every}
     check_positive(**counts, rate=how.rate, weight_rate=how.weight_rate)
     if how.lengths is not None and not 0 < len(how.lengths) <= how.steps:
@@ -292,7 +297,8 @@ def _run(
         match(pair, moved, how, state, on_step)
         settle(pair, windows)
         after = pair.divergence()
-        if sum(each.sum() for each in after.values()) > sum(each.sum() for each in found.closed.values()):
+        ended, began = (sum(each.sum() for each in part.values()) for part in (after, found.closed))
+        if how.loss == "attention" and ended > began:
             after = found.closed  # a base that was met already, or rates that are too high
             with torch.no_grad():
                 for p, value in zip((p for part in moved for p in part), found.parameters, strict=True):

@@ -72,12 +72,29 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
         part: which queries.
         content: leave out what the scheme does: `q . k` alone.
     """
+    wide = _queries(call, part)
+    scores = (Content() if content else wide.formula).scores(wide)
+    return Rows(wide.positions.mask(scores), wide.visible(), wide.distance(), wide.sinks)
+
+
+def outputs_of(call: Call, part: slice) -> Tensor:
+    """Return what the heads read for some queries, (B, H, R, V) float32 or float64.
+
+    Args:
+        call: with its module and form.
+        part: which queries.
+    """
+    rows, wide = rows_of(call, part), _queries(call, part)
+    weights = rows.log_weights().exp()[..., : rows.scores.shape[-1]]  # without that of sinks, which read nothing
+    return wide.formula.mix(replace(wide, value=wide.value.to(weights.dtype)), weights)
+
+
+def _queries(call: Call, part: slice) -> Call:
+    """Return the widened call of some queries."""
     positions = call.positions
     assert isinstance(positions, Positions)
     sub = replace(call, query=call.query[:, :, part], positions=cut(positions, part, slice(0, call.key.shape[2])))
-    wide = sub.widened()
-    scores = (Content() if content else wide.formula).scores(wide)
-    return Rows(wide.positions.mask(scores), wide.visible(), wide.distance(), wide.sinks)
+    return sub.widened()
 
 
 class _Arrived(BaseException):

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from ..call import Call
 from ..modules import PositionModule
-from .maps import attending
+from .maps import attending, outputs_of, parts
 from .pair import Pair, mean_kl
 from .state import StateFile
 
@@ -26,6 +28,7 @@ class Matching:
     batch_size: int = 4
     rate: float = 2e-2
     weight_rate: float = 1e-3
+    loss: str = "attention"
     lengths: tuple[int, ...] | None = None
     seed: int = 0
     state_file: Path | None = None
@@ -93,7 +96,7 @@ def match(
                     group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * (step - 1) / how.steps))
                 order = torch.randint(len(pair.train), (processes, how.batch_size), generator=generator)
                 drawn = pair.train[order[rank].to(pair.train.device)]
-                value = _gradients(pair, how.windows(step, drawn), parameters)
+                value = _gradients(pair, how.windows(step, drawn), parameters, LOSSES[how.loss])
                 if processes > 1:
                     for p in parameters:
                         if p.grad is not None:
@@ -118,13 +121,35 @@ def match(
             p.grad = None
 
 
-def _gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter]) -> float:
-    """Add the gradients of the mean KL divergence of a batch, and return it, the mean over layers and heads."""
+def output_error(base: Call, ours: Call) -> Tensor:
+    """Return the mean squared error of what the heads read, relative to the mean square of the base's values.
+
+    Over rows, queries, heads and dimensions; where there are several parts, each is run again for its gradient.
+    """
+    pieces = list(parts(base))
+    total = base.query.new_zeros((), dtype=torch.float32)
+
+    def piece(part: slice) -> Tensor:
+        return (outputs_of(base, part) - outputs_of(ours, part)).square().mean(-1).sum()
+
+    for part in pieces:
+        total = total + (piece(part) if len(pieces) == 1 else checkpoint(piece, part, use_reentrant=False))
+    return total / (base.query[..., 0].numel() * base.value.float().square().mean())
+
+
+LOSSES = {"attention": mean_kl, "outputs": output_error}
+"""What the second stage can lower: a function of what the attention of the base and of the scheme was asked."""
+
+
+def _gradients(
+    pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter], loss_of: Callable[[Call, Call], Tensor]
+) -> float:
+    """Add the gradients of the loss of a batch in each layer, and return its mean over layers."""
     theirs, inputs = pair.seen(tokens)
     value = 0.0
     for index, (hidden, seen) in inputs.items():
         base, ours = theirs[index].call, pair.asked(index, hidden, seen)
-        loss = mean_kl(base, ours)
+        loss = loss_of(base, ours)
         if loss.requires_grad:
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             for p, gradient in zip(parameters, gradients, strict=True):
