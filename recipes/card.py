@@ -64,6 +64,7 @@ def card(results: dict[str, Any], repository: str) -> str:
         training=markdown_table(
             [
                 ("training", ""),
+                ("calibration", calibration(results.get("calibration"))),
                 ("tokens", f"{training['tokens']:,} ({training['passes_over_the_text']:.2f} passes over the text)"),
                 ("optimizer", f"AdamW, {training['steps']} steps, learning rate {arguments['learning_rate']}"),
                 ("weights", f"LoRA of rank {arguments['lora_rank']}" if arguments["lora_rank"] else "all"),
@@ -74,6 +75,19 @@ def card(results: dict[str, Any], repository: str) -> str:
         ),
         command=fenced(shlex.join(results["command"])),
         seed=plain(results["seed"]),
+    )
+
+
+def calibration(found: dict[str, Any] | None) -> str:
+    """What moved the weights before the fine-tuning; results of older versions do not speak of it."""
+    if found is None or found["method"] == "none":
+        return "none"
+    divergence, losses = found["divergence"], found["held_out_loss"]
+    how = f"closed forms, then {found['steps']} steps" if found["steps"] else "closed forms"
+    return plain(
+        f"{found['moved']} were fitted to the base's attention before training ({how}, {found['tokens']:,} tokens): "
+        f"divergence {divergence['before']:.3f} to {divergence['after']:.3f} nats, held-out loss at {losses['length']} "
+        f"tokens {losses['swapped']:.3f} to {losses['calibrated']:.3f} (base {losses['base']:.3f})"
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import calibrating
 import card
 import corpus
 import identity
@@ -20,6 +21,7 @@ import schemes
 import tables
 import training
 from accelerate.utils import set_seed
+from calibrating import CalibrationArguments
 from corpus import DataArguments, Text, read_text, stream
 from embedded import CONTEXT, byte_model, byte_tokenizer, train_base
 from measuring import MeasuringArguments, held_out_loss, measure_model
@@ -39,7 +41,9 @@ from hf_posenc.registry import family_for
 
 
 @dataclass
-class SharedArguments(ModelArguments, DataArguments, MeasuringArguments, TrainingArguments, RecoveryArguments):
+class SharedArguments(
+    ModelArguments, DataArguments, MeasuringArguments, CalibrationArguments, TrainingArguments, RecoveryArguments
+):
     """What a run and a comparison of runs have in common."""
 
     lora_rank: int = field(
@@ -114,6 +118,10 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     )
     models.check_vocabulary(model, text.train, text.held_out)
     check_patch(model, scheme, arguments)
+    calibrated = scheme is not None and arguments.calibrate != "none"
+    if calibrated:
+        calibrating.check_base(model, arguments)
+        windows = calibrating.windows(text.train, trained_length, arguments)
     model.to(accelerator.device)
 
     seconds: dict[str, float] = earlier["seconds"] if earlier else {}
@@ -153,6 +161,9 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     run_folder.begin(accelerator, output, results, anew=False)
     set_seed(arguments.seed)  # whatever was made before, and whatever was there already
 
+    if calibrated:
+        loss = calibrating.loss_at(text, windows.shape[1])
+        base_loss = loss(model)
     teacher = None
     if arguments.distill or arguments.transfer_steps:
         teacher = teacher_of(model, share_weights=bool(arguments.lora_rank))
@@ -166,6 +177,24 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         say(
             f"LoRA of rank {arguments.lora_rank}: {count(model, trained=True):,} of {count(model):,} weights are trained"
         )
+
+    if not calibrated:
+        why = "--calibrate none" if arguments.calibrate == "none" else "the base keeps its positions"
+        results["calibration"] = calibrating.skipped(why)
+    elif earlier and "calibration" in earlier:
+        results["calibration"] = earlier["calibration"]
+        run_folder.restore_calibrated(model, output)
+    else:
+        say(f"Calibrating with {windows.numel():,} tokens of the training text")
+        with stopwatch(seconds, "calibration"):
+            results["calibration"] = calibrating.calibrate(
+                accelerator, model, windows, arguments, loss=loss, base_loss=base_loss
+            )
+        run_folder.keep_calibrated(accelerator, model, output)
+        run_folder.begin(accelerator, output, results, anew=False)
+    say(tables.calibration_line(results["calibration"]))
+    if calibrated:
+        set_seed(arguments.seed)  # whether it was calibrated just now or before
 
     for phase in plan:
         per_step = training.tokens_per_step(phase, arguments, accelerator)
@@ -204,6 +233,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
 
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     """Everything that can be known without reading the text or the weights. Returns the scheme, None for a control."""
+    calibrating.check(arguments)
     training.check(arguments)
     training.check_recovery(arguments)
     corpus.check(arguments, needs_data=arguments.model is not None)

@@ -44,7 +44,13 @@ class TrainingArguments:
         metadata={"help": "sequences of --train-length per forward and process (shorter ones: as many tokens)"},
     )
     gradient_accumulation: int = field(default=2, metadata={"help": "forwards per optimizer step"})
-    learning_rate: float = field(default=1e-3, metadata={"help": "peak, after warm-up and before the decay"})
+    learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "peak, after warm-up and before the decay; where a recipe calibrates, by default 3e-4, or 1e-3 with "
+            "--calibrate none"
+        },
+    )
     schedule: str = field(default="cosine", metadata={"help": " | ".join(SCHEDULES)})
     warmup_steps: int = field(default=10, metadata={"help": "steps of linear warm-up; at most all of --steps"})
     weight_decay: float = field(

@@ -50,6 +50,7 @@ class Run:
             "gradient_accumulation": 1,
             "learning_rate": 1e-2,
             "warmup_steps": 0,
+            "calibrate": "none",
             "output": self.folder / "out",
             **EXTRA[self.recipe](self.folder),
         }
@@ -295,9 +296,15 @@ TRAINING = {
     ),
     "split_seed": numbers(split_seed=1),
 }
+CALIBRATION = {
+    "calibrate": numbers(calibrate="closed_form"),
+    "calibrate_steps": numbers({"calibrate": "attention", "calibrate_steps": 2}, calibrate_steps=3),
+    "calibrate_windows": numbers({"calibrate": "attention", "calibrate_steps": 2}, calibrate_windows=20),
+}
 SHARED = {
     **TEXT,
     **MEASURING,
+    **CALIBRATION,
     **TRAINING,
     "recovery_steps": numbers(recovery_steps=2),
     "recovery_length": numbers({"recovery_steps": 2}, recovery_length=16),

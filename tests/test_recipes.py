@@ -40,6 +40,7 @@ def small(checkpoint, text, output, **changes):
         "--gradient-accumulation": 1,
         "--steps": 3,
         "--retrieval-trials": 0,
+        "--calibrate": "none",
     }
     options |= {"--" + name.replace("_", "-"): value for name, value in changes.items()}
     return [
