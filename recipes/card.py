@@ -7,7 +7,7 @@ from string import Template
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows
+from tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows, rate_of
 
 from hf_posenc.analysis import plots
 from hf_posenc.hub import code, fenced, plain
@@ -66,7 +66,7 @@ def card(results: dict[str, Any], repository: str) -> str:
                 ("training", ""),
                 ("calibration", calibration(results.get("calibration"))),
                 ("tokens", f"{training['tokens']:,} ({training['passes_over_the_text']:.2f} passes over the text)"),
-                ("optimizer", f"AdamW, {training['steps']} steps, learning rate {arguments['learning_rate']}"),
+                ("optimizer", f"AdamW, {training['steps']} steps, learning rate {rate_of(results)}"),
                 ("weights", f"LoRA of rank {arguments['lora_rank']}" if arguments["lora_rank"] else "all"),
                 ("speed", f"{training['tokens_per_second']:,.0f} tokens per second"),
                 ("hardware", plain(f"{results['hardware']['processes']} x {results['hardware']['device']}")),

@@ -16,6 +16,7 @@ import measuring
 import models
 import page
 import peft
+import rates
 import run_folder
 import schemes
 import tables
@@ -27,6 +28,7 @@ from embedded import CONTEXT, byte_model, byte_tokenizer, train_base
 from measuring import MeasuringArguments, held_out_loss, measure_model
 from models import ModelArguments, count, load, load_base, position_limit
 from options import UsageError, at_least, refuse
+from rates import RateArguments
 from recovery import check_transfer, teacher_of
 from results import origin, stopwatch
 from run_folder import FolderArguments
@@ -42,7 +44,13 @@ from hf_posenc.registry import family_for
 
 @dataclass
 class SharedArguments(
-    ModelArguments, DataArguments, MeasuringArguments, CalibrationArguments, TrainingArguments, RecoveryArguments
+    ModelArguments,
+    DataArguments,
+    MeasuringArguments,
+    CalibrationArguments,
+    TrainingArguments,
+    RateArguments,
+    RecoveryArguments,
 ):
     """What a run and a comparison of runs have in common."""
 
@@ -111,6 +119,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     if arguments.model is None and len(stream(text.train).tokens) <= CONTEXT:
         raise UsageError(f"the training text has no more tokens than the embedded base's context, {CONTEXT}")
     training.check_plan(plan, accelerator)
+    rates.check_plan(plan[0], arguments, accelerator)
     data = text.to_dict(arguments)
     say(
         f"  {data['documents']:,} documents; {data['training_tokens']:,} tokens to train on, "
@@ -151,7 +160,8 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
             models.save_stock(accelerator, model, tokenizer, output / "base")
 
     if earlier:
-        results |= {key: earlier[key] for key in ("before", "retrieval_before") if key in earlier}
+        known = ("before", "retrieval_before", "calibration", "learning_rates")
+        results |= {key: earlier[key] for key in known if key in earlier}
     elif sweep and sweep.before:
         results["before"] = sweep.before
     if "before" not in results:
@@ -181,8 +191,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     if not calibrated:
         why = "--calibrate none" if arguments.calibrate == "none" else "the base keeps its positions"
         results["calibration"] = calibrating.skipped(why)
-    elif earlier and "calibration" in earlier:
-        results["calibration"] = earlier["calibration"]
+    elif "calibration" in results:
         run_folder.restore_calibrated(model, output)
     else:
         say(f"Calibrating with {windows.numel():,} tokens of the training text")
@@ -195,6 +204,14 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     say(tables.calibration_line(results["calibration"]))
     if calibrated:
         set_seed(arguments.seed)  # whether it was calibrated just now or before
+
+    def found_rate(*of_training: Any) -> float:
+        if "learning_rates" not in results:
+            say("Trying learning rates")
+            results["learning_rates"] = rates.find(arguments.find_learning_rate, plan[0], *of_training, say)
+            run_folder.begin(accelerator, output, results, anew=False)
+        say(f"Learning rate {results['learning_rates']['chosen']:g}")
+        return results["learning_rates"]["chosen"]
 
     for phase in plan:
         per_step = training.tokens_per_step(phase, arguments, accelerator)
@@ -210,6 +227,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
             teacher=teacher,
             trained_length=trained_length,
             evaluate=held_out_loss(text, trained_length),
+            find_rate=found_rate if arguments.find_learning_rate else None,
         )
     model = accelerator.unwrap_model(wrapped)
 
@@ -233,6 +251,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
 
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     """Everything that can be known without reading the text or the weights. Returns the scheme, None for a control."""
+    rates.check(arguments)
     calibrating.check(arguments)
     training.check(arguments)
     training.check_recovery(arguments)

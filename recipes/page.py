@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from results import write_whole
-from tables import calibration_line, calibration_rows, cost_rows, curves_by_length, curves_by_position, perplexity_rows
+from tables import (
+    calibration_line,
+    calibration_rows,
+    cost_rows,
+    curves_by_length,
+    curves_by_position,
+    perplexity_rows,
+    tried_rows,
+)
 
 from hf_posenc.analysis import plots
 
@@ -63,6 +71,8 @@ def page(results: dict[str, Any]) -> str:
     if training["curve"]:
         held_out = [(point["tokens"], point["loss"]) for point in training["curve"]]
         parts.append(figure(plots.loss_curve({"held-out loss": held_out}, xlabel="tokens"), "Recovery"))
+    if "learning_rates" in results:
+        parts.append(cells(tried_rows(results["learning_rates"])))
     parts += [
         cells(cost_rows(results)),
         "<h2>Does every layer answer to its positions?</h2>",

@@ -21,6 +21,21 @@ def as_text(results: dict[str, Any]) -> str:
     return "\n".join([*lines, *said, "", calibration_line(results["calibration"])])
 
 
+def rate_of(results: dict[str, Any]) -> float:
+    """Peak of the learning rate, given or found."""
+    found = results.get("learning_rates")
+    return found["chosen"] if found else results["arguments"]["learning_rate"]
+
+
+def tried_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Learning rates that were tried: a header and a row for each."""
+    said = [
+        (f"{each['rate']:g}" + (" (taken)" if each["rate"] == found["chosen"] else ""), f"{each['loss']:.4f}")
+        for each in found["tried"]
+    ]
+    return [("learning rate", f"loss after {found['steps']} steps, on text kept aside"), *said]
+
+
 def calibration_line(found: dict[str, Any]) -> str:
     """What calibration did, in one line."""
     if found["method"] == "none":

@@ -247,6 +247,7 @@ def fine_tune(
     teacher: nn.Module | None = None,
     trained_length: int = 0,
     evaluate: Callable[[nn.Module], float] | None = None,
+    find_rate: Callable[[nn.Module, torch.optim.Optimizer, Callable[[int], object]], float] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Fine-tunes in place.
 
@@ -261,6 +262,8 @@ def fine_tune(
         teacher: the unpatched base, if `distill` or `transfer_steps` ask for it.
         trained_length: tokens of its trained window.
         evaluate: held-out loss of the model, for the recovery curve.
+        find_rate: gives the learning rate in place of the arguments', from the wrapped model, its optimizer and what makes
+            a step; asked before the first step only.
 
     Returns:
         The model as accelerate wrapped it, and what to report: steps, tokens, losses, curve, speed, memory.
@@ -296,6 +299,12 @@ def fine_tune(
     if resume and (state := newest_state(folder)):
         accelerator.load_state(state)
         accelerator.print(f"Resumed after step {progress.step}, from {state}")
+    if find_rate is not None and progress.step == 0:
+
+        def attempt(step: int) -> float:
+            return one_step(accelerator, wrapped, optimizer, plan[0], step, arguments, recovery, sharing)
+
+        set_rate(optimizer, schedule, find_rate(wrapped, optimizer, attempt))
     wrapped.train()
     start = time.perf_counter() - progress.seconds
     with (
@@ -367,6 +376,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     known = {id(weight) for weight in decayed}
     others = [weight for weight in trained if id(weight) not in known]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def set_rate(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LambdaLR, rate: float) -> None:
+    """Gives a schedule that has not begun another peak."""
+    schedule.base_lrs = [rate] * len(schedule.base_lrs)
+    for group, factor in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
+        group["initial_lr"], group["lr"] = rate, rate * factor(0)
 
 
 def position_modules(model: nn.Module) -> Iterator[nn.Module]:

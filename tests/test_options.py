@@ -93,7 +93,7 @@ class Run:
         return SAME[key]
 
 
-SEVERAL = ("eval_lengths", "scheme_args", "schemes", "variants", "seeds", "data")
+SEVERAL = ("eval_lengths", "find_learning_rate", "scheme_args", "schemes", "variants", "seeds", "data")
 EXTRA = {
     "extend_context": lambda folder: {"model": folder / "llama", "scheme": "shaw"},
     "compare_schemes": lambda folder: {"model": folder / "llama", "variants": "shaw", "seeds": "0"},
@@ -306,6 +306,7 @@ SHARED = {
     **MEASURING,
     **CALIBRATION,
     **TRAINING,
+    "find_learning_rate": numbers({"learning_rate": None}, find_learning_rate="1e-2 1e-1"),
     "recovery_steps": numbers(recovery_steps=2),
     "recovery_length": numbers({"recovery_steps": 2}, recovery_length=16),
     "model": numbers(model=lambda run: run.folder / "gpt2"),
