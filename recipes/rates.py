@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from corpus import order
 from options import UsageError, each_once
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from training import Diverged, Phase
 
 from hf_posenc.evaluation import non_overlapping_perplexity
@@ -124,7 +125,8 @@ def as_it_was(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
 
     Only the scale that fp16 multiplies losses with stays where the steps inside left it.
     """
-    weights = [(weight, weight.detach().clone()) for weight in wrapped.parameters() if weight.requires_grad]
+    # Those that the optimizer holds: while a layer's parts are together, under FSDP, the model holds others.
+    weights = [(weight, weight.detach().clone()) for group in optimizer.param_groups for weight in group["params"]]
     rates = [group["lr"] for group in optimizer.param_groups]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     try:
@@ -134,6 +136,9 @@ def as_it_was(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
         with torch.no_grad():
             for weight, before in weights:
                 weight.copy_(before)
+        for module in wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward may have left weights together as they were
         optimizer.optimizer.state.clear()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
