@@ -120,6 +120,10 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
         extra = [f"num_positions={longest}"]
     if "trainable" in options:
         extra.append("trainable=true")
+    if "transfer" in options and not arguments.recovery_steps:
+        raise UsageError(
+            f"--variants {variant}: +transfer is for the first of --recovery-steps: say how many there are"
+        )
     changes: dict[str, Any] = {"scheme": scheme, "scheme_args": extra, "seed": seed, "output": str(target)}
     if "uncalibrated" in options:
         if arguments.calibrate == "none":
@@ -127,7 +131,7 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
         plain = CalibrationArguments(calibrate="none")
         changes |= vars(plain)
     changes["distill"] = arguments.distill if {"distill", "transfer"} & set(options) else 0.0
-    changes["transfer_steps"] = arguments.recovery_steps // 4 if "transfer" in options else 0
+    changes["transfer_steps"] = (arguments.recovery_steps or 0) // 4 if "transfer" in options else 0
     changes["resume"] = (target / "progress.json").is_file() and not (target / "results.json").is_file()
     changes["overwrite"] = not changes["resume"]
     return extension.Arguments(**(same | changes))

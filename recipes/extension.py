@@ -66,7 +66,7 @@ class Arguments(FolderArguments, SchemeArguments, SharedArguments):
 
     # Of all schemes the one that comes closest to its base by calibration.
     scheme: str = as_in(SchemeArguments, "scheme", "transformer_xl")
-    steps: int = as_in(TrainingArguments, "steps", 100)
+    steps: int = as_in(TrainingArguments, "steps", 60)
     transfer_steps: int = field(
         default=0,
         metadata={"help": "of the recovery steps, the first ones match the base's attention outputs layer by layer"},
@@ -117,6 +117,9 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     with models.loaded_whole(accelerator):
         model = load_base(arguments.model) if arguments.model else byte_model(tokenizer)
     trained_length = position_limit(model) or model.config.max_position_embeddings
+    if arguments.recovery_steps is None:
+        longer = arguments.recovery_length is not None or arguments.train_length > trained_length
+        arguments.recovery_steps = arguments.steps // 2 if longer else 0
     plan = training.phases(arguments, text.train, trained_length)
     measuring.check_text(text.held_out, arguments, curve_length=trained_length)
     if arguments.model is None and len(stream(text.train).tokens) <= CONTEXT:
@@ -262,10 +265,10 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     measuring.check(arguments)
     at_least(arguments, 1, "base_steps")
     at_least(arguments, 0, "lora_rank", "transfer_steps")
-    if arguments.transfer_steps > arguments.recovery_steps:
+    if arguments.transfer_steps > (arguments.recovery_steps or 0):
         raise UsageError(
             f"--transfer-steps {arguments.transfer_steps} are the first of --recovery-steps "
-            f"{arguments.recovery_steps}, not more"
+            f"{arguments.recovery_steps or 0}, not more"
         )
     if arguments.context_parallel > 1 and (arguments.distill or arguments.transfer_steps):
         raise UsageError(

@@ -82,10 +82,11 @@ class TrainingArguments:
 class RecoveryArguments:
     """How to win back what the swap costs, with the base at hand."""
 
-    recovery_steps: int = field(
-        default=0,
+    recovery_steps: int | None = field(
+        default=None,
         metadata={
-            "help": "how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back more cheaply"
+            "help": "how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back more "
+            "cheaply; by default half of them, where --train-length is beyond what the base was trained at, or with --recovery-length"
         },
     )
     recovery_length: int | None = field(
@@ -121,15 +122,17 @@ def check(arguments: TrainingArguments) -> None:
 
 def check_recovery(arguments: Any) -> None:
     """The same of `RecoveryArguments`."""
-    at_least(arguments, 0, "recovery_steps", "distill")
-    if arguments.recovery_steps > arguments.steps:
+    at_least(arguments, 0, "distill")
+    if arguments.recovery_steps is not None:
+        at_least(arguments, 0, "recovery_steps")
+    if (arguments.recovery_steps or 0) > arguments.steps:
         raise UsageError(
             f"--recovery-steps {arguments.recovery_steps} are the first of all --steps {arguments.steps}, not more"
         )
     if arguments.recovery_length is None:
         return
     at_least(arguments, 2, "recovery_length")
-    if not arguments.recovery_steps:
+    if arguments.recovery_steps == 0:
         raise UsageError(f"--recovery-length {arguments.recovery_length} is of --recovery-steps, and there are none")
     if arguments.recovery_length > arguments.train_length:
         raise UsageError(

@@ -307,7 +307,7 @@ SHARED = {
     **CALIBRATION,
     **TRAINING,
     "find_learning_rate": numbers({"learning_rate": None}, find_learning_rate="1e-2 1e-1"),
-    "recovery_steps": numbers(recovery_steps=2),
+    "recovery_steps": numbers(recovery_steps=3),
     "recovery_length": numbers({"recovery_steps": 2}, recovery_length=16),
     "model": numbers(model=lambda run: run.folder / "gpt2"),
     "lora_rank": numbers(lora_rank=2),

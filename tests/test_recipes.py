@@ -66,6 +66,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     assert written == json.loads(json.dumps(results))
     assert sorted(path.name for path in output.iterdir()) == ["model", "report.html", "results.json"]
     assert written["arguments"]["scheme"] == "transformer_xl"
+    assert written["arguments"]["recovery_steps"] == 1  # half of them, as the base was trained at less
     assert written["versions"]["hf_posenc"] == hf_posenc.__version__
     assert {"torch", "transformers", "accelerate", "datasets", "peft", "python"} < set(written["versions"])
     assert "commit" in written["git"]
@@ -249,7 +250,7 @@ WRONG = {
     "no value": ({"scheme": "shaw", "scheme_args": "max_distance"}, "--scheme-args takes name=value, not max_distance"),
     "a table too short": ({"scheme": "learned", "scheme_args": "num_positions=40"}, "ends at 40 positions"),
     "recovery length of no steps": (
-        {"recovery_length": 16},
+        {"recovery_length": 16, "recovery_steps": 0},
         "--recovery-length 16 is of --recovery-steps, and there are",
     ),
     "recovery beyond": (
@@ -282,7 +283,7 @@ WRONG = {
         "--eval-every: a point of the curve needs 32 held-out tokens and there are 20",
     ),
     "text too short to train": (
-        {"train_length": 2000, "batch_size": 3},
+        {"train_length": 2000, "batch_size": 3, "recovery_steps": 0},
         "one batch needs 6,000 (1 x 3 x 2000)",
     ),
 }
@@ -411,7 +412,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
         ("steps: many", "invalid int value: 'many'"),
         ("- a\n- b", "must be a mapping of options, not list"),
         ("steps: 3\nsteps: 4", "steps is there twice"),
-        ("steps: null", "steps has no value; leave it out for the default, 100"),
+        ("steps: null", "steps has no value; leave it out for the default, 60"),
         ("eval_lengths: []", "eval_lengths has no value; leave it out for the default, [256, 512, 1024, 2048]"),
         ("a: [", "run.yaml:"),
     ):
@@ -538,6 +539,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
         ("alibi+magic", "+magic is none of +trainable, +uncalibrated, +distill, +transfer"),
         ("rope-ntk", "scalings are rope-linear, rope-dynamic, rope-yarn"),
         ("alibi-yarn", "scalings are"),
+        ("alibi+transfer", "+transfer is for the first of --recovery-steps: say how many there are"),
     ],
 )
 def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints, text, capsys, variant, message):
