@@ -42,7 +42,7 @@ class CalibrationArguments:
             "base's positions did, by closed forms and then by matching attention; none is the plain swap"
         },
     )
-    calibrate_steps: int = field(default=60, metadata={"help": "steps that match attention, of 4 windows each"})
+    calibrate_steps: int = field(default=50, metadata={"help": "steps that match attention, of 4 windows each"})
     calibrate_windows: int = field(
         default=400,
         metadata={
