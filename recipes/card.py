@@ -7,7 +7,7 @@ from string import Template
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows
+from tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows, rate_of
 
 from hf_posenc.analysis import plots
 from hf_posenc.hub import code, fenced, plain
@@ -64,8 +64,9 @@ def card(results: dict[str, Any], repository: str) -> str:
         training=markdown_table(
             [
                 ("training", ""),
+                *calibration_row(results.get("calibration")),
                 ("tokens", f"{training['tokens']:,} ({training['passes_over_the_text']:.2f} passes over the text)"),
-                ("optimizer", f"AdamW, {training['steps']} steps, learning rate {arguments['learning_rate']}"),
+                ("optimizer", f"AdamW, {training['steps']} steps, learning rate {rate_of(results)}"),
                 ("weights", f"LoRA of rank {arguments['lora_rank']}" if arguments["lora_rank"] else "all"),
                 ("speed", f"{training['tokens_per_second']:,.0f} tokens per second"),
                 ("hardware", plain(f"{results['hardware']['processes']} x {results['hardware']['device']}")),
@@ -75,6 +76,22 @@ def card(results: dict[str, Any], repository: str) -> str:
         command=fenced(shlex.join(results["command"])),
         seed=plain(results["seed"]),
     )
+
+
+def calibration_row(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """What moved the weights before the fine-tuning; results of older versions do not speak of it."""
+    if found is None:
+        return []
+    if found["method"] == "none":
+        return [("calibration", f"none: {plain(found['why'])}")]
+    divergence, losses = found["divergence"], found["held_out_loss"]
+    how = f"closed forms, then {found['steps']} steps" if found["steps"] else "closed forms"
+    said = (
+        f"{found['moved']} were fitted to the base's attention before training ({how}, {found['tokens']:,} tokens): "
+        f"divergence {divergence['before']:.3f} to {divergence['after']:.3f} nats, held-out loss at {losses['length']} "
+        f"tokens {losses['swapped']:.3f} to {losses['calibrated']:.3f} (base {losses['base']:.3f})"
+    )
+    return [("calibration", plain(said))]
 
 
 def metadata(results: dict[str, Any], title: str) -> ModelCardData:

@@ -18,6 +18,7 @@ import program
 import summary
 import training
 from accelerate import PartialState
+from calibrating import CalibrationArguments
 from corpus import read_text
 from extension import SharedArguments
 from many_runs import SweepArguments
@@ -31,7 +32,7 @@ import hf_posenc
 from hf_posenc.registry import scheme_class
 
 SCALINGS = ("linear", "dynamic", "yarn")
-OPTIONS = ("trainable", "distill", "transfer")
+OPTIONS = ("trainable", "uncalibrated", "distill", "transfer")
 
 
 @dataclass
@@ -42,8 +43,8 @@ class Arguments(SweepArguments, SharedArguments):
         default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
         metadata={
             "help": f"schemes; {UNPATCHED}; {', '.join('rope-' + kind for kind in SCALINGS)} (RoPE stretched to "
-            "--train-length); any of them with +trainable (trainable=true), +distill (KL to the base, weight --distill) "
-            "or +transfer (attention outputs matched for the first quarter of the recovery steps, then KL)"
+            "--train-length); any of them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain swap), "
+            "+distill (KL to the base, weight --distill) or +transfer (attention outputs matched for the first quarter of the recovery steps, then KL)"
         },
     )
     distill: float = as_in(RecoveryArguments, "distill", 1.0)
@@ -119,9 +120,18 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
         extra = [f"num_positions={longest}"]
     if "trainable" in options:
         extra.append("trainable=true")
+    if "transfer" in options and not arguments.recovery_steps:
+        raise UsageError(
+            f"--variants {variant}: +transfer is for the first of --recovery-steps: say how many there are"
+        )
     changes: dict[str, Any] = {"scheme": scheme, "scheme_args": extra, "seed": seed, "output": str(target)}
+    if "uncalibrated" in options:
+        if arguments.calibrate == "none":
+            raise UsageError(f"--variants {variant}: with --calibrate none every variant is uncalibrated")
+        plain = CalibrationArguments(calibrate="none")
+        changes |= vars(plain)
     changes["distill"] = arguments.distill if {"distill", "transfer"} & set(options) else 0.0
-    changes["transfer_steps"] = arguments.recovery_steps // 4 if "transfer" in options else 0
+    changes["transfer_steps"] = (arguments.recovery_steps or 0) // 4 if "transfer" in options else 0
     changes["resume"] = (target / "progress.json").is_file() and not (target / "results.json").is_file()
     changes["overwrite"] = not changes["resume"]
     return extension.Arguments(**(same | changes))

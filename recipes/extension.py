@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import calibrating
 import card
 import corpus
 import identity
@@ -15,16 +16,19 @@ import measuring
 import models
 import page
 import peft
+import rates
 import run_folder
 import schemes
 import tables
 import training
 from accelerate.utils import set_seed
+from calibrating import CalibrationArguments
 from corpus import DataArguments, Text, read_text, stream
 from embedded import CONTEXT, byte_model, byte_tokenizer, train_base
 from measuring import MeasuringArguments, held_out_loss, measure_model
 from models import ModelArguments, count, load, load_base, position_limit
-from options import UsageError, at_least, refuse
+from options import UsageError, as_in, at_least, refuse
+from rates import RateArguments
 from recovery import check_transfer, teacher_of
 from results import origin, stopwatch
 from run_folder import FolderArguments
@@ -39,7 +43,15 @@ from hf_posenc.registry import family_for
 
 
 @dataclass
-class SharedArguments(ModelArguments, DataArguments, MeasuringArguments, TrainingArguments, RecoveryArguments):
+class SharedArguments(
+    ModelArguments,
+    DataArguments,
+    MeasuringArguments,
+    CalibrationArguments,
+    TrainingArguments,
+    RateArguments,
+    RecoveryArguments,
+):
     """What a run and a comparison of runs have in common."""
 
     lora_rank: int = field(
@@ -52,6 +64,9 @@ class SharedArguments(ModelArguments, DataArguments, MeasuringArguments, Trainin
 class Arguments(FolderArguments, SchemeArguments, SharedArguments):
     """What to extend, how, and on which text."""
 
+    # Of all schemes the one that comes closest to its base by calibration.
+    scheme: str = as_in(SchemeArguments, "scheme", "transformer_xl")
+    steps: int = as_in(TrainingArguments, "steps", 60)
     transfer_steps: int = field(
         default=0,
         metadata={"help": "of the recovery steps, the first ones match the base's attention outputs layer by layer"},
@@ -102,11 +117,15 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     with models.loaded_whole(accelerator):
         model = load_base(arguments.model) if arguments.model else byte_model(tokenizer)
     trained_length = position_limit(model) or model.config.max_position_embeddings
+    if arguments.recovery_steps is None:
+        longer = arguments.recovery_length is not None or arguments.train_length > trained_length
+        arguments.recovery_steps = arguments.steps // 2 if longer else 0
     plan = training.phases(arguments, text.train, trained_length)
     measuring.check_text(text.held_out, arguments, curve_length=trained_length)
     if arguments.model is None and len(stream(text.train).tokens) <= CONTEXT:
         raise UsageError(f"the training text has no more tokens than the embedded base's context, {CONTEXT}")
     training.check_plan(plan, accelerator)
+    rates.check_plan(plan[0], arguments, accelerator)
     data = text.to_dict(arguments)
     say(
         f"  {data['documents']:,} documents; {data['training_tokens']:,} tokens to train on, "
@@ -114,6 +133,10 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     )
     models.check_vocabulary(model, text.train, text.held_out)
     check_patch(model, scheme, arguments)
+    calibrated = scheme is not None and arguments.calibrate != "none"
+    if calibrated:
+        calibrating.check_base(model, arguments)
+        windows = calibrating.windows(text.train, trained_length, arguments)
     model.to(accelerator.device)
 
     seconds: dict[str, float] = earlier["seconds"] if earlier else {}
@@ -143,7 +166,8 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
             models.save_stock(accelerator, model, tokenizer, output / "base")
 
     if earlier:
-        results |= {key: earlier[key] for key in ("before", "retrieval_before") if key in earlier}
+        known = ("before", "retrieval_before", "calibration", "learning_rates")
+        results |= {key: earlier[key] for key in known if key in earlier}
     elif sweep and sweep.before:
         results["before"] = sweep.before
     if "before" not in results:
@@ -153,6 +177,9 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     run_folder.begin(accelerator, output, results, anew=False)
     set_seed(arguments.seed)  # whatever was made before, and whatever was there already
 
+    if calibrated:
+        loss = calibrating.loss_at(text, windows.shape[1])
+        base_loss = loss(model)
     teacher = None
     if arguments.distill or arguments.transfer_steps:
         teacher = teacher_of(model, share_weights=bool(arguments.lora_rank))
@@ -166,6 +193,31 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         say(
             f"LoRA of rank {arguments.lora_rank}: {count(model, trained=True):,} of {count(model):,} weights are trained"
         )
+
+    if not calibrated:
+        why = "--calibrate none" if arguments.calibrate == "none" else "the base keeps its positions"
+        results["calibration"] = calibrating.skipped(why)
+    elif "calibration" in results:
+        run_folder.restore_calibrated(model, output)
+    else:
+        say(f"Calibrating with {windows.numel():,} tokens of the training text")
+        with stopwatch(seconds, "calibration"):
+            results["calibration"] = calibrating.calibrate(
+                accelerator, model, windows, arguments, loss=loss, base_loss=base_loss
+            )
+        run_folder.keep_calibrated(accelerator, model, output)
+        run_folder.begin(accelerator, output, results, anew=False)
+    say(tables.calibration_line(results["calibration"]))
+    if calibrated:
+        set_seed(arguments.seed)  # whether it was calibrated just now or before
+
+    def found_rate(*of_training: Any) -> float:
+        if "learning_rates" not in results:
+            say("Trying learning rates")
+            results["learning_rates"] = rates.find(arguments.find_learning_rate, plan[0], *of_training, say)
+            run_folder.begin(accelerator, output, results, anew=False)
+        say(f"Learning rate {results['learning_rates']['chosen']:g}")
+        return results["learning_rates"]["chosen"]
 
     for phase in plan:
         per_step = training.tokens_per_step(phase, arguments, accelerator)
@@ -181,6 +233,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
             teacher=teacher,
             trained_length=trained_length,
             evaluate=held_out_loss(text, trained_length),
+            find_rate=found_rate if arguments.find_learning_rate else None,
         )
     model = accelerator.unwrap_model(wrapped)
 
@@ -204,16 +257,18 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
 
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     """Everything that can be known without reading the text or the weights. Returns the scheme, None for a control."""
+    rates.check(arguments)
+    calibrating.check(arguments)
     training.check(arguments)
     training.check_recovery(arguments)
     corpus.check(arguments, needs_data=arguments.model is not None)
     measuring.check(arguments)
     at_least(arguments, 1, "base_steps")
     at_least(arguments, 0, "lora_rank", "transfer_steps")
-    if arguments.transfer_steps > arguments.recovery_steps:
+    if arguments.transfer_steps > (arguments.recovery_steps or 0):
         raise UsageError(
             f"--transfer-steps {arguments.transfer_steps} are the first of --recovery-steps "
-            f"{arguments.recovery_steps}, not more"
+            f"{arguments.recovery_steps or 0}, not more"
         )
     if arguments.context_parallel > 1 and (arguments.distill or arguments.transfer_steps):
         raise UsageError(

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from results import write_whole
-from tables import cost_rows, curves_by_length, curves_by_position, perplexity_rows
+from tables import (
+    calibration_line,
+    calibration_rows,
+    cost_rows,
+    curves_by_length,
+    curves_by_position,
+    perplexity_rows,
+    tried_rows,
+)
 
 from hf_posenc.analysis import plots
 
@@ -53,6 +61,8 @@ def page(results: dict[str, Any]) -> str:
             "<p>A random passage is repeated after a gap; how much of it the model predicts the second time.</p>",
             figure(plots.retrieval_heat_map(results["retrieval_after"]), "Induction copy after fine-tuning"),
         ]
+    if "calibration" in results:
+        parts += calibration(results["calibration"])
     curve = [(index + 1, loss) for index, loss in enumerate(training["loss"])]
     parts += [
         "<h2>Training</h2>",
@@ -61,6 +71,8 @@ def page(results: dict[str, Any]) -> str:
     if training["curve"]:
         held_out = [(point["tokens"], point["loss"]) for point in training["curve"]]
         parts.append(figure(plots.loss_curve({"held-out loss": held_out}, xlabel="tokens"), "Recovery"))
+    if "learning_rates" in results:
+        parts.append(cells(tried_rows(results["learning_rates"])))
     parts += [
         cells(cost_rows(results)),
         "<h2>Does every layer answer to its positions?</h2>",
@@ -74,6 +86,20 @@ def page(results: dict[str, Any]) -> str:
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
         f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
     )
+
+
+def calibration(found: dict[str, Any]) -> list[str]:
+    """What was done between the swap and the fine-tuning."""
+    parts = ["<h2>Calibration</h2>", f"<p>{html.escape(calibration_line(found))}.</p>"]
+    if found["method"] == "none":
+        return parts
+    return [
+        *parts,
+        "<p>Before the fine-tuning the scheme took over what the base's positions did. By layer: the Kullback-Leibler "
+        "divergence of its attention from the base's, in nats per query, the mean over heads on windows that nothing was "
+        "fitted to. What is left at the end the scheme could not express.</p>",
+        cells(calibration_rows(found)),
+    ]
 
 
 def summary(results: dict[str, Any]) -> str:

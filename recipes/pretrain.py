@@ -54,7 +54,7 @@ class Arguments(SweepArguments, DataArguments, MeasuringArguments, TrainingArgum
     steps: int = as_in(TrainingArguments, "steps", 1000)
     batch_size: int = as_in(TrainingArguments, "batch_size", 8)
     gradient_accumulation: int = as_in(TrainingArguments, "gradient_accumulation", 1)
-    learning_rate: float = as_in(TrainingArguments, "learning_rate", 3e-3)
+    learning_rate: float | None = as_in(TrainingArguments, "learning_rate", 3e-3)
     warmup_steps: int = as_in(TrainingArguments, "warmup_steps", 50)
     output: str = as_in(SweepArguments, "output", "runs/pretrain")
 

@@ -1,19 +1,25 @@
 """The folder of a run: free when it begins, telling all the while what can be gone on with, tidy when it ends.
 
 `progress.json` says what an unfinished run is of and what it has measured, `results.json` stands in its place at the end;
-beside them are the states of the fine-tuning and, where it was trained on the spot, the base.
+beside them are the calibrated weights, the states of the fine-tuning and, where it was trained on the spot, the base.
 """
 
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import identity
+import torch
 import training
 from accelerate import Accelerator
 from options import UsageError
 from results import read_json, write_json
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+CALIBRATED = "calibrated.safetensors"
 
 
 @dataclass
@@ -55,6 +61,7 @@ def begin(accelerator: Accelerator, folder: Path, results: dict[str, Any], anew:
     if accelerator.is_main_process:
         if anew:
             discard_states(folder)
+            (folder / CALIBRATED).unlink(missing_ok=True)
             (folder / "results.json").unlink(missing_ok=True)
             shutil.rmtree(folder / "base", ignore_errors=True)
         write_json(folder / "progress.json", results)
@@ -65,7 +72,28 @@ def finish(folder: Path, results: dict[str, Any]) -> None:
     """Results instead of progress; nobody goes on with the states any more."""
     write_json(folder / "results.json", results)
     (folder / "progress.json").unlink()
+    (folder / CALIBRATED).unlink(missing_ok=True)
     discard_states(folder)
+
+
+def keep_calibrated(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    """Writes the weights of a model that is whole on every process, whole or not at all.
+
+    progress.json must not speak of the calibration before they are there.
+    """
+    if accelerator.is_main_process:
+        partial = folder / (CALIBRATED + ".partial")
+        save_file({name: weight.detach().contiguous() for name, weight in model.named_parameters()}, partial)
+        os.replace(partial, folder / CALIBRATED)
+    accelerator.wait_for_everyone()
+
+
+def restore_calibrated(model: nn.Module, folder: Path) -> None:
+    """Reads them into the same model, bit for bit."""
+    kept = load_file(folder / CALIBRATED)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(kept[name])
 
 
 def discard_states(folder: Path) -> None:
@@ -88,8 +116,11 @@ def kept(arguments: FolderArguments) -> str:
         return "Nothing was finished that could be kept: the same command begins again."
     if state := training.newest_state(output):
         return f"The fine-tuning is kept in {state}: {again(arguments)} goes on from there."
-    if "before" in read_json(output / "progress.json"):
-        return f"The measurements of the base are kept in {output}: {again(arguments)} goes on with the fine-tuning."
+    known = read_json(output / "progress.json")
+    if "calibration" in known:
+        return f"The calibrated model is kept in {output}: {again(arguments)} goes on with the fine-tuning."
+    if "before" in known:
+        return f"The measurements of the base are kept in {output}: {again(arguments)} goes on from there."
     if (output / "base" / "config.json").is_file():
         return f"The trained base is kept in {output / 'base'}: {again(arguments)} goes on by measuring it."
     return f"Nothing was finished that could be kept: {again(arguments)} begins again."

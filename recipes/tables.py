@@ -17,7 +17,44 @@ def as_text(results: dict[str, Any]) -> str:
     reasons = [row["impossible"] for row in results["before"] if "impossible" in row]
     for length, *values in perplexity_rows(results)[1:]:
         lines.append(f"{length:>10}  {values[0]:>12} {values[1]:>9}  {values[2]:>14} {values[3]:>9}")
-    return "\n".join([*lines, *(f"\n-: the model before cannot run there: {reason}" for reason in reasons[:1])])
+    said = [f"\n-: the model before cannot run there: {reason}" for reason in reasons[:1]]
+    return "\n".join([*lines, *said, "", calibration_line(results["calibration"])])
+
+
+def rate_of(results: dict[str, Any]) -> float:
+    """Peak of the learning rate, given or found."""
+    found = results.get("learning_rates")
+    return found["chosen"] if found else results["arguments"]["learning_rate"]
+
+
+def tried_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Learning rates that were tried: a header and a row for each."""
+    said = [
+        (f"{each['rate']:g}" + (" (taken)" if each["rate"] == found["chosen"] else ""), f"{each['loss']:.4f}")
+        for each in found["tried"]
+    ]
+    return [("learning rate", f"loss after {found['steps']} steps, on text kept aside"), *said]
+
+
+def calibration_line(found: dict[str, Any]) -> str:
+    """What calibration did, in one line."""
+    if found["method"] == "none":
+        return f"not calibrated: {found['why']}"
+    losses, divergence = found["held_out_loss"], found["divergence"]
+    return (
+        f"calibrated: attention {divergence['before']:.3f} nats from the base's before, {divergence['after']:.3f} after; "
+        f"held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, swapped {losses['swapped']:.3f}, "
+        f"calibrated {losses['calibrated']:.3f}"
+    )
+
+
+def calibration_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """How far the attention of each layer is from the base's: a header and a row per layer."""
+    rows: list[tuple[str, ...]] = [("layer", "as swapped", "closed forms", "at the end", "heads by closed form")]
+    for each in found["layers"]:
+        chosen = ", ".join(f"{count} {name}" for name, count in each["chosen"].items())
+        rows.append((str(each["index"]), *(f"{each[name]:.3f}" for name in ("before", "closed", "after")), chosen))
+    return rows
 
 
 def markdown_table(rows: list[tuple[str, ...]]) -> str:

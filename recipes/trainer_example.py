@@ -35,7 +35,7 @@ class Arguments(SchemeArguments, ModelArguments, TextArguments):
 
     train_length: int = as_in(training.TrainingArguments, "train_length")
     steps: int = as_in(training.TrainingArguments, "steps", 100)
-    learning_rate: float = as_in(training.TrainingArguments, "learning_rate", 2e-4)
+    learning_rate: float | None = as_in(training.TrainingArguments, "learning_rate", 2e-4)
     output: str = as_in(FolderArguments, "output", "runs/trainer")
     resume: bool = as_in(FolderArguments, "resume")
 

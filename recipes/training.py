@@ -44,7 +44,13 @@ class TrainingArguments:
         metadata={"help": "sequences of --train-length per forward and process (shorter ones: as many tokens)"},
     )
     gradient_accumulation: int = field(default=2, metadata={"help": "forwards per optimizer step"})
-    learning_rate: float = field(default=1e-3, metadata={"help": "peak, after warm-up and before the decay"})
+    learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "peak, after warm-up and before the decay; where a recipe calibrates, by default 3e-4, or 1e-3 with "
+            "--calibrate none"
+        },
+    )
     schedule: str = field(default="cosine", metadata={"help": " | ".join(SCHEDULES)})
     warmup_steps: int = field(default=10, metadata={"help": "steps of linear warm-up; at most all of --steps"})
     weight_decay: float = field(
@@ -76,10 +82,11 @@ class TrainingArguments:
 class RecoveryArguments:
     """How to win back what the swap costs, with the base at hand."""
 
-    recovery_steps: int = field(
-        default=0,
+    recovery_steps: int | None = field(
+        default=None,
         metadata={
-            "help": "how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back more cheaply"
+            "help": "how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back more "
+            "cheaply; by default half of them, where --train-length is beyond what the base was trained at, or with --recovery-length"
         },
     )
     recovery_length: int | None = field(
@@ -115,15 +122,17 @@ def check(arguments: TrainingArguments) -> None:
 
 def check_recovery(arguments: Any) -> None:
     """The same of `RecoveryArguments`."""
-    at_least(arguments, 0, "recovery_steps", "distill")
-    if arguments.recovery_steps > arguments.steps:
+    at_least(arguments, 0, "distill")
+    if arguments.recovery_steps is not None:
+        at_least(arguments, 0, "recovery_steps")
+    if (arguments.recovery_steps or 0) > arguments.steps:
         raise UsageError(
             f"--recovery-steps {arguments.recovery_steps} are the first of all --steps {arguments.steps}, not more"
         )
     if arguments.recovery_length is None:
         return
     at_least(arguments, 2, "recovery_length")
-    if not arguments.recovery_steps:
+    if arguments.recovery_steps == 0:
         raise UsageError(f"--recovery-length {arguments.recovery_length} is of --recovery-steps, and there are none")
     if arguments.recovery_length > arguments.train_length:
         raise UsageError(
@@ -241,6 +250,7 @@ def fine_tune(
     teacher: nn.Module | None = None,
     trained_length: int = 0,
     evaluate: Callable[[nn.Module], float] | None = None,
+    find_rate: Callable[[nn.Module, torch.optim.Optimizer, Callable[[int], object]], float] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Fine-tunes in place.
 
@@ -255,6 +265,8 @@ def fine_tune(
         teacher: the unpatched base, if `distill` or `transfer_steps` ask for it.
         trained_length: tokens of its trained window.
         evaluate: held-out loss of the model, for the recovery curve.
+        find_rate: gives the learning rate in place of the arguments', from the wrapped model, its optimizer and what makes
+            a step; asked before the first step only.
 
     Returns:
         The model as accelerate wrapped it, and what to report: steps, tokens, losses, curve, speed, memory.
@@ -290,6 +302,12 @@ def fine_tune(
     if resume and (state := newest_state(folder)):
         accelerator.load_state(state)
         accelerator.print(f"Resumed after step {progress.step}, from {state}")
+    if find_rate is not None and progress.step == 0:
+
+        def attempt(step: int) -> float:
+            return one_step(accelerator, wrapped, optimizer, plan[0], step, arguments, recovery, sharing)
+
+        set_rate(optimizer, schedule, find_rate(wrapped, optimizer, attempt))
     wrapped.train()
     start = time.perf_counter() - progress.seconds
     with (
@@ -361,6 +379,13 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     known = {id(weight) for weight in decayed}
     others = [weight for weight in trained if id(weight) not in known]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def set_rate(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LambdaLR, rate: float) -> None:
+    """Gives a schedule that has not begun another peak."""
+    schedule.base_lrs = [rate] * len(schedule.base_lrs)
+    for group, factor in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
+        group["initial_lr"], group["lr"] = rate, rate * factor(0)
 
 
 def position_modules(model: nn.Module) -> Iterator[nn.Module]:

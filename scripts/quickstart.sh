@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# From a bare clone to a model with a longer context: environment, installation, measure, patch, fine-tune, measure, report.
+# From a bare clone to a model with a longer context: environment, installation, then measure, patch, calibrate, fine-tune,
+# measure again, report.
 #
 #   bash scripts/quickstart.sh                                    the embedded default: minutes on two cores, no download
 #                                                                 but the installation

@@ -50,6 +50,7 @@ class Run:
             "gradient_accumulation": 1,
             "learning_rate": 1e-2,
             "warmup_steps": 0,
+            "calibrate": "none",
             "output": self.folder / "out",
             **EXTRA[self.recipe](self.folder),
         }
@@ -92,7 +93,7 @@ class Run:
         return SAME[key]
 
 
-SEVERAL = ("eval_lengths", "scheme_args", "schemes", "variants", "seeds", "data")
+SEVERAL = ("eval_lengths", "find_learning_rate", "scheme_args", "schemes", "variants", "seeds", "data")
 EXTRA = {
     "extend_context": lambda folder: {"model": folder / "llama", "scheme": "shaw"},
     "compare_schemes": lambda folder: {"model": folder / "llama", "variants": "shaw", "seeds": "0"},
@@ -295,11 +296,18 @@ TRAINING = {
     ),
     "split_seed": numbers(split_seed=1),
 }
+CALIBRATION = {
+    "calibrate": numbers(calibrate="closed_form"),
+    "calibrate_steps": numbers({"calibrate": "attention", "calibrate_steps": 2}, calibrate_steps=3),
+    "calibrate_windows": numbers({"calibrate": "attention", "calibrate_steps": 2}, calibrate_windows=20),
+}
 SHARED = {
     **TEXT,
     **MEASURING,
+    **CALIBRATION,
     **TRAINING,
-    "recovery_steps": numbers(recovery_steps=2),
+    "find_learning_rate": numbers({"learning_rate": None}, find_learning_rate="1e-2 1e-1"),
+    "recovery_steps": numbers(recovery_steps=3),
     "recovery_length": numbers({"recovery_steps": 2}, recovery_length=16),
     "model": numbers(model=lambda run: run.folder / "gpt2"),
     "lora_rank": numbers(lora_rank=2),

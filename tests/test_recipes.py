@@ -40,6 +40,7 @@ def small(checkpoint, text, output, **changes):
         "--gradient-accumulation": 1,
         "--steps": 3,
         "--retrieval-trials": 0,
+        "--calibrate": "none",
     }
     options |= {"--" + name.replace("_", "-"): value for name, value in changes.items()}
     return [
@@ -64,7 +65,8 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     written = json.loads((output / "results.json").read_text())
     assert written == json.loads(json.dumps(results))
     assert sorted(path.name for path in output.iterdir()) == ["model", "report.html", "results.json"]
-    assert written["arguments"]["scheme"] == "alibi"
+    assert written["arguments"]["scheme"] == "transformer_xl"
+    assert written["arguments"]["recovery_steps"] == 1  # half of them, as the base was trained at less
     assert written["versions"]["hf_posenc"] == hf_posenc.__version__
     assert {"torch", "transformers", "accelerate", "datasets", "peft", "python"} < set(written["versions"])
     assert "commit" in written["git"]
@@ -102,7 +104,8 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
 
 def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints, text):
     output = tiny_checkpoints / "out"
-    results = recipe.main(small(tiny_checkpoints / "llama", text, output, retrieval_trials=1, eval_lengths="32 64"))
+    given = {"scheme": "alibi", "retrieval_trials": 1, "eval_lengths": "32 64"}
+    results = recipe.main(small(tiny_checkpoints / "llama", text, output, **given))
     page = (output / "report.html").read_text()
     card = (output / "model" / "README.md").read_text()
     for row in results["before"] + results["after"]:
@@ -112,7 +115,8 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
             assert shown in card
     assert results["verify"].splitlines()[0] in page
     assert page.count("data:image/png;base64,") == 4
-    assert "http" not in page.replace("http-equiv", "")  # nothing to load from elsewhere
+    text_of_page = re.sub(r"base64,[^\"]*", "", page)
+    assert "http" not in text_of_page.replace("http-equiv", "")  # nothing to load from elsewhere
     assert (output / "model" / "loss_by_position.png").read_bytes()[:4] == b"\x89PNG"
     head = yaml.safe_load(card.split("---")[1])
     assert head["library_name"] == "hf_posenc"
@@ -246,7 +250,7 @@ WRONG = {
     "no value": ({"scheme": "shaw", "scheme_args": "max_distance"}, "--scheme-args takes name=value, not max_distance"),
     "a table too short": ({"scheme": "learned", "scheme_args": "num_positions=40"}, "ends at 40 positions"),
     "recovery length of no steps": (
-        {"recovery_length": 16},
+        {"recovery_length": 16, "recovery_steps": 0},
         "--recovery-length 16 is of --recovery-steps, and there are",
     ),
     "recovery beyond": (
@@ -279,7 +283,7 @@ WRONG = {
         "--eval-every: a point of the curve needs 32 held-out tokens and there are 20",
     ),
     "text too short to train": (
-        {"train_length": 2000, "batch_size": 3},
+        {"train_length": 2000, "batch_size": 3, "recovery_steps": 0},
         "one batch needs 6,000 (1 x 3 x 2000)",
     ),
 }
@@ -376,7 +380,8 @@ def test_embedded_default_under_accelerate_launch(recipes, tmp_path):
     # It has learnt something: 257 symbols are 5.5 nats at random.
     assert results["before"][0]["sliding"]["loss"] < 4
     model = hf_posenc.from_pretrained(tmp_path / "out" / "model")
-    assert model.config.position_encoding["schemes"][0]["scheme"] == "alibi"
+    assert model.config.position_encoding["schemes"][0]["scheme"] == "transformer_xl"
+    assert results["calibration"]["method"] == "attention"
     model.generate(torch.arange(300)[None] % 256, max_new_tokens=3, do_sample=False)
 
 
@@ -407,7 +412,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
         ("steps: many", "invalid int value: 'many'"),
         ("- a\n- b", "must be a mapping of options, not list"),
         ("steps: 3\nsteps: 4", "steps is there twice"),
-        ("steps: null", "steps has no value; leave it out for the default, 150"),
+        ("steps: null", "steps has no value; leave it out for the default, 60"),
         ("eval_lengths: []", "eval_lengths has no value; leave it out for the default, [256, 512, 1024, 2048]"),
         ("a: [", "run.yaml:"),
     ):
@@ -471,7 +476,9 @@ def test_controls_and_lora(recipe, tiny_checkpoints, text):
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
 def test_lora_saves_adapter_and_merged_model(recipe, tiny_checkpoints, text):
     output = tiny_checkpoints / "out"
-    results = recipe.main(small(tiny_checkpoints / "llama", text, output, lora_rank=2, distill=1, learning_rate=1e-2))
+    results = recipe.main(
+        small(tiny_checkpoints / "llama", text, output, scheme="alibi", lora_rank=2, distill=1, learning_rate=1e-2)
+    )
     merged = hf_posenc.from_pretrained(output / "model").eval()
     base = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
     adapted = hf_posenc.load_adapter(hf_posenc.patch_model(base, "alibi"), output / "adapter").eval()
@@ -529,9 +536,10 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     ("variant", "message"),
     [
         ("albi", "alibi, cope, da_transformer"),
-        ("alibi+magic", "+magic is none of +trainable, +distill, +transfer"),
+        ("alibi+magic", "+magic is none of +trainable, +uncalibrated, +distill, +transfer"),
         ("rope-ntk", "scalings are rope-linear, rope-dynamic, rope-yarn"),
         ("alibi-yarn", "scalings are"),
+        ("alibi+transfer", "+transfer is for the first of --recovery-steps: say how many there are"),
     ],
 )
 def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints, text, capsys, variant, message):
@@ -546,7 +554,7 @@ def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints,
 def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text, capsys):
     """Which it would overwrite for each of its runs, or push every one of them to the same place."""
     compare, pretrain = (importlib.import_module(name) for name in ("compare_schemes", "pretrain"))
-    words = small(tiny_checkpoints / "llama", text, tiny_checkpoints / "sweep")
+    words = small(tiny_checkpoints / "llama", text, tiny_checkpoints / "sweep", calibrate=None)
     for extra in (
         ["--scheme", "shaw"],
         ["--seed", "3"],
@@ -613,7 +621,9 @@ def test_a_sweep_on_a_full_disk_says_what_is_kept(recipes, tiny_checkpoints, tex
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(training, "save_state", full)
-    words = small(None, text, tiny_checkpoints / "out", width=16, layers=1, heads=2, schemes="alibi", seeds="0")
+    words = small(
+        None, text, tiny_checkpoints / "out", calibrate=None, width=16, layers=1, heads=2, schemes="alibi", seeds="0"
+    )
     with pytest.raises(SystemExit) as stop:
         pretrain.main(words)
     assert stop.value.code == 1
@@ -712,7 +722,7 @@ def test_a_table_is_of_one_sweep(recipes, tmp_path):
 
 def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):
     evaluate = importlib.import_module("evaluate")
-    recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out"))
+    recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme="alibi"))
     target = tiny_checkpoints / "measured.json"
     words = ["--data", str(text), "--separator", r"\f", "--eval-lengths", "16", "48", "--output", str(target)]
     words += ["--retrieval-trials", "0", "--eval-tokens", "100000"]
@@ -738,12 +748,13 @@ def test_eval_tokens_says_at_most_how_many_are_measured_everywhere(recipes, reci
     words = ["--data", str(text), "--separator", r"\f", "--eval-lengths", "16", "--eval-tokens", "100"]
     words += ["--retrieval-trials", "0"]
     training = ["--train-length", "16", "--steps", "1"]
-    compared = ["--variants", "alibi", "--seeds", "0", "--output", str(out / "compare")]
+    plain = ["--calibrate", "none"]
+    compared = [*plain, "--variants", "alibi", "--seeds", "0", "--output", str(out / "compare")]
     fresh = ["--schemes", "alibi", "--seeds", "0", "--output", str(out / "pretrain"), "--width", "16"]
     importlib.import_module("compare_schemes").main(["--model", str(llama), *words, *training, *compared])
     importlib.import_module("pretrain").main([*words, *training, *fresh])
     results = [
-        recipe.main(["--model", str(llama), *words, *training, "--output", str(out / "extend")])["after"],
+        recipe.main(["--model", str(llama), *words, *training, *plain, "--output", str(out / "extend")])["after"],
         *(json.loads(path.read_text())["after"] for path in out.glob("*/runs/alibi/seed-0/results.json")),
         importlib.import_module("evaluate").main(
             ["--model", str(llama), *words, "--output", str(out / "evaluation.json")]

@@ -59,6 +59,7 @@ def options(folder, text, output, **changes):
         "steps": 6,
         "recovery_steps": 2,
         "retrieval_trials": 0,
+        "calibrate": "none",
     } | changes
     return [
         w
@@ -277,7 +278,7 @@ def test_ctrl_c_outside_the_training_says_what_is_kept(
             ["base", "measurement"],
             f"The trained base is kept in {out}/base: {go_on} goes on by measuring",
         ),
-        ("step", ["measurement", "step"], f"The measurements of the base are kept in {out}: {go_on} goes on with the"),
+        ("step", ["measurement", "step"], f"The measurements of the base are kept in {out}: {go_on} goes on from"),
         (
             "measurement",
             ["step", "step", "measurement"],
