@@ -129,7 +129,8 @@ class StateFile:
             tensors |= {f"adam.{part}.{name}": each for part, each in optimizer.state.get(parameter, {}).items()}
         entry = json.dumps({"of": self.of, "step": step, "chosen": found.chosen, "found": len(found.parameters)})
         with files.replaced(self.path) as partial:
-            save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, partial, {ENTRY: entry})
+            # Copies: what was left as it was stands in the report twice, and safetensors refuses shared memory.
+            save_file({n: each.cpu().contiguous().clone() for n, each in tensors.items()}, partial, {ENTRY: entry})
         self.step = step
 
 
