@@ -738,7 +738,7 @@ def test_a_base_whose_weights_have_moved_is_not_followed():
     for _ in range(2):  # there is no rotation whose mean could be put into the queries
         calibrate(model, windows(), **given)
         assert not moved()
-    calibrate(model, windows(), steps=20, rate=1e-3)  # fewer leave attention further away, and are put back
+    calibrate(model, windows(56), steps=40, weight_rate=3e-3)  # fewer leave attention further away, and are put back
     assert moved()
     before = snapshot(model)
     with pytest.raises(NotPatchedError, match="moved this model's own weights"):
