@@ -727,19 +727,17 @@ def test_what_the_second_stage_is_by_default():
 
 
 def test_a_base_whose_weights_have_moved_is_not_followed():
-    model = patch_model(tiny("gpt2"), "t5", share_layers=False, layers=[0], seed=0)  # so that the table stays
+    def weights(model):
+        return [p.clone() for n, p in model.named_parameters() if "posenc" not in n]
+
     given = {"weights": "scheme", "steps": 1}
-    stock = [p.clone() for n, p in model.named_parameters() if "posenc" not in n]
-
-    def moved():
-        now = [p for n, p in model.named_parameters() if "posenc" not in n]
-        return any(not a.equal(b) for a, b in zip(now, stock, strict=True))
-
-    for _ in range(2):  # there is no rotation whose mean could be put into the queries
+    model = patch_model(tiny("gpt2"), "t5", share_layers=False, layers=[0], seed=0)
+    stock = weights(model)
+    for _ in range(2):  # no rotation goes into the queries, no mean of a table into the tokens: it is still the base
         calibrate(model, windows(), **given)
-        assert not moved()
-    calibrate(model, windows(56), steps=40, weight_rate=3e-3)  # fewer leave attention further away, and are put back
-    assert moved()
+        assert all(a.equal(b) for a, b in zip(weights(model), stock, strict=True))
+    model = patch_model(tiny("gpt2"), "t5", share_layers=False, seed=0)
+    calibrate(model, windows(), **given)
     before = snapshot(model)
     with pytest.raises(NotPatchedError, match="moved this model's own weights"):
         calibrate(model, windows(), **given)
