@@ -771,6 +771,45 @@ def test_models_that_cannot_be():
         calibrate(model, windows())
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_error_of_the_first_stage_changes_nothing(family, monkeypatch):
+    """Weights that are no numbers, and Ctrl-C behind the last of the closed forms."""
+    model = patch_model(tiny(family), "t5", share_layers=False, seed=0)
+    before = snapshot(model)
+    whole = Pair.divergence
+    calls = []
+
+    def stopped(pair):
+        calls.append(whole(pair))
+        if len(calls) == (5 if family == "llama" else 3):
+            assert [n for n, p in model.named_parameters() if not p.equal(dict(before.values)[n])]
+            raise KeyboardInterrupt
+        return calls[-1]
+
+    monkeypatch.setattr(Pair, "divergence", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, windows(), stage="closed_form")
+    monkeypatch.setattr(Pair, "divergence", whole)
+    assert_same(snapshot(model), before)
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if moves(n) and "wte" not in n and p.ndim == 2).view(-1)[3] = (
+            torch.nan
+        )
+    kept = {n: p.clone() for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"attention of layer 0.* is no number"):
+        calibrate(model, windows(), stage="closed_form")
+    for name, p in model.named_parameters():
+        assert torch.equal(p.isnan(), kept[name].isnan())
+        assert p.nan_to_num().equal(kept[name].nan_to_num())
+
+
+def test_a_second_stage_that_runs_off_is_put_back():
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    report = calibrate(model, windows(), steps=3, rate=1e30, weight_rate=1e30)
+    assert all(each.after.equal(each.closed) for each in report.layers)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
 def test_an_error_half_way_leaves_the_patch():
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
 

@@ -165,7 +165,8 @@ def calibrate(
             calibration has moved its own weights.
         UnsupportedModelError: if it is wrapped, sharded or offloaded, or nobody sees the base's scores.
         ValueError: for choices that do not exist, numbers out of range, arguments of a stage that is left out, too few
-            windows, windows longer than the base was made for, and a second stage that has nothing to move.
+            windows, windows longer than the base was made for, a second stage that has nothing to move, and attention
+            that is no number. Nothing has changed then, as after any error of the first stage.
         CheckpointError: if what is in `state_file` is not the state of a calibration with the same arguments, tokens
             and model, patched in the same way.
         OSError: if the state cannot be read or written.
@@ -285,9 +286,13 @@ def _run(
     state = None if how is None or how.state_file is None else _state(pair, how, moved, tokens, windows)
     found = None if state is None else state.first_stage
     if found is None:
-        pair.keep_mean()
-        before = pair.divergence()
-        averages, chosen, closed = close(pair, windows, before)
+        try:
+            pair.keep_mean()
+            before = pair.divergence()
+            averages, chosen, closed = close(pair, windows, before)
+        except BaseException:
+            pair.restore()
+            raise
         curves = {index: each.mean_difference.float().cpu() for index, each in averages.items()}
         found = FirstStage(before, closed, chosen, curves, [p.detach().clone() for part in moved for p in part])
     after = found.closed
@@ -296,10 +301,14 @@ def _run(
             state.first_stage = found
         match(pair, moved, how, state, on_step)
         settle(pair, windows)
-        after = pair.divergence()
-        ended, began = (sum(each.sum() for each in part.values()) for part in (after, found.closed))
-        if how.loss == "attention" and ended > began:
-            after = found.closed  # a base that was met already, or rates that are too high
+        try:
+            after = pair.divergence()
+            ended, began = (sum(each.sum() for each in part.values()) for part in (after, found.closed))
+            worse = how.loss == "attention" and ended > began
+        except ValueError:  # the steps have run off to infinity
+            worse = True
+        if worse:  # a base that was met already, or rates that are too high
+            after = found.closed
             with torch.no_grad():
                 for p, value in zip((p for part in moved for p in part), found.parameters, strict=True):
                     p.copy_(value)

@@ -66,11 +66,19 @@ class Pair:
         if longest is not None and tokens.shape[1] > longest:
             raise ValueError(f"windows of {tokens.shape[1]} tokens are longer than the {longest} the base was made for")
         self.tokens = self._tokens() if keeps_mean else None
-        if base is None:
-            moved = {id(p): p for index in self.layers for p in self.query_key(index)}
-            if self.tokens is not None:
-                moved[id(self.tokens)] = self.tokens
-            self.originals = [(p, p.detach().clone()) for p in moved.values()]
+        moved = {id(p): p for index in self.layers for p in self.query_key(index)}
+        if self.tokens is not None:
+            moved[id(self.tokens)] = self.tokens
+        self.originals = [(p, p.detach().clone()) for p in moved.values()]
+        owners = [owner for index in self.layers if (owner := self._owner(index)) is not None]
+        own = {id(p): p for owner in owners for p in owner.parameters() if id(p) not in moved}
+        self.scheme_originals = [(p, p.detach().clone()) for p in own.values()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back everything that the first stage can have changed."""
+        for p, value in (*self.originals, *self.scheme_originals):
+            p.copy_(value)
 
     @contextmanager
     def as_base(self) -> Iterator[PreTrainedModel]:
@@ -163,7 +171,11 @@ class Pair:
 
     @torch.no_grad()
     def divergence(self) -> dict[int, Tensor]:
-        """Return the KL divergence of each layer's heads from the base's on the held-out windows, (H,) each."""
+        """Return the KL divergence of each layer's heads from the base's on the held-out windows, (H,) each.
+
+        Raises:
+            ValueError: if it is no number.
+        """
         sums = {index: torch.zeros(self.plan.sizes[index].num_heads) for index in self.layers}
         with attending(self.model, self.plan):
             for batch in self.held.split(4):
@@ -173,6 +185,11 @@ class Pair:
                     base = theirs[index].call
                     for part in parts(base):
                         sums[index] += _kl(base, ours, part).sum((0, 2)).cpu()
+        if broken := [str(index) for index, total in sums.items() if not torch.isfinite(total).all()]:
+            raise ValueError(
+                f"attention of layer {', '.join(broken)} is no number on the held-out windows, in the base or with the "
+                "scheme: look for weights that are not finite, and for scores that overflow the dtype"
+            )
         return {index: total / self.held.numel() for index, total in sums.items()}
 
     @torch.no_grad()
@@ -241,7 +258,7 @@ def _kl(base: Call, ours: Call, part: slice) -> Tensor:
     """Return the KL divergence of some rows of attention weights from the base's, (B, H, R), in nats."""
     theirs, mine = rows_of(base, part).log_weights(), rows_of(ours, part).log_weights()
     weights = theirs.exp()
-    return torch.where(weights > 0, weights * (theirs - mine), 0.0).sum(-1)
+    return torch.where(weights == 0, 0.0, weights * (theirs - mine)).sum(-1)  # what is no number stays none
 
 
 def mean_kl(base: Call, ours: Call) -> Tensor:
