@@ -108,10 +108,12 @@ def exact(model):
     return model
 
 
-def test_averages_are_those_over_all_pairs():
+@pytest.mark.parametrize("scheme", ["t5", "da_transformer"])
+def test_averages_are_those_over_all_pairs(scheme):
     model, ids = exact(tiny("llama")), windows()[:4]
     rotated, plain = by_hand(model, ids)
-    patch_model(model, "t5", share_layers=False)
+    patch_model(model, scheme)
+    factors = scheme == "da_transformer"  # which clips what is negative
     pair = Pair(model, patch_of(model), None, windows(6), 2)
     found = pair.averages(4)[0]
     lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
@@ -121,8 +123,8 @@ def test_averages_are_those_over_all_pairs():
         assert found.pairs[distance] == 4 * here.sum()
         for sums, values in (
             (found.difference, rotated - plain),
-            (found.product, rotated * plain),
-            (found.square, plain * plain),
+            (found.product, rotated * plain.clamp(min=0) * factors),
+            (found.square, plain.clamp(min=0) ** 2 * factors),
             (found.mass, weights),
         ):
             expected = values[:, :, here].sum((0, 2))

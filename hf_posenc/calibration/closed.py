@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +37,9 @@ class Averages:
     Attributes:
         pairs: (T,) number of pairs.
         difference: (H, T) sum of the base's score minus `q . k` of the scheme's queries and keys.
-        product: (H, T) sum of the base's score times that `q . k`, clipped at 0 if the scheme clips it.
-        square: (H, T) sum of its squares.
-        mass: (H, T) sum of the base's attention weights.
+        product: (H, T) sum of the base's score times that `q . k`, clipped at 0 if the scheme clips it; for factors.
+        square: (H, T) sum of its squares; for factors.
+        mass: (H, T) sum of the base's attention weights, if it is asked for.
         by_query: (H, T, D + 1) sum of that difference times `(scaling q, vector_scaling)`; None unless it is asked for.
         moment: (H, D + 1, D + 1) sum of the products of these vectors with themselves, or None.
     """
@@ -72,13 +73,14 @@ class Averages:
         return found
 
     @torch.no_grad()
-    def add(self, base: Call, scheme: Call, *, relu: bool = False) -> None:
+    def add(self, base: Call, scheme: Call, *, factors: Factors | None = None, mass: bool = True) -> None:
         """Add the pairs of a batch.
 
         Args:
             base: what the base's attention was asked.
             scheme: what the scheme's is on the same hidden states.
-            relu: whether the scheme clips negative `q . k`.
+            factors: the scheme's form, if it is one of factors: without, `product` and `square` are not summed.
+            mass: whether to sum the base's attention weights.
         """
         for part in parts(base):
             theirs, ours = rows_of(base, part), rows_of(scheme, part, content=True)
@@ -87,23 +89,28 @@ class Averages:
             at = theirs.distance.expand(shape).long()
 
             def by_distance(values: Tensor, at: Tensor = at, visible: Tensor = visible) -> Tensor:
-                """(B, H, R, L) -> (B, H, R, T)."""
-                sums = values.new_zeros(*values.shape[:-1], len(self.pairs), dtype=torch.float64)
-                return sums.scatter_add_(-1, at, values.double().masked_fill(~visible, 0.0))
+                """(B, H|1, R, L) -> (B, H|1, R, T). A query has each distance once, as a rule."""
+                heads = slice(0, values.shape[1])
+                sums = values.new_zeros(*values.shape[:-1], len(self.pairs))
+                return sums.scatter_add_(-1, at[:, heads], values.masked_fill(~visible[:, heads], 0.0))
+
+            def total(values: Tensor, by_distance: Callable[[Tensor], Tensor] = by_distance) -> Tensor:
+                return by_distance(values).sum((0, 2), dtype=torch.float64)
 
             s, n = theirs.scores, ours.scores
-            clipped = (n.clamp(min=0) if relu else n).double()
-            weights = theirs.log_weights()[..., : shape[-1]].exp()
-            difference = by_distance(s.double() - n)
-            self.pairs += by_distance(torch.ones_like(s))[:, 0].sum((0, 1))
-            self.difference += difference.sum((0, 2))
-            self.product += by_distance(s * clipped).sum((0, 2))
-            self.square += by_distance(clipped * clipped).sum((0, 2))
-            self.mass += by_distance(weights).sum((0, 2))
+            difference = by_distance(s - n)
+            self.pairs += total(torch.ones_like(s[:, :1]))[0]
+            self.difference += difference.sum((0, 2), dtype=torch.float64)
+            if mass:
+                self.mass += total(theirs.log_weights()[..., : shape[-1]].exp())
+            if factors is not None:
+                clipped = n.clamp(min=0) if factors.relu else n
+                self.product += total(s * clipped)
+                self.square += total(clipped * clipped)
             if self.by_query is not None and self.moment is not None:
                 query = scheme.scaling * scheme.query[:, :, part].double()
                 query = F.pad(query, (0, 1), value=scheme.ratio * scheme.scaling)
-                self.by_query += torch.einsum("bhrt,bhrd->htd", difference, query)
+                self.by_query += torch.einsum("bhrt,bhrd->htd", difference.double(), query)
                 self.moment += torch.einsum("bhr,bhrd,bhre->hde", visible.double().sum(-1), query, query)
 
     @property

@@ -98,10 +98,10 @@ def _queries(call: Call, part: slice) -> Call:
 
 
 class _Arrived(BaseException):
-    """Carries the call that a layer made of its attention out of the layer."""
+    """Carries what arrived somewhere in a model out of it, and leaves the rest of the model out."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, what: Any) -> None:
+        self.what = what
 
 
 def _owner(module: nn.Module) -> Any:
@@ -176,6 +176,30 @@ def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> di
     return {index: Seen(entered[index], calls[index]) for index in layers}
 
 
+@torch.no_grad()
+def entering(model: PreTrainedModel, layer: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the hidden states that enter a layer, before hooks of a scheme add to them; what follows is not run.
+
+    Args:
+        model: patched or stock, in evaluation mode.
+        layer: of its decoder.
+        tokens: (B, T), documents without padding.
+    """
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Arrived(args[0] if args else kwargs["hidden_states"])
+
+    handle = layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    try:
+        model.base_model(tokens, use_cache=False)
+    except _Arrived as arrived:
+        hidden_states: Tensor = arrived.what
+        return hidden_states
+    finally:
+        handle.remove()
+    raise UnsupportedModelError(f"{type(model).__name__} never reached its layers")
+
+
 def asked(layer: nn.Module, attention: Any, hidden_states: Tensor, seen: LayerCall) -> Call:
     """Return what a layer asks of its attention on some hidden states, with gradients where they are enabled.
 
@@ -193,7 +217,8 @@ def asked(layer: nn.Module, attention: Any, hidden_states: Tensor, seen: LayerCa
     try:
         layer(hidden_states, *seen.args, **seen.kwargs)
     except _Arrived as arrived:
-        return arrived.call
+        call: Call = arrived.what
+        return call
     finally:
         handle.remove()
     raise UnsupportedModelError(f"{type(layer).__name__} never reached its attention")

@@ -53,7 +53,7 @@ def movable(pair: Pair, weights: str) -> tuple[list[nn.Parameter], list[nn.Param
     if weights == "scheme":
         return scheme, []
     own = {id(p) for p in scheme}
-    reached = [p for index in pair.layers for p in pair.query_key(index) if id(p) not in own]
+    reached = [p for p in pair.query_key if id(p) not in own]
     return scheme, [p for p in reached if weights == "query_key" or p.requires_grad]
 
 

@@ -20,7 +20,7 @@ from ..patching.plan import BaseModel
 from ..patching.state import Patch
 from ..tracing import LayerCall
 from .closed import Averages, coefficients, curve, takes_queries
-from .maps import Seen, asked, attending, observe, parts, rows_of
+from .maps import Seen, asked, attending, entering, observe, parts, rows_of
 
 
 class Pair:
@@ -66,7 +66,8 @@ class Pair:
         if longest is not None and tokens.shape[1] > longest:
             raise ValueError(f"windows of {tokens.shape[1]} tokens are longer than the {longest} the base was made for")
         self.tokens = self._tokens() if keeps_mean else None
-        moved = {id(p): p for index in self.layers for p in self.query_key(index)}
+        self.query_key = self._reaching_scores()
+        moved = {id(p): p for p in self.query_key}
         if self.tokens is not None:
             moved[id(self.tokens)] = self.tokens
         self.originals = [(p, p.detach().clone()) for p in moved.values()]
@@ -158,11 +159,10 @@ class Pair:
 
     def _entering_base(self, tokens: Tensor) -> Tensor:
         with self.as_base() as base:
-            return self._entering(base, tokens)
+            return entering(base, BaseModel.of(base).found.layers[0], tokens)
 
     def _entering(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
-        layer = min(self.plan.sizes)
-        return observe(model, tokens, [layer])[layer].layer.hidden_states
+        return entering(model, self.plan.found.layers[0], tokens)
 
     def asked(self, index: int, hidden: Tensor, arguments: LayerCall) -> Call:
         """Return what a patched layer asks of its attention."""
@@ -196,17 +196,19 @@ class Pair:
     def averages(self, windows: int) -> dict[int, Averages]:
         """Return sums by distance over some windows."""
         found = {}
+        with self.as_base() as followed:
+            turns = BaseModel.of(followed).found.rotary is not None  # else nobody asks where the base attends
         with attending(self.model, self.plan):
             for batch in self.train[:windows].split(4):
                 theirs, inputs = self.seen(batch)
                 for index, (hidden, seen) in inputs.items():
                     ours, base = self.asked(index, hidden, seen), theirs[index].call
-                    relu = isinstance(ours.form, Factors) and ours.form.relu
+                    factors = ours.form if isinstance(ours.form, Factors) else None
                     if index not in found:
                         _, heads, _, head_dim = ours.query.shape
                         size = head_dim if takes_queries(ours.form) else None
                         found[index] = Averages.none(heads, batch.shape[1], batch.device, size=size)
-                    found[index].add(base, ours, relu=relu)
+                    found[index].add(base, ours, factors=factors, mass=turns)
         return found
 
     def like(self, index: int) -> Tensor:
@@ -235,11 +237,14 @@ class Pair:
         placed = attention._modules.get("posenc")
         return placed.owner() if isinstance(placed, Shared) else placed
 
-    def query_key(self, index: int) -> list[nn.Parameter]:
-        """Return the parameters of a layer's attention that reach its scores."""
+    def _reaching_scores(self) -> list[nn.Parameter]:
+        """Return the parameters of the layers' attentions that reach their scores, each once."""
         _, inputs = self.seen(self.train[:1])
-        with torch.enable_grad(), attending(self.model, self.plan):
-            hidden, seen = inputs[index]
+        with attending(self.model, self.plan):
+            return list({id(p): p for index in self.layers for p in self._of_layer(index, *inputs[index])}.values())
+
+    def _of_layer(self, index: int, hidden: Tensor, seen: LayerCall) -> list[nn.Parameter]:
+        with torch.enable_grad():
             attention = self.plan.found.attention_of[index]
             candidates = [p for p in attention.parameters() if p.is_floating_point()]
             kept = [p.requires_grad for p in candidates]
