@@ -153,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("text", type=Path, nargs="+", help="UTF-8 text files, a document each")
     command.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024], help="context lengths, in tokens")
     command.add_argument("--stride", type=int, help="between sliding windows; by default a quarter of each length")
+    command.add_argument(
+        "--memory", type=int, metavar="TOKENS", help="also read segments of each length with a memory of so many tokens"
+    )
     command.add_argument("--device", default="cpu", help="for instance cuda")
     command.add_argument("--json", type=Path, help="file for every number, loss by position included")
     command.set_defaults(run="evaluate_checkpoint")

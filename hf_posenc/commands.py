@@ -22,8 +22,9 @@ from .calibration.calibrate import calibrate, check_lengths, check_positive, ign
 from .catalogue import refused_types, served_type
 from .checkpoint import from_pretrained, inspect
 from .errors import PluginError, UnsupportedModelError
-from .evaluation import measure_context
+from .evaluation import measure_context, measure_recurrence
 from .evaluation.context import stride_of
+from .evaluation.recurrence import check_memory
 from .registry import available_schemes, scheme_class, supported_model_types
 from .verification import verify
 
@@ -252,6 +253,8 @@ def evaluate_checkpoint(options: argparse.Namespace) -> int:
     """Measure length by length: each row is printed when it is there."""
     for length in options.lengths:
         stride_of(length, options.stride)
+    if options.memory is not None and options.memory < 1:
+        raise ValueError(f"--memory must be at least 1, not {options.memory}")
     if options.json and not options.json.parent.is_dir():
         raise FileNotFoundError(f"--json {options.json}: there is no folder {options.json.parent}")
     device = _device(options.device)
@@ -259,23 +262,34 @@ def evaluate_checkpoint(options: argparse.Namespace) -> int:
     checkpoint = hub.checkpoint_name(options.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint).to(device)
+    if options.memory is not None:
+        check_memory(model)
     documents = [torch.tensor(tokenizer(text, verbose=False).input_ids, dtype=torch.long) for text in texts]
     total = sum(len(document) for document in documents)
     print(f"measuring {total:,} tokens on {device}; every length reads all of them", file=sys.stderr, flush=True)
     print(f"{'context':>10} {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}", flush=True)
+    shared: dict[str, Any] = {
+        "byte_counts": [len(text.encode()) for text in texts],
+        "progress": sys.stderr.isatty(),
+    }
     rows = []
     for length in options.lengths:
-        (row,) = measure_context(
-            model,
-            documents,
-            lengths=[length],
-            stride=options.stride,
-            byte_counts=[len(text.encode()) for text in texts],
-            progress=sys.stderr.isatty(),
-        )
+        (row,) = measure_context(model, documents, lengths=[length], stride=options.stride, **shared)
         sliding, fresh = row.sliding.perplexity, row.non_overlapping.perplexity
         print(f"{row.length:>10} {sliding:>16.3f} {fresh:>16.3f} {row.bits_per_byte:>14.3f}", flush=True)
         rows.append(row.to_dict())
+        if options.memory is not None:
+            read = [
+                measure_recurrence(model, documents, segment=length, memory=memory, **shared)
+                for memory in (0, options.memory)
+            ]
+            for each in read:
+                print(
+                    f"{'':>10} segments with a memory of {each.memory}: {each.perplexity.perplexity:.3f}, "
+                    f"{each.bits_per_byte:.3f} bits per byte, {each.tokens_per_second:,.0f} tokens per second",
+                    flush=True,
+                )
+            rows[-1]["recurrence"] = [each.to_dict() for each in read]
     if options.json:
         staged = options.json.with_name(options.json.name + ".partial")
         staged.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import analysis
+from hf_posenc.evaluation import measure_recurrence, sliding_window_perplexity
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,3 +108,30 @@ def test_the_table_of_statistics_is_what_was_measured():
             assert "| " + " | ".join(cells) + " |" in page
             rows += 1
     assert rows == 9
+
+
+def test_recurrence(script, tiny_checkpoints):
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("It was a bright cold day in April.\n\nAnd the clocks were striking thirteen. " * 20)
+    arguments = ("--train", text, "--windows", 9, "--length", 16, "--tokens", 70, "--segments", 8, "--spans", 16)
+    run = (tiny_checkpoints / "llama", text, *arguments, "--json", found)
+    module = script("measure_recurrence", *run, "--schemes")
+    measured = json.loads(found.read_text())
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    tokens = module.document(AutoTokenizer.from_pretrained(tiny_checkpoints / "llama"), [text], 70)
+    plain, kept = measured["found"]["stock"]
+    assert (plain["memory"], kept["memory"]) == (0, 8)
+    for row in (plain, kept):
+        expected = measure_recurrence(model, [tokens], segment=8, memory=row["memory"])
+        assert row["loss"] == pytest.approx(expected.perplexity.loss, abs=1e-4)
+    sliding = sliding_window_perplexity(model, tokens, length=16, stride=8)
+    assert kept["sliding"]["loss"] == pytest.approx(sliding.loss, abs=1e-4)
+    script("measure_recurrence", *run, "--schemes", "transformer_xl", "--steps", 2, "--batch-size", 2)
+    trained = json.loads(found.read_text())
+    assert trained["found"]["stock"][0]["loss"] < plain["loss"] - 0.01
+    committed = json.loads((ROOT / "docs/measured/recurrence_books.json").read_text())
+    assert committed.keys() == trained.keys()
+    assert committed["found"].keys() == trained["found"].keys()
+    assert {row.keys() == kept.keys() for rows in committed["found"].values() for row in rows} == {True}
+    with pytest.raises(ValueError, match="were asked for"):
+        script("measure_recurrence", *run, "--tokens", 10**6)

@@ -529,6 +529,7 @@ OPTIONS = {
     ("evaluate", "text"): ("STOCK", "TEXT", "MORE", "--lengths", "16"),
     ("evaluate", "lengths"): ("STOCK", "TEXT", "--lengths", "32"),
     ("evaluate", "stride"): ("STOCK", "TEXT", "--lengths", "16", "--stride", "8"),
+    ("evaluate", "memory"): ("STOCK", "TEXT", "--lengths", "16", "--memory", "8"),
     ("evaluate", "device"): ("STOCK", "TEXT", "--lengths", "16", "--device", "meta"),
     ("evaluate", "json"): ("STOCK", "TEXT", "--lengths", "16", "--json", "OUT/a.json"),
     ("plot", "kind"): ("wavelengths", "OUT/a.png", "rope"),

@@ -18,10 +18,10 @@ from .perplexity import Perplexity, default_batch_size, logits_function
 
 @dataclass(frozen=True, kw_only=True)
 class PositionLoss:
-    """Loss of the tokens at some places of a fresh window.
+    """Loss of the tokens at some places of a fresh window, or of a segment.
 
     Attributes:
-        first: place of the first of them, counted from 0; place 0 itself is never predicted.
+        first: place of the first of them, counted from 0; place 0 of a fresh window is never predicted.
         last: place of the last one plus one.
         tokens: how many there were in all windows.
         loss: their mean negative log-likelihood in nats.
@@ -128,14 +128,7 @@ def measure_context(
         ValueError: a length, stride or number out of range, no document long enough to predict anything.
         RuntimeError: `distributed` without an initialised process group.
     """
-    if byte_counts is not None and len(byte_counts) != len(documents):
-        raise ValueError(f"there are {len(documents)} documents and {len(byte_counts)} byte counts")
-    if any(document.dim() != 1 for document in documents):
-        raise ValueError("documents must be sequences of shape (N,)")
-    if not any(len(document) > 1 for document in documents):
-        raise ValueError("no document has two tokens: there is nothing to predict")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    check_documents(documents, byte_counts, batch_size)
     if distributed and not dist.is_initialized():
         raise RuntimeError("distributed=True needs torch.distributed.init_process_group first")
     strides = [stride_of(length, stride) for length in lengths]
@@ -163,6 +156,23 @@ def short_context_regression(
     """
     reference = {row.length: row.sliding.loss for row in before if row.length <= trained_length}
     return {row.length: row.sliding.loss - reference[row.length] for row in after if row.length in reference}
+
+
+def check_documents(documents: Sequence[Tensor], byte_counts: Sequence[int] | None, batch_size: int | None) -> None:
+    """Refuse what cannot be measured; ValueError."""
+    if byte_counts is not None and len(byte_counts) != len(documents):
+        raise ValueError(f"there are {len(documents)} documents and {len(byte_counts)} byte counts")
+    if any(document.dim() != 1 for document in documents):
+        raise ValueError("documents must be sequences of shape (N,)")
+    if not any(len(document) > 1 for document in documents):
+        raise ValueError("no document has two tokens: there is nothing to predict")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+
+
+def position_edges(length: int) -> list[int]:
+    """Return where bins of places begin and end: `[1, 2, 4, ..., length]`."""
+    return [1 << power for power in range(max(1, math.ceil(math.log2(length))))] + [length]
 
 
 def stride_of(length: int, stride: int | None) -> int:
@@ -215,7 +225,7 @@ def _measure(
             batches[-1].append(index)
         else:
             batches.append([index])
-    edges = [1 << power for power in range(max(1, math.ceil(math.log2(length))))] + [length]
+    edges = position_edges(length)
     # Of each window: sums over what counts for the sliding perplexity, and over each bin of places if it is fresh.
     sums = torch.zeros(len(windows), len(edges), dtype=torch.float64)
     counts = torch.zeros(len(windows), len(edges), dtype=torch.float64)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
+from transformers import Cache
 
 from ..modes import evaluation
 
@@ -33,8 +34,9 @@ class Perplexity:
     """What one measurement counted.
 
     Attributes:
-        method: `"sliding"` or `"non_overlapping"`.
-        length: tokens in a window, the most context a token can have plus one.
+        method: `"sliding"`, `"non_overlapping"` or `"segment_recurrence"`.
+        length: tokens in a window, the most context a token can have plus one; with segment recurrence, the most that a
+            token sees in one layer, itself included.
         stride: tokens from one window to the next; equal to `length` for non-overlapping windows.
         windows: number of windows scored.
         tokens: number of tokens scored, each exactly once.
@@ -202,8 +204,8 @@ def default_batch_size(device: torch.device, length: int) -> int:
     return max(1, (TOKENS_PER_CPU_BATCH if device.type == "cpu" else TOKENS_PER_BATCH) // length)
 
 
-def logits_function(model: nn.Module, tokens: Tensor) -> Callable[[Tensor, slice], Iterator[Tensor]]:
-    """A function from windows `(B, T)` and a slice of positions to their logits, as rows, in pieces.
+def logits_function(model: nn.Module, tokens: Tensor) -> Callable[..., Iterator[Tensor]]:
+    """A function from windows `(B, T)`, a slice of positions and perhaps a cache to their logits, as rows, in pieces.
 
     The rows are `(R, V)`, the windows' positions one after the other. A long window's logits are far larger than
     anything else in the forward. Where the head is a plain module behind the base model it is applied to `LOGIT_ROWS`
@@ -216,8 +218,12 @@ def logits_function(model: nn.Module, tokens: Tensor) -> Callable[[Tensor, slice
         tokens: `(N,)`, of which the first few are the trial.
     """
 
-    def whole(windows: Tensor, positions: slice) -> Iterator[Tensor]:
-        yield from model(input_ids=windows, use_cache=False).logits[:, positions].flatten(0, 1).split(LOGIT_ROWS)
+    def keeping(cache: Cache | None) -> dict[str, Any]:
+        return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+
+    def whole(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:
+        logits = model(input_ids=windows, **keeping(cache)).logits
+        yield from logits[:, positions].flatten(0, 1).split(LOGIT_ROWS)
 
     base, head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", lambda: None)()
     sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
@@ -225,11 +231,11 @@ def logits_function(model: nn.Module, tokens: Tensor) -> Callable[[Tensor, slice
         return whole
     trial = tokens[:TRIAL_TOKENS].to(next(model.parameters()).device)[None]
 
-    def hidden_states(windows: Tensor) -> Tensor | None:
-        return getattr(base(input_ids=windows, use_cache=False), "last_hidden_state", None)
+    def hidden_states(windows: Tensor, cache: Cache | None = None) -> Tensor | None:
+        return getattr(base(input_ids=windows, **keeping(cache)), "last_hidden_state", None)
 
-    def in_pieces(windows: Tensor, positions: slice) -> Iterator[Tensor]:
-        hidden = hidden_states(windows)
+    def in_pieces(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:
+        hidden = hidden_states(windows, cache)
         assert hidden is not None  # the trial saw it
         yield from (head(rows) for rows in hidden[:, positions].flatten(0, 1).split(LOGIT_ROWS))
 
