@@ -1,4 +1,4 @@
-"""Draws the gallery: what each scheme does to positions and distances, from the schemes alone.
+"""Draws the gallery: what each scheme does to positions and distances, and what a swap costs, as it was measured.
 
     python scripts/plot_schemes.py docs/images            # writes every picture as PNG
     python scripts/plot_schemes.py docs/images --format svg --only decay similarity
@@ -7,6 +7,8 @@ No model, data or network is needed, and the same versions give the same bytes.
 """
 
 import argparse
+import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,27 @@ def waves() -> Any:
     return plots.wavelengths(found, title="Which pairs of RoPE ever complete a turn")
 
 
+def cost_of_swaps() -> Any:
+    """Loss at the base's length against all tokens that were read, those of the calibration too; mean of the seeds."""
+    path = Path(__file__).parents[1] / "docs/measured/calibration_stories260K.json"
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    starts = {"plain": "plain", "closed_form": "closed forms", "attention": "both stages"}
+    shown = {"control": "the base"}
+    shown |= {
+        f"{name}, {start}": f"{name}, {said}" for name in ("transformer_xl", "t5") for start, said in starts.items()
+    }
+    curves = {}
+    for name, label in shown.items():
+        found = [run for key, run in runs.items() if key.rpartition(", seed ")[0] == name and "after" in run]
+        begun = found[0].get("calibration", {}).get("tokens", 0)
+        length = next(iter(found[0]["before"]))
+        curve = [(begun, statistics.fmean(run["before"][length] for run in found))]
+        for tokens in found[0]["after"]:
+            curve.append((begun + int(tokens), statistics.fmean(run["after"][tokens][length] for run in found)))
+        curves[label] = curve
+    return plots.loss_curve(curves, xlabel="tokens read", title="What a swap costs: stories260K at its own length")
+
+
 GALLERY: dict[str, Callable[[], Any]] = {
     "vectors": lambda: plots.position_vectors(
         vectors(layout="split"), title="Sinusoidal position vectors: sines, then cosines"
@@ -87,6 +110,7 @@ GALLERY: dict[str, Callable[[], Any]] = {
     "precision": lambda: plots.distinct_biases(
         precision_audit(8192, dtypes=(torch.float32, torch.bfloat16)), title="Distances that survive a dtype"
     ),
+    "calibration": cost_of_swaps,
 }
 """Name of a picture -> what draws it."""
 

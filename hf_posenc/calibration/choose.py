@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,12 +34,12 @@ def close(
         found["turned"] = pair.divergence()
         if modules:
             targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows))
-            _fit_all(pair, modules, targets["turned, fitted"])
+            _fit_all(pair, modules, targets["turned, fitted"], start)
             found["turned, fitted"] = pair.divergence()
         start.restore([turn.projection for turn in turns.values()])
-    if modules:  # each search begins where the last one ended
+    if modules:
         targets["fitted"] = _targets(pair, modules, plain)
-        _fit_all(pair, modules, targets["fitted"])
+        _fit_all(pair, modules, targets["fitted"], start)
         found["fitted"] = pair.divergence()
     names = [name for name in CANDIDATES if name in found]
     best = {index: torch.stack([found[name][index] for name in names]).argmin(0) for index in pair.layers}
@@ -50,7 +51,7 @@ def close(
         for index in modules:
             by_name = {name: target[index] for name, target in targets.items()}
             picked[index] = _picked(chosen[index], by_name, as_it_was[index])
-        _fit_all(pair, modules, picked)
+        _fit_all(pair, modules, picked, start)
     closed = pair.divergence()
     if sum(each.sum() for each in closed.values()) > sum(each.sum() for each in before.values()):
         start.restore()  # heads that share parameters cannot each have what is best for them
@@ -91,12 +92,18 @@ def settle(pair: Pair, windows: int) -> None:
         _fit_all(pair, modules, targets)
 
 
-def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) -> None:
-    """Fit every module to the curves of the layers that it serves."""
+def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target], start: _State | None = None) -> None:
+    """Fit every module to what the layers that it serves should have.
+
+    The search for vectors goes on where the last one ended: it has one minimum, and many numbers. That for a curve can
+    have several, and begins at `start`.
+    """
     owners: dict[int, tuple[Any, Tensor, list[Target]]] = {}
     for index, module in modules.items():
         owners.setdefault(id(module), (module, pair.like(index), []))[2].append(targets[index])
     for module, like, wanted in owners.values():
+        if start is not None and not takes_queries(module.form(like)):
+            start.restore([module])
         fit(module, like, wanted)
 
 
@@ -138,7 +145,7 @@ class _State:
         self.kept = {id(p): (p, p.detach().clone()) for owner in owners for p in owner.parameters()}
 
     @torch.no_grad()
-    def restore(self, owners: list[nn.Linear] | None = None) -> None:
+    def restore(self, owners: Sequence[nn.Module] | None = None) -> None:
         """Put back those of some modules, or all."""
         chosen = self.kept if owners is None else [id(p) for owner in owners for p in owner.parameters()]
         for each in chosen:
