@@ -539,7 +539,7 @@ def calibrated(case: str, batch_size: int) -> tuple[Tensor, list[float]]:
     """All weights of a small model after a calibration, and how far its layers were from the base's attention."""
     scheme, hyperparameters = CASES[case]
     model = patch_model(tiny("llama").double(), scheme, seed=3, **hyperparameters)
-    options = {"steps": 5, "held_out": 2, "closed_windows": 4, "weight_rate": 1e-2}
+    options = {"steps": 5, "held_out": 2, "closed_windows": 4, "rate": 1e-3, "weight_rate": 1e-3}
     report = calibrate(model, tokens(14, 20, seed=3), batch_size=batch_size, **options)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     return weights, [layer.after.mean().item() for layer in report.layers]

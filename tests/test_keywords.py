@@ -300,7 +300,8 @@ def _(folder):
 def calibrated(text=3, scheme="nope", **options):
     """What a calibration of a small model comes to: all of its weights, and its report."""
     model = patch_model(tiny("llama"), scheme, seed=0)
-    options = {"held_out": 2, "steps": 2, "batch_size": 2} | options
+    second = {} if options.get("stage") == "closed_form" else {"steps": 2, "batch_size": 2, "loss": "outputs"}
+    options = {"held_out": 2} | second | options  # outputs: a little nearer or further, the steps are not put back
     report = hf_posenc.calibrate(model, tokens(9, 24, seed=text), **options)
     return torch.cat([p.detach().flatten() for p in model.parameters()]), report
 
@@ -320,6 +321,8 @@ for keyword, value in {
     "rate": 0.1,
     "weight_rate": 0.1,
     "closed_windows": 1,
+    "loss": "attention",
+    "lengths": (12, 24),
     "seed": 1,
 }.items():
 
@@ -328,7 +331,21 @@ for keyword, value in {
         scheme = "kerple" if keyword == "rate" else "nope"  # which has no parameters, whose rate it is
         assert not calibrated(scheme=scheme, **{keyword: value})[0].equal(calibrated(scheme=scheme)[0])
         if keyword != "seed":
-            refuses(ValueError, calibrated, **{keyword: 0})
+            refuses(ValueError, calibrated, **{keyword: (0,) if keyword == "lengths" else 0})
+
+
+@shows("calibrate", "state_file", "save_every")
+def _(folder):
+    written = []
+    path = folder / "state.safetensors"
+    calibrated(
+        steps=4, state_file=path, save_every=3, on_step=lambda step, value: written.append(path.stat().st_mtime_ns)
+    )
+    assert len(set(written)) == 2  # before the first step and after the third
+    seen = []
+    calibrated(steps=4, state_file=path, save_every=3, on_step=lambda step, value: seen.append(step))
+    assert seen == []
+    refuses(ValueError, calibrated, save_every=3)
 
 
 @shows("calibrate", "weights", "held_out", "on_step")

@@ -152,7 +152,7 @@ def test_patched_passes_arguments_on():
     model = tiny("gpt2")
     with patched(model, "shaw", max_distance=5, attention="reference", seed=3):
         assert model.transformer.h[0].attn.posenc.key_embeddings.shape == (6, 8)
-    with pytest.raises(ValueError, match="max_distance"), patched(model, "shaw", max_distance=0):
+    with pytest.raises(ValueError, match="max_distance"), patched(model, "shaw", max_distance=-1):
         pass
 
 

@@ -246,7 +246,7 @@ WRONG = {
     "few eval tokens": ({"eval_tokens": 40}, "--eval-tokens 40 is less than the longest of --eval-lengths, 48"),
     "scheme": ({"scheme": "albi"}, ", ".join(hf_posenc.available_schemes())),
     "hyper-parameter": ({"scheme": "shaw", "scheme_args": "distance=3"}, "distance"),
-    "its value": ({"scheme": "shaw", "scheme_args": "max_distance=0"}, "max_distance"),
+    "its value": ({"scheme": "shaw", "scheme_args": "max_distance=-1"}, "max_distance"),
     "no value": ({"scheme": "shaw", "scheme_args": "max_distance"}, "--scheme-args takes name=value, not max_distance"),
     "a table too short": ({"scheme": "learned", "scheme_args": "num_positions=40"}, "ends at 40 positions"),
     "recovery length of no steps": (
