@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..patching.plan import BaseModel
 from .closed import Averages, Target, Turn, coefficients, fit, takes_queries, target_of, turn_of
@@ -25,7 +24,6 @@ def close(
     plain = pair.averages(windows)
     turns = _turns(pair, plain)
     modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
-    start = _State(turns, modules)
     as_it_was = {index: _coefficients(pair, index, plain[index]) for index in modules}
     found, targets = {"as it was": before}, {}
     if turns:
@@ -34,12 +32,12 @@ def close(
         found["turned"] = pair.divergence()
         if modules:
             targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows))
-            _fit_all(pair, modules, targets["turned, fitted"], start)
+            _fit_all(pair, modules, targets["turned, fitted"])
             found["turned, fitted"] = pair.divergence()
-        start.restore([turn.projection for turn in turns.values()])
+        pair.restore(turn.projection for turn in turns.values())
     if modules:
         targets["fitted"] = _targets(pair, modules, plain)
-        _fit_all(pair, modules, targets["fitted"], start)
+        _fit_all(pair, modules, targets["fitted"])
         found["fitted"] = pair.divergence()
     names = [name for name in CANDIDATES if name in found]
     best = {index: torch.stack([found[name][index] for name in names]).argmin(0) for index in pair.layers}
@@ -51,10 +49,11 @@ def close(
         for index in modules:
             by_name = {name: target[index] for name, target in targets.items()}
             picked[index] = _picked(chosen[index], by_name, as_it_was[index])
-        _fit_all(pair, modules, picked, start)
+        _fit_all(pair, modules, picked)
     closed = pair.divergence()
     if sum(each.sum() for each in closed.values()) > sum(each.sum() for each in before.values()):
-        start.restore()  # heads that share parameters cannot each have what is best for them
+        # Heads that share parameters cannot each have what is best for them.
+        pair.restore([*(turn.projection for turn in turns.values()), *modules.values()])
         return plain, {index: ("as it was",) * len(names_) for index, names_ in chosen.items()}, before
     return plain, chosen, closed
 
@@ -92,18 +91,18 @@ def settle(pair: Pair, windows: int) -> None:
         _fit_all(pair, modules, targets)
 
 
-def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target], start: _State | None = None) -> None:
+def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) -> None:
     """Fit every module to what the layers that it serves should have.
 
     The search for vectors goes on where the last one ended: it has one minimum, and many numbers. That for a curve can
-    have several, and begins at `start`.
+    have several, and begins where the module began.
     """
     owners: dict[int, tuple[Any, Tensor, list[Target]]] = {}
     for index, module in modules.items():
         owners.setdefault(id(module), (module, pair.like(index), []))[2].append(targets[index])
     for module, like, wanted in owners.values():
-        if start is not None and not takes_queries(module.form(like)):
-            start.restore([module])
+        if not takes_queries(module.form(like)):
+            pair.restore([module])
         fit(module, like, wanted)
 
 
@@ -135,19 +134,3 @@ def _turns(pair: Pair, averages: dict[int, Averages]) -> dict[int, Turn]:
             if turn is not None:
                 found[index] = turn
     return found
-
-
-class _State:
-    """The values that closed forms change, to be put back."""
-
-    def __init__(self, turns: dict[int, Turn], modules: dict[int, Any]) -> None:
-        owners = [*(turn.projection for turn in turns.values()), *modules.values()]
-        self.kept = {id(p): (p, p.detach().clone()) for owner in owners for p in owner.parameters()}
-
-    @torch.no_grad()
-    def restore(self, owners: Sequence[nn.Module] | None = None) -> None:
-        """Put back those of some modules, or all."""
-        chosen = self.kept if owners is None else [id(p) for owner in owners for p in owner.parameters()]
-        for each in chosen:
-            parameter, value = self.kept[each]
-            parameter.copy_(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,9 @@ from ..patching.state import Patch
 from ..tracing import LayerCall
 from .closed import Averages, coefficients, curve, takes_queries
 from .maps import Seen, asked, attending, entering, observe, parts, rows_of
+
+TOKENS = 1024
+"""Tokens of the windows that are looked at together; queries, keys and values of all layers are kept meanwhile."""
 
 
 class Pair:
@@ -57,6 +60,7 @@ class Pair:
         self.plan = BaseModel.of(model)
         tokens = tokens.to(next(self.plan.found.token_embedding.parameters()).device)
         self.train, self.held = tokens[:-held], tokens[-held:]
+        self.at_once = max(1, TOKENS // tokens.shape[1])
         named = {layer for scheme in patch.schemes for layer in self.plan.layers_of(scheme)}
         self.layers = sorted(named & set(self.plan.sizes))
         self._arguments: dict[torch.Size, dict[int, LayerCall]] = {}
@@ -67,18 +71,18 @@ class Pair:
             raise ValueError(f"windows of {tokens.shape[1]} tokens are longer than the {longest} the base was made for")
         self.tokens = self._tokens() if keeps_mean else None
         self.query_key = self._reaching_scores()
-        moved = {id(p): p for p in self.query_key}
-        if self.tokens is not None:
-            moved[id(self.tokens)] = self.tokens
-        self.originals = [(p, p.detach().clone()) for p in moved.values()]
+        base_own = {id(p): p for p in (*self.query_key, *([] if self.tokens is None else [self.tokens]))}
         owners = [owner for index in self.layers if (owner := self._owner(index)) is not None]
-        own = {id(p): p for owner in owners for p in owner.parameters() if id(p) not in moved}
-        self.scheme_originals = [(p, p.detach().clone()) for p in own.values()]
+        movable = base_own | {id(p): p for owner in owners for p in owner.parameters()}
+        self.began = {key: (p, p.detach().clone()) for key, p in movable.items()}
+        self.originals = [self.began[key] for key in base_own]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put back everything that the first stage can have changed."""
-        for p, value in (*self.originals, *self.scheme_originals):
+    def restore(self, owners: Iterable[nn.Module] | None = None) -> None:
+        """Put back the parameters of some modules, or all that the first stage can have changed."""
+        chosen = self.began if owners is None else [id(p) for owner in owners for p in owner.parameters()]
+        for key in chosen:
+            p, value = self.began[key]
             p.copy_(value)
 
     @contextmanager
@@ -178,7 +182,7 @@ class Pair:
         """
         sums = {index: torch.zeros(self.plan.sizes[index].num_heads) for index in self.layers}
         with attending(self.model, self.plan):
-            for batch in self.held.split(4):
+            for batch in self.held.split(self.at_once):
                 theirs, inputs = self.seen(batch)
                 for index, (hidden, seen) in inputs.items():
                     ours = self.asked(index, hidden, seen)
@@ -199,7 +203,7 @@ class Pair:
         with self.as_base() as followed:
             turns = BaseModel.of(followed).found.rotary is not None  # else nobody asks where the base attends
         with attending(self.model, self.plan):
-            for batch in self.train[:windows].split(4):
+            for batch in self.train[:windows].split(self.at_once):
                 theirs, inputs = self.seen(batch)
                 for index, (hidden, seen) in inputs.items():
                     ours, base = self.asked(index, hidden, seen), theirs[index].call
