@@ -30,10 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_posenc import patch_model
 from hf_posenc.analysis import position_vectors
 from hf_posenc.calibration import calibrate
+from hf_posenc.recipes.embedded import byte_model, byte_tokenizer, standard_library, train_base
 from hf_posenc.schemes.t5 import T5
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-from embedded import byte_model, byte_tokenizer, standard_library, train_base
 
 SCHEMES = {
     "t5": ("t5", {"share_layers": False}),
