@@ -27,7 +27,6 @@ from hf_posenc.analysis import (
     wave_decay,
 )
 
-
 CALIBRATION = Path(__file__).parents[1] / "docs/measured/calibration_stories260K.json"
 """What scripts/measure_calibration.py measured."""
 
