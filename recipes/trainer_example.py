@@ -11,22 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import corpus
-import identity
-import program
 import torch
-import training
-from corpus import Text, TextArguments, Windows
-from models import ModelArguments, load
-from options import UsageError, as_in, at_least, parse
-from results import write_json
-from run_folder import FolderArguments
-from schemes import SchemeArguments, hyperparameters
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_posenc
+from hf_posenc.recipes import corpus, identity, program, training
+from hf_posenc.recipes.corpus import Text, TextArguments, Windows
+from hf_posenc.recipes.models import ModelArguments, load
+from hf_posenc.recipes.options import UsageError, as_in, at_least, parse
+from hf_posenc.recipes.results import write_json
+from hf_posenc.recipes.run_folder import FolderArguments
+from hf_posenc.recipes.schemes import SchemeArguments, hyperparameters
 
 
 @dataclass

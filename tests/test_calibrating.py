@@ -22,7 +22,7 @@ SWAP |= {"calibrate": "attention", "calibrate_steps": 2, "calibrate_windows": 12
 
 @pytest.fixture
 def recipe(recipes):
-    return importlib.import_module("extend_context")
+    return importlib.import_module("hf_posenc.recipes.extend_context")
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_windows_are_of_the_training_text_and_the_numbers_those_of_the_report(re
     results = recipe.main(options(folder, text, folder / "out", **SWAP | {"calibrate_windows": 30}))
     ((tokens, keywords, report),) = calls
     # As the recipe splits: documents in an order of the seed, the last ones held out until there are 200 tokens.
-    tokenizer = importlib.import_module("embedded").byte_tokenizer()
+    tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
     documents = [[*tokenizer(part).input_ids, 256] for part in text.read_text().split("\f")]
     shuffled = list(range(12))
     random.Random(0).shuffle(shuffled)
@@ -74,7 +74,7 @@ def test_windows_are_of_the_training_text_and_the_numbers_those_of_the_report(re
 
 
 def test_the_default_rate_depends_on_the_start(recipe, tiny_checkpoints, text):
-    extension = importlib.import_module("extension")
+    extension = importlib.import_module("hf_posenc.recipes.extension")
     for given, expected in (
         ({}, 3e-4),
         ({"calibrate": "closed_form"}, 3e-4),
@@ -130,7 +130,7 @@ def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoin
 
 @pytest.fixture
 def training(recipes):
-    return importlib.import_module("training")
+    return importlib.import_module("hf_posenc.recipes.training")
 
 
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
@@ -188,7 +188,7 @@ def test_what_cannot_be_calibrated_stops_before_anything_runs(
 ):
     folder = tiny_checkpoints
     if changes.get("model"):
-        tokenizer = importlib.import_module("embedded").byte_tokenizer()
+        tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
         shape = {"vocab_size": 257, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 32}
         config = GPTNeoConfig(**shape, attention_types=[[["global"], 2]], bos_token_id=256, eos_token_id=256)
         GPTNeoForCausalLM(config).save_pretrained(folder / "neo")
@@ -197,7 +197,11 @@ def test_what_cannot_be_calibrated_stops_before_anything_runs(
     if changes.get("data"):
         text.write_text(text.read_text().replace("\f", " ")[:450])  # of one document the end is held out
         changes = {}
-    monkeypatch.setattr(importlib.import_module("extension"), "measure_model", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(
+        importlib.import_module("hf_posenc.recipes.extension"),
+        "measure_model",
+        lambda *_, **__: pytest.fail("measured"),
+    )
     with pytest.raises(SystemExit) as stop:
         recipe.main(options(folder, text, folder / "out", **{"calibrate": "attention"} | changes))
     assert stop.value.code == 2
@@ -207,7 +211,7 @@ def test_what_cannot_be_calibrated_stops_before_anything_runs(
 
 def test_a_comparison_has_plain_swaps_beside_calibrated_ones(recipes, tiny_checkpoints, text, calls):
     """At the rate of a plain swap."""
-    compare = importlib.import_module("compare_schemes")
+    compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints
     words = options(folder, text, folder / "out", calibrate="attention", calibrate_steps=2, steps=1, recovery_steps=0)
     compare.main([*words, "--variants", "nope", "nope+uncalibrated", "--seeds", "0"])

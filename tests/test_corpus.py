@@ -13,12 +13,12 @@ import torch
 
 @pytest.fixture
 def corpus(recipes):
-    return importlib.import_module("corpus")
+    return importlib.import_module("hf_posenc.recipes.corpus")
 
 
 @pytest.fixture
 def tokenizer(recipes):
-    return importlib.import_module("embedded").byte_tokenizer()
+    return importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
 
 
 def texts_of(documents, tokenizer):

@@ -22,6 +22,11 @@ SAME: dict = {}
 """Results of a recipe's plain runs, by recipe and arguments; their numbers do not depend on the folder."""
 
 
+def module_of(recipe):
+    """The recipe of this name: in the package, but for the example, which is in the checkout alone."""
+    return importlib.import_module(recipe if recipe == "trainer_example" else f"hf_posenc.recipes.{recipe}")
+
+
 @dataclasses.dataclass
 class Run:
     """One recipe with one folder of checkpoints and text."""
@@ -34,7 +39,7 @@ class Run:
 
     def module(self):
         """The recipe."""
-        return importlib.import_module(self.recipe)
+        return module_of(self.recipe)
 
     def words(self, changes):
         """The command line of its tiny run, with changes; None drops an option."""
@@ -245,7 +250,7 @@ def lists(name, one, two):
 
 def other_tokenizer(run):
     """One that ends no document."""
-    tokenizer = importlib.import_module("embedded").byte_tokenizer()
+    tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
     tokenizer.eos_token = tokenizer.bos_token = None
     tokenizer.save_pretrained(run.folder / "tokenizer")
     return run.folder / "tokenizer"
@@ -287,7 +292,11 @@ TRAINING = {
     "context_parallel": refused("--context-parallel 2 does not divide the 1 processes", context_parallel=2),
     "eval_every": numbers(eval_every=2),
     "save_every": free(
-        called(lambda run: importlib.import_module("training"), "save_state", lambda _, __, step: step == 2),
+        called(
+            lambda run: importlib.import_module("hf_posenc.recipes.training"),
+            "save_state",
+            lambda _, __, step: step == 2,
+        ),
         save_every=2,
     ),
     "tracker": free(
@@ -352,7 +361,11 @@ ROWS = {
         **{name: row for name, row in TEXT.items() if name != "streaming"},
         # Streaming reads less of the text and measures the same; tokens are then made one document at a time.
         "streaming": free(
-            called(lambda _: importlib.import_module("corpus"), "encode", lambda _, texts: len(texts) == 1),
+            called(
+                lambda _: importlib.import_module("hf_posenc.recipes.corpus"),
+                "encode",
+                lambda _, texts: len(texts) == 1,
+            ),
             streaming=True,
         ),
         **MEASURING,
@@ -408,12 +421,13 @@ def test_an_option_of_a_recipe_does_something(run, name):
 
 @pytest.mark.parametrize("recipe", ROWS)
 def test_every_option_of_a_recipe_has_a_row(recipes, recipe):
-    assert {field.name for field in dataclasses.fields(importlib.import_module(recipe).Arguments)} == set(ROWS[recipe])
+    assert {field.name for field in dataclasses.fields(module_of(recipe).Arguments)} == set(ROWS[recipe])
 
 
 def test_every_recipe_has_rows(recipes):
     """Those that read arguments by name; harness/run.py and the command are below."""
-    found = {path.stem for path in recipes.glob("*.py") if "parse(Arguments, argv" in path.read_text()}
+    programs = [*recipes.glob("*.py"), *(recipes.parent / "hf_posenc" / "recipes").glob("*.py")]
+    found = {path.stem for path in programs if "parse(Arguments, argv" in path.read_text()}
     assert found == set(ROWS)
 
 
@@ -422,8 +436,8 @@ def test_a_file_says_all_that_the_command_line_says(recipes, recipe, tmp_path):
     """Every option as a key of a YAML file, and a key that is none of them is refused."""
     import yaml
 
-    options = importlib.import_module("options")
-    arguments = importlib.import_module(recipe).Arguments
+    options = importlib.import_module("hf_posenc.recipes.options")
+    arguments = module_of(recipe).Arguments
     parser = importlib.import_module("transformers").HfArgumentParser(arguments)
     values = {}
     for action in parser._actions:
@@ -453,7 +467,7 @@ def test_an_option_of_several_recipes_is_one_option(recipes):
     """Of one type, with one help text; defaults differ. What `--output` names differs too: a run, a sweep, a file."""
     declared = {}
     for recipe in ROWS:
-        for field in dataclasses.fields(importlib.import_module(recipe).Arguments):
+        for field in dataclasses.fields(module_of(recipe).Arguments):
             if field.name != "output":
                 declared.setdefault(field.name, set()).add((field.type, field.metadata["help"]))
     assert {name: said for name, said in declared.items() if len(said) > 1} == {}

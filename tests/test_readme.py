@@ -155,6 +155,16 @@ def test_commands_and_links_lead_to_files(page):
     assert [str(path) for path in sorted(links | files) if not path.exists()] == []
 
 
+def test_tables_of_calibrations_are_current(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["make_calibration_tables.py", "--check"])
+    module = script("make_calibration_tables")
+    assert module.main() == 0, "run python scripts/make_calibration_tables.py"
+    assert all(f"| `transformer_xl`, {start}" in module.table("stories260K") for start in module.STARTS.values())
+    run = {"before": {"64": 2.0}, "after": {"100": {"64": None}}, "calibration": {"divergence": [0.5, 0.7]}}
+    cells = module.row("t", [run, run | {"before": {"64": 3.0}}], [("64", None), ("64", "100")])
+    assert cells == "| t | 2 | 0.600 | 2.500 |  |"
+
+
 def test_list_of_families_is_current(script, monkeypatch):
     module = script("make_family_table")
     monkeypatch.setattr(sys, "argv", ["make_family_table.py", "--check"])

@@ -23,7 +23,7 @@ class Stop(Exception):
 
 @pytest.fixture
 def recipe(recipes):
-    return importlib.import_module("extend_context")
+    return importlib.import_module("hf_posenc.recipes.extend_context")
 
 
 def small(checkpoint, text, output, **changes):
@@ -87,7 +87,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     model = hf_posenc.from_pretrained(output / "model")
     arguments = recipe.Arguments(**written["arguments"])
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    corpus = importlib.import_module("corpus")
+    corpus = importlib.import_module("hf_posenc.recipes.corpus")
     documents = corpus.documents(tokenizer, arguments, None, 0)
     _, held_out = corpus.split(documents, tokenizer, arguments)
     whole = corpus.stream(held_out)
@@ -127,7 +127,7 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
         round(row[method]["perplexity"], 4) for row in results["after"] for method in ("sliding", "non_overlapping")
     ]
     # A number that was not measured cannot appear.
-    import card as cards
+    from hf_posenc.recipes import card as cards
 
     del results["after"][0]["sliding"]["perplexity"]
     with pytest.raises(KeyError):
@@ -139,7 +139,7 @@ NASTY = "a|b `c` ``` <script>alert(1)</script> *d* _e_ [f](g) # h\n---\n```\n<im
 
 def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     """What stands in a name, a path or a hyper-parameter is no markup, no HTML, no cell and no YAML."""
-    import card as cards
+    from hf_posenc.recipes import card as cards
 
     results = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme="shaw"))
     plain = cards.card(results, "me/x")
@@ -167,7 +167,7 @@ def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     assert len(table) == 1
     assert len(re.findall(r"(?<!\\)\|", table[0])) == 3
     # A sweep's table too.
-    summaries = importlib.import_module("summary")
+    summaries = importlib.import_module("hf_posenc.recipes.summary")
     summary = {"title": NASTY, "base": {"name": NASTY, "parameters": 1, "trained_length": 2}, "variants": {}}
     assert "<script" not in summaries.markdown(summary)
 
@@ -210,7 +210,7 @@ def test_other_schemes(recipe, tiny_checkpoints, text, scheme):
 
 
 def test_a_failed_write_leaves_the_old_json(recipes, tmp_path):
-    results = importlib.import_module("results")
+    results = importlib.import_module("hf_posenc.recipes.results")
     path = tmp_path / "results.json"
     results.write_json(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -292,7 +292,11 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments_stop_before_anything_runs(recipe, tiny_checkpoints, text, monkeypatch, capsys, case):
     changes, message = WRONG[case]
-    monkeypatch.setattr(importlib.import_module("extension"), "measure_model", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(
+        importlib.import_module("hf_posenc.recipes.extension"),
+        "measure_model",
+        lambda *_, **__: pytest.fail("measured"),
+    )
     with pytest.raises(SystemExit) as stop:
         recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out", **changes))
     assert stop.value.code == 2
@@ -346,7 +350,7 @@ def test_whether_packed_documents_are_kept_apart_is_measured(recipes, family, ap
     model = tiny(family).eval()
     if scheme:
         hf_posenc.patch_model(model, scheme)
-    assert importlib.import_module("models").keeps_documents_apart(model) is apart
+    assert importlib.import_module("hf_posenc.recipes.models").keeps_documents_apart(model) is apart
 
 
 def test_documents_are_not_packed_where_attention_would_cross(recipe, tiny_checkpoints, text, capsys):
@@ -390,7 +394,7 @@ def test_embedded_default_under_accelerate_launch(recipes, tmp_path):
 
 def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
     """The file says, the command line wins; what is wrong in the file is named."""
-    options = importlib.import_module("options")
+    options = importlib.import_module("hf_posenc.recipes.options")
     path = tiny_checkpoints / "run.yaml"
     path.write_text(
         "scheme: shaw\nscheme_args: {max_distance: 8, values: false}\nlearning_rate: 2.0e-4\neval_lengths: [16, 32]\n"
@@ -398,7 +402,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
     )
     arguments, _ = options.parse(recipe.Arguments, ["--config", str(path), "--learning-rate", "1e-3"], "test")
     assert arguments.scheme == "shaw"
-    assert importlib.import_module("schemes").hyperparameters(arguments.scheme_args) == {
+    assert importlib.import_module("hf_posenc.recipes.schemes").hyperparameters(arguments.scheme_args) == {
         "max_distance": 8,
         "values": False,
     }
@@ -445,8 +449,8 @@ def test_every_config_is_known(recipes):
 def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
     """All keys are known, and everything that is checked without a checkpoint passes."""
     monkeypatch.chdir(tmp_path)
-    options = importlib.import_module("options")
-    module = importlib.import_module(CONFIGS[name])
+    options = importlib.import_module("hf_posenc.recipes.options")
+    module = importlib.import_module(f"hf_posenc.recipes.{CONFIGS[name]}")
     path = recipes / "configs" / f"{name}.yaml"
     arguments, _ = options.parse(module.Arguments, ["--config", str(path)], "test")
     text = path.read_text()
@@ -455,11 +459,11 @@ def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
     assert f"recipes/{CONFIGS[name]}.py" in text
     if CONFIGS[name] == "extend_context":
         arguments.model = None  # no hub here
-        assert importlib.import_module("extension").check_arguments(arguments) is not None
+        assert importlib.import_module("hf_posenc.recipes.extension").check_arguments(arguments) is not None
     elif CONFIGS[name] == "pretrain":
         module.check_arguments(arguments)
     else:
-        importlib.import_module("training").check(arguments)
+        importlib.import_module("hf_posenc.recipes.training").check(arguments)
 
 
 # --------------------------------------------------------------------------------------------------- the other recipes
@@ -488,7 +492,7 @@ def test_lora_saves_adapter_and_merged_model(recipe, tiny_checkpoints, text):
 
 
 def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
-    compare = importlib.import_module("compare_schemes")
+    compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints / "sweep"
     words = small(tiny_checkpoints / "llama", text, folder, eval_every=1, recovery_steps=2, eval_lengths="16 32 64")
     variants = ["unpatched", "alibi", "alibi+distill", "rope-yarn", "learned"]
@@ -543,7 +547,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     ],
 )
 def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints, text, capsys, variant, message):
-    compare = importlib.import_module("compare_schemes")
+    compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints / "sweep"
     with pytest.raises(SystemExit):
         compare.main([*small(tiny_checkpoints / "llama", text, folder), "--variants", "alibi", variant])
@@ -553,7 +557,9 @@ def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints,
 
 def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text, capsys):
     """Which it would overwrite for each of its runs, or push every one of them to the same place."""
-    compare, pretrain = (importlib.import_module(name) for name in ("compare_schemes", "pretrain"))
+    compare, pretrain = (
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("compare_schemes", "pretrain")
+    )
     words = small(tiny_checkpoints / "llama", text, tiny_checkpoints / "sweep", calibrate=None)
     for extra in (
         ["--scheme", "shaw"],
@@ -582,7 +588,7 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
 
 def test_where_an_option_reaches_what_plain_reaches(recipes):
     """On straight lines the crossing is known."""
-    summary = importlib.import_module("summary")
+    summary = importlib.import_module("hf_posenc.recipes.summary")
     plain = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 3.0}]}
     better = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 50, "mean": 3.5}, {"tokens": 100, "mean": 2.5}]}
     variants = {"x": plain, "x+a": better, "x+b": {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 4.0}]}}
@@ -593,7 +599,7 @@ def test_where_an_option_reaches_what_plain_reaches(recipes):
 
 
 def test_pretrain(recipes, tiny_checkpoints, text):
-    pretrain = importlib.import_module("pretrain")
+    pretrain = importlib.import_module("hf_posenc.recipes.pretrain")
     folder = tiny_checkpoints / "scratch"
     words = ["--data", str(text), "--separator", r"\f", "--eval-tokens", "200", "--output", str(folder)]
     words += ["--layers", "1", "--width", "16", "--heads", "2", "--train-length", "16", "--steps", "4"]
@@ -609,13 +615,16 @@ def test_pretrain(recipes, tiny_checkpoints, text):
 
 def test_a_tokenizer_that_is_not_there_is_named_by_its_option(recipes, capsys):
     with pytest.raises(SystemExit) as stop:
-        importlib.import_module("pretrain").main(["--tokenizer", "./nowhere", "--schemes", "alibi"])
+        importlib.import_module("hf_posenc.recipes.pretrain").main(["--tokenizer", "./nowhere", "--schemes", "alibi"])
     assert stop.value.code == 2
     assert "--tokenizer ./nowhere: " in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_sweep_on_a_full_disk_says_what_is_kept(recipes, tiny_checkpoints, text, monkeypatch, capsys):
-    pretrain, training = importlib.import_module("pretrain"), importlib.import_module("training")
+    pretrain, training = (
+        importlib.import_module("hf_posenc.recipes.pretrain"),
+        importlib.import_module("hf_posenc.recipes.training"),
+    )
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -634,7 +643,10 @@ def test_a_sweep_on_a_full_disk_says_what_is_kept(recipes, tiny_checkpoints, tex
 
 def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     """Runs of other arguments, of another text or another base are named and refused, finished or not."""
-    pretrain, training = importlib.import_module("pretrain"), importlib.import_module("training")
+    pretrain, training = (
+        importlib.import_module("hf_posenc.recipes.pretrain"),
+        importlib.import_module("hf_posenc.recipes.training"),
+    )
     folder = tiny_checkpoints / "scratch"
 
     def words(**changes):
@@ -689,7 +701,7 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "identity"}))
     refused("does not say what it is of")
 
-    compare = importlib.import_module("compare_schemes")
+    compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints / "sweep"
     common = small(tiny_checkpoints / "llama", text, folder)
     compare.main([*common, "--variants", "alibi", "--seeds", "0"])
@@ -710,7 +722,9 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
 
 def test_a_table_is_of_one_sweep(recipes, tmp_path):
     """Also where it is made from the results alone."""
-    many_runs, summary, options = map(importlib.import_module, ("many_runs", "summary", "options"))
+    many_runs, summary, options = (
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("many_runs", "summary", "options")
+    )
     for seed, steps in ((0, 10), (1, 20)):
         target = many_runs.place(tmp_path, "alibi", seed)
         target.mkdir(parents=True)
@@ -721,7 +735,7 @@ def test_a_table_is_of_one_sweep(recipes, tmp_path):
 
 
 def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):
-    evaluate = importlib.import_module("evaluate")
+    evaluate = importlib.import_module("hf_posenc.recipes.evaluate")
     recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme="alibi"))
     target = tiny_checkpoints / "measured.json"
     words = ["--data", str(text), "--separator", r"\f", "--eval-lengths", "16", "48", "--output", str(target)]
@@ -751,18 +765,22 @@ def test_eval_tokens_says_at_most_how_many_are_measured_everywhere(recipes, reci
     plain = ["--calibrate", "none"]
     compared = [*plain, "--variants", "alibi", "--seeds", "0", "--output", str(out / "compare")]
     fresh = ["--schemes", "alibi", "--seeds", "0", "--output", str(out / "pretrain"), "--width", "16"]
-    importlib.import_module("compare_schemes").main(["--model", str(llama), *words, *training, *compared])
-    importlib.import_module("pretrain").main([*words, *training, *fresh])
+    importlib.import_module("hf_posenc.recipes.compare_schemes").main(
+        ["--model", str(llama), *words, *training, *compared]
+    )
+    importlib.import_module("hf_posenc.recipes.pretrain").main([*words, *training, *fresh])
     results = [
         recipe.main(["--model", str(llama), *words, *training, *plain, "--output", str(out / "extend")])["after"],
         *(json.loads(path.read_text())["after"] for path in out.glob("*/runs/alibi/seed-0/results.json")),
-        importlib.import_module("evaluate").main(
+        importlib.import_module("hf_posenc.recipes.evaluate").main(
             ["--model", str(llama), *words, "--output", str(out / "evaluation.json")]
         )["measured"],
     ]
     assert [rows[0]["sliding"]["tokens"] for rows in results] == [99] * 4  # the first token has nothing before it
     for module in ("extend_context", "compare_schemes", "pretrain", "evaluate"):
-        names = {field.name for field in dataclasses.fields(importlib.import_module(module).Arguments)}
+        names = {
+            field.name for field in dataclasses.fields(importlib.import_module(f"hf_posenc.recipes.{module}").Arguments)
+        }
         assert "eval_tokens" in names
         assert "max_eval_tokens" not in names
 

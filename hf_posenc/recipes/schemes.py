@@ -4,12 +4,13 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from options import UsageError, option
 from torch import nn
 
 import hf_posenc
-from hf_posenc.api import parse_schemes
-from hf_posenc.patching.state import patch_of
+
+from ..api import parse_schemes
+from ..patching.state import patch_of
+from .options import UsageError, option
 
 UNPATCHED = "unpatched"
 """In the place of a scheme's name: the base as it is, as a control."""
@@ -59,7 +60,8 @@ def named(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
 
 def limit_of(model: nn.Module) -> int | None:
     """Number of positions of a patched model, also below an adapter of PEFT; None if there is no end."""
-    return patch_of(model).limit
+    patch = patch_of(model)
+    return None if patch is None else patch.limit
 
 
 def patch(model: nn.Module, scheme: hf_posenc.Scheme, seed: int) -> str:

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
-from corpus import Document, Text, stream
-from models import position_limit
-from options import UsageError, at_least
 from torch import nn
 
-from hf_posenc.evaluation import induction_copy, measure_context, non_overlapping_perplexity
+from ..evaluation import induction_copy, measure_context, non_overlapping_perplexity
+from .corpus import Document, Text, stream
+from .models import position_limit
+from .options import UsageError, at_least
 
 SHORTEST_RETRIEVAL = 32
 """Tokens that a trial of `induction_copy` needs."""

@@ -9,14 +9,15 @@ from typing import Any
 
 import peft
 from accelerate import Accelerator
-from corpus import Document, Text, Windows, order
-from measuring import held_out_loss
-from options import UsageError, at_least, one_of, refuse
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 import hf_posenc
-from hf_posenc.registry import family_for
+
+from ..registry import family_for
+from .corpus import Document, Text, Windows, order
+from .measuring import held_out_loss
+from .options import UsageError, at_least, one_of, refuse
 
 METHODS = ("attention", "closed_form", "none")
 LONGEST = 256

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import identity
-import schemes
 from accelerate import Accelerator
-from corpus import Text
-from results import read_json
 
 import hf_posenc
+
+from . import identity, schemes
+from .corpus import Text
+from .results import read_json
 
 Runs = dict[str, list[dict[str, Any]]]
 KEPT = "Finished runs are kept, and of the one that was interrupted its newest state: the same command goes on."

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from accelerate import PartialState
-from options import UsageError
-from training import Diverged, Interrupted
 
 import hf_posenc
+
+from .options import UsageError
+from .training import Diverged, Interrupted
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from corpus import order
-from options import UsageError, each_once
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from training import Diverged, Phase
 
-from hf_posenc.evaluation import non_overlapping_perplexity
+from ..evaluation import non_overlapping_perplexity
+from .corpus import order
+from .options import UsageError, each_once
+from .training import Diverged, Phase
 
 STEPS = 10
 """Optimizer steps at each rate."""

@@ -3,43 +3,35 @@
 extend_context.py makes one, compare_schemes.py one for each of its variants and seeds.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import calibrating
-import card
-import corpus
-import identity
-import measuring
-import models
-import page
 import peft
-import rates
-import run_folder
-import schemes
-import tables
-import training
+import torch
 from accelerate.utils import set_seed
-from calibrating import CalibrationArguments
-from corpus import DataArguments, Text, read_text, stream
-from embedded import CONTEXT, byte_model, byte_tokenizer, train_base
-from measuring import MeasuringArguments, held_out_loss, measure_model
-from models import ModelArguments, count, load, load_base, position_limit
-from options import UsageError, as_in, at_least, refuse
-from rates import RateArguments
-from recovery import check_transfer, teacher_of
-from results import origin, stopwatch
-from run_folder import FolderArguments
-from schemes import UNPATCHED, SchemeArguments, hyperparameters
 from torch import nn
-from training import RecoveryArguments, TrainingArguments
 from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
-from hf_posenc.families.base import base_model_type
-from hf_posenc.registry import family_for
+
+from ..families.base import base_model_type
+from ..registry import family_for
+from . import calibrating, card, corpus, identity, measuring, models, page, rates, run_folder, schemes, tables, training
+from .calibrating import CalibrationArguments
+from .corpus import DataArguments, Text, read_text, stream
+from .embedded import CONTEXT, byte_model, byte_tokenizer, train_base
+from .measuring import MeasuringArguments, held_out_loss, measure_model
+from .models import ModelArguments, count, load, load_base, position_limit
+from .options import UsageError, as_in, at_least, refuse
+from .rates import RateArguments
+from .recovery import check_transfer, teacher_of
+from .results import origin, stopwatch
+from .run_folder import FolderArguments
+from .schemes import UNPATCHED, SchemeArguments, hyperparameters
+from .training import RecoveryArguments, TrainingArguments
 
 
 @dataclass
@@ -211,10 +203,12 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     if calibrated:
         set_seed(arguments.seed)  # whether it was calibrated just now or before
 
-    def found_rate(*of_training: Any) -> float:
+    def found_rate(wrapped: nn.Module, optimizer: torch.optim.Optimizer, one_step: Callable[[int], object]) -> float:
         if "learning_rates" not in results:
             say("Trying learning rates")
-            results["learning_rates"] = rates.find(arguments.find_learning_rate, plan[0], *of_training, say)
+            results["learning_rates"] = rates.find(
+                arguments.find_learning_rate, plan[0], wrapped, optimizer, one_step, say
+            )
             run_folder.begin(accelerator, output, results, anew=False)
         say(f"Learning rate {results['learning_rates']['chosen']:g}")
         return results["learning_rates"]["chosen"]

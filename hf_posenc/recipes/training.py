@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from corpus import IGNORED, Document, Windows, order
-from models import position_table
-from options import UsageError, at_least, one_of, option
-from recovery import Recovery, token_loss
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
 import hf_posenc
-from hf_posenc.schemes.base import PositionModule
+
+from ..schemes.base import PositionModule
+from .corpus import IGNORED, Document, Windows, order
+from .models import position_table
+from .options import UsageError, at_least, one_of, option
+from .recovery import Recovery, token_loss
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup", "warmup_stable_decay")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -231,6 +232,7 @@ class Interrupted(Exception):
     """A signal asked to stop; the state is saved. `status` is the exit status a shell expects."""
 
     def __init__(self, signum: int, folder: Path):
+        """Say which signal it was, and where the state is."""
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.status, self.folder = 128 + signum, folder
 

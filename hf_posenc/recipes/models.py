@@ -11,19 +11,20 @@ from typing import Any
 import peft
 import torch
 from accelerate import Accelerator
-from corpus import Document, stream
-from options import UsageError, option
-from schemes import limit_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 import hf_posenc
-from hf_posenc import hub
-from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.families.base import base_model_type
-from hf_posenc.patching.state import without_adapter
-from hf_posenc.registry import family_for
+
+from .. import hub
+from ..errors import UnsupportedModelError
+from ..families.base import base_model_type
+from ..patching.state import without_adapter
+from ..registry import family_for
+from .corpus import Document, stream
+from .options import UsageError, option
+from .schemes import limit_of
 
 
 @dataclass

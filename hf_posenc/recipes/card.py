@@ -7,13 +7,13 @@ from string import Template
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows, rate_of
 
-from hf_posenc.analysis import plots
-from hf_posenc.hub import code, fenced, plain
-from hf_posenc.registry import scheme_class
+from ..analysis import plots
+from ..hub import code, fenced, plain
+from ..registry import scheme_class
+from .tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows, rate_of
 
-TEMPLATE = Path(__file__).parents[1] / "model_cards" / "template.md"
+TEMPLATE = Path(__file__).with_name("card_template.md")
 PICTURE = "loss_by_position.png"
 
 

@@ -40,15 +40,19 @@ def write_whole(path: Path, text: str) -> None:
 
 def origin(recipe: str, arguments: Any, accelerator: Accelerator) -> dict[str, Any]:
     """What somebody needs to run the same again."""
-    here = Path(__file__).parent
+    here = Path(__file__)
 
     def git(*words: str) -> str | None:
         try:
             return subprocess.run(
-                ["git", "-C", here, *words], capture_output=True, text=True, check=True
+                ["git", "-C", here.parent, *words], capture_output=True, text=True, check=True
             ).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             return None
+
+    checkout = (
+        git("ls-files", "--error-unmatch", here.name) is not None
+    )  # not an installation inside another repository
 
     modules = (hf_posenc, torch, transformers, accelerate, datasets, peft)
     return {
@@ -57,8 +61,8 @@ def origin(recipe: str, arguments: Any, accelerator: Accelerator) -> dict[str, A
         "command": sys.argv,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "git": {
-            "commit": git("rev-parse", "HEAD"),
-            "modified": bool(git("status", "--porcelain", "--untracked-files=no")),
+            "commit": git("rev-parse", "HEAD") if checkout else None,
+            "modified": checkout and bool(git("status", "--porcelain", "--untracked-files=no")),
         },
         "versions": {
             "python": platform.python_version(),
@@ -77,6 +81,7 @@ class stopwatch:
     """Context manager: `seconds[name]` is the time spent inside."""
 
     def __init__(self, seconds: dict[str, float], name: str):
+        """Nothing runs before it is entered."""
         self.seconds, self.name = seconds, name
 
     def __enter__(self) -> None:

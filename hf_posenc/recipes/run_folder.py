@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import identity
 import torch
-import training
 from accelerate import Accelerator
-from options import UsageError
-from results import read_json, write_json
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from . import identity, training
+from .options import UsageError
+from .results import read_json, write_json
 
 CALIBRATED = "calibrated.safetensors"
 

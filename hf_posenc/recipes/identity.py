@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from corpus import Text
-from options import UsageError, option
-from results import read_json
 from transformers import AutoConfig
+
+from .corpus import Text
+from .options import UsageError, option
+from .results import read_json
 
 # Options that change no number. Every other option does, one that somebody adds tomorrow included.
 FREE = (

@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import identity
-from many_runs import Runs, read
-from options import UsageError
-from results import write_json, write_whole
-from tables import METHODS, accuracy_by_length
-
-from hf_posenc.analysis import plots
-from hf_posenc.hub import plain
+from ..analysis import plots
+from ..hub import plain
+from . import identity
+from .many_runs import Runs, read
+from .options import UsageError
+from .results import write_json, write_whole
+from .tables import METHODS, accuracy_by_length
 
 
 def summarize(folder: Path, title: str) -> dict[str, Any]:

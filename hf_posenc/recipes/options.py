@@ -2,7 +2,8 @@
 
 import json
 import sys
-from dataclasses import MISSING, field, fields
+from argparse import ArgumentParser
+from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ class UsageError(Exception):
     """The arguments or the text cannot work; the message says why and what would."""
 
 
-def parse(cls: type[T], argv: list[str] | None, description: str) -> tuple[T, HfArgumentParser]:
+def parse(cls: type[T], argv: list[str] | None, description: str) -> tuple[T, ArgumentParser]:
     """Reads `--config FILE` first, then the other options, which win.
 
     Returns:
@@ -49,6 +50,11 @@ def as_in(cls: type, name: str, default: Any = MISSING) -> Any:
     return field(default=known.default if default is MISSING else default, metadata=known.metadata)
 
 
+def default_of(known: Field[Any]) -> Any:
+    """The default of a field, made anew where it is a list."""
+    return known.default_factory() if known.default_factory is not MISSING else known.default
+
+
 def from_file(cls: type, words: list[str]) -> list[str]:
     """The words that say the same as the YAML file named by `--config`; none without one."""
     paths = []
@@ -73,7 +79,7 @@ def from_file(cls: type, words: list[str]) -> list[str]:
         raise UsageError(f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}")
     said: list[str] = []
     for key, value in content.items():
-        default = known[key].default if known[key].default is not MISSING else known[key].default_factory()
+        default = default_of(known[key])
         if value in (None, [], {}):  # the command line has no words for these
             if default != (None if value is None else []):
                 raise UsageError(f"--config {path}: {key} has no value; leave it out for the default, {default}")

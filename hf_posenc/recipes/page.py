@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from results import write_whole
-from tables import (
+from ..analysis import plots
+from .results import write_whole
+from .tables import (
     calibration_line,
     calibration_rows,
     cost_rows,
@@ -18,8 +19,6 @@ from tables import (
     perplexity_rows,
     tried_rows,
 )
-
-from hf_posenc.analysis import plots
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from corpus import IGNORED
-from options import UsageError
 from torch import Tensor, nn
 
 import hf_posenc
-from hf_posenc.families.base import base_model_type, resolve
-from hf_posenc.patching.state import without_adapter
-from hf_posenc.registry import family_for
+
+from ..families.base import base_model_type, resolve
+from ..patching.state import without_adapter
+from ..registry import family_for
+from .corpus import IGNORED
+from .options import UsageError
 
 
 def teacher_of(model: nn.Module, *, share_weights: bool) -> nn.Module:
@@ -40,6 +41,7 @@ class Recovery:
     """
 
     def __init__(self, model: nn.Module, teacher: nn.Module, arguments: Any, window: int):
+        """Find the attentions of both models."""
         self.teacher, self.window = teacher, window
         self.weight, self.transfer_steps = arguments.distill, arguments.transfer_steps
         patched = without_adapter(model)

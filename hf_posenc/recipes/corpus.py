@@ -12,9 +12,10 @@ from typing import Any
 import datasets
 import torch
 from accelerate import Accelerator
-from embedded import standard_library
-from options import UsageError, at_least, one_of, refuse
 from torch import Tensor
+
+from .embedded import standard_library
+from .options import UsageError, at_least, one_of, refuse
 
 FORMATS = {
     ".txt": "text",
@@ -294,8 +295,11 @@ def split(found: list[Document], tokenizer: Any, arguments: Any) -> tuple[list[D
     missing = arguments.eval_tokens
     if len(found) == 1:
         tokens = found[0].tokens
-        parts = tokens[:-missing], tokens[-missing:]
-        return tuple([Document(part, text_bytes(part, tokenizer))] if len(part) else [] for part in parts)
+        start, end = (
+            [Document(part, text_bytes(part, tokenizer))] if len(part) else []
+            for part in (tokens[:-missing], tokens[-missing:])
+        )
+        return start, end
     order = list(range(len(found)))
     random.Random(arguments.split_seed).shuffle(order)
     held_out: list[int] = []
@@ -380,6 +384,7 @@ class Windows:
     """
 
     def __init__(self, found: list[Document], length: int, packing: str):
+        """Cut documents into windows."""
         self.length = length
         tokens = stream(found).tokens
         self.total = len(tokens)
