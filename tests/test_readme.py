@@ -146,9 +146,14 @@ def test_every_scheme_and_family_is_named():
     assert all(f"`{name}`" in families for name in supported_model_types())
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "recipes" / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
-)
+LINKED = [
+    *PAGES,
+    *sorted((ROOT / "docs/reference").glob("*.md")),
+    *(ROOT / name for name in ("recipes/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_and_links_lead_to_files(page):
     text = page.read_text(encoding="utf-8")
     links = {page.parent / path for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", text)}
@@ -187,7 +192,7 @@ def test_commands_are_found():
     assert sum(len(list(commands(page))) for page in COMMAND_PAGES) > 5
 
 
-@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: f"{page.parent.name}-{page.name}")
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_are_understood(page, capsys):
     """By what reads them; nothing is started."""
     parser = cli._parser(recipes=True)
