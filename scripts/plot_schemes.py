@@ -131,7 +131,10 @@ def reach_of_swaps() -> Any:
     figure = plots.perplexity_by_length(
         curves, trained_length=measured["settings"]["length"], title="stories260K: rope replaced by transformer_xl"
     )
-    figure.axes[0].lines[len(curves) - 1].set(markersize=9, markerfacecolor="none")  # it lies on the line before
+    (axes,) = figure.axes
+    axes.lines[len(curves) - 1].set(markersize=9, markerfacecolor="none")  # it lies on the line before
+    axes.legend(loc="upper left", bbox_to_anchor=(0.05, 1.0))  # inside: the picture is read on telephones too
+    figure.set_size_inches(6.2, 4.2)
     return figure
 
 

@@ -93,7 +93,7 @@ inputs = tokenizer('def main(', return_tensors='pt')
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=400, do_sample=True, temperature=0.7)[0]))"
 
   bash scripts/quickstart.sh --scheme shaw --scheme-args max_distance=64
-  bash scripts/quickstart.sh --model DIR_OR_HUB_ID --data TEXT_FILE... --train-length 2048 --eval-lengths 1024 2048 4096
+  bash scripts/quickstart.sh --model DIR_OR_HUB_ID --data TEXT_FILE... --train-length 2048 --lengths 1024 2048 4096
   $ENV_PYTHON recipes/evaluate.py --model $output/model --data TEXT_FILE...
   $ENV_PYTHON recipes/compare_schemes.py --model DIR_OR_HUB_ID --data TEXT_FILE... --variants unpatched alibi nope
 NEXT

@@ -3,13 +3,14 @@
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from hf_posenc import Scheme, available_schemes, registry
+from hf_posenc import Scheme, available_schemes, cli, registry
 from hf_posenc.registry import supported_model_types
 
 ROOT = Path(__file__).parents[1]
@@ -145,9 +146,14 @@ def test_every_scheme_and_family_is_named():
     assert all(f"`{name}`" in families for name in supported_model_types())
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "recipes" / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
-)
+LINKED = [
+    *PAGES,
+    *sorted((ROOT / "docs/reference").glob("*.md")),
+    *(ROOT / name for name in ("recipes/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_and_links_lead_to_files(page):
     text = page.read_text(encoding="utf-8")
     links = {page.parent / path for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", text)}
@@ -163,6 +169,39 @@ def test_tables_of_calibrations_are_current(script, monkeypatch):
     run = {"before": {"64": 2.0}, "after": {"100": {"64": None}}, "calibration": {"divergence": [0.5, 0.7]}}
     cells = module.row("t", [run, run | {"before": {"64": 3.0}}], [("64", None), ("64", "100")])
     assert cells == "| t | 2 | 0.600 | 2.500 |  |"
+
+
+COMMAND_PAGES = [*PAGES, ROOT / "recipes" / "README.md"]
+RECIPE = re.compile(r"(?:accelerate launch|python) (?:-m hf_posenc\.recipes\.|recipes/)(\w+)(?:\.py)?\b")
+"""How a recipe is started in one process or in many."""
+
+
+def commands(page):
+    """What its blocks tell one to type that `hf-posenc` reads, as words; a recipe by the command that starts it."""
+    started = {f"{module}": name for name, (module, _) in cli.RECIPES.items()}
+    for block in re.findall(r"^```bash\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            recipe = RECIPE.match(line)
+            if recipe and recipe[1] in started:
+                line = f"hf-posenc {started[recipe[1]]}{line[recipe.end() :]}"
+            if line.startswith("hf-posenc "):
+                yield shlex.split(line, comments=True)[1:]
+
+
+def test_commands_are_found():
+    assert sum(len(list(commands(page))) for page in COMMAND_PAGES) > 5
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_are_understood(page, capsys):
+    """By what reads them; nothing is started."""
+    parser = cli._parser(recipes=True)
+    for words in commands(page):
+        if "--help" not in words:
+            try:
+                parser.parse_args(words)
+            except SystemExit:
+                pytest.fail(f"{' '.join(words)}: {capsys.readouterr().err}")
 
 
 def test_list_of_families_is_current(script, monkeypatch):

@@ -51,7 +51,7 @@ def options(folder, text, output, **changes):
         "data": text,
         "separator": r"\f",
         "output": output,
-        "eval_lengths": "16 32 48",
+        "lengths": "16 32 48",
         "eval_tokens": 200,
         "train_length": 48,
         "batch_size": 1,

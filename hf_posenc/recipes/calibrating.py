@@ -34,7 +34,7 @@ UNCHANGED = 1e-5
 
 @dataclass
 class CalibrationArguments:
-    """What to do between the swap and the fine-tuning."""
+    """Calibration, between the swap and the fine-tuning."""
 
     calibrate: str = field(
         default="attention",

@@ -23,18 +23,23 @@ from .calibrating import CalibrationArguments
 from .corpus import read_text
 from .extension import SharedArguments
 from .many_runs import SweepArguments
-from .models import load
+from .models import load_named
 from .options import UsageError, as_in, each_once, parse, refuse
 from .schemes import UNPATCHED
 from .training import RecoveryArguments
 
+EXAMPLES = """
+  {prog} --model gpt2 --data book.txt --variants unpatched alibi rope-yarn t5 --seeds 0 1 2
+  {prog} --model gpt2 --data book.txt --variants t5 t5+uncalibrated t5+distill --recovery-steps 50
+  accelerate launch -m hf_posenc.recipes.compare_schemes --config compare.yaml      # on many GPUs
+"""
 SCALINGS = ("linear", "dynamic", "yarn")
 OPTIONS = ("trainable", "uncalibrated", "distill", "transfer")
 
 
 @dataclass
 class Arguments(SweepArguments, SharedArguments):
-    """What to compare; everything else is as for extend_context.py and the same for all."""
+    """This recipe."""
 
     variants: list[str] = field(
         default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
@@ -48,9 +53,9 @@ class Arguments(SweepArguments, SharedArguments):
     output: str = as_in(SweepArguments, "output", "runs/compare_schemes")
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
     """Runs what is missing and returns the summary."""
-    arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
+    arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     folder = Path(arguments.output)
     before: list[dict[str, Any]] = []
 
@@ -64,7 +69,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         variants = check_arguments(arguments)
         assert arguments.model is not None  # without one check_arguments has raised
         accelerator = training.accelerator_for(arguments, folder)
-        text = read_text(arguments, load(AutoTokenizer, arguments.model), accelerator)
+        text = read_text(arguments, load_named(AutoTokenizer, arguments), accelerator)
         identities = many_runs.identify(arguments, text, variants, accelerator)
         many_runs.check(folder, identities)
         for runs in many_runs.read(folder).values():
@@ -104,10 +109,10 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
     if scaling and ("scaling" not in known or scaling not in SCALINGS):
         raise UsageError(f"--variants {variant}: scalings are {', '.join('rope-' + kind for kind in SCALINGS)}")
     same = {field.name: getattr(arguments, field.name) for field in fields(SharedArguments)}
-    longest = max(arguments.train_length, *arguments.eval_lengths)
+    longest = max(arguments.train_length, *arguments.lengths)
     extra: list[str] = []
     if scaling:
-        trained = load(AutoConfig, arguments.model).max_position_embeddings
+        trained = load_named(AutoConfig, arguments).max_position_embeddings
         if arguments.train_length <= trained:
             raise UsageError(
                 f"--variants {variant} stretches RoPE to --train-length {arguments.train_length}, but the base was "

@@ -38,14 +38,15 @@ IGNORED = -100
 
 @dataclass
 class TextArguments:
-    """Which text."""
+    """The text."""
 
     data: list[str] = field(
         default_factory=list,
         metadata={
             "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one folder of "
             "save_to_disk, or one dataset id of the Hub; without any, where a recipe allows it: the standard library's "
-            "sources"
+            "sources",
+            "metavar": "FILE",
         },
     )
     data_name: str | None = field(default=None, metadata={"help": "configuration of a dataset of the Hub"})
@@ -65,7 +66,7 @@ class TextArguments:
 
 @dataclass
 class DataArguments(TextArguments):
-    """And how it becomes windows, of which some are measured."""
+    """Windows of the text."""
 
     packing: str = field(
         default="concatenate",

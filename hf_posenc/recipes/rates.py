@@ -24,7 +24,7 @@ ASIDE = 8192
 
 @dataclass
 class RateArguments:
-    """Which learning rates to try."""
+    """Finding a learning rate."""
 
     find_learning_rate: list[float] = field(
         default_factory=list,

@@ -24,9 +24,11 @@ CALIBRATED = "calibrated.safetensors"
 
 @dataclass
 class FolderArguments:
-    """Which folder, and what to do with what is there."""
+    """The folder of the run."""
 
-    output: str = field(default="runs/extend_context", metadata={"help": "folder to write; must be empty or absent"})
+    output: str = field(
+        default="runs/extend_context", metadata={"help": "folder to write; must be empty or absent", "metavar": "DIR"}
+    )
     overwrite: bool = field(default=False, metadata={"help": "write into a folder that is not empty"})
     resume: bool = field(default=False, metadata={"help": "go on with an interrupted run of the same arguments"})
 

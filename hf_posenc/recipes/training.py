@@ -36,7 +36,7 @@ TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 
 @dataclass
 class TrainingArguments:
-    """How to fine-tune."""
+    """Training."""
 
     train_length: int = field(default=1024, metadata={"help": "context length to train at, in tokens"})
     steps: int = field(default=150, metadata={"help": "optimizer steps"})
@@ -81,7 +81,7 @@ class TrainingArguments:
 
 @dataclass
 class RecoveryArguments:
-    """How to win back what the swap costs, with the base at hand."""
+    """Winning back what the swap costs, with the base at hand."""
 
     recovery_steps: int | None = field(
         default=None,
