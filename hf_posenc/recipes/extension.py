@@ -196,10 +196,17 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         say(f"Calibrating with {windows.numel():,} tokens of the training text")
         with stopwatch(seconds, "calibration"):
             results["calibration"] = calibrating.calibrate(
-                accelerator, model, windows, arguments, loss=loss, base_loss=base_loss
+                accelerator,
+                model,
+                windows,
+                arguments,
+                loss=loss,
+                base_loss=base_loss,
+                state_file=output / run_folder.CALIBRATING,
             )
         run_folder.keep_calibrated(accelerator, model, output)
         run_folder.begin(accelerator, output, results, anew=False)
+        run_folder.discard_calibration(accelerator, output)
     say(tables.calibration_line(results["calibration"]))
     if calibrated:
         set_seed(arguments.seed)  # whether it was calibrated just now or before
