@@ -137,6 +137,32 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
 NASTY = "a|b `c` ``` <script>alert(1)</script> *d* _e_ [f](g) # h\n---\n```\n<img src=x>"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({32: 5.0, 64: 5.5}, {32: 6.0, 64: 6.0}, "got worse than its base there: train it longer"),
+        (
+            {32: 5.0},
+            {32: 5.05, 64: 5.1},
+            "as good as its base there. At 64 tokens it has 5.10, and the base cannot run: it",
+        ),
+        (
+            {32: 5.0, 64: 9.0},
+            {32: 4.0, 64: 7.0},
+            "At 64 tokens it has 7.00, the base 9.00: beyond 32 tokens it gets worse.",
+        ),
+        ({32: 5.0}, {32: 4.0}, "The model is better than its base there"),
+        ({}, {64: 4.0}, "there is no base to compare with"),
+    ],
+)
+def test_the_last_sentence_is_honest(recipes, before, after, message):
+    from hf_posenc.recipes.tables import verdict
+
+    rows = [[{"length": n, "sliding": {"perplexity": p}} for n, p in each.items()] for each in (before, after)]
+    rows[0] += [{"length": n, "impossible": "its table ends"} for n in after if n not in before]
+    assert message in verdict({"base": {"trained_length": 48}, "before": rows[0], "after": rows[1]})
+
+
 def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     """What stands in a name, a path or a hyper-parameter is no markup, no HTML, no cell and no YAML."""
     from hf_posenc.recipes import card as cards

@@ -8,7 +8,6 @@ the second stage keeps its state beside OUTPUT, and `--resume` goes on from ther
 """
 
 import json
-import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from ..analysis import plots
 from ..calibration.calibrate import STAGES, Calibration, check_lengths, ignored
 from ..calibration.match import LOSSES
 from . import corpus, models, program, schemes
+from .calibrating import Steps
 from .corpus import TextArguments, stream
 from .models import DeviceArguments, ModelArguments
 from .options import UsageError, as_in, at_least, one_of, option, parse, refuse
@@ -178,7 +178,13 @@ def run(arguments: Arguments) -> dict[str, Any]:
         matching |= {"state_file": state, "lengths": tuple(arguments.step_lengths) or None}
         if arguments.weights == "scheme":
             del matching["weight_rate"]
-    with Steps(matching.get("steps", 0), accelerator, nats=arguments.loss == "attention") as steps:
+    unit = " nats" if arguments.loss == "attention" else ""
+
+    def said(step: int, loss: float) -> None:
+        if step == 1 or step == arguments.steps or step % max(1, arguments.steps // 10) == 0:
+            say(f"step {step} of {arguments.steps}: {loss:.4f}{unit}", file=sys.stderr, flush=True)
+
+    with Steps(arguments.steps, accelerator, said) as steps:
         try:
             report = hf_posenc.calibrate(
                 model, windows, stage=arguments.stage, held_out=arguments.held_out, on_step=steps.made, **matching
@@ -231,38 +237,6 @@ def write(arguments: Arguments, model: Any, tokenizer: Any, report: Calibration)
     if arguments.plot:
         title = f"{report.scheme} on {Path(str(arguments.model)).name}"
         plots.save(plots.calibration(report, title=title), Path(arguments.plot))
-
-
-class Steps:
-    """Says how the steps go, and lets a first Ctrl-C wait for the end of one, so that the state is whole.
-
-    Before the first step, and for a second Ctrl-C, it is what it always was.
-    """
-
-    def __init__(self, steps: int, accelerator: Accelerator, nats: bool) -> None:
-        """There are so many, and their losses are in nats or are not."""
-        self.steps, self.accelerator, self.unit = steps, accelerator, " nats" if nats else ""
-        self.stopping = False
-
-    def __enter__(self) -> "Steps":
-        self.before = signal.getsignal(signal.SIGINT)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.before)
-
-    def made(self, step: int, loss: float) -> None:
-        """Say it now and then; a KeyboardInterrupt if one is waiting."""
-        if step == 1 or step == self.steps or step % max(1, self.steps // 10) == 0:
-            self.accelerator.print(f"step {step} of {self.steps}: {loss:.4f}{self.unit}", file=sys.stderr, flush=True)
-        if self.stopping:
-            raise KeyboardInterrupt
-        signal.signal(signal.SIGINT, self.before if step == self.steps else self._wait)
-
-    def _wait(self, *_: object) -> None:
-        self.stopping = True
-        signal.signal(signal.SIGINT, self.before)
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Before fine-tuning the scheme takes over what the base's positions did: with which text, how long, and what is said of it."""
 
+import signal
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -110,6 +113,7 @@ def calibrate(
     *,
     loss: Callable[[nn.Module], float],
     base_loss: float,
+    state_file: Path,
 ) -> dict[str, Any]:
     """Calibrates in place; every process calls it with the same windows.
 
@@ -120,6 +124,7 @@ def calibrate(
         arguments: how, and the seed.
         loss: from `loss_at`.
         base_loss: the same of the base.
+        state_file: where the steps that match attention keep their state, and go on from, if it is there.
 
     Returns:
         What to report: divergences by layer, held-out losses, tokens, seconds.
@@ -138,21 +143,24 @@ def calibrate(
         total=steps, desc="calibrating", unit="step", disable=not steps or not accelerator.is_main_process
     ) as bar:
 
-        def advance(_: int, divergence: float) -> None:
+        def advance(step: int, divergence: float) -> None:
             bar.set_postfix(divergence=f"{divergence:.3f}", refresh=False)
-            bar.update()
+            bar.update(step - bar.n)
 
+        waiting = Steps(steps, accelerator, advance)
         matching = {
             "weights": "adapter" if adapted else "query_key",
             "steps": steps,
             "batch_size": max(1, BATCH // accelerator.num_processes),
             "seed": arguments.seed,
-            "on_step": advance,
+            "state_file": state_file,
+            "on_step": waiting.made,
         }
         try:
-            report = hf_posenc.calibrate(
-                model, tokens, stage=arguments.calibrate, held_out=HELD_OUT, **(matching if steps else {})
-            )
+            with waiting:
+                report = hf_posenc.calibrate(
+                    model, tokens, stage=arguments.calibrate, held_out=HELD_OUT, **(matching if steps else {})
+                )
         except (ValueError, hf_posenc.HfPosencError) as error:
             raise UsageError(f"--calibrate {arguments.calibrate}: {error}; --calibrate none swaps plainly") from None
     seconds = round(time.perf_counter() - start, 1)
@@ -177,3 +185,41 @@ def calibrate(
         "layers": layers,
         "held_out_loss": losses | {"calibrated": loss(model)},
     }
+
+
+class Steps:
+    """Context manager around the steps of a calibration: a first Ctrl-C waits for the end of one, so that its state is whole.
+
+    Before the first step, after the last, for a second Ctrl-C, and among several processes, which may be in different
+    steps, it is what it always was.
+
+    Args:
+        steps: how many there are.
+        accelerator: that runs the processes.
+        said: called with the number of each step and its loss.
+    """
+
+    def __init__(self, steps: int, accelerator: Accelerator, said: Callable[[int, float], None]) -> None:
+        """Nothing is waited for before the first step."""
+        self.steps, self.waits, self.said = steps, accelerator.num_processes == 1, said
+        self.stopping = False
+
+    def __enter__(self) -> "Steps":
+        self.before = signal.getsignal(signal.SIGINT)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.before)
+
+    def made(self, step: int, loss: float) -> None:
+        """Called after each step; KeyboardInterrupt if one is waiting."""
+        self.said(step, loss)
+        if self.stopping:
+            raise KeyboardInterrupt
+        if self.waits:
+            signal.signal(signal.SIGINT, self.before if step == self.steps else self._wait)
+
+    def _wait(self, *_: object) -> None:
+        self.stopping = True
+        signal.signal(signal.SIGINT, self.before)
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from ..registry import family_for
 from . import calibrating, card, corpus, identity, measuring, models, page, rates, run_folder, schemes, tables, training
 from .calibrating import CalibrationArguments
 from .corpus import DataArguments, Text, read_text, stream
-from .embedded import CONTEXT, byte_model, byte_tokenizer, train_base
+from .embedded import CONTEXT, PROMPT, byte_model, byte_tokenizer, sample, train_base
 from .measuring import MeasuringArguments, held_out_loss, measure_model
 from .models import ModelArguments, count, load_base, load_named, load_trained_base, position_limit
 from .options import UsageError, as_in, at_least, refuse
@@ -125,7 +125,8 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         f"{data['held_out_tokens']:,} held out"
     )
     models.check_vocabulary(model, text.train, text.held_out)
-    check_patch(model, scheme, arguments)
+    if (answers := check_patch(model, scheme, arguments)) is not None:
+        say(f"The swap, tried before anything long: {answers}")
     calibrated = scheme is not None and arguments.calibrate != "none"
     if calibrated:
         calibrating.check_base(model, arguments)
@@ -157,6 +158,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
                 tokens = stream(text.train).tokens
                 train_base(model, tokens, steps=arguments.base_steps, progress=accelerator.is_main_process)
             models.save_stock(accelerator, model, tokenizer, output / "base")
+            say(f"The base, given {PROMPT!r}, writes:\n{sample(model, tokenizer)}\n")
 
     if earlier:
         known = ("before", "retrieval_before", "calibration", "learning_rates")
@@ -196,10 +198,17 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         say(f"Calibrating with {windows.numel():,} tokens of the training text")
         with stopwatch(seconds, "calibration"):
             results["calibration"] = calibrating.calibrate(
-                accelerator, model, windows, arguments, loss=loss, base_loss=base_loss
+                accelerator,
+                model,
+                windows,
+                arguments,
+                loss=loss,
+                base_loss=base_loss,
+                state_file=output / run_folder.CALIBRATING,
             )
         run_folder.keep_calibrated(accelerator, model, output)
         run_folder.begin(accelerator, output, results, anew=False)
+        run_folder.discard_calibration(accelerator, output)
     say(tables.calibration_line(results["calibration"]))
     if calibrated:
         set_seed(arguments.seed)  # whether it was calibrated just now or before
@@ -243,7 +252,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         run_folder.finish(output, results)
     say(
         f"\n{tables.as_text(results)}\n\ncheckpoint  {output / 'model'}\nreport      {output / 'report.html'}\n"
-        f"results     {output / 'results.json'}"
+        f"results     {output / 'results.json'}\n\n{tables.verdict(results)}"
     )
     if arguments.push_to and accelerator.is_main_process:
         say(hf_posenc.hub.push(output / "model", arguments.push_to, private=arguments.private or None).commit_url)
@@ -296,8 +305,12 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     return scheme
 
 
-def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Arguments) -> None:
-    """Patches on trial: what the scheme and this model cannot do together comes out now, not after the measurement."""
+def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Arguments) -> str | None:
+    """Patches on trial: what the scheme and this model cannot do together comes out now, not after the measurement.
+
+    Returns:
+        What `verify` says of the embedded base in one line; None of another, and of a control.
+    """
     longest = max(arguments.train_length, arguments.lengths[-1])
     with hf_posenc.patched(model, scheme, seed=arguments.seed) if scheme is not None else nullcontext():
         limit = position_limit(model)
@@ -318,3 +331,5 @@ def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Ar
             )
         if arguments.transfer_steps:
             check_transfer(model)
+        # Of a large model this takes a while on a CPU, and it is asked again when it is patched.
+        return str(hf_posenc.verify(model)).splitlines()[0] if scheme and arguments.model is None else None

@@ -48,6 +48,43 @@ def calibration_line(found: dict[str, Any]) -> str:
     )
 
 
+SAME = 0.02
+"""Perplexities that differ by less than this share of the base's are called the same."""
+
+
+def verdict(results: dict[str, Any]) -> str:
+    """What came of a run, in sentences: sliding-window perplexity, against the base at the length it was trained at.
+
+    Args:
+        results: of extend_context.py.
+    """
+    trained = results["base"]["trained_length"]
+    before = {row["length"]: row["sliding"]["perplexity"] for row in results["before"] if "sliding" in row}
+    after = {row["length"]: row["sliding"]["perplexity"] for row in results["after"] if "sliding" in row}
+    known = max((length for length in before if length <= trained and length in after), default=None)
+    longest = max(after)
+    if known is None:
+        return f"Nothing was measured at {trained} tokens, where the base was trained, or below: there is no base to compare with."
+    base, now, far = before[known], after[known], after[longest]
+    said = f"Perplexity at {known} tokens: {base:.2f} before, {now:.2f} after."
+    if now > base * (1 + SAME):
+        said += " The model got worse than its base there: train it longer, or choose another scheme."
+    elif now < base * (1 - SAME):
+        said += " The model is better than its base there, of which the text that it was fine-tuned on is a part."
+    else:
+        said += " The model is as good as its base there."
+    if longest <= known:
+        return said
+    reach = f" At {longest} tokens it has {far:.2f}"
+    if (then := before.get(longest)) is not None:
+        reach += f", the base {then:.2f}"
+    else:
+        reach += ", and the base cannot run"
+    if far > now * (1 + SAME):
+        return f"{said}{reach}: beyond {known} tokens it gets worse."
+    return f"{said}{reach}: it holds beyond {known} tokens."
+
+
 def calibration_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """How far the attention of each layer is from the base's: a header and a row per layer."""
     rows: list[tuple[str, ...]] = [("layer", "as swapped", "closed forms", "at the end", "heads by closed form")]
