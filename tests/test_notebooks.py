@@ -37,9 +37,11 @@ def imported(tree):
         elif isinstance(node, ast.ImportFrom):
             module = importlib.import_module(node.module)
             for alias in node.names:
-                if not hasattr(module, alias.name):
-                    importlib.import_module(f"{node.module}.{alias.name}")
-                names[alias.asname or alias.name] = getattr(module, alias.name)
+                names[alias.asname or alias.name] = (
+                    getattr(module, alias.name)
+                    if hasattr(module, alias.name)
+                    else importlib.import_module(f"{node.module}.{alias.name}")
+                )
     return names
 
 
