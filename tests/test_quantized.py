@@ -114,6 +114,7 @@ def dequantised(model):
     return copied
 
 
+@pytest.mark.slow
 @noisy
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize("scheme", ["alibi", "transformer_xl", "shaw", "rope", "nope", "sinusoidal"])
@@ -140,6 +141,7 @@ def test_either_order_computes_what_the_numbers_say(stock, tmp_path, quantizatio
     assert (whole(tokens).logits - expected).abs().mean() > 0.01 * scale  # it was quantised
 
 
+@pytest.mark.slow
 @noisy
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_a_quantised_patched_model_is_saved_as_it_is(stock, tmp_path, quantization):
