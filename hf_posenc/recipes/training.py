@@ -448,7 +448,7 @@ def one_step(
     ]
     # A packed window has fewer targets than another: the mean is over the step's tokens, however they are dealt out.
     counts = sum((batch["targets"] != IGNORED).sum() for batch in batches).float().to(accelerator.device)
-    total = accelerator.reduce(counts, "sum").item()
+    total = max(accelerator.reduce(counts, "sum").item(), 1)  # of chats a step may hold nothing that the assistant says
     summed = torch.zeros((), device=accelerator.device)
     for batch in batches:
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
