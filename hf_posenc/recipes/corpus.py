@@ -358,7 +358,10 @@ def encode_and_keep(tokenizer: Any, texts: Sequence[str | Chat], workers: int | 
 
     def columns(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         found = encode(tokenizer, [json.loads(text) for text in batch["text"]] if chats else batch["text"])
-        named: dict[str, list[Any]] = {"tokens": [document.tokens for document in found], "bytes": [document.bytes for document in found]}
+        named: dict[str, list[Any]] = {
+            "tokens": [document.tokens for document in found],
+            "bytes": [document.bytes for document in found],
+        }
         return named | ({"counted": [document.counted for document in found]} if chats else {})
 
     datasets.disable_progress_bars()
