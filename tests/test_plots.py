@@ -88,8 +88,20 @@ def test_perplexity_lines_are_the_numbers_and_methods_share_a_colour():
     assert math.isnan(sliding.get_ydata()[2])  # infinite: an arrow instead, at its length
     assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "$\\uparrow$"] == [[512]]
     assert axes.get_xscale() == axes.get_yscale() == "log"
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("context length (tokens)", "perplexity per token")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("context length (tokens)", "perplexity per token (log scale)")
     assert "trained length 256" in [text.get_text() for text in axes.texts]
+
+
+def test_a_small_difference_of_perplexities_looks_small():
+    """The axis is logarithmic and spans a factor of two at least, around what was measured."""
+    axes = plots.perplexity_by_length({"a": [(128, 4.0), (256, 4.2)]}).axes[0]
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == "log"
+    assert high / low >= 2
+    assert low * high == pytest.approx(4.0 * 4.2)
+    assert len([tick for tick in axes.get_yticks() if low < tick < high]) >= 2
+    with pytest.raises(ValueError, match="more than 0"):
+        plots.perplexity_by_length({"a": [(128, 0.0)]})
 
 
 def test_sixteen_curves_can_be_told_apart():

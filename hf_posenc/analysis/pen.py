@@ -202,6 +202,49 @@ def positive_axis(axes: Axes, values: Iterable[float]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+PERPLEXITY = "perplexity per token (log scale)"
+"""What an axis is called that `perplexity_axis` made."""
+
+
+def perplexity_axis(axes: Axes, values: Iterable[float]) -> None:
+    """Make the y axis logarithmic, of a factor of two at least: a small difference looks small. ValueError below 0."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    finite = [value for value in values if math.isfinite(value)]
+    if any(value <= 0 for value in finite):
+        raise ValueError("a perplexity is more than 0")
+    axes.set_yscale("log")
+    if not finite:
+        return
+    low, high = min(finite), max(finite)
+    room = max(1.0, math.sqrt(2 * low / high)) * (high / low) ** 0.05
+    axes.set_ylim(low / room, high * room)
+    subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if high / low < 8 else (1, 2, 5) if high / low < 100 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def are_uneven(bins: Sequence[tuple[int, int]]) -> bool:
+    """Say whether bins (first, last + 1) grow so much that they want a logarithmic axis."""
+    widths = [last - first for first, last in bins]
+    return max(widths) > 2 * min(widths)
+
+
+def steps(bins: Iterable[tuple[int, int, float]], logarithmic: bool) -> list[list[float]]:
+    """Return the coordinates of steps, x and y, with a gap where bins (first, last + 1, value) are missing."""
+    x: list[float] = []
+    y: list[float] = []
+    for first, last, value in sorted(bins):
+        start = max(first, 0.5) if logarithmic else first  # position 0 has no place on a logarithmic axis
+        if x and x[-1] != start:
+            x.append(x[-1])
+            y.append(math.nan)
+        x += [start, last]
+        y += [value, value]
+    return [x, y]
+
+
 def thousands(axis: Any) -> None:
     """Write 1k for 1000."""
     from matplotlib.ticker import EngFormatter

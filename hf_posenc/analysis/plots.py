@@ -57,7 +57,7 @@ __all__ = [
 def perplexity_by_length(
     curves: Mapping[str, Sequence[tuple[float, float]]], *, trained_length: int | None = None, title: str = ""
 ) -> Figure:
-    """Draw perplexity against the length of the context.
+    """Draw perplexity, on a logarithmic axis, against the length of the context.
 
     Curves whose labels differ only in `sliding` and `non-overlapping` share a colour; the latter is dashed.
 
@@ -67,7 +67,7 @@ def perplexity_by_length(
         title: above the axes; empty means none.
 
     Raises:
-        ValueError: if there are no points.
+        ValueError: if there are no points, or a perplexity is not more than 0.
         ImportError: without matplotlib.
     """
     points = [point for curve in curves.values() for point in curve]
@@ -77,10 +77,10 @@ def perplexity_by_length(
         for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
             pen.line(axes, *pen.columns(sorted(curve)), label=label, **style)
         pen.token_axis(axes, {x for x, _ in points})
-        pen.positive_axis(axes, [y for _, y in points])
+        pen.perplexity_axis(axes, [y for _, y in points])
         pen.mark_trained(axes, trained_length)
         axes.set_xlabel("context length (tokens)")
-        axes.set_ylabel("perplexity per token")
+        axes.set_ylabel(pen.PERPLEXITY)
         pen.legend(axes, curves)
     return figure
 
@@ -103,19 +103,11 @@ def loss_by_position(
     pen.require(bins, "loss by position")
     if any(first < 0 or first >= last for first, last, _ in bins):
         raise ValueError("a bin is (first position >= 0, last position + 1, mean loss), with last + 1 > first")
-    logarithmic = max(last - first for first, last, _ in bins) > 2 * min(last - first for first, last, _ in bins)
+    logarithmic = pen.are_uneven([(first, last) for first, last, _ in bins])
     with pen.style():
         figure, axes = pen.new_axes(title, width=pen.width(curves))
         for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
-            x: list[float] = []
-            y: list[float] = []
-            for first, last, loss in sorted(curve):
-                start = max(first, 0.5) if logarithmic else first  # position 0 has no place on a logarithmic axis
-                if x and x[-1] != start:
-                    x.append(x[-1])
-                    y.append(math.nan)
-                x += [start, last]
-                y += [loss, loss]
+            x, y = pen.steps(curve, logarithmic)
             axes.plot(x, y, label=label, **{**style, "marker": ""})
         if logarithmic:
             edges = {edge for first, last, _ in bins for edge in (max(first, 1), last)}
