@@ -137,8 +137,14 @@ def test_scheme_pictures_are_the_numbers():
     torch.testing.assert_close(cosines[0], expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(cosines[19].flip(0), expected, rtol=0, atol=1e-12)
 
+    assert FIGURES["similarity"]().axes[1].get_ylabel() == f"cosine similarity ({float(expected.min()):.2f} to 1.00)"
+    spanned = plots.similarity_matrix(torch.tensor([[1.0, 0.0], [-1.0, 1.0]])).axes[0].images[0].norm
+    assert (spanned.vmin, spanned.vmax) == (-1, 1)  # white is 0 where there are negative ones
+
     curve = analysis.decay("alibi", 10)
-    panels = plots.bias_maps(curve).axes[:8]
+    drawn = plots.bias_maps(curve)
+    assert drawn.axes[-1].get_ylabel().endswith("logarithmic scale beyond ±0.045")  # a hundredth of 9 / 2
+    panels = drawn.axes[:8]
     for head, axes in enumerate(panels):
         shown = axes.images[0].get_array()
         assert shown[9, 2] == pytest.approx(-7 * 2.0 ** -(head + 1))

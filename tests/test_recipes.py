@@ -116,6 +116,9 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
             assert shown in card
     assert results["verify"].splitlines()[0] in page
     assert page.count("data:image/png;base64,") == 4
+    folded = page.partition("<details>")[2].partition("</details>")[0]  # forty rows, below everything that is a result
+    assert "recovery_steps" in folded
+    assert page.count("recovery_steps") == 1
     text_of_page = re.sub(r"base64,[^\"]*", "", page)
     assert "http" not in text_of_page.replace("http-equiv", "")  # nothing to load from elsewhere
     assert (output / "model" / "loss_by_position.png").read_bytes()[:4] == b"\x89PNG"

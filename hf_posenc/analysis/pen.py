@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..files import replaced
 
@@ -29,7 +29,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-METHODS = {"non-overlapping": 1, "sliding": 0}
+METHODS = {"non-overlapping": 1, "sliding window": 0, "sliding": 0}
 """Words in a label that say how perplexity was counted, and the dashes that they get; the rest decides the colour."""
 
 GREY = "#595959"
@@ -253,17 +253,24 @@ def thousands(axis: Any) -> None:
 
 
 def mark_trained(axes: Axes, trained_length: int | None) -> None:
-    """Mark a length on the x axis, if there is one."""
+    """Mark a length on the x axis, if there is one; the axes have their scale and their lines already."""
     if trained_length is None:
         return
-    axes.axvline(trained_length, color=GREY, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
+    place, _ = axes.transAxes.inverted().transform(axes.transData.transform((trained_length, axes.get_ylim()[1])))
+    side = "left" if place < 0.2 else "right" if place > 0.8 else "center"  # within the axes: beside them are ticks
+    mark_length(axes, f"trained length {trained_length:,}", trained_length, side)
+
+
+def mark_length(axes: Axes, text: str, tokens: int, side: Literal["left", "center", "right"]) -> None:
+    """Draw a thin vertical line with words above it, of which this side stands at the line."""
+    axes.axvline(tokens, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
     axes.annotate(
-        f"trained length {trained_length:,}",
-        (trained_length, 1),
+        text,
+        (tokens, 1),
         xycoords=("data", "axes fraction"),
         xytext=(0, 2),
         textcoords="offset points",
-        ha="center",
+        ha=side,
         color=GREY,
         fontsize=8.5,
     )

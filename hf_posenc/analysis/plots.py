@@ -207,16 +207,19 @@ def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
 
 
 def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
-    """Draw the cosine of every two position vectors.
+    """Draw the cosine of every two position vectors; the colours span what there is, which the label says.
 
     Args:
         vectors: (T, E).
         title: above the axes; empty means none.
     """
     unit = vectors.double() / vectors.double().norm(dim=-1, keepdim=True).clamp(min=1e-300)
+    cosines = unit @ unit.T
+    low, high = float(cosines.min()), float(cosines.max())
     with pen.style():
         figure, axes = pen.new_axes(title, width=5.2, height=4.4)
-        pen.heat_map(figure, axes, unit @ unit.T, "cosine similarity", symmetric=True, aspect="equal")
+        label = f"cosine similarity ({low:.2f} to {high:.2f})"
+        pen.heat_map(figure, axes, cosines, label, symmetric=low < 0, aspect="equal")
         axes.set_xlabel("position (tokens)")
         axes.set_ylabel("position (tokens)")
     return figure
@@ -293,8 +296,12 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
         figure.supylabel("query (position)", fontsize=10)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        pen.colour_bar(figure, image, list(grid.flat), "added to the score (nats)")
-        ticks = [sign * limit / step for sign, step in ((-1, 1), (-1, 10), (-1, 100), (1, 100), (1, 10), (1, 1))]
+        label = f"added to the score (nats)\nlogarithmic scale beyond ±{limit / 100:.2g}"
+        pen.colour_bar(figure, image, list(grid.flat), label)
+        ticks = [
+            0.0,
+            *(sign * limit / step for sign, step in ((-1, 1), (-1, 10), (-1, 100), (1, 100), (1, 10), (1, 1))),
+        ]
         figure.axes[-1].yaxis.set_ticks(ticks, [f"{tick:.2g}" for tick in ticks])
         figure.axes[-1].yaxis.set_ticks([], minor=True)
     return figure

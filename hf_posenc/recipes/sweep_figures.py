@@ -141,15 +141,18 @@ def _figure(
             for name, style in _styles(names, markers).items():
                 _draw(axes, curves[name], style)
             for name, tokens in marks.items():
-                _mark(axes, name, tokens, marks.values())
+                # Of two the words stand on the outer sides.
+                side: Any = "center" if len(marks) == 1 else "right" if tokens == min(marks.values()) else "left"
+                pen.mark_length(axes, f"{name} {tokens:,}", tokens, side)
             axes.tick_params(labelbottom=True, labelleft=True)
             axes.set_xlabel(xlabel)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
         for row in grid:
             row[0].set_ylabel(ylabel)
         finish(grid[0][0], curves.values())
-        # A path with two dollar signs would be read as a formula.
-        figure.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", fontsize=11)
+        # Of a path: what no font has, and two dollar signs, which would be read as a formula.
+        title = title.encode("utf-8", "backslashreplace").decode().replace("$", r"\$")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
@@ -177,20 +180,3 @@ def _draw(axes: Any, curve: Curve, style: dict[str, Any]) -> None:
         low, high = pen.columns(curve.band())
         known = [math.isfinite(each) for each in high]
         axes.fill_between(curve.places, low, high, where=known, color=style["color"], alpha=0.25, linewidth=0)
-
-
-def _mark(axes: Any, name: str, tokens: int, marked: Iterable[int]) -> None:
-    """A thin vertical line with its name above; of two the names stand on their outer sides."""
-    marked = sorted(set(marked))
-    side = "center" if len(marked) == 1 else "right" if tokens == marked[0] else "left"
-    axes.axvline(tokens, color=pen.GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
-    axes.annotate(
-        f"{name} {tokens:,}",
-        (tokens, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha=side,
-        color=pen.GREY,
-        fontsize=8.5,
-    )
