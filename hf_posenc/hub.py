@@ -67,32 +67,67 @@ This is not a stock {plain(base)} model: its position encoding {layers} by {span
 
 {about}
 
-## Load it
+{layers_of_schemes([(each["scheme"], each.get("layers")) for each in named])}
 
-```python
-# pip install hf_posenc
-import hf_posenc
+{loading("FOLDER_OR_HUB_ID")}
 
-model = hf_posenc.from_pretrained("FOLDER_OR_HUB_ID")
-```
-
-`AutoModelForCausalLM` loads it too, after `import hf_posenc`. Stock classes refuse it: they would run it with other
-positions.
 Saved by hf_posenc {plain(config["position_encoding"]["hf_posenc_version"])}.
 """
 
 
 def _about(scheme: dict[str, Any]) -> str:
-    """Return what a scheme is, and a table of its hyper-parameters; those of every scheme only where they are given."""
-    values = {key: value for key, value in scheme.items() if key != "scheme"}
-    rows = "\n".join(
-        f"| {code(key, cell=True)} | {code(repr(value), cell=True)} |"
-        for key, value in values.items()
-        if key not in ("layers", "window") or value is not None
-    )
-    table = f"| hyper-parameter | value |\n|---|---|\n{rows}" if rows else "It has no hyper-parameters."
+    """Return what a scheme is, and a table of its hyper-parameters."""
     about = (scheme_class(scheme["scheme"]).__doc__ or "").strip().split("\n")[0]
-    return f"{code(scheme['scheme'])}: {about}\n\n{table}"
+    values = {key: value for key, value in scheme.items() if key != "scheme"}
+    return f"{code(scheme['scheme'])}: {about}\n\n{hyperparameters(values)}"
+
+
+def loading(repository: str) -> str:
+    """Return the section of a card that says how to load a checkpoint.
+
+    Args:
+        repository: folder or Hub id, what `from_pretrained` is given.
+    """
+    return f"""## Load it
+
+```python
+# pip install git+https://github.com/hf-posenc/hf_posenc
+import hf_posenc
+
+model = hf_posenc.from_pretrained({json.dumps(repository)})
+```
+
+`AutoModelForCausalLM` loads it too, after `import hf_posenc`. Stock classes refuse it: they would run it with other
+positions."""
+
+
+def hyperparameters(values: dict[str, Any]) -> str:
+    """Return a table of a scheme's hyper-parameters, of every scheme's the window, where there is one."""
+    shown = {key: value for key, value in values.items() if key != "layers" and (key != "window" or value is not None)}
+    if not shown:
+        return "It has no hyper-parameters."
+    rows = (f"| {code(key, cell=True)} | {code(repr(value), cell=True)} |" for key, value in shown.items())
+    return "\n".join(["| hyper-parameter | value |", "|---|---|", *rows])
+
+
+def layers_of_schemes(schemes: list[tuple[str, Any]]) -> str:
+    """Return which layers each scheme is for, in sentences.
+
+    Args:
+        schemes: names, each with its `layers`: indices, a slice or a layer type as text, or None for every one.
+    """
+    said = []
+    for name, layers in schemes:
+        if layers is None:
+            where = "every layer"
+        elif isinstance(layers, (list, tuple)):
+            where = f"layer{'s' * (len(layers) > 1)} {', '.join(plain(index) for index in layers)}"
+        else:
+            where = f"layers {code(layers)}"
+        said.append(f"{code(name)} is for {where}.")
+    if all(layers is not None for _, layers in schemes):
+        said.append("Layers that are not named keep the positions of the base.")
+    return " ".join(said)
 
 
 def plain(value: object) -> str:
@@ -101,8 +136,19 @@ def plain(value: object) -> str:
     Args:
         value: shown as `str` does.
     """
-    text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"(?<!\w)_|_(?!\w)|[\\`*\[\]|~#$!]", lambda found: "\\" + found[0], text)
+    text = _line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])|[\\`*\[\]|~#$!]", lambda found: "\\" + found[0], text)
+    # At the beginning of a line these would begin a list.
+    return re.sub(r"^(\d*)([-+.)])(?= |$)", r"\1\\\2", text)
+
+
+def _line(value: object) -> str:
+    """Return a value as `str` does, in one line; what cannot be printed, as in names of files, as escapes."""
+    return "".join(map(_printable, " ".join(str(value).split())))
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 def code(value: object, *, cell: bool = False) -> str:
@@ -112,7 +158,7 @@ def code(value: object, *, cell: bool = False) -> str:
         value: shown as `str` does, in one line.
         cell: for a cell of a table, where a pipe would end it.
     """
-    text = " ".join(str(value).split()) or " "
+    text = _line(value) or " "
     fence = "`" * (_backticks(text) + 1)
     pad = " " if "`" in (text[0], text[-1]) else ""
     span = f"{fence}{pad}{text}{pad}{fence}"
@@ -120,7 +166,8 @@ def code(value: object, *, cell: bool = False) -> str:
 
 
 def fenced(text: str) -> str:
-    """Return lines as a code block of Markdown that nothing in them ends."""
+    """Return lines as a code block of Markdown that nothing in them ends; what cannot be printed as escapes."""
+    text = "\n".join("".join(map(_printable, line)) for line in text.splitlines())
     fence = "`" * max(3, _backticks(text) + 1)
     return f"{fence}\n{text}\n{fence}"
 

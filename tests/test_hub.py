@@ -323,6 +323,89 @@ def test_the_packages_card_escapes(tmp_path):
     assert "<script>" not in card.replace("<script>'``", "")
 
 
+HOSTILE = [
+    "a|b",
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "`a` ``b`` ```",
+    "- item",
+    "1. item",
+    "23) item",
+    "+ item",
+    "# head",
+    "a #",
+    "> quote",
+    "*a* _b_ __c__ **d** ~~e~~",
+    "[a](b) ![c](d) [e]: f",
+    "&lt;b&gt; &amp;",
+    "back\\slash \\| \\`",
+    "---\nlicense: mit\n---",
+    "```\n<b>\n```",
+    "$x^2$ $$y$$",
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_values_are_shown_by_an_independent_parser_as_they_are(value):
+    """In a paragraph, a heading and a cell, as text and as code: what markdown-it reads is the value and nothing else."""
+    parser = (
+        pytest.importorskip("markdown_it", reason="pip install markdown-it-py runs this").MarkdownIt().enable("table")
+    )
+    line = " ".join(value.split())
+
+    def read(markdown, *kinds):
+        parsed = parser.parse(markdown)
+        assert {token.type.removesuffix("_open") for token in parsed if token.nesting == 1} == set(kinds)
+        return [token.children for token in parsed if token.type == "inline"]
+
+    def words(children, kind):
+        assert {child.type for child in children} <= {kind}
+        return "".join(child.content for child in children)
+
+    def shown(children):
+        return words(children, "text")
+
+    cell = ("table", "thead", "tbody", "tr", "th", "td")
+    plain = hub_module.plain(value)
+    assert shown(read(plain, "paragraph")[0]) == line
+    assert shown(read(f"# {plain}", "heading")[0]) == line
+    rows = read(f"| a | b |\n|---|---|\n| {plain} | c |", *cell)
+    assert [shown(children) for children in rows] == ["a", "b", line, "c"]
+    spans = read(f"| a | b |\n|---|---|\n| {hub_module.code(value, cell=True)} | c |", *cell)
+    assert len(spans) == 4
+    assert words(spans[2], "code_inline") == words(read(hub_module.code(value), "paragraph")[0], "code_inline") == line
+    (block,) = parser.parse(hub_module.fenced(value))
+    assert (block.type, block.content) == ("fence", f"{value}\n")
+
+
+def test_what_cannot_be_printed_is_an_escape():
+    """A file's name that is no text, a terminal's colours, a change of direction: each would be shown as something else."""
+    value = "\udcff \x1b[31m \u202e \x00"
+    said = r"\udcff \x1b[31m \u202e \x00"
+    assert hub_module.code(value) == f"`{said}`"
+    assert hub_module.fenced(value) == f"```\n{said}\n```"
+    assert hub_module.plain(value) == said.replace("\\", "\\\\").replace("[", "\\[")
+
+
+def test_the_packages_card_says_which_layers_have_which_scheme():
+    def card(*schemes):
+        entry = {"schemes": list(schemes), "hf_posenc_version": "1"}
+        return hub_module.card({"model_type": "posenc_llama", "position_encoding": entry})
+
+    some = card(
+        {"scheme": "alibi", "layers": [0, 2], "window": 8}, {"scheme": "nope", "layers": "1::2", "window": None}
+    )
+    assert (
+        "`alibi` is for layers 0, 2. `nope` is for layers `1::2`. Layers that are not named keep the positions of the base."
+    ) in some
+    assert "| `window` | `8` |" in some
+    assert some.count("`window`") == 1
+    every = card({"scheme": "alibi", "slopes": None, "layers": None, "window": None})
+    assert "`alibi` is for every layer.\n" in every
+    assert "not named" not in every
+    assert "`layers`" not in every
+
+
 def test_save_pretrained_pushes_too(hub, client):
     run(
         client(

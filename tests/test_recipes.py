@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,6 +139,7 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
         cards.card(results, "me/name")
 
 
+QUICKSTART = Path(__file__).parents[1] / "docs/measured/quickstart.json"
 NASTY = "a|b `c` ``` <script>alert(1)</script> *d* _e_ [f](g) # h\n---\n```\n<img src=x>"
 
 
@@ -193,13 +195,48 @@ def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
         for line in without_code(plain.partition("\n---\n")[2]).splitlines()
         if line.startswith("#")
     ]
-    table = [line for line in body.splitlines() if line.startswith("| max_distance ")]
+    table = [line for line in body.splitlines() if line.startswith("| `max_distance` ")]
     assert len(table) == 1
     assert len(re.findall(r"(?<!\\)\|", table[0])) == 3
     # A sweep's table too.
     summaries = importlib.import_module("hf_posenc.recipes.summary")
     summary = {"title": NASTY, "base": {"name": NASTY, "parameters": 1, "trained_length": 2}, "variants": {}}
     assert "<script" not in summaries.markdown(summary)
+
+
+def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
+    """From the JSON of a run that is committed; the numbers are those that it holds."""
+    from hf_posenc.recipes import card as cards
+    from hf_posenc.recipes import page
+
+    results = json.loads(QUICKSTART.read_text(encoding="utf-8"))
+    cards.write(tmp_path, results, "me/long-gpt2")
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert 'model = hf_posenc.from_pretrained("me/long-gpt2")' in card
+    assert "`transformer_xl` is for every layer." in card
+    for line in (
+        "| stages | closed forms, then 50 steps that match the base's attention |",
+        "| fitted | the scheme, queries and keys |",
+        "| layers | 0, 1, 2, 3 |",
+        "| tokens read | 102,400 |",
+        "| divergence from the base's attention, in nats per query | 0.352 as swapped, 0.041 after the closed forms, "
+        "0.017 at the end |",
+        "| held-out loss at 256 tokens, in nats per token | base 1.990, swapped 3.304, calibrated 2.005 |",
+    ):
+        assert line in card
+    # A file's name need not be text, and what a run took hours for is written all the same.
+    results["data"]["description"] = results["base"]["name"] = "\udcff.txt"
+    results["command"] = ["extend", "--data", "\udcff.txt", "two words"]
+    results["scheme"]["layers"] = [1, 3]
+    results["calibration"] = {"method": "none", "why": "--calibrate none"}
+    cards.write(tmp_path, results, "me/long-gpt2")
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "held-out tokens of \\\\udcff.txt." in card
+    assert "`transformer_xl` is for layers 1, 3. Layers that are not named keep the positions of the base." in card
+    assert "The swap was not calibrated: --calibrate none." in card
+    page.write(tmp_path / "report.html", results)
+    report = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "extend --data &#x27;\\udcff.txt&#x27; &#x27;two words&#x27;" in report
 
 
 def without_code(markdown):

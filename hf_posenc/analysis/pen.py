@@ -257,7 +257,8 @@ def mark_trained(axes: Axes, trained_length: int | None) -> None:
     if trained_length is None:
         return
     place, _ = axes.transAxes.inverted().transform(axes.transData.transform((trained_length, axes.get_ylim()[1])))
-    side = "left" if place < 0.2 else "right" if place > 0.8 else "center"  # within the axes: beside them are ticks
+    # Within the axes: beside them are the ticks.
+    side: Literal["left", "center", "right"] = "left" if place < 0.2 else "right" if place > 0.8 else "center"
     mark_length(axes, f"trained length {trained_length:,}", trained_length, side)
 
 

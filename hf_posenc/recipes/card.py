@@ -1,6 +1,5 @@
 """The model card of a run, made from its results.json alone: a number that was not measured cannot appear."""
 
-import json
 import shlex
 from pathlib import Path
 from string import Template
@@ -9,8 +8,9 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..analysis import plots
-from ..hub import code, fenced, plain
+from ..hub import code, fenced, hyperparameters, layers_of_schemes, loading, plain
 from ..registry import scheme_class
+from .results import write_whole
 from .tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows, rate_of
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -21,7 +21,7 @@ def write(folder: Path, results: dict[str, Any], repository: str | None = None) 
     """Writes README.md and its picture beside a checkpoint."""
     drawn = plots.loss_by_position(curves_by_position(results), trained_length=results["base"]["trained_length"])
     plots.save(drawn, folder / PICTURE)
-    (folder / "README.md").write_text(card(results, repository or str(folder)), encoding="utf-8")
+    write_whole(folder / "README.md", card(results, repository or str(folder)))
 
 
 def card(results: dict[str, Any], repository: str) -> str:
@@ -45,26 +45,20 @@ def card(results: dict[str, Any], repository: str) -> str:
         scheme=code(scheme["name"]),
         train_length=plain(arguments["train_length"]),
         trained_length=plain(base["trained_length"]),
-        repository=json.dumps(repository),
+        loading=loading(repository),
         about="\n".join(line.strip() for line in about.splitlines()),
-        hyperparameters=markdown_table(
-            [
-                ("hyper-parameter", "value"),
-                *((plain(key), code(repr(value), cell=True)) for key, value in scheme.items() if key != "name"),
-            ]
-        )
-        if len(scheme) > 1
-        else "It has no hyper-parameters.",
+        hyperparameters=hyperparameters({key: value for key, value in scheme.items() if key != "name"}),
+        layers=layers_of_schemes([(scheme["name"], scheme.get("layers"))]),
         verification=fenced(results["verify"]),
         held_out=f"{results['data']['held_out_tokens']:,}",
         data=plain(results["data"]["description"]),
         perplexities=markdown_table(perplexity_rows(results)),
         retrieval=retrieval(results),
         failure=failure(results),
+        calibration=calibration(results.get("calibration")),
         training=markdown_table(
             [
                 ("training", ""),
-                *calibration_row(results.get("calibration")),
                 ("tokens", f"{training['tokens']:,} ({training['passes_over_the_text']:.2f} passes over the text)"),
                 ("optimizer", f"AdamW, {training['steps']} steps, learning rate {rate_of(results)}"),
                 ("weights", f"LoRA of rank {arguments['lora_rank']}" if arguments["lora_rank"] else "all"),
@@ -78,20 +72,34 @@ def card(results: dict[str, Any], repository: str) -> str:
     )
 
 
-def calibration_row(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+def calibration(found: dict[str, Any] | None) -> str:
     """What moved the weights before the fine-tuning; results of older versions do not speak of it."""
     if found is None:
-        return []
+        return "The swap was not calibrated: the version that made it could not."
     if found["method"] == "none":
-        return [("calibration", f"none: {plain(found['why'])}")]
+        return f"The swap was not calibrated: {plain(found['why'])}."
     divergence, losses = found["divergence"], found["held_out_loss"]
-    how = f"closed forms, then {found['steps']} steps" if found["steps"] else "closed forms"
-    said = (
-        f"{found['moved']} were fitted to the base's attention before training ({how}, {found['tokens']:,} tokens): "
-        f"divergence {divergence['before']:.3f} to {divergence['after']:.3f} nats, held-out loss at {losses['length']} "
-        f"tokens {losses['swapped']:.3f} to {losses['calibrated']:.3f} (base {losses['base']:.3f})"
+    steps = f", then {found['steps']:,} steps that match the base's attention" if found["steps"] else ""
+    layers = ", ".join(plain(each["index"]) for each in found["layers"])
+    table = markdown_table(
+        [
+            ("calibration", ""),
+            ("stages", f"closed forms{steps}"),
+            ("fitted", plain(found["moved"])),
+            ("layers", layers),
+            ("tokens read", f"{found['tokens']:,}"),
+            (
+                "divergence from the base's attention, in nats per query",
+                f"{divergence['before']:.3f} as swapped, {divergence['closed']:.3f} after the closed forms, "
+                f"{divergence['after']:.3f} at the end",
+            ),
+            (
+                f"held-out loss at {losses['length']:,} tokens, in nats per token",
+                f"base {losses['base']:.3f}, swapped {losses['swapped']:.3f}, calibrated {losses['calibrated']:.3f}",
+            ),
+        ]
     )
-    return [("calibration", plain(said))]
+    return f"Before the fine-tuning the scheme took over what the base's positions did.\n\n{table}"
 
 
 def metadata(results: dict[str, Any], title: str) -> ModelCardData:
