@@ -1,4 +1,4 @@
-"""What is committed is what the scripts make: the gallery in docs/images, the model cards."""
+"""What is committed is what the scripts make: the gallery in docs/images, the sweeps, the model cards."""
 
 import importlib.util
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SWEEPS = sorted(path.parent for path in (ROOT / "model_cards/results").glob("*/summary.json"))
 CARDS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/README.md"))
 
 
@@ -15,19 +16,36 @@ CARDS = sorted(path.parent for path in (ROOT / "model_cards").glob("*/README.md"
 def test_the_gallery_is_current(tmp_path, monkeypatch):
     """The same pictures, up to what another version of matplotlib or another processor rounds differently."""
     pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
-    from matplotlib.image import imread
-
     specification = importlib.util.spec_from_file_location("plot_schemes", ROOT / "scripts/plot_schemes.py")
     script = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(script)
     monkeypatch.setattr(sys, "argv", ["plot_schemes.py", str(tmp_path)])
     script.main()
-    committed = sorted(path.name for path in (ROOT / "docs/images").glob("*.png"))
-    assert committed == sorted(path.name for path in tmp_path.iterdir())
-    for name in committed:
-        old, new = imread(ROOT / "docs/images" / name), imread(tmp_path / name)
-        assert old.shape == new.shape, f"run python scripts/plot_schemes.py docs/images ({name})"
-        assert abs(old - new).mean() < 1e-3, f"run python scripts/plot_schemes.py docs/images ({name})"
+    assert_same_pictures(ROOT / "docs/images", tmp_path, "run python scripts/plot_schemes.py docs/images")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", SWEEPS, ids=lambda folder: folder.name)
+def test_sweeps_are_current(recipes, folder, tmp_path):
+    """Tables and figures are those of the committed runs."""
+    pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
+    (tmp_path / "runs").symlink_to(folder / "runs")
+    title = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["title"]
+    importlib.import_module("hf_posenc.recipes.summary").summarize(tmp_path, title)
+    for name in ("summary.json", "summary.md"):
+        assert (tmp_path / name).read_text(encoding="utf-8") == (folder / name).read_text(encoding="utf-8")
+    assert_same_pictures(folder, tmp_path, f"run python recipes/sweep.py {folder}")
+
+
+def assert_same_pictures(committed, made, remedy):
+    from matplotlib.image import imread
+
+    names = sorted(path.name for path in committed.glob("*.png"))
+    assert names == sorted(path.name for path in made.glob("*.png"))
+    for name in names:
+        old, new = imread(committed / name), imread(made / name)
+        assert old.shape == new.shape, f"{remedy} ({name})"
+        assert abs(old - new).mean() < 1e-3, f"{remedy} ({name})"
 
 
 @pytest.mark.parametrize("folder", CARDS, ids=lambda folder: folder.name)
