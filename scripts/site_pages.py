@@ -1,10 +1,11 @@
-"""Hook of mkdocs.yml: pages that stand outside docs/, and links that lead out of it.
+"""Hook of mkdocs.yml: pages that are no Markdown in docs/, and links that lead out of it.
 
-README.md is the home page, other files become pages too (`PAGES`). On every page a relative link to a file that is a page
+README.md is the home page, other files become pages too (`PAGES`), and so do notebooks, without what they print. On every page a relative link to a file that is a page
 leads to that page, one to any other file of the repository leads to its place on the web. A link to nothing is a warning,
 which `--strict` makes an error.
 """
 
+import json
 import logging
 import os
 import re
@@ -20,6 +21,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+PAGES |= {f"docs/notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in ROOT.glob("docs/notebooks/*.ipynb")}
 """File of the repository -> page of the site."""
 
 LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
@@ -28,10 +30,24 @@ log = logging.getLogger("mkdocs.hooks.site_pages")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that stand outside docs/."""
+    """Add the pages that are no Markdown in docs/."""
     for name, page in PAGES.items():
-        files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
+        if name.endswith(".ipynb"):
+            files.append(File.generated(config, page, content=notebook(ROOT / name, config)))
+        else:
+            files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
     return files
+
+
+def notebook(path: Path, config: Any) -> str:
+    """A notebook as Markdown: its text and its code."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+    where = f"{config.extra['repository']}/blob/main/{path.relative_to(ROOT).as_posix()}"
+    title, text = parts[0].split("\n", 1)
+    return "\n\n".join([title, f"[This page as a notebook]({where}), to be run.", text, *parts[1:]])
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
@@ -51,7 +67,7 @@ def target(link: str, origin: str, path: str, config: Any) -> str:
     if "://" in link or link.startswith("mailto:"):
         return link
     name = os.path.normpath(PurePosixPath(origin).parent / link)
-    if name in PAGES or name.startswith("docs/"):
+    if name in PAGES or (name.startswith("docs/") and not (ROOT / name).is_dir()):
         return os.path.relpath(PAGES.get(name, name.removeprefix("docs/")), PurePosixPath(path).parent)
     if not (ROOT / name).exists():
         log.warning("%s links to %s, which is not there", origin, link)

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -40,6 +41,15 @@ def test_the_reference_has_every_public_name_once():
         left_out = elsewhere.get(name, set()) | {"__version__"}
         wanted |= {f"{name}.{each}" for each in importlib.import_module(name).__all__ if each not in left_out}
     assert found == Counter(wanted)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_have_one_title_and_sections(path):
+    """A page of the site takes its title from the first line; what follows is ordered below it."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    assert cells[0]["source"][0].startswith("# ")
+    assert [len(hashes) for hashes in re.findall(r"^(#+) ", text, flags=re.MULTILINE)].count(1) == 1
 
 
 @pytest.fixture
