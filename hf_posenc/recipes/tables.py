@@ -42,9 +42,9 @@ def calibration_line(found: dict[str, Any]) -> str:
         return f"not calibrated: {found['why']}"
     losses, divergence = found["held_out_loss"], found["divergence"]
     return (
-        f"calibrated: attention {divergence['before']:.3f} nats from the base's before, {divergence['after']:.3f} after; "
-        f"held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, swapped {losses['swapped']:.3f}, "
-        f"calibrated {losses['calibrated']:.3f}"
+        f"calibrated: attention {divergence['before']:.3f} nats from the base's before, {divergence['after']:.3f} "
+        f"after; held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, "
+        f"swapped {losses['swapped']:.3f}, calibrated {losses['calibrated']:.3f}"
     )
 
 
@@ -64,7 +64,10 @@ def verdict(results: dict[str, Any]) -> str:
     known = max((length for length in before if length <= trained and length in after), default=None)
     longest = max(after)
     if known is None:
-        return f"Nothing was measured at {trained} tokens, where the base was trained, or below: there is no base to compare with."
+        return (
+            f"Nothing was measured at {trained} tokens, where the base was trained, or below: there is no base to "
+            "compare with."
+        )
     base, now, far = before[known], after[known], after[longest]
     said = f"Perplexity at {known} tokens: {base:.2f} before, {now:.2f} after."
     if now > base * (1 + SAME):
