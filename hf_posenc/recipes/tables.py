@@ -50,6 +50,8 @@ def calibration_line(found: dict[str, Any]) -> str:
 
 SAME = 0.02
 """Perplexities that differ by less than this share of the base's are called the same."""
+HOLDS = 0.05
+"""And at a longer context it holds if it is no more above that at the base's length than this share of it."""
 
 
 def verdict(results: dict[str, Any]) -> str:
@@ -78,14 +80,13 @@ def verdict(results: dict[str, Any]) -> str:
         said += " The model is as good as its base there."
     if longest <= known:
         return said
-    reach = f" At {longest} tokens it has {far:.2f}"
-    if (then := before.get(longest)) is not None:
-        reach += f", the base {then:.2f}"
-    else:
-        reach += ", and the base cannot run"
-    if far > now * (1 + SAME):
-        return f"{said}{reach}: beyond {known} tokens it gets worse."
-    return f"{said}{reach}: it holds beyond {known} tokens."
+    then = f"the base {before[longest]:.2f}" if longest in before else "and the base cannot run"
+    held = known
+    for length in sorted(length for length in after if length > known):
+        if after[length] > now * (1 + HOLDS):
+            return f"{said} It holds to {held} tokens and gets worse beyond: at {longest} it has {far:.2f}, {then}."
+        held = length
+    return f"{said} It holds to {longest} tokens, where it has {far:.2f}, {then}."
 
 
 def calibration_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
