@@ -47,8 +47,10 @@ class TrainerWindows(Dataset):
         return len(self.windows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = self.windows.batch([index])["input_ids"][0]
-        return {"input_ids": tokens, "labels": tokens}
+        batch = self.windows.batch([index])
+        # Shifted back: what is not to be predicted stays so, as of chats what others than the assistant say.
+        labels = torch.cat([torch.tensor([corpus.IGNORED]), batch["targets"][0, :-1]])
+        return {"input_ids": batch["input_ids"][0], "labels": labels}
 
 
 def main(argv: list[str] | None = None) -> Trainer:

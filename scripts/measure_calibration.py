@@ -186,6 +186,9 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--length", type=int, default=512, help="tokens of a window of fine-tuning")
     parser.add_argument("--calibrate-length", type=int, default=256, help="tokens of a window of calibration")
+    parser.add_argument(
+        "--calibrate-windows", type=int, default=600, help="of text that calibration reads, as often as its steps need"
+    )
     parser.add_argument("--steps", type=int, default=150, help="of the second stage of calibration")
     parser.add_argument("--weight-rate", type=float, default=2e-3, help="of weights in the second stage")
     parser.add_argument("--loss", choices=("attention", "outputs"), default="attention", help="of the second stage")
@@ -261,11 +264,15 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
                         "loss": options.loss,
                         "seed": seed,
                     }
-                    read = {"closed_windows": FITTED, "held_out": HELD_OUT}
-                    given = {**read, **second} if start == "attention" else read
-                    report = calibrate(swapped, short[:600], stage=start, **given)
-                    matched = options.steps * MATCHED if start == "attention" else 0
-                    used = (FITTED + HELD_OUT + matched) * options.calibrate_length
+                    for_all = {"closed_windows": FITTED, "held_out": HELD_OUT}
+                    report = calibrate(
+                        swapped,
+                        short[: options.calibrate_windows],
+                        stage=start,
+                        **(for_all | second if start == "attention" else for_all),
+                    )
+                    drawn = options.steps * MATCHED if start == "attention" else 0
+                    used = min(FITTED + HELD_OUT + drawn, options.calibrate_windows) * options.calibrate_length
                 seconds = time.perf_counter() - began
                 before = measure(swapped, held)
                 rate = options.plain_rate if start == "plain" else options.rate

@@ -195,7 +195,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     elif "calibration" in results:
         run_folder.restore_calibrated(model, output)
     else:
-        say(f"Calibrating with {windows.numel():,} tokens of the training text")
+        say(f"Calibrating with {windows.numel():,} tokens of the training text; closed forms come first")
         with stopwatch(seconds, "calibration"):
             results["calibration"] = calibrating.calibrate(
                 accelerator,

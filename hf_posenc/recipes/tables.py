@@ -70,7 +70,7 @@ def verdict(results: dict[str, Any]) -> str:
     if now > base * (1 + SAME):
         said += " The model got worse than its base there: train it longer, or choose another scheme."
     elif now < base * (1 - SAME):
-        said += " The model is better than its base there, of which the text that it was fine-tuned on is a part."
+        said += " The model is better than its base there; some of that is the text it was fine-tuned on."
     else:
         said += " The model is as good as its base there."
     if longest <= known:

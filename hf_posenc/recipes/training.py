@@ -310,6 +310,13 @@ def fine_tune(
             return one_step(accelerator, wrapped, optimizer, plan[0], step, arguments, recovery, sharing)
 
         set_rate(optimizer, schedule, find_rate(wrapped, optimizer, attempt))
+
+    def measured(step: int) -> None:
+        assert evaluate is not None
+        found = evaluate(wrapped)
+        progress.curve.append({"tokens": progress.tokens, "loss": found})
+        accelerator.log({"held_out_loss": found}, step=step)
+
     wrapped.train()
     start = time.perf_counter() - progress.seconds
     with (
@@ -325,7 +332,7 @@ def fine_tune(
         for phase in plan:
             for step in range(max(progress.step, phase.first_step), phase.first_step + phase.steps):
                 if evaluate and arguments.eval_every and step % arguments.eval_every == 0:
-                    progress.curve.append({"tokens": progress.tokens, "loss": evaluate(wrapped)})
+                    measured(step)
                     wrapped.train()
                 loss = one_step(accelerator, wrapped, optimizer, phase, step, arguments, recovery, sharing)
                 schedule.step()
@@ -354,7 +361,7 @@ def fine_tune(
     if newest_state(folder) != folder / state_name(progress.step):
         save_state(accelerator, folder, progress.step)  # what comes now takes long too, and may be interrupted
     if evaluate and arguments.eval_every:
-        progress.curve.append({"tokens": progress.tokens, "loss": evaluate(wrapped)})
+        measured(progress.step)
     wrapped.eval()
     for tracker in accelerator.trackers:  # not end_training, which ends the process group as well
         tracker.finish()
@@ -448,7 +455,7 @@ def one_step(
     ]
     # A packed window has fewer targets than another: the mean is over the step's tokens, however they are dealt out.
     counts = sum((batch["targets"] != IGNORED).sum() for batch in batches).float().to(accelerator.device)
-    total = accelerator.reduce(counts, "sum").item()
+    total = max(accelerator.reduce(counts, "sum").item(), 1)  # of chats a step may hold nothing that the assistant says
     summed = torch.zeros((), device=accelerator.device)
     for batch in batches:
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
