@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,10 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _completion(options.shell)
         from . import commands  # which imports torch: --help does without
 
-        return int(getattr(commands, options.run)(options))
+        status = int(getattr(commands, options.run)(options))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print(f"\nhf-posenc {name}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `| head` has seen enough; what Python writes as it exits must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (HfPosencError, ImportError, OSError, TypeError, ValueError) as error:
         print(f"hf-posenc {name}: {str(error).removeprefix('hf_posenc: ')}", file=sys.stderr)
         return 2
