@@ -2,11 +2,17 @@
 
 import importlib
 import json
+import os
 import random
+import signal
 import statistics
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from test_training import Stop, assert_same_weights, in_process, metrics, options
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
@@ -96,6 +102,7 @@ def test_the_default_rate_depends_on_the_start(recipe, tiny_checkpoints, text):
 def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoints, text, monkeypatch, calls, extra):
     """Stopped in the middle of the calibration, and before the first step: the same numbers and weights as in one go."""
     folder = tiny_checkpoints
+    calibrating = importlib.import_module("hf_posenc.recipes.calibrating")
     common = extra | SWAP | {"steps": 3}
     whole = recipe.main(options(folder, text, folder / "whole", **common))
     words = options(folder, text, folder / "cut", **common)
@@ -112,13 +119,19 @@ def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoin
         with pytest.raises(SystemExit) as stop:
             recipe.main(words)
     assert stop.value.code == 130
+    assert (folder / "cut" / "calibration.state.safetensors").exists()
     calls.clear()
+    made = []
     with monkeypatch.context() as patch:
+        advance = calibrating.Steps.made
+        patch.setattr(calibrating.Steps, "made", lambda self, *step: (made.append(step[0]), advance(self, *step)))
         patch.setattr(training, "one_step", lambda *_: (_ for _ in ()).throw(Stop))
         for _ in range(2):
             with pytest.raises(Stop):
                 recipe.main([*words, "--resume"])
     assert len(calls) == 1
+    assert made == [2]
+    assert not (folder / "cut" / "calibration.state.safetensors").exists()
     torch.manual_seed(99)
     resumed = recipe.main([*words, "--resume"])
     assert len(calls) == 1
@@ -126,6 +139,44 @@ def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoin
     assert resumed["calibration"]["layers"] == whole["calibration"]["layers"]
     assert_same_weights(folder / "whole", folder / "cut")
     assert not (folder / "cut" / "calibrated.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_calibration_and_resume(recipes, tiny_checkpoints, text):
+    """A real signal to the command: its last words are the recipe's own; what is resumed is bit for bit what was not stopped."""
+    folder = tiny_checkpoints
+    common = SWAP | {"calibrate_steps": 300, "steps": 3}
+    program = [sys.executable, "-c", "import sys; from hf_posenc.cli import main; sys.exit(main())", "extend"]
+    environment = {**os.environ, "PYTHONPATH": str(recipes.parent), "OMP_NUM_THREADS": "1"}
+    environment["HF_DATASETS_CACHE"] = str(folder / "datasets_cache")
+
+    def command(name, *more):
+        words = [*program, *options(folder, text, folder / name, **common), *more]
+        return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    with command("whole") as run:
+        _, said = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    run, state = command("cut"), folder / "cut" / "calibration.state.safetensors"
+    deadline = time.monotonic() + 120
+    while not state.exists() and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 130, said
+    assert "Traceback" not in said
+    kept = f"The calibration is kept in {state}: the same command with --resume goes on from there."
+    assert said.splitlines()[-1] == f"Interrupted. {kept}"
+    with safe_open(state, "pt") as file:
+        assert 0 < json.loads(file.metadata()["hf_posenc_calibration"])["step"] < 300
+    with command("cut", "--resume") as run:
+        _, said = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    whole, cut = (json.loads((folder / name / "results.json").read_text()) for name in ("whole", "cut"))
+    assert metrics(cut) == metrics(whole)
+    assert cut["calibration"]["layers"] == whole["calibration"]["layers"]
+    assert_same_weights(folder / "whole", folder / "cut")
 
 
 @pytest.fixture

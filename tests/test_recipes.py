@@ -33,7 +33,7 @@ def small(checkpoint, text, output, **changes):
         "--data": text,
         "--separator": r"\f",
         "--output": output,
-        "--eval-lengths": "16 32 48",
+        "--lengths": "16 32 48",
         "--eval-tokens": 200,
         "--train-length": 48,
         "--batch-size": 2,
@@ -57,7 +57,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
             output,
             gradient_accumulation=2,
             retrieval_trials=1,
-            eval_lengths="32 64",
+            lengths="32 64",
             eval_every=2,
         )
     )
@@ -104,7 +104,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
 
 def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints, text):
     output = tiny_checkpoints / "out"
-    given = {"scheme": "alibi", "retrieval_trials": 1, "eval_lengths": "32 64"}
+    given = {"scheme": "alibi", "retrieval_trials": 1, "lengths": "32 64"}
     results = recipe.main(small(tiny_checkpoints / "llama", text, output, **given))
     page = (output / "report.html").read_text()
     card = (output / "model" / "README.md").read_text()
@@ -135,6 +135,32 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
 
 
 NASTY = "a|b `c` ``` <script>alert(1)</script> *d* _e_ [f](g) # h\n---\n```\n<img src=x>"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({32: 5.0, 64: 5.5}, {32: 6.0, 64: 6.0}, "got worse than its base there: train it longer"),
+        (
+            {32: 5.0},
+            {32: 5.05, 64: 5.1},
+            "as good as its base there. It holds to 64 tokens, where it has 5.10, and the base cannot run.",
+        ),
+        (
+            {32: 5.0, 64: 9.0},
+            {32: 4.0, 64: 7.0},
+            "It holds to 32 tokens and gets worse beyond: at 64 it has 7.00, the base 9.00.",
+        ),
+        ({32: 5.0}, {32: 4.0}, "The model is better than its base there"),
+        ({}, {64: 4.0}, "there is no base to compare with"),
+    ],
+)
+def test_the_last_sentence_is_honest(recipes, before, after, message):
+    from hf_posenc.recipes.tables import verdict
+
+    rows = [[{"length": n, "sliding": {"perplexity": p}} for n, p in each.items()] for each in (before, after)]
+    rows[0] += [{"length": n, "impossible": "its table ends"} for n in after if n not in before]
+    assert message in verdict({"base": {"trained_length": 48}, "before": rows[0], "after": rows[1]})
 
 
 def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
@@ -237,13 +263,13 @@ WRONG = {
     "negative rate": ({"learning_rate": -1}, "--learning-rate must be positive, not -1.0"),
     "negative warm-up": ({"warmup_steps": -1}, "--warmup-steps must be at least 0, not -1"),
     "precision": ({"mixed_precision": "int4"}, "no, bf16, fp16, not int4"),
-    "tiny length": ({"eval_lengths": "4 16"}, "--eval-lengths must be at least 8 tokens"),
+    "tiny length": ({"lengths": "4 16"}, "--lengths must be at least 8 tokens"),
     "too short for retrieval": (
-        {"retrieval_trials": 1, "eval_lengths": "16 32"},
-        "--retrieval-trials: the test needs --eval-lengths of at least 32 tokens, not 16",
+        {"retrieval_trials": 1, "lengths": "16 32"},
+        "--retrieval-trials: the test needs --lengths of at least 32 tokens, not 16",
     ),
-    "stride": ({"stride": 16}, "--stride 16 must divide every one of --eval-lengths and be below the shortest, 16"),
-    "few eval tokens": ({"eval_tokens": 40}, "--eval-tokens 40 is less than the longest of --eval-lengths, 48"),
+    "stride": ({"stride": 16}, "--stride 16 must divide every one of --lengths and be below the shortest, 16"),
+    "few eval tokens": ({"eval_tokens": 40}, "--eval-tokens 40 is less than the longest of --lengths, 48"),
     "scheme": ({"scheme": "albi"}, ", ".join(hf_posenc.available_schemes())),
     "hyper-parameter": ({"scheme": "shaw", "scheme_args": "distance=3"}, "distance"),
     "its value": ({"scheme": "shaw", "scheme_args": "max_distance=-1"}, "max_distance"),
@@ -275,11 +301,11 @@ WRONG = {
     "no data": ({"data": None}, "--model needs --data"),
     "no such model": ({"model": "./nowhere"}, "--model ./nowhere"),
     "text too short to measure": (
-        {"eval_lengths": 4000, "eval_tokens": 4000, "train_length": 48},
-        "the held-out text has 3,612 tokens, the longest of --eval-lengths needs 4,000",
+        {"lengths": 4000, "eval_tokens": 4000, "train_length": 48},
+        "the held-out text has 3,612 tokens, the longest of --lengths needs 4,000",
     ),
     "text too short for the curve": (
-        {"eval_every": 1, "eval_lengths": 16, "eval_tokens": 20},
+        {"eval_every": 1, "lengths": 16, "eval_tokens": 20},
         "--eval-every: a point of the curve needs 32 held-out tokens and there are 20",
     ),
     "text too short to train": (
@@ -375,7 +401,7 @@ def test_embedded_default_under_accelerate_launch(recipes, tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu", str(recipes / "extend_context.py")]
     command += ["--base-steps", "20", "--steps", "4", "--batch-size", "1", "--train-length", "512"]
-    command += ["--eval-lengths", "256", "512", "--eval-tokens", "1024", "--output", str(tmp_path / "out")]
+    command += ["--lengths", "256", "512", "--eval-tokens", "1024", "--output", str(tmp_path / "out")]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "fine-tuning: 100%" in run.stderr
@@ -397,7 +423,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
     options = importlib.import_module("hf_posenc.recipes.options")
     path = tiny_checkpoints / "run.yaml"
     path.write_text(
-        "scheme: shaw\nscheme_args: {max_distance: 8, values: false}\nlearning_rate: 2.0e-4\neval_lengths: [16, 32]\n"
+        "scheme: shaw\nscheme_args: {max_distance: 8, values: false}\nlearning_rate: 2.0e-4\nlengths: [16, 32]\n"
         "separator: '\\f'\noverwrite: true\nstride: null\n"
     )
     arguments, _ = options.parse(recipe.Arguments, ["--config", str(path), "--learning-rate", "1e-3"], "test")
@@ -407,7 +433,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
         "values": False,
     }
     assert arguments.learning_rate == 1e-3
-    assert arguments.eval_lengths == [16, 32]
+    assert arguments.lengths == [16, 32]
     assert arguments.separator == r"\f"
     assert arguments.overwrite is True
     assert arguments.stride is None
@@ -417,7 +443,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
         ("- a\n- b", "must be a mapping of options, not list"),
         ("steps: 3\nsteps: 4", "steps is there twice"),
         ("steps: null", "steps has no value; leave it out for the default, 60"),
-        ("eval_lengths: []", "eval_lengths has no value; leave it out for the default, [256, 512, 1024, 2048]"),
+        ("lengths: []", "lengths has no value; leave it out for the default, [256, 512, 1024, 2048]"),
         ("a: [", "run.yaml:"),
     ):
         path.write_text(content)
@@ -494,7 +520,7 @@ def test_lora_saves_adapter_and_merged_model(recipe, tiny_checkpoints, text):
 def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints / "sweep"
-    words = small(tiny_checkpoints / "llama", text, folder, eval_every=1, recovery_steps=2, eval_lengths="16 32 64")
+    words = small(tiny_checkpoints / "llama", text, folder, eval_every=1, recovery_steps=2, lengths="16 32 64")
     variants = ["unpatched", "alibi", "alibi+distill", "rope-yarn", "learned"]
     summary = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
     assert set(summary["variants"]) == set(variants)
@@ -603,7 +629,7 @@ def test_pretrain(recipes, tiny_checkpoints, text):
     folder = tiny_checkpoints / "scratch"
     words = ["--data", str(text), "--separator", r"\f", "--eval-tokens", "200", "--output", str(folder)]
     words += ["--layers", "1", "--width", "16", "--heads", "2", "--train-length", "16", "--steps", "4"]
-    words += ["--batch-size", "2", "--eval-lengths", "16", "32", "--retrieval-trials", "0", "--eval-every", "2"]
+    words += ["--batch-size", "2", "--lengths", "16", "32", "--retrieval-trials", "0", "--eval-every", "2"]
     summary = pretrain.main([*words, "--schemes", "learned", "alibi", "--seeds", "0", "1"])
     assert set(summary["variants"]["alibi"]["sliding"]) == {"16", "32"}
     assert set(summary["variants"]["learned"]["sliding"]) == {"16"}  # its table ends there
@@ -651,7 +677,7 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
 
     def words(**changes):
         options = {"data": text, "separator": r"\f", "eval_tokens": 200, "output": folder, "layers": 1, "width": 16}
-        options |= {"heads": 2, "train_length": 16, "steps": 4, "batch_size": 2, "eval_lengths": "16 32"}
+        options |= {"heads": 2, "train_length": 16, "steps": 4, "batch_size": 2, "lengths": "16 32"}
         options |= {"retrieval_trials": 0, "schemes": "shaw", "seeds": "0"} | changes
         return [w for k, v in options.items() for w in (f"--{k.replace('_', '-')}", *str(v).split(" "))]
 
@@ -738,7 +764,7 @@ def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):
     evaluate = importlib.import_module("hf_posenc.recipes.evaluate")
     recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme="alibi"))
     target = tiny_checkpoints / "measured.json"
-    words = ["--data", str(text), "--separator", r"\f", "--eval-lengths", "16", "48", "--output", str(target)]
+    words = ["--data", str(text), "--separator", r"\f", "--lengths", "16", "48", "--output", str(target)]
     words += ["--retrieval-trials", "0", "--eval-tokens", "100000"]
     patched = evaluate.main(["--model", str(tiny_checkpoints / "out" / "model"), *words])
     stock = evaluate.main(["--model", str(tiny_checkpoints / "llama"), *words])
@@ -759,7 +785,7 @@ def test_eval_tokens_says_at_most_how_many_are_measured_everywhere(recipes, reci
     """Of two books the beginning of one, not a whole book."""
     text.write_text(text.read_text().replace("\f", " ")[:2000] + "\f" + "another book " * 200)
     llama, out = tiny_checkpoints / "llama", tiny_checkpoints / "out"
-    words = ["--data", str(text), "--separator", r"\f", "--eval-lengths", "16", "--eval-tokens", "100"]
+    words = ["--data", str(text), "--separator", r"\f", "--lengths", "16", "--eval-tokens", "100"]
     words += ["--retrieval-trials", "0"]
     training = ["--train-length", "16", "--steps", "1"]
     plain = ["--calibrate", "none"]

@@ -9,7 +9,7 @@ from test_layering import imported_names
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_posenc.recipes"
-PROGRAMS = {"extend_context", "compare_schemes", "pretrain", "evaluate", "report", "sweep"}
+PROGRAMS = {"calibrate", "extend_context", "compare_schemes", "pretrain", "evaluate", "report", "sweep"}
 PROGRAM = '\nif __name__ == "__main__":\n    pass\n'
 
 

@@ -51,7 +51,7 @@ def options(folder, text, output, **changes):
         "data": text,
         "separator": r"\f",
         "output": output,
-        "eval_lengths": "16 32 48",
+        "lengths": "16 32 48",
         "eval_tokens": 200,
         "train_length": 48,
         "batch_size": 1,
@@ -547,13 +547,16 @@ def test_trackers_report_or_are_refused(recipe, training, tiny_checkpoints, text
         with pytest.raises(SystemExit):
             recipe.main(options(folder, text, folder / "out", tracker="wandb"))
     assert "pip install 'hf_posenc[wandb]'" in capsys.readouterr().err
-    recipe.main(options(folder, text, folder / "out", tracker="tensorboard"))
+    recipe.main(options(folder, text, folder / "out", tracker="tensorboard", eval_every=2))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    losses = []
+    losses, curve = [], []
     for path in (folder / "out").rglob("events.out.tfevents.*"):  # one for the configuration, one for the curve
         events = EventAccumulator(str(path)).Reload()
         if "loss" in events.Tags()["scalars"]:
             losses = [event.value for event in events.Scalars("loss")]
+            curve = [event.value for event in events.Scalars("held_out_loss")]
     results = json.loads((folder / "out" / "results.json").read_text())
     assert losses == pytest.approx(results["training"]["loss"])
+    assert curve == pytest.approx([point["loss"] for point in results["training"]["curve"]])
+    assert len(curve) > 1

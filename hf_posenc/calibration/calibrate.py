@@ -289,13 +289,13 @@ def _run(
     if found is None:
         try:
             pair.keep_mean()
-            before = pair.divergence()
-            averages, chosen, closed = close(pair, windows, before)
+            closed = close(pair, windows)
         except BaseException:
             pair.restore()
             raise
-        curves = {index: each.mean_difference.float().cpu() for index, each in averages.items()}
-        found = FirstStage(before, closed, chosen, curves, [p.detach().clone() for part in moved for p in part])
+        curves = {index: each.mean_difference.float().cpu() for index, each in closed.averages.items()}
+        parameters = [p.detach().clone() for part in moved for p in part]
+        found = FirstStage(closed.before, closed.after, closed.chosen, curves, parameters)
     after = found.closed
     if how is not None:
         if state is not None:

@@ -1,10 +1,13 @@
-"""Before fine-tuning the scheme takes over what the base's positions did: with which text, how long, and what is said of it."""
+"""Before fine-tuning the scheme takes over what the base's positions did: with which text, and what is said of it."""
 
+import signal
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -34,21 +37,21 @@ UNCHANGED = 1e-5
 
 @dataclass
 class CalibrationArguments:
-    """What to do between the swap and the fine-tuning."""
+    """Calibration, between the swap and the fine-tuning."""
 
     calibrate: str = field(
         default="attention",
         metadata={
-            "help": f"{' | '.join(METHODS)}: before fine-tuning, put into the scheme and into queries and keys what the "
-            "base's positions did, by closed forms and then by matching attention; none is the plain swap"
+            "help": f"{' | '.join(METHODS)}: before fine-tuning, put into the scheme and into queries and keys what "
+            "the base's positions did, by closed forms and then by matching attention; none is the plain swap"
         },
     )
     calibrate_steps: int = field(default=50, metadata={"help": "steps that match attention, of 4 windows each"})
     calibrate_windows: int = field(
         default=400,
         metadata={
-            "help": f"windows of the training text to calibrate with, each as long as the base was trained at, or {LONGEST} "
-            "tokens if that is less"
+            "help": f"windows of the training text to calibrate with, each as long as the base was trained at, or "
+            f"{LONGEST} tokens if that is less"
         },
     )
 
@@ -70,8 +73,8 @@ def check_base(model: nn.Module, arguments: Any) -> None:
     """UsageError where nobody sees the scores of the base that the calibration is to follow."""
     if family_for(model.config.model_type).bypasses_interface:
         raise UsageError(
-            f"--calibrate {arguments.calibrate}: a stock {type(model).__name__} computes its attention in code of its own, "
-            "and nobody sees the scores to follow: --calibrate none swaps plainly"
+            f"--calibrate {arguments.calibrate}: a stock {type(model).__name__} computes its attention in code of its "
+            "own, and nobody sees the scores to follow: --calibrate none swaps plainly"
         )
 
 
@@ -85,8 +88,8 @@ def windows(train: list[Document], trained_length: int, arguments: Any) -> Tenso
     found = Windows(train, length, "concatenate")
     if len(found) <= HELD_OUT:
         raise UsageError(
-            f"--calibrate {arguments.calibrate}: the training text has {found.total:,} tokens, and {HELD_OUT + 1} windows "
-            f"of {length} are the least: give more text, or --calibrate none"
+            f"--calibrate {arguments.calibrate}: the training text has {found.total:,} tokens, and {HELD_OUT + 1} "
+            f"windows of {length} are the least: give more text, or --calibrate none"
         )
     count = min(arguments.calibrate_windows, len(found))
     return found.tokens[order(arguments.seed, len(found), 0, count)]
@@ -98,7 +101,7 @@ def skipped(why: str) -> dict[str, Any]:
 
 
 def loss_at(text: Text, length: int) -> Callable[[nn.Module], float]:
-    """What gives a model's held-out loss in windows of this length, or of the whole held-out text if that is shorter."""
+    """What gives a model's held-out loss in windows of this length, or of all held-out text if that is shorter."""
     return held_out_loss(text, min(length, sum(len(document.tokens) for document in text.held_out)))
 
 
@@ -110,6 +113,7 @@ def calibrate(
     *,
     loss: Callable[[nn.Module], float],
     base_loss: float,
+    state_file: Path,
 ) -> dict[str, Any]:
     """Calibrates in place; every process calls it with the same windows.
 
@@ -120,6 +124,7 @@ def calibrate(
         arguments: how, and the seed.
         loss: from `loss_at`.
         base_loss: the same of the base.
+        state_file: where the steps that match attention keep their state, and go on from, if it is there.
 
     Returns:
         What to report: divergences by layer, held-out losses, tokens, seconds.
@@ -138,21 +143,24 @@ def calibrate(
         total=steps, desc="calibrating", unit="step", disable=not steps or not accelerator.is_main_process
     ) as bar:
 
-        def advance(_: int, divergence: float) -> None:
+        def advance(step: int, divergence: float) -> None:
             bar.set_postfix(divergence=f"{divergence:.3f}", refresh=False)
-            bar.update()
+            bar.update(step - bar.n)
 
+        waiting = Steps(steps, accelerator, advance)
         matching = {
             "weights": "adapter" if adapted else "query_key",
             "steps": steps,
             "batch_size": max(1, BATCH // accelerator.num_processes),
             "seed": arguments.seed,
-            "on_step": advance,
+            "state_file": state_file,
+            "on_step": waiting.made,
         }
         try:
-            report = hf_posenc.calibrate(
-                model, tokens, stage=arguments.calibrate, held_out=HELD_OUT, **(matching if steps else {})
-            )
+            with waiting:
+                report = hf_posenc.calibrate(
+                    model, tokens, stage=arguments.calibrate, held_out=HELD_OUT, **(matching if steps else {})
+                )
         except (ValueError, hf_posenc.HfPosencError) as error:
             raise UsageError(f"--calibrate {arguments.calibrate}: {error}; --calibrate none swaps plainly") from None
     seconds = round(time.perf_counter() - start, 1)
@@ -177,3 +185,41 @@ def calibrate(
         "layers": layers,
         "held_out_loss": losses | {"calibrated": loss(model)},
     }
+
+
+class Steps:
+    """Context manager around the steps of a calibration: a first Ctrl-C waits for the end of one and its whole state.
+
+    Before the first step, after the last, for a second Ctrl-C, and among several processes, which may be in different
+    steps, it is what it always was.
+
+    Args:
+        steps: how many there are.
+        accelerator: that runs the processes.
+        said: called with the number of each step and its loss.
+    """
+
+    def __init__(self, steps: int, accelerator: Accelerator, said: Callable[[int, float], None]) -> None:
+        """Nothing is waited for before the first step."""
+        self.steps, self.waits, self.said = steps, accelerator.num_processes == 1, said
+        self.stopping = False
+
+    def __enter__(self) -> "Steps":
+        self.before = signal.getsignal(signal.SIGINT)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.before)
+
+    def made(self, step: int, loss: float) -> None:
+        """Called after each step; KeyboardInterrupt if one is waiting."""
+        self.said(step, loss)
+        if self.stopping:
+            raise KeyboardInterrupt
+        if self.waits:
+            signal.signal(signal.SIGINT, self.before if step == self.steps else self._wait)
+
+    def _wait(self, *_: object) -> None:
+        self.stopping = True
+        signal.signal(signal.SIGINT, self.before)
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
-"""Compares schemes on one base: same data, seeds and budget for each, and the base itself and RoPE's scalings beside them.
+"""Compares schemes on one base: same data, seeds and budget for each, the base itself and RoPE's scalings beside them.
 
     accelerate launch recipes/compare_schemes.py --config recipes/configs/compare_stories.yaml --model DIR --data FILE
 
 Every run is one results.json under OUTPUT/runs; OUTPUT/summary.md, summary.json and the figures are made from them.
-Started again, it makes the runs that are missing and goes on with the one that was interrupted; runs of other arguments,
-another text or another base it refuses.
+Started again, it makes the runs that are missing and goes on with the one that was interrupted; runs of other
+arguments, another text or another base it refuses.
 """
 
 import shutil
@@ -23,34 +23,40 @@ from .calibrating import CalibrationArguments
 from .corpus import read_text
 from .extension import SharedArguments
 from .many_runs import SweepArguments
-from .models import load
+from .models import load_named
 from .options import UsageError, as_in, each_once, parse, refuse
 from .schemes import UNPATCHED
 from .training import RecoveryArguments
 
+EXAMPLES = """
+  {prog} --model gpt2 --data book.txt --variants unpatched alibi rope-yarn t5 --seeds 0 1 2
+  {prog} --model gpt2 --data book.txt --variants t5 t5+uncalibrated t5+distill --recovery-steps 50
+  accelerate launch -m hf_posenc.recipes.compare_schemes --config compare.yaml      # on many GPUs
+"""
 SCALINGS = ("linear", "dynamic", "yarn")
 OPTIONS = ("trainable", "uncalibrated", "distill", "transfer")
 
 
 @dataclass
 class Arguments(SweepArguments, SharedArguments):
-    """What to compare; everything else is as for extend_context.py and the same for all."""
+    """This recipe."""
 
     variants: list[str] = field(
         default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
         metadata={
             "help": f"schemes; {UNPATCHED}; {', '.join('rope-' + kind for kind in SCALINGS)} (RoPE stretched to "
-            "--train-length); any of them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain swap), "
-            "+distill (KL to the base, weight --distill) or +transfer (attention outputs matched for the first quarter of the recovery steps, then KL)"
+            "--train-length); any of them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain "
+            "swap), +distill (KL to the base, weight --distill) or +transfer (attention outputs matched for the first "
+            "quarter of the recovery steps, then KL)"
         },
     )
     distill: float = as_in(RecoveryArguments, "distill", 1.0)
     output: str = as_in(SweepArguments, "output", "runs/compare_schemes")
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
     """Runs what is missing and returns the summary."""
-    arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
+    arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     folder = Path(arguments.output)
     before: list[dict[str, Any]] = []
 
@@ -64,7 +70,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         variants = check_arguments(arguments)
         assert arguments.model is not None  # without one check_arguments has raised
         accelerator = training.accelerator_for(arguments, folder)
-        text = read_text(arguments, load(AutoTokenizer, arguments.model), accelerator)
+        text = read_text(arguments, load_named(AutoTokenizer, arguments), accelerator)
         identities = many_runs.identify(arguments, text, variants, accelerator)
         many_runs.check(folder, identities)
         for runs in many_runs.read(folder).values():
@@ -104,10 +110,10 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
     if scaling and ("scaling" not in known or scaling not in SCALINGS):
         raise UsageError(f"--variants {variant}: scalings are {', '.join('rope-' + kind for kind in SCALINGS)}")
     same = {field.name: getattr(arguments, field.name) for field in fields(SharedArguments)}
-    longest = max(arguments.train_length, *arguments.eval_lengths)
+    longest = max(arguments.train_length, *arguments.lengths)
     extra: list[str] = []
     if scaling:
-        trained = load(AutoConfig, arguments.model).max_position_embeddings
+        trained = load_named(AutoConfig, arguments).max_position_embeddings
         if arguments.train_length <= trained:
             raise UsageError(
                 f"--variants {variant} stretches RoPE to --train-length {arguments.train_length}, but the base was "

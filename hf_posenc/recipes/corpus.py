@@ -2,14 +2,17 @@
 
 import gzip
 import hashlib
+import json
 import pickle
 import random
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import datasets
+import jinja2
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -33,24 +36,34 @@ READ_OF = {
 }
 """Options that only some kinds of text have."""
 IGNORED = -100
-"""Target of a token that nothing should predict: the first of a document, and what follows a window's last token."""
+"""Target of a token that nothing should predict: the first of a document, what follows a window's last token, and what
+others than the assistant say."""
+Chat = list[dict[str, Any]]
+"""Messages with `role` and `content`."""
 
 
 @dataclass
 class TextArguments:
-    """Which text."""
+    """The text."""
 
     data: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one folder of "
-            "save_to_disk, or one dataset id of the Hub; without any, where a recipe allows it: the standard library's "
-            "sources"
+            "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one "
+            "folder of save_to_disk, or one dataset id of the Hub; without any, where a recipe allows it: the standard "
+            "library's sources",
+            "metavar": "FILE",
         },
     )
     data_name: str | None = field(default=None, metadata={"help": "configuration of a dataset of the Hub"})
     data_split: str = field(default="train", metadata={"help": "split of a dataset that has several"})
-    text_column: str = field(default="text", metadata={"help": "column that holds the text, if not a text file"})
+    text_column: str = field(
+        default="text",
+        metadata={
+            "help": "column that holds the text, if not a text file; of chats, e.g. messages, the lists of their "
+            "messages, which the tokenizer's chat template writes out: then only what the assistant says is trained on"
+        },
+    )
     separator: str = field(
         default="",
         metadata={"help": r"what separates documents within a text, e.g. '\n\n'; by default a text is one document"},
@@ -65,7 +78,7 @@ class TextArguments:
 
 @dataclass
 class DataArguments(TextArguments):
-    """And how it becomes windows, of which some are measured."""
+    """Windows of the text."""
 
     packing: str = field(
         default="concatenate",
@@ -89,6 +102,7 @@ class Document:
 
     tokens: Tensor  # (N,) int64
     bytes: int  # of the text in UTF-8, what bits per byte are counted against
+    counted: Tensor | None = None  # (N,) bool, whether a token is one to learn to predict; None where all are
 
 
 def check(arguments: TextArguments, needs_data: bool) -> None:
@@ -109,7 +123,7 @@ def check(arguments: TextArguments, needs_data: bool) -> None:
 
 
 def kind_of(arguments: TextArguments) -> str:
-    """What the text is in: `text`, `json` or `parquet` files, a `saved` dataset or several `splits` of one, the `hub`."""
+    """What the text is in: `text`, `json`, `parquet` files, a `saved` dataset or several `splits` of one, the `hub`."""
     kinds = set()
     for name in arguments.data:
         kinds.add(kind_of_place(name))
@@ -147,7 +161,7 @@ def kind_of_place(name: str) -> str:
 
 
 def looks_like_a_file(name: str) -> bool:
-    """Whether it is meant as a path and not as a dataset id: it has a suffix that is read here, or more than one `/`."""
+    """Whether it is meant as a path, not as a dataset id: it has a suffix that is read here, or more than one `/`."""
     return Path(name).suffix in {".gz", *FORMATS} - {""} or name.count("/") > 1 or name.startswith((".", "/", "~"))
 
 
@@ -169,7 +183,15 @@ def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None
         UsageError: if a file cannot be read, a column is missing, or there is no text.
     """
     separator = arguments.separator.encode().decode("unicode_escape")
-    texts = unique(part for text in read(arguments, files) for part in (text.split(separator) if separator else [text]))
+
+    def parts(text: str | Chat) -> list[str] | list[Chat]:
+        if isinstance(text, str):
+            return text.split(separator) if separator else [text]
+        if separator:
+            raise UsageError("--separator is for text, and these are chats: leave it out")
+        return [text]
+
+    texts = unique(part for text in read(arguments, files) for part in parts(text))
     if arguments.streaming:
         found: list[Document] = []
         for text in texts:
@@ -184,8 +206,8 @@ def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None
     return found
 
 
-def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str]:
-    """The texts as they are stored."""
+def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str | Chat]:
+    """The texts, or chats, as they are stored."""
     paths = [Path(name) for name in arguments.data]
     kind = kind_of(arguments)
     if files is not None or kind == "text":
@@ -217,39 +239,107 @@ def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str]:
                 kind, data_files=[str(path) for path in paths], split="train", streaming=arguments.streaming
             )
         for row in rows:
-            if not isinstance(row.get(arguments.text_column), str):
+            value = row.get(arguments.text_column)
+            if not (isinstance(value, str) or is_chat(value)):
                 raise UsageError(
                     f"--text-column {arguments.text_column}: {describe(arguments)} has {', '.join(row)}, of which the "
-                    "text must be a column of strings"
+                    "text must be a column of strings, or of chats: lists of messages with role and content"
                 )
-            yield row[arguments.text_column]
+            yield value
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(f"--data {describe(arguments)}: {error.__cause__ or error}") from None
 
 
-def unique(texts: Iterable[str]) -> Iterator[str]:
+def is_chat(value: Any) -> bool:
+    """Whether it is a list of messages."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
+    )
+
+
+def unique(texts: Iterable[str | Chat]) -> Iterator[str | Chat]:
     """Those that are not blank, each at its first place."""
     seen = set()
     for text in texts:
-        text = text.strip("\n")
-        key = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        if text.strip() and key not in seen:
+        text = text.strip("\n") if isinstance(text, str) else text
+        key = hashlib.blake2b(as_string(text).encode(), digest_size=16).digest()
+        if as_string(text).strip() and key not in seen:
             seen.add(key)
             yield text
 
 
-def encode(tokenizer: Any, texts: list[str]) -> list[Document]:
-    """Each text between the marks the tokenizer adds; if it adds none, it ends with the tokenizer's end-of-text."""
+def as_string(text: str | Chat) -> str:
+    """A text as it is, a chat as JSON."""
+    return text if isinstance(text, str) else json.dumps(text)
+
+
+def encode(tokenizer: Any, texts: Sequence[str | Chat]) -> list[Document]:
+    """Each text between the marks the tokenizer adds; if it adds none, it ends with the tokenizer's end-of-text.
+
+    A chat is as the tokenizer's template writes it.
+    """
+    if texts and not isinstance(texts[0], str):
+        return [encode_chat(tokenizer, text) for text in texts if not isinstance(text, str)]
     end = [] if tokenizer("").input_ids or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # The tokenizer would warn that a whole book is longer than the model's context, which is the point.
     encoded = tokenizer(texts, return_attention_mask=False, verbose=False).input_ids
     return [
-        Document(torch.tensor(ids + end, dtype=torch.long), len(text.encode()))
+        Document(torch.tensor(ids + end, dtype=torch.long), len(as_string(text).encode()))
         for text, ids in zip(texts, encoded, strict=True)
     ]
 
 
-def encode_and_keep(tokenizer: Any, texts: list[str], workers: int | None) -> list[Document]:
+def encode_chat(tokenizer: Any, chat: Chat) -> Document:
+    """A chat as the tokenizer's template writes it, of which only the assistant's tokens count.
+
+    A template marks what the assistant generates (`{% generation %}`). Of one that does not, the assistant's part of
+    each turn is what the template adds after the turns before it and its prompt for the next.
+
+    Raises:
+        UsageError: if the tokenizer has no template, the template takes no such chat, or the assistant's parts cannot
+            be told.
+    """
+    if tokenizer.chat_template is None:
+        raise UsageError("--text-column names chats, and this tokenizer has no chat template to write them out")
+    try:
+        whole = tokenizer.apply_chat_template(chat, tokenize=False)
+        if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
+            found = tokenizer.apply_chat_template(
+                chat, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+            )
+            ids, counted = found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+        else:
+            spans = assistant_spans(tokenizer, chat, whole)
+            found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids = found.input_ids
+            counted = [any(a <= first < b for a, b in spans) for first, _ in found.offset_mapping]
+    except (jinja2.TemplateError, NotImplementedError, TypeError) as error:
+        raise UsageError(f"the tokenizer's chat template cannot write out a chat of --data: {error}") from None
+    tokens = torch.tensor(ids, dtype=torch.long)
+    return Document(tokens, text_bytes(tokens, tokenizer), torch.tensor(counted, dtype=torch.bool))
+
+
+def assistant_spans(tokenizer: Any, chat: Chat, whole: str) -> list[tuple[int, int]]:
+    """Where the assistant's parts begin and end in a chat that was written out, in characters."""
+    spans = []
+    for index, message in enumerate(chat):
+        if message["role"] == "assistant":
+            before = (
+                tokenizer.apply_chat_template(chat[:index], tokenize=False, add_generation_prompt=True) if index else ""
+            )
+            until = tokenizer.apply_chat_template(chat[: index + 1], tokenize=False)
+            if not (until.startswith(before) and whole.startswith(until)):
+                raise UsageError(
+                    "the tokenizer's chat template writes earlier turns in another way once others follow, and does "
+                    "not mark what the assistant generates: put {% generation %} and {% endgeneration %} around that"
+                )
+            spans.append((len(before), len(until)))
+    return spans
+
+
+def encode_and_keep(tokenizer: Any, texts: Sequence[str | Chat], workers: int | None) -> list[Document]:
     """The same through the cache of datasets: what was tokenised before is read from there.
 
     The name in the cache is made of every text and of the tokenizer, so it cannot be another's.
@@ -257,17 +347,25 @@ def encode_and_keep(tokenizer: Any, texts: list[str], workers: int | None) -> li
     key = hashlib.sha256(
         tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else pickle.dumps(tokenizer)
     )
-    for text in texts:
+    chats = bool(texts) and not isinstance(texts[0], str)
+    if chats:
+        key.update(f"chats {tokenizer.chat_template}".encode())
+    said = [as_string(text) for text in texts]
+    for text in said:
         key.update(len(text).to_bytes(8, "big") + text.encode())
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posenc"
     folder.mkdir(parents=True, exist_ok=True)
 
     def columns(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-        found = encode(tokenizer, batch["text"])
-        return {"tokens": [document.tokens for document in found], "bytes": [document.bytes for document in found]}
+        found = encode(tokenizer, [json.loads(text) for text in batch["text"]] if chats else batch["text"])
+        named: dict[str, list[Any]] = {
+            "tokens": [document.tokens for document in found],
+            "bytes": [document.bytes for document in found],
+        }
+        return named | ({"counted": [document.counted for document in found]} if chats else {})
 
     datasets.disable_progress_bars()
-    rows = datasets.Dataset.from_dict({"text": texts}).map(
+    rows = datasets.Dataset.from_dict({"text": said}).map(
         columns,
         batched=True,
         num_proc=workers,
@@ -275,9 +373,11 @@ def encode_and_keep(tokenizer: Any, texts: list[str], workers: int | None) -> li
         cache_file_name=str(folder / f"{key.hexdigest()}.arrow"),
         new_fingerprint=key.hexdigest()[:16],
     )
+    tensors, counts = rows.with_format("torch")[:], rows[:]["bytes"]
+    marks = [mark.bool() for mark in tensors["counted"]] if chats else [None] * len(counts)
     return [
-        Document(tokens, count)
-        for tokens, count in zip(rows.with_format("torch")[:]["tokens"], rows[:]["bytes"], strict=True)
+        Document(tokens, count, counted)
+        for tokens, count, counted in zip(tensors["tokens"], counts, marks, strict=True)
     ]
 
 
@@ -294,10 +394,9 @@ def split(found: list[Document], tokenizer: Any, arguments: Any) -> tuple[list[D
     """
     missing = arguments.eval_tokens
     if len(found) == 1:
-        tokens = found[0].tokens
         start, end = (
-            [Document(part, text_bytes(part, tokenizer))] if len(part) else []
-            for part in (tokens[:-missing], tokens[-missing:])
+            [part_of(found[0], part, tokenizer)] if len(found[0].tokens[part]) else []
+            for part in (slice(None, -missing), slice(-missing, None))
         )
         return start, end
     order = list(range(len(found)))
@@ -315,11 +414,17 @@ def cut(found: list[Document], tokenizer: Any, tokens: int) -> list[Document]:
     kept: list[Document] = []
     for document in found:
         if len(document.tokens) > tokens:
-            beginning = document.tokens[:tokens]
-            return [*kept, Document(beginning, text_bytes(beginning, tokenizer))] if tokens else kept
+            return [*kept, part_of(document, slice(tokens), tokenizer)] if tokens else kept
         kept.append(document)
         tokens -= len(document.tokens)
     return kept
+
+
+def part_of(document: Document, part: slice, tokenizer: Any) -> Document:
+    """Some of its tokens."""
+    tokens = document.tokens[part]
+    counted = None if document.counted is None else document.counted[part]
+    return Document(tokens, text_bytes(tokens, tokenizer), counted)
 
 
 def text_bytes(tokens: Tensor, tokenizer: Any) -> int:
@@ -331,7 +436,13 @@ def stream(found: list[Document]) -> Document:
     """All documents in a row, as one."""
     if not found:
         return Document(torch.empty(0, dtype=torch.long), 0)
-    return Document(torch.cat([document.tokens for document in found]), sum(document.bytes for document in found))
+    marks = [document.counted for document in found if document.counted is not None]
+    assert len(marks) in (0, len(found)), "a text is of chats, or it is not"
+    return Document(
+        torch.cat([document.tokens for document in found]),
+        sum(document.bytes for document in found),
+        torch.cat(marks) if marks else None,
+    )
 
 
 @dataclass
@@ -359,6 +470,8 @@ class Text:
         for part in (self.train, self.held_out):
             for document in part:
                 found.update(f"{len(document.tokens)} {document.bytes} ".encode() + document.tokens.numpy().tobytes())
+                if document.counted is not None:
+                    found.update(document.counted.numpy().tobytes())
             found.update(b"|")
         return found.hexdigest()
 
@@ -386,10 +499,11 @@ class Windows:
     def __init__(self, found: list[Document], length: int, packing: str):
         """Cut documents into windows."""
         self.length = length
-        tokens = stream(found).tokens
-        self.total = len(tokens)
+        whole = stream(found)
+        self.total = len(whole.tokens)
         count = self.total // length
-        self.tokens = tokens[: count * length].view(count, length)
+        self.tokens = whole.tokens[: count * length].view(count, length)
+        self.counted = None if whole.counted is None else whole.counted[: count * length].view(count, length)
         self.starts = None
         if packing == "documents":
             lengths = torch.tensor([len(document.tokens) for document in found])
@@ -404,6 +518,8 @@ class Windows:
         tokens = self.tokens[indices]
         targets = torch.full_like(tokens, IGNORED)
         targets[:, :-1] = tokens[:, 1:]
+        if self.counted is not None:
+            targets[:, :-1][~self.counted[indices][:, 1:]] = IGNORED
         if self.starts is None:
             return {"input_ids": tokens, "targets": targets}
         starts = self.starts[indices]

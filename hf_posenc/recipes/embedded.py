@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, g
 CONTEXT = 256
 MUON_RATE = 0.02
 END_OF_TEXT = "<|endoftext|>"
+PROMPT = "    def get_"
 
 
 def standard_library() -> list[Path]:
@@ -133,3 +134,15 @@ def train_base(
             bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
             bar.update()
     model.eval()
+
+
+def sample(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, tokens: int = 120) -> str:
+    """What a trained base writes after `PROMPT`: its likeliest bytes, drawn with a seed, inside its context."""
+    inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    written = model.generate(
+        **inputs, max_new_tokens=tokens, do_sample=True, temperature=0.8, pad_token_id=tokenizer.eos_token_id
+    )
+    torch.set_rng_state(state)
+    return tokenizer.decode(written[0], skip_special_tokens=True)

@@ -17,14 +17,15 @@ from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
 
+from ..analysis import plots
 from ..families.base import base_model_type
 from ..registry import family_for
 from . import calibrating, card, corpus, identity, measuring, models, page, rates, run_folder, schemes, tables, training
 from .calibrating import CalibrationArguments
 from .corpus import DataArguments, Text, read_text, stream
-from .embedded import CONTEXT, byte_model, byte_tokenizer, train_base
+from .embedded import CONTEXT, PROMPT, byte_model, byte_tokenizer, sample, train_base
 from .measuring import MeasuringArguments, held_out_loss, measure_model
-from .models import ModelArguments, count, load, load_base, position_limit
+from .models import ModelArguments, count, load_base, load_named, load_trained_base, position_limit
 from .options import UsageError, as_in, at_least, refuse
 from .rates import RateArguments
 from .recovery import check_transfer, teacher_of
@@ -44,7 +45,7 @@ class SharedArguments(
     RateArguments,
     RecoveryArguments,
 ):
-    """What a run and a comparison of runs have in common."""
+    """Adapters."""
 
     lora_rank: int = field(
         default=0,
@@ -54,7 +55,7 @@ class SharedArguments(
 
 @dataclass
 class Arguments(FolderArguments, SchemeArguments, SharedArguments):
-    """What to extend, how, and on which text."""
+    """This recipe."""
 
     # Of all schemes the one that comes closest to its base by calibration.
     scheme: str = as_in(SchemeArguments, "scheme", "transformer_xl")
@@ -101,13 +102,13 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     set_seed(arguments.seed)
 
     say(f"Reading {corpus.describe(arguments)}")
-    tokenizer = load(AutoTokenizer, arguments.model) if arguments.model else byte_tokenizer()
+    tokenizer = load_named(AutoTokenizer, arguments) if arguments.model else byte_tokenizer()
     text = sweep.text if sweep else read_text(arguments, tokenizer, accelerator)
     launched = identity.launched(accelerator)
     of = sweep.identity if sweep else identity.of(arguments, text, scheme=schemes.said(scheme), **launched)
     earlier = run_folder.earlier(arguments, of)
     with models.loaded_whole(accelerator):
-        model = load_base(arguments.model) if arguments.model else byte_model(tokenizer)
+        model = load_base(arguments) if arguments.model else byte_model(tokenizer)
     trained_length = position_limit(model) or model.config.max_position_embeddings
     if arguments.recovery_steps is None:
         longer = arguments.recovery_length is not None or arguments.train_length > trained_length
@@ -124,7 +125,8 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         f"{data['held_out_tokens']:,} held out"
     )
     models.check_vocabulary(model, text.train, text.held_out)
-    check_patch(model, scheme, arguments)
+    if (answers := check_patch(model, scheme, arguments)) is not None:
+        say(f"The swap, tried before anything long: {answers}")
     calibrated = scheme is not None and arguments.calibrate != "none"
     if calibrated:
         calibrating.check_base(model, arguments)
@@ -149,13 +151,14 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         run_folder.begin(accelerator, output, results, anew=True)
     if arguments.model is None:
         if earlier and (output / "base" / "config.json").is_file():
-            model = load_base(str(output / "base")).to(accelerator.device)
+            model = load_trained_base(output / "base").to(accelerator.device)
         else:
             say(f"Training the embedded base: {count(model):,} weights, context {model.config.n_positions}")
             with stopwatch(seconds, "base"):
                 tokens = stream(text.train).tokens
                 train_base(model, tokens, steps=arguments.base_steps, progress=accelerator.is_main_process)
             models.save_stock(accelerator, model, tokenizer, output / "base")
+            say(f"The base, given {PROMPT!r}, writes:\n{sample(model, tokenizer)}\n")
 
     if earlier:
         known = ("before", "retrieval_before", "calibration", "learning_rates")
@@ -182,9 +185,8 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     if arguments.lora_rank:
         # A copy of the config: PEFT writes into it.
         model = peft.get_peft_model(model, hf_posenc.lora_config(model, r=arguments.lora_rank))
-        say(
-            f"LoRA of rank {arguments.lora_rank}: {count(model, trained=True):,} of {count(model):,} weights are trained"
-        )
+        trained = count(model, trained=True)
+        say(f"LoRA of rank {arguments.lora_rank}: {trained:,} of {count(model):,} weights are trained")
 
     if not calibrated:
         why = "--calibrate none" if arguments.calibrate == "none" else "the base keeps its positions"
@@ -192,13 +194,20 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     elif "calibration" in results:
         run_folder.restore_calibrated(model, output)
     else:
-        say(f"Calibrating with {windows.numel():,} tokens of the training text")
+        say(f"Calibrating with {windows.numel():,} tokens of the training text; closed forms come first")
         with stopwatch(seconds, "calibration"):
             results["calibration"] = calibrating.calibrate(
-                accelerator, model, windows, arguments, loss=loss, base_loss=base_loss
+                accelerator,
+                model,
+                windows,
+                arguments,
+                loss=loss,
+                base_loss=base_loss,
+                state_file=output / run_folder.CALIBRATING,
             )
         run_folder.keep_calibrated(accelerator, model, output)
         run_folder.begin(accelerator, output, results, anew=False)
+        run_folder.discard_calibration(accelerator, output)
     say(tables.calibration_line(results["calibration"]))
     if calibrated:
         set_seed(arguments.seed)  # whether it was calibrated just now or before
@@ -242,7 +251,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         run_folder.finish(output, results)
     say(
         f"\n{tables.as_text(results)}\n\ncheckpoint  {output / 'model'}\nreport      {output / 'report.html'}\n"
-        f"results     {output / 'results.json'}"
+        f"results     {output / 'results.json'}\n\n{tables.verdict(results)}"
     )
     if arguments.push_to and accelerator.is_main_process:
         say(hf_posenc.hub.push(output / "model", arguments.push_to, private=arguments.private or None).commit_url)
@@ -251,12 +260,14 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
 
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     """Everything that can be known without reading the text or the weights. Returns the scheme, None for a control."""
+    plots.check_installed()  # the report and the card are drawn at the end
     rates.check(arguments)
     calibrating.check(arguments)
     training.check(arguments)
     training.check_recovery(arguments)
     corpus.check(arguments, needs_data=arguments.model is not None)
     measuring.check(arguments)
+    models.check(arguments)
     at_least(arguments, 1, "base_steps")
     at_least(arguments, 0, "lora_rank", "transfer_steps")
     if arguments.transfer_steps > (arguments.recovery_steps or 0):
@@ -283,7 +294,7 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
             "base's own scheme (rope, or learned)"
         )
     if arguments.model is not None:
-        config = load(AutoConfig, arguments.model)
+        config = load_named(AutoConfig, arguments)
         if config.model_type != base_model_type(config):
             raise UsageError(
                 f"--model {arguments.model} is patched already: give the stock checkpoint it was made from"
@@ -293,9 +304,13 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     return scheme
 
 
-def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Arguments) -> None:
-    """Patches on trial: what the scheme and this model cannot do together comes out now, not after the measurement."""
-    longest = max(arguments.train_length, arguments.eval_lengths[-1])
+def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Arguments) -> str | None:
+    """Patches on trial: what the scheme and this model cannot do together comes out now, not after the measurement.
+
+    Returns:
+        What `verify` says of the embedded base in one line; None of another, and of a control.
+    """
+    longest = max(arguments.train_length, arguments.lengths[-1])
     with hf_posenc.patched(model, scheme, seed=arguments.seed) if scheme is not None else nullcontext():
         limit = position_limit(model)
         if scheme is None and limit is not None and limit < arguments.train_length:
@@ -305,7 +320,7 @@ def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Ar
             )
         if scheme is not None and limit is not None and limit < longest:
             raise UsageError(
-                f"--scheme {arguments.scheme} ends at {limit} positions, --train-length and --eval-lengths go to "
+                f"--scheme {arguments.scheme} ends at {limit} positions, --train-length and --lengths go to "
                 f"{longest}: for instance --scheme-args num_positions={longest}"
             )
         if arguments.packing == "documents" and not models.keeps_documents_apart(model):
@@ -315,3 +330,5 @@ def check_patch(model: nn.Module, scheme: hf_posenc.Scheme | None, arguments: Ar
             )
         if arguments.transfer_steps:
             check_transfer(model)
+        # Of a large model this takes a while on a CPU, and it is asked again when it is patched.
+        return str(hf_posenc.verify(model)).splitlines()[0] if scheme and arguments.model is None else None

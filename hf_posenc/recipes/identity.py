@@ -1,7 +1,7 @@
 """What a run is of: every argument that changes its numbers, and what its text and its base hold.
 
-It is written into a run's folder when the run begins. A finished run is shown again, and an unfinished one gone on with,
-only where all of it is the same: a number must never stand under arguments that it was not made with.
+It is written into a run's folder when the run begins. A finished run is shown again, and an unfinished one gone on
+with, only where all of it is the same: a number must never stand under arguments that it was not made with.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from transformers import AutoConfig
 
 from .corpus import Text
+from .models import revision_of
 from .options import UsageError, option
 from .results import read_json
 
@@ -25,7 +26,7 @@ FREE = (
     *("workers",),  # how fast the text is tokenised
 )
 # What these name is looked into, so that a file may be moved, and one that was changed is noticed.
-BY_CONTENT = ("data", "model", "tokenizer")
+BY_CONTENT = ("data", "model", "revision", "tokenizer")
 # A sweep's lists of runs; each of its runs says which one it is.
 LISTS = ("variants", "schemes", "seeds")
 OWN = ("variant", "scheme", "seed")
@@ -45,7 +46,7 @@ def of(arguments: Any, text: Text, **more: Any) -> dict[str, Any]:
     found = {name: value for name, value in asdict(arguments).items() if name not in left_out}
     found["text"] = text.digest()
     if (model := getattr(arguments, "model", None)) is not None:
-        found["base"] = digest_of(model)
+        found["base"] = digest_of(model, **revision_of(arguments))
     return json.loads(json.dumps(found | more))
 
 
@@ -54,10 +55,10 @@ def launched(accelerator: Accelerator) -> dict[str, Any]:
     return {"mixed_precision": accelerator.mixed_precision, "processes": accelerator.num_processes}
 
 
-def digest_of(model: str) -> str:
+def digest_of(model: str, **revision: str) -> str:
     """Of a checkpoint's config and weights; of one on the Hub the commit."""
     if not Path(model).is_dir():
-        return str(getattr(AutoConfig.from_pretrained(model), "_commit_hash", None) or model)
+        return str(getattr(AutoConfig.from_pretrained(model, **revision), "_commit_hash", None) or model)
     found = hashlib.sha256()
     for path in sorted({path for pattern in WEIGHTS for path in Path(model).glob(pattern)}):
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
 """Many runs in one folder, `runs/VARIANT/seed-N`: what is done is kept, what is missing is made.
 
-Several processes may work on one sweep with different seeds at the same time; whoever ends writes the summary of all that
-is there.
+Several processes may work on one sweep with different seeds at the same time; whoever ends writes the summary of all
+that is there.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ KEPT = "Finished runs are kept, and of the one that was interrupted its newest s
 
 @dataclass
 class SweepArguments:
-    """How many runs of each, and what is kept of them."""
+    """The folder of the sweep."""
 
     seeds: list[int] = field(
         default_factory=lambda: [0, 1, 2], metadata={"help": "of the runs of each scheme or variant"}
     )
     keep_weights: bool = field(default=False, metadata={"help": "keep every run's checkpoint, not only its JSON"})
-    output: str = field(default="runs/sweep", metadata={"help": "folder of the sweep"})
+    output: str = field(default="runs/sweep", metadata={"help": "folder of the sweep", "metavar": "DIR"})
 
 
 def identify(

@@ -20,10 +20,11 @@ CURVE_TOKENS = 8192
 
 @dataclass
 class MeasuringArguments:
-    """At which context lengths, and how."""
+    """Measuring."""
 
-    eval_lengths: list[int] = field(
-        default_factory=lambda: [256, 512, 1024, 2048], metadata={"help": "context lengths to measure at, in tokens"}
+    lengths: list[int] = field(
+        default_factory=lambda: [256, 512, 1024, 2048],
+        metadata={"help": "context lengths to measure at, in tokens", "was": "eval_lengths"},
     )
     stride: int | None = field(
         default=None, metadata={"help": "tokens between sliding windows; by default a quarter of each length"}
@@ -36,26 +37,24 @@ class MeasuringArguments:
 def check(arguments: Any) -> None:
     """What can be known without text and model; lengths come out sorted, each once."""
     at_least(arguments, 0, "retrieval_trials")
-    if not arguments.eval_lengths or min(arguments.eval_lengths) < 8:
-        raise UsageError("--eval-lengths must be at least 8 tokens")
-    arguments.eval_lengths = sorted(set(arguments.eval_lengths))
-    if arguments.retrieval_trials and arguments.eval_lengths[0] < SHORTEST_RETRIEVAL:
+    if not arguments.lengths or min(arguments.lengths) < 8:
+        raise UsageError("--lengths must be at least 8 tokens")
+    arguments.lengths = sorted(set(arguments.lengths))
+    if arguments.retrieval_trials and arguments.lengths[0] < SHORTEST_RETRIEVAL:
         raise UsageError(
-            f"--retrieval-trials: the test needs --eval-lengths of at least {SHORTEST_RETRIEVAL} tokens, not "
-            f"{arguments.eval_lengths[0]}: longer ones, or --retrieval-trials 0"
+            f"--retrieval-trials: the test needs --lengths of at least {SHORTEST_RETRIEVAL} tokens, not "
+            f"{arguments.lengths[0]}: longer ones, or --retrieval-trials 0"
         )
     stride = arguments.stride
     if stride is not None and not (
-        1 <= stride < arguments.eval_lengths[0] and all(length % stride == 0 for length in arguments.eval_lengths)
+        1 <= stride < arguments.lengths[0] and all(length % stride == 0 for length in arguments.lengths)
     ):
         raise UsageError(
-            f"--stride {stride} must divide every one of --eval-lengths and be below the shortest, "
-            f"{arguments.eval_lengths[0]}"
+            f"--stride {stride} must divide every one of --lengths and be below the shortest, {arguments.lengths[0]}"
         )
-    if arguments.eval_tokens < arguments.eval_lengths[-1]:
+    if arguments.eval_tokens < arguments.lengths[-1]:
         raise UsageError(
-            f"--eval-tokens {arguments.eval_tokens} is less than the longest of --eval-lengths, "
-            f"{arguments.eval_lengths[-1]}"
+            f"--eval-tokens {arguments.eval_tokens} is less than the longest of --lengths, {arguments.lengths[-1]}"
         )
 
 
@@ -68,10 +67,10 @@ def check_text(held_out: list[Document], arguments: Any, curve_length: int = 0) 
         curve_length: tokens of a window of the curve; 0 if the recipe has none.
     """
     tokens = len(stream(held_out).tokens)
-    if tokens < arguments.eval_lengths[-1]:
+    if tokens < arguments.lengths[-1]:
         raise UsageError(
-            f"the held-out text has {tokens:,} tokens, the longest of --eval-lengths needs "
-            f"{arguments.eval_lengths[-1]:,}: give more text or shorter lengths"
+            f"the held-out text has {tokens:,} tokens, the longest of --lengths needs "
+            f"{arguments.lengths[-1]:,}: give more text or shorter lengths"
         )
     if curve_length and arguments.eval_every and tokens < curve_length:
         raise UsageError(
@@ -89,29 +88,54 @@ def held_out_loss(text: Text, length: int) -> Callable[[nn.Module], float]:
 def measure_model(
     model: nn.Module, held_out: list[Document], arguments: Any, accelerator: Accelerator
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Both perplexities and the rest, a row per length, or why there is none; retrieval, a cell per length and lag.
+    """Both perplexities and the rest, a row per length, or why there is none; retrieval, a cell per length and lag."""
+    return perplexities(model, held_out, arguments, accelerator), retrieval(model, arguments, accelerator)
 
-    Held-out documents are measured in a row, or, where they were packed apart, each on its own. Retrieval is whether the
-    model can copy what it has seen so far back.
+
+def perplexities(
+    model: nn.Module,
+    held_out: list[Document],
+    arguments: Any,
+    accelerator: Accelerator,
+    on_row: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Both perplexities and the rest, a row per length, or why there is none; `on_row` is called with each at once.
+
+    Held-out documents are measured in a row, or, where they were packed apart, each on its own.
     """
     found = held_out if arguments.packing == "documents" else [stream(held_out)]
     limit = position_limit(model)
-    possible = [length for length in arguments.eval_lengths if limit is None or length <= limit]
-    how = {"distributed": accelerator.num_processes > 1, "progress": accelerator.is_main_process}
-    rows = measure_context(
+    rows = []
+    for length in arguments.lengths:
+        if limit is not None and length > limit:
+            rows.append({"length": length, "impossible": f"its table ends at {limit} positions"})
+        else:
+            (row,) = measure_context(
+                model,
+                [document.tokens for document in found],
+                lengths=[length],
+                stride=arguments.stride,
+                byte_counts=[document.bytes for document in found],
+                distributed=accelerator.num_processes > 1,
+                progress=accelerator.is_main_process,
+            )
+            rows.append(row.to_dict())
+        on_row(rows[-1])
+    return rows
+
+
+def retrieval(model: nn.Module, arguments: Any, accelerator: Accelerator) -> list[dict[str, Any]]:
+    """Whether the model can copy what it has seen so far back: a cell per length that it can run at, and lag."""
+    limit = position_limit(model)
+    possible = [length for length in arguments.lengths if limit is None or length <= limit]
+    if not (arguments.retrieval_trials and possible):
+        return []
+    cells = induction_copy(
         model,
-        [document.tokens for document in found],
         lengths=possible,
-        stride=arguments.stride,
-        byte_counts=[document.bytes for document in found],
-        **how,
+        trials=arguments.retrieval_trials,
+        seed=0,
+        distributed=accelerator.num_processes > 1,
+        progress=accelerator.is_main_process,
     )
-    impossible = [
-        {"length": length, "impossible": f"its table ends at {limit} positions"}
-        for length in arguments.eval_lengths
-        if length not in possible
-    ]
-    cells = []
-    if arguments.retrieval_trials and possible:
-        cells = induction_copy(model, lengths=possible, trials=arguments.retrieval_trials, seed=0, **how)
-    return [row.to_dict() for row in rows] + impossible, [cell.to_dict() for cell in cells]
+    return [cell.to_dict() for cell in cells]

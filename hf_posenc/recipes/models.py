@@ -23,23 +23,43 @@ from ..families.base import base_model_type
 from ..patching.state import without_adapter
 from ..registry import family_for
 from .corpus import Document, stream
-from .options import UsageError, option
+from .options import UsageError, one_of, option
 from .schemes import limit_of
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
 class ModelArguments:
-    """Which model."""
+    """The model."""
 
     model: str | None = field(
         default=None,
         metadata={
-            "help": "checkpoint folder or Hub id; without it, where a recipe allows it: a small byte-level GPT-2, trained first"
+            "help": "checkpoint folder or Hub id; without it, where a recipe allows it: a small byte-level GPT-2, "
+            "trained first",
+            "metavar": "DIR_OR_ID",
         },
+    )
+    revision: str | None = field(
+        default=None, metadata={"help": "branch, tag or commit of --model, if it is on the Hub", "metavar": "NAME"}
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoints
+@dataclass
+class DeviceArguments:
+    """Device and precision."""
+
+    device: str | None = field(
+        default=None, metadata={"help": "for instance cpu or cuda:1; by default an accelerator, where there is one"}
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "of the weights: " + " | ".join(("auto", *DTYPES)) + "; auto is what they were saved in"},
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
@@ -60,9 +80,78 @@ def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
         raise UsageError(f"{option(asked)} {name}: {error}") from None
 
 
-def load_base(name: str) -> nn.Module:
-    """The stock model to train, in float32 whatever it was saved in."""
-    model = load(AutoModelForCausalLM, name, dtype=torch.float32)
+def check(arguments: Any) -> None:
+    """What can be known of these options without reading anything."""
+    if arguments.revision is not None and (arguments.model is None or Path(arguments.model).is_dir()):
+        what = "the embedded base is none" if arguments.model is None else f"{arguments.model} is a folder"
+        raise UsageError(f"--revision is of a checkpoint on the Hub, and {what}: leave it out")
+    if isinstance(arguments, DeviceArguments):
+        one_of(arguments, "dtype", ("auto", *DTYPES))
+
+
+def load_named(cls: Any, arguments: Any, **more: Any) -> Any:
+    """The same of the checkpoint that `--model` and `--revision` name."""
+    return load(cls, arguments.model, **revision_of(arguments), **more)
+
+
+def load_patched(arguments: Any, scheme: hf_posenc.Scheme, seed: int) -> Any:
+    """The stock checkpoint that `--model` names, in `--dtype`, with a scheme patched in; UsageError if it cannot be."""
+    try:
+        return hf_posenc.from_pretrained(
+            hub.checkpoint_name(arguments.model),
+            scheme=scheme,
+            seed=seed,
+            dtype=dtype_of(arguments),
+            **revision_of(arguments),
+        )
+    except (OSError, ValueError, hf_posenc.HfPosencError) as error:
+        raise UsageError(f"--model {arguments.model}: {str(error).removeprefix('hf_posenc: ')}") from None
+
+
+def revision_of(arguments: Any) -> dict[str, str]:
+    """What `from_pretrained` is told of it: nothing where nothing was said."""
+    return {} if arguments.revision is None else {"revision": arguments.revision}
+
+
+def dtype_of(arguments: "DeviceArguments") -> Any:
+    """As `from_pretrained` takes it."""
+    return "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+
+
+def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
+    """What runs the processes, and the device of this one, which was tried.
+
+    Raises:
+        UsageError: if the device cannot be used here, or several processes were told to share it.
+    """
+    name = arguments.device
+    accelerator = Accelerator(cpu=name == "cpu" or not torch.accelerator.is_available())
+    if name is None:
+        return accelerator, accelerator.device
+    if accelerator.num_processes > 1:
+        raise UsageError(
+            f"--device {name}: each of the {accelerator.num_processes} processes has its own, leave it out"
+        )
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).cpu()
+    except (AssertionError, NotImplementedError, RuntimeError) as error:  # what torch raises, by device and build
+        raise UsageError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
+    return accelerator, device
+
+
+def load_base(arguments: Any) -> nn.Module:
+    """The stock model to train that `--model` names, in float32 whatever it was saved in."""
+    return trainable(load_named(AutoModelForCausalLM, arguments, dtype=torch.float32))
+
+
+def load_trained_base(folder: Path) -> nn.Module:
+    """The embedded base from the folder it was saved in."""
+    return trainable(load(AutoModelForCausalLM, str(folder), dtype=torch.float32))
+
+
+def trainable(model: Any) -> nn.Module:
+    """With its loss named."""
     # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
     model.loss_type = "ForCausalLM"
     return model
@@ -112,7 +201,7 @@ def save_stock(accelerator: Accelerator, model: nn.Module, tokenizer: Any, folde
     accelerator.wait_for_everyone()
 
 
-# ------------------------------------------------------------------------------------------------------------- questions
+# ------------------------------------------------------------------------------------------------------------ questions
 
 
 def count(model: nn.Module, trained: bool = False) -> int:
@@ -133,7 +222,7 @@ def position_table(model: nn.Module) -> nn.Module | None:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Number of positions that the model has: its scheme's or, of a stock model, its table's; None if there is no end."""
+    """Number of positions that the model has: its scheme's or, of a stock model, its table's; None without an end."""
     if hf_posenc.is_patched(model):
         return limit_of(model)
     if (table := position_table(model)) is None:

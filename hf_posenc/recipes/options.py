@@ -1,24 +1,42 @@
-"""Arguments of the recipes: dataclass fields from a YAML file, overridden by the command line, all checked the same way."""
+"""Arguments of the recipes: dataclass fields from a YAML file, overridden by the command line, checked the same way."""
 
 import json
 import sys
-from argparse import ArgumentParser
+import types
+from argparse import SUPPRESS, ArgumentTypeError
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
+
+from ..arguments import Parser
 
 T = TypeVar("T")
+
+FIRST = (
+    *("model", "data", "scheme", "variants", "schemes", "scheme_args", "train_length", "steps", "lengths"),
+    *("seed", "seeds", "output", "json", "resume"),
+)
+"""Options that most command lines have, in the order of --help; the others follow in groups, by what they are of."""
+METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class UsageError(Exception):
     """The arguments or the text cannot work; the message says why and what would."""
 
 
-def parse(cls: type[T], argv: list[str] | None, description: str) -> tuple[T, ArgumentParser]:
+def parse(
+    cls: type[T], argv: list[str] | None, description: str | None, *, prog: str | None = None, examples: str = ""
+) -> tuple[T, Parser]:
     """Reads `--config FILE` first, then the other options, which win.
+
+    Args:
+        cls: a dataclass; a field's metadata hold its `help`, and may hold a `metavar` and `was`, an older name.
+        argv: words of the command line; None takes those of the process.
+        description: of the program, whose first line is shown.
+        prog: its name; None takes the file that was started.
+        examples: command lines for the end of --help, in which `{prog}` stands for the name.
 
     Returns:
         The arguments, and the parser, whose `error` ends the program with a message.
@@ -26,20 +44,93 @@ def parse(cls: type[T], argv: list[str] | None, description: str) -> tuple[T, Ar
     A key of the file that is no option, a value of the wrong type, an unknown or abbreviated option: each ends the
     program with a message and status 2.
     """
-    parser = HfArgumentParser(
-        cls, description=description, usage="%(prog)s [options]   (--help lists them)", allow_abbrev=False
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of these options; the command line wins")
+    parser = parser_of(cls, description, prog=prog, examples=examples)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        words = from_file(cls, words) + words
-        arguments, rest, unknown = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
-        assert set(vars(rest)) == {"config"}
+        named, unknown = parser.parse_known_args(from_file(cls, words) + words)
         if unknown:
-            raise UsageError(f"unknown option or stray value: {' '.join(unknown)}")
+            raise UsageError(f"unknown option or stray value: {' '.join(unknown)} (--help lists the options)")
     except UsageError as error:
         parser.error(str(error))
-    return arguments, parser
+    given = {name: value for name, value in vars(named).items() if name != "config"}
+    return cls(**given), parser
+
+
+def parser_of(cls: type, description: str | None, *, prog: str | None = None, examples: str = "") -> Parser:
+    """What reads the options of a dataclass: see `parse`."""
+    parser = Parser(
+        prog=prog, description=(description or "").split("\n")[0], usage="%(prog)s [options]", add_help=False
+    )
+    parser.epilog = f"examples:\n{examples.strip(chr(10)).format(prog=parser.prog)}" if examples else None
+    groups = {"most used": parser.add_argument_group("most used")}
+    kinds = get_type_hints(cls)
+    for title, known in grouped(cls):
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        add(groups[title], known, kinds[known.name])
+    general = parser.add_argument_group("general")
+    general.add_argument("--config", metavar="FILE", help="YAML file with any of these options; the command line wins")
+    general.add_argument("-h", "--help", action="help", help="show this and stop")
+    return parser
+
+
+def grouped(cls: type) -> list[tuple[str, Field[Any]]]:
+    """Fields in the order of --help, each with the title of its group: the docstring of the class that has it first."""
+    owners = {known.name: cls for known in fields(cls)}
+    for owner in cls.__mro__:  # the last one wins: where an option is declared first, not where its default is changed
+        owners |= {name: owner for name in vars(owner).get("__annotations__", {}) if name in owners}
+
+    def place(known: Field[Any]) -> tuple[int, int]:
+        first = FIRST.index(known.name) if known.name in FIRST else len(FIRST)
+        return first, cls.__mro__.index(owners[known.name])
+
+    def title(known: Field[Any]) -> str:
+        return "most used" if known.name in FIRST else (owners[known.name].__doc__ or "").split("\n")[0].rstrip(".")
+
+    return [(title(known), known) for known in sorted(fields(cls), key=place)]
+
+
+def add(group: Any, known: Field[Any], kind: Any) -> None:
+    """One option, listed once; an older name of it is read and not listed."""
+    several = get_origin(kind) is list
+    optional = [each for each in get_args(kind) if each is not type(None)]
+    one = optional[0] if get_origin(kind) in (Union, types.UnionType) or several else kind
+    default = default_of(known)
+    said = known.metadata["help"] + ("" if default in (None, False, [], "") else f" (default: {shown(default)})")
+    keywords: dict[str, Any] = {"default": default, "help": said.replace("%", "%%"), "dest": known.name}
+    if one is bool:
+        keywords |= {"nargs": "?", "const": True, "type": truth, "metavar": "BOOL"}
+        keywords["help"] = known.metadata["help"].replace("%", "%%")
+    else:
+        keywords |= {"type": one, "metavar": known.metadata.get("metavar", METAVARS[one])}
+        if several:
+            keywords["nargs"] = "+"
+    group.add_argument(option(known.name), **keywords)
+    # Underscores for dashes, as 0.1.0 took them too, and names of 0.1.0.
+    names = [known.name, *([known.metadata["was"]] if "was" in known.metadata else [])]
+    for spelling in dict.fromkeys(spelling for name in names for spelling in (f"--{name}", option(name))):
+        if spelling == option(known.name):
+            continue
+        group.add_argument(spelling, **keywords | {"help": SUPPRESS, "default": SUPPRESS})
+
+
+def shown(default: Any) -> str:
+    """A default as it would be typed."""
+    return (
+        " ".join(map(str, default))
+        if isinstance(default, list)
+        else f"{default:g}"
+        if isinstance(default, float)
+        else str(default)
+    )
+
+
+def truth(word: str) -> bool:
+    """What a word says of a switch."""
+    found = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(word.lower())
+    if found is None:
+        raise ArgumentTypeError(f"true or false, not {word}")
+    return found
 
 
 def as_in(cls: type, name: str, default: Any = MISSING) -> Any:
@@ -75,6 +166,7 @@ def from_file(cls: type, words: list[str]) -> list[str]:
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: must be a mapping of options, not {type(content).__name__}")
     known = {one.name: one for one in fields(cls)}
+    known |= {one.metadata["was"]: one for one in fields(cls) if "was" in one.metadata}
     if strange := [str(key) for key in content if key not in known]:
         raise UsageError(f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}")
     said: list[str] = []
@@ -86,7 +178,7 @@ def from_file(cls: type, words: list[str]) -> list[str]:
             continue
         if isinstance(value, dict):  # hyper-parameters of a scheme read best as a mapping
             value = [f"{name}={json.dumps(item)}" for name, item in value.items()]
-        said += [option(key), *map(str, value if isinstance(value, list) else [value])]
+        said += [option(known[key].name), *map(str, value if isinstance(value, list) else [value])]
     return said
 
 
@@ -130,6 +222,6 @@ def each_once(arguments: Any, *names: str) -> None:
 
 def refuse(arguments: Any, name: str, reason: str) -> None:
     """UsageError if this option was set to anything but its default, where nothing would read it."""
-    default = next(known for known in fields(arguments) if known.name == name).default
+    default = default_of(next(known for known in fields(arguments) if known.name == name))
     if getattr(arguments, name) != default:
         raise UsageError(f"{option(name)} {reason}: leave it out")

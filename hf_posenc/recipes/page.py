@@ -20,6 +20,7 @@ from .tables import (
     tried_rows,
 )
 
+MADE_WITH = ("versions", "hardware", "git")
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .2rem .8rem; text-align: right }
@@ -79,7 +80,7 @@ def page(results: dict[str, Any]) -> str:
         "<h2>Configuration</h2>",
         f"<pre>{html.escape(' '.join(results['command']))}</pre>",
         cells([("option", "value"), *((key, str(value)) for key, value in results["arguments"].items())]),
-        f"<pre>{html.escape(json.dumps({key: results[key] for key in ('versions', 'hardware', 'git')}, indent=2))}</pre>",
+        f"<pre>{html.escape(json.dumps({key: results[key] for key in MADE_WITH}, indent=2))}</pre>",
     ]
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
@@ -95,8 +96,8 @@ def calibration(found: dict[str, Any]) -> list[str]:
     return [
         *parts,
         "<p>Before the fine-tuning the scheme took over what the base's positions did. By layer: the Kullback-Leibler "
-        "divergence of its attention from the base's, in nats per query, the mean over heads on windows that nothing was "
-        "fitted to. What is left at the end the scheme could not express.</p>",
+        "divergence of its attention from the base's, in nats per query, the mean over heads on windows that nothing "
+        "was fitted to. What is left at the end the scheme could not express.</p>",
         cells(calibration_rows(found)),
     ]
 
@@ -105,7 +106,8 @@ def summary(results: dict[str, Any]) -> str:
     """The result in two sentences that hold whichever way it turned out."""
     base, scheme = results["base"], results["scheme"]
     line = (
-        f"{base['name']} ({base['parameters']:,} weights, trained at {base['trained_length']} tokens) with {scheme['name']}"
+        f"{base['name']} ({base['parameters']:,} weights, trained at {base['trained_length']} tokens) "
+        f"with {scheme['name']}"
         f", fine-tuned on {results['training']['tokens']:,} tokens. "
     )
     before = {row["length"]: row for row in results["before"]}.get(base["trained_length"], {})
@@ -115,7 +117,8 @@ def summary(results: dict[str, Any]) -> str:
     reference = before["sliding"]["perplexity"]
     reached = [row["length"] for row in after if row["sliding"]["perplexity"] <= reference]
     return line + (
-        f"Sliding-window perplexity of the base at {base['trained_length']}: {reference:.3f}; the result is at or below "
+        f"Sliding-window perplexity of the base at {base['trained_length']}: {reference:.3f}; the result is at or "
+        "below "
         + (f"that at {', '.join(map(str, reached))} tokens." if reached else "that at no length that was measured.")
     )
 

@@ -2,9 +2,9 @@
 
     accelerate launch recipes/pretrain.py --config recipes/configs/pretrain_books.yaml --data BOOK.txt...
 
-The from-scratch counterpart of compare_schemes.py, as in Press et al. 2021 (arXiv:2108.12409): a decoder of GPT-2's shape
-that reads bytes, without any position encoding but the one named. Every run is one results.json under OUTPUT/runs; the
-summary and the figures are made from them. Started again, it makes the runs that are missing, and
+The from-scratch counterpart of compare_schemes.py, as in Press et al. 2021 (arXiv:2108.12409): a decoder of GPT-2's
+shape that reads bytes, without any position encoding but the one named. Every run is one results.json under
+OUTPUT/runs; the summary and the figures are made from them. Started again, it makes the runs that are missing, and
 refuses runs of other arguments.
 """
 
@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 import hf_posenc
 
+from ..analysis import plots
 from ..families.base import base_model_type
 from . import corpus, identity, many_runs, measuring, program, run_folder, schemes, summary, training
 from .corpus import DataArguments, Text, Windows, read_text
@@ -29,10 +30,16 @@ from .results import origin, stopwatch
 from .schemes import SchemeArguments, hyperparameters
 from .training import Phase, TrainingArguments
 
+EXAMPLES = """
+  {prog} --schemes sinusoidal alibi nope --steps 500         # bytes of the Python standard library
+  {prog} --data book.txt --train-length 256 --lengths 256 512 1024 --seeds 0 1 2
+  accelerate launch -m hf_posenc.recipes.pretrain --config pretrain.yaml            # on many GPUs
+"""
+
 
 @dataclass
 class Arguments(SweepArguments, DataArguments, MeasuringArguments, TrainingArguments):
-    """What to train, with which schemes, and where to test it."""
+    """This recipe."""
 
     schemes: list[str] = field(
         default_factory=lambda: ["sinusoidal", "rope", "alibi", "nope"],
@@ -52,9 +59,9 @@ class Arguments(SweepArguments, DataArguments, MeasuringArguments, TrainingArgum
     output: str = as_in(SweepArguments, "output", "runs/pretrain")
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
     """Runs what is missing and returns the summary."""
-    arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
+    arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     folder = Path(arguments.output)
     with program.ending(parser, "the same command", lambda: many_runs.KEPT):
         wanted = check_arguments(arguments)
@@ -74,6 +81,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
     """Everything that can be known without reading the text. Returns the schemes by name."""
+    plots.check_installed()  # the figures are drawn at the end
     training.check(arguments)
     corpus.check(arguments, needs_data=False)
     measuring.check(arguments)

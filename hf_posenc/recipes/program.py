@@ -24,8 +24,8 @@ def ending(parser: ArgumentParser, again: str, kept: Callable[[], str]) -> Itera
     """
     try:
         yield
-    except (UsageError, hf_posenc.HfPosencError) as error:
-        parser.error(str(error))
+    except (UsageError, hf_posenc.HfPosencError, ImportError) as error:
+        parser.error(str(error).removeprefix("hf_posenc: "))
     except Interrupted as stop:
         print(f"\n{stop}. Everything is in {stop.folder}: {again} goes on.", file=sys.stderr)
         raise SystemExit(stop.status) from None

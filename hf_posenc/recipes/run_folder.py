@@ -1,7 +1,8 @@
 """The folder of a run: free when it begins, telling all the while what can be gone on with, tidy when it ends.
 
-`progress.json` says what an unfinished run is of and what it has measured, `results.json` stands in its place at the end;
-beside them are the calibrated weights, the states of the fine-tuning and, where it was trained on the spot, the base.
+`progress.json` says what an unfinished run is of and what it has measured, `results.json` stands in its place at the
+end; beside them are the state of the calibration or the calibrated weights, the states of the fine-tuning and, where it
+was trained on the spot, the base.
 """
 
 import os
@@ -20,13 +21,16 @@ from .options import UsageError
 from .results import read_json, write_json
 
 CALIBRATED = "calibrated.safetensors"
+CALIBRATING = "calibration.state.safetensors"
 
 
 @dataclass
 class FolderArguments:
-    """Which folder, and what to do with what is there."""
+    """The folder of the run."""
 
-    output: str = field(default="runs/extend_context", metadata={"help": "folder to write; must be empty or absent"})
+    output: str = field(
+        default="runs/extend_context", metadata={"help": "folder to write; must be empty or absent", "metavar": "DIR"}
+    )
     overwrite: bool = field(default=False, metadata={"help": "write into a folder that is not empty"})
     resume: bool = field(default=False, metadata={"help": "go on with an interrupted run of the same arguments"})
 
@@ -62,6 +66,7 @@ def begin(accelerator: Accelerator, folder: Path, results: dict[str, Any], anew:
         if anew:
             discard_states(folder)
             (folder / CALIBRATED).unlink(missing_ok=True)
+            (folder / CALIBRATING).unlink(missing_ok=True)
             (folder / "results.json").unlink(missing_ok=True)
             shutil.rmtree(folder / "base", ignore_errors=True)
         write_json(folder / "progress.json", results)
@@ -73,6 +78,7 @@ def finish(folder: Path, results: dict[str, Any]) -> None:
     write_json(folder / "results.json", results)
     (folder / "progress.json").unlink()
     (folder / CALIBRATED).unlink(missing_ok=True)
+    (folder / CALIBRATING).unlink(missing_ok=True)
     discard_states(folder)
 
 
@@ -94,6 +100,13 @@ def restore_calibrated(model: nn.Module, folder: Path) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(kept[name])
+
+
+def discard_calibration(accelerator: Accelerator, folder: Path) -> None:
+    """Its state, when progress.json says what it came to."""
+    if accelerator.is_main_process:
+        (folder / CALIBRATING).unlink(missing_ok=True)
+    accelerator.wait_for_everyone()
 
 
 def discard_states(folder: Path) -> None:
@@ -119,6 +132,8 @@ def kept(arguments: FolderArguments) -> str:
     known = read_json(output / "progress.json")
     if "calibration" in known:
         return f"The calibrated model is kept in {output}: {again(arguments)} goes on with the fine-tuning."
+    if (output / CALIBRATING).is_file():
+        return f"The calibration is kept in {output / CALIBRATING}: {again(arguments)} goes on from there."
     if "before" in known:
         return f"The measurements of the base are kept in {output}: {again(arguments)} goes on from there."
     if (output / "base" / "config.json").is_file():

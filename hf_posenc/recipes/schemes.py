@@ -8,6 +8,7 @@ from torch import nn
 
 import hf_posenc
 
+from .. import arguments
 from ..api import parse_schemes
 from ..patching.state import patch_of
 from .options import UsageError, option
@@ -18,39 +19,35 @@ UNPATCHED = "unpatched"
 
 @dataclass
 class SchemeArguments:
-    """Which scheme."""
+    """The scheme."""
 
     scheme: str = field(
         default="alibi",
         metadata={
-            "help": f"position encoding to patch in; where a recipe allows it also {UNPATCHED}: the base as it is, as a control"
+            "help": f"position encoding to patch in (`hf-posenc schemes` lists them); where a recipe allows it "
+            f"also {UNPATCHED}: the base as it is, as a control",
+            "metavar": "NAME",
         },
     )
     scheme_args: list[str] = field(
         default_factory=list,
-        metadata={"help": "its hyper-parameters as name=value, e.g. max_distance=64 share_heads=false"},
+        metadata={
+            "help": "its hyper-parameters, e.g. max_distance=64 share_heads=false; see `hf-posenc schemes NAME`",
+            "metavar": "NAME=VALUE",
+        },
     )
 
 
 def hyperparameters(pairs: list[str]) -> dict[str, Any]:
-    """`name=value` words as a scheme's keyword arguments: JSON where it is JSON, text otherwise."""
-    values = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not (name and equals):
-            raise UsageError(f"--scheme-args takes name=value, not {pair}")
-        if name in values:
-            raise UsageError(f"--scheme-args says {name} twice")
-        try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError:
-            parsed = value
-        values[name] = tuple(parsed) if isinstance(parsed, list) else parsed
-    return values
+    """`name=value` words as a scheme's keyword arguments; UsageError where they are none."""
+    try:
+        return arguments.hyperparameters(pairs)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def named(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
-    """The scheme of this name with these hyper-parameters; UsageError, with the option that named it, if it cannot be."""
+    """The scheme of this name with these hyper-parameters; UsageError, naming the option, if it cannot be."""
     try:
         (scheme,) = parse_schemes(name, given)
         return scheme

@@ -42,10 +42,51 @@ def calibration_line(found: dict[str, Any]) -> str:
         return f"not calibrated: {found['why']}"
     losses, divergence = found["held_out_loss"], found["divergence"]
     return (
-        f"calibrated: attention {divergence['before']:.3f} nats from the base's before, {divergence['after']:.3f} after; "
-        f"held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, swapped {losses['swapped']:.3f}, "
-        f"calibrated {losses['calibrated']:.3f}"
+        f"calibrated: attention {divergence['before']:.3f} nats from the base's before, {divergence['after']:.3f} "
+        f"after; held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, "
+        f"swapped {losses['swapped']:.3f}, calibrated {losses['calibrated']:.3f}"
     )
+
+
+SAME = 0.02
+"""Perplexities that differ by less than this share of the base's are called the same."""
+HOLDS = 0.05
+"""And at a longer context it holds if it is no more above that at the base's length than this share of it."""
+
+
+def verdict(results: dict[str, Any]) -> str:
+    """What came of a run, in sentences: sliding-window perplexity, against the base at the length it was trained at.
+
+    Args:
+        results: of extend_context.py.
+    """
+    trained = results["base"]["trained_length"]
+    before = {row["length"]: row["sliding"]["perplexity"] for row in results["before"] if "sliding" in row}
+    after = {row["length"]: row["sliding"]["perplexity"] for row in results["after"] if "sliding" in row}
+    known = max((length for length in before if length <= trained and length in after), default=None)
+    longest = max(after)
+    if known is None:
+        return (
+            f"Nothing was measured at {trained} tokens, where the base was trained, or below: there is no base to "
+            "compare with."
+        )
+    base, now, far = before[known], after[known], after[longest]
+    said = f"Perplexity at {known} tokens: {base:.2f} before, {now:.2f} after."
+    if now > base * (1 + SAME):
+        said += " The model got worse than its base there: train it longer, or choose another scheme."
+    elif now < base * (1 - SAME):
+        said += " The model is better than its base there; some of that is the text it was fine-tuned on."
+    else:
+        said += " The model is as good as its base there."
+    if longest <= known:
+        return said
+    then = f"the base {before[longest]:.2f}" if longest in before else "and the base cannot run"
+    held = known
+    for length in sorted(length for length in after if length > known):
+        if after[length] > now * (1 + HOLDS):
+            return f"{said} It holds to {held} tokens and gets worse beyond: at {longest} it has {far:.2f}, {then}."
+        held = length
+    return f"{said} It holds to {longest} tokens, where it has {far:.2f}, {then}."
 
 
 def calibration_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -36,7 +36,7 @@ TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 
 @dataclass
 class TrainingArguments:
-    """How to fine-tune."""
+    """Training."""
 
     train_length: int = field(default=1024, metadata={"help": "context length to train at, in tokens"})
     steps: int = field(default=150, metadata={"help": "optimizer steps"})
@@ -48,8 +48,8 @@ class TrainingArguments:
     learning_rate: float | None = field(
         default=None,
         metadata={
-            "help": "peak, after warm-up and before the decay; where a recipe calibrates, by default 3e-4, or 1e-3 with "
-            "--calibrate none"
+            "help": "peak, after warm-up and before the decay; where a recipe calibrates, by default 3e-4, or 1e-3 "
+            "with --calibrate none"
         },
     )
     schedule: str = field(default="cosine", metadata={"help": " | ".join(SCHEDULES)})
@@ -81,19 +81,21 @@ class TrainingArguments:
 
 @dataclass
 class RecoveryArguments:
-    """How to win back what the swap costs, with the base at hand."""
+    """Winning back what the swap costs, with the base at hand."""
 
     recovery_steps: int | None = field(
         default=None,
         metadata={
-            "help": "how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back more "
-            "cheaply; by default half of them, where --train-length is beyond what the base was trained at, or with --recovery-length"
+            "help": "how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back "
+            "more cheaply; by default half of them, where --train-length is beyond what the base was trained at, or "
+            "with --recovery-length"
         },
     )
     recovery_length: int | None = field(
         default=None,
         metadata={
-            "help": "their context length; by default the one the base was trained at, or --train-length if that is less"
+            "help": "their context length; by default the one the base was trained at, or --train-length if that is "
+            "less"
         },
     )
     distill: float = field(
@@ -149,7 +151,7 @@ def accelerator_for(arguments: TrainingArguments, folder: Path) -> Accelerator:
             `context_parallel` does not divide them.
     """
     accelerator = Accelerator(
-        # Without this, several processes on a machine without a GPU would not know of each other. DeepSpeed has its own way.
+        # Without this, several processes on a machine without a GPU would not know of each other; DeepSpeed's would.
         cpu=not torch.accelerator.is_available() and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true",
         mixed_precision=arguments.mixed_precision,
         # Windows come without end, so the end of a pass over the text must not cut an accumulation short.
@@ -267,8 +269,8 @@ def fine_tune(
         teacher: the unpatched base, if `distill` or `transfer_steps` ask for it.
         trained_length: tokens of its trained window.
         evaluate: held-out loss of the model, for the recovery curve.
-        find_rate: gives the learning rate in place of the arguments', from the wrapped model, its optimizer and what makes
-            a step; asked before the first step only.
+        find_rate: gives the learning rate in place of the arguments', from the wrapped model, its optimizer and what
+            makes a step; asked before the first step only.
 
     Returns:
         The model as accelerate wrapped it, and what to report: steps, tokens, losses, curve, speed, memory.
@@ -310,6 +312,13 @@ def fine_tune(
             return one_step(accelerator, wrapped, optimizer, plan[0], step, arguments, recovery, sharing)
 
         set_rate(optimizer, schedule, find_rate(wrapped, optimizer, attempt))
+
+    def measured(step: int) -> None:
+        assert evaluate is not None
+        found = evaluate(wrapped)
+        progress.curve.append({"tokens": progress.tokens, "loss": found})
+        accelerator.log({"held_out_loss": found}, step=step)
+
     wrapped.train()
     start = time.perf_counter() - progress.seconds
     with (
@@ -325,7 +334,7 @@ def fine_tune(
         for phase in plan:
             for step in range(max(progress.step, phase.first_step), phase.first_step + phase.steps):
                 if evaluate and arguments.eval_every and step % arguments.eval_every == 0:
-                    progress.curve.append({"tokens": progress.tokens, "loss": evaluate(wrapped)})
+                    measured(step)
                     wrapped.train()
                 loss = one_step(accelerator, wrapped, optimizer, phase, step, arguments, recovery, sharing)
                 schedule.step()
@@ -354,7 +363,7 @@ def fine_tune(
     if newest_state(folder) != folder / state_name(progress.step):
         save_state(accelerator, folder, progress.step)  # what comes now takes long too, and may be interrupted
     if evaluate and arguments.eval_every:
-        progress.curve.append({"tokens": progress.tokens, "loss": evaluate(wrapped)})
+        measured(progress.step)
     wrapped.eval()
     for tracker in accelerator.trackers:  # not end_training, which ends the process group as well
         tracker.finish()
@@ -448,7 +457,7 @@ def one_step(
     ]
     # A packed window has fewer targets than another: the mean is over the step's tokens, however they are dealt out.
     counts = sum((batch["targets"] != IGNORED).sum() for batch in batches).float().to(accelerator.device)
-    total = accelerator.reduce(counts, "sum").item()
+    total = max(accelerator.reduce(counts, "sum").item(), 1)  # of chats a step may hold nothing that the assistant says
     summed = torch.zeros((), device=accelerator.device)
     for batch in batches:
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
