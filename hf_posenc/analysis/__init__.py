@@ -33,6 +33,7 @@ from .precision import DistinctBiases, precision_audit
 from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
 from .rotary import RotaryWeights, rotary_weights
+from .sparsity import NegativeProducts, negative_products
 from .statistics import (
     EmbeddingStatistics,
     VectorStatistics,
@@ -56,6 +57,7 @@ __all__ = [
     "LayerOrder",
     "LayerTerms",
     "MixedHessian",
+    "NegativeProducts",
     "OrderSensitivity",
     "PositionScores",
     "Properties",
@@ -80,6 +82,7 @@ __all__ = [
     "linear_map",
     "mixed_hessian",
     "model_decay",
+    "negative_products",
     "neighbour_distances",
     "order_sensitivity",
     "position_scores",
