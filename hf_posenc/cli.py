@@ -13,16 +13,23 @@ from .version import VERSION
 PLOTS = (
     "vectors",
     "similarity",
+    "grid",
     "decay",
+    "waves",
     "biases",
     "wavelengths",
+    "properties",
     "attention",
     "order",
     "equivariance",
     "expansion",
+    "hessian",
     "terms",
-    "precision",
+    "negative",
     "table",
+    "statistics",
+    "recurrence",
+    "precision",
 )
 """What `plot` draws."""
 
@@ -163,7 +170,12 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("plot", help="draw what schemes or models do with positions (needs matplotlib)")
     command.add_argument("kind", choices=PLOTS, metavar="KIND", help=f"one of {', '.join(PLOTS)}")
     command.add_argument("output", type=Path, help="picture to write: png, svg or pdf by its suffix")
-    command.add_argument("sources", nargs="+", metavar="SOURCE", help="scheme, checkpoint directory or Hub id")
+    command.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="scheme, checkpoint directory or Hub id; of waves and grid also frequencies: 10000, t^2, 1,0.1,0.01",
+    )
     command.add_argument("--length", type=int, help=f"tokens: positions or distances to show (default {LENGTH})")
     command.add_argument("--trained-length", type=int, help="of a scheme's base, 512 by default; of wavelengths")
     command.add_argument("--text", type=Path, help="text for a model to read; by default tokens are drawn at random")
@@ -172,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         nargs=2,
         metavar=("M", "N"),
-        help="of the two tokens of an expansion; by default after a third and two thirds of the text",
+        help="of the two tokens of an expansion or a Hessian; by default after a third and two thirds of the text",
     )
     command.add_argument("--title", help="above the picture; by default the sources")
     command.add_argument("--numbers", type=Path, metavar="JSON", help="also write the numbers, matplotlib or not")

@@ -9,7 +9,7 @@ from .decay import (
 )
 from .expansion import DiagonalTerm, Expansion, MixedHessian, Terms, expansion, mixed_hessian
 from .frequencies import Frequencies, frequencies
-from .grids import axis_frequencies, grid_rotation, grid_shift, grid_sinusoids
+from .grids import axis_frequencies, grid_decay, grid_rotation, grid_shift, grid_sinusoids
 from .integrals import (
     WaveDecay,
     cosine_integral,
@@ -76,6 +76,7 @@ __all__ = [
     "equivariance",
     "expansion",
     "frequencies",
+    "grid_decay",
     "grid_rotation",
     "grid_shift",
     "grid_sinusoids",

@@ -1,8 +1,8 @@
 """How many products of queries and keys are negative: what a ReLU in front of the softmax sets to zero.
 
-DA-Transformer (Wu et al. 2021, arXiv:2010.06925, section 3.3) clips products at 0 before it multiplies them by its
-factors, so that no factor above 1 makes an unwanted key more unwanted, and calls the result sparse. It is the scores that
-are: a score of 0 still has a weight, `e^0` before the softmax divides.
+DA-Transformer (Wu et al. 2021, arXiv:2010.06925) clips products at 0 before it multiplies them by its factors, so that
+a factor above 1 does not push a negative one further down, and calls the result sparse. What is sparse are the scores:
+one of 0 still has a weight, `e^0` before the softmax divides.
 """
 
 from __future__ import annotations
