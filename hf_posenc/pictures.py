@@ -246,7 +246,10 @@ KINDS = {
     ),
     "table": Kind(
         _one(plots.position_scores),
-        model=Numbers(lambda model, asked: analysis.position_scores(model, asked.text, length=asked.length), READING),
+        model=Numbers(
+            lambda model, asked: analysis.position_scores(model, asked.text, length=asked.length, progress=True),
+            READING,
+        ),
     ),
     "statistics": Kind(
         _all(plots.embedding_statistics),

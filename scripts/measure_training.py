@@ -111,17 +111,23 @@ def run(options: argparse.Namespace, scheme: Scheme, length: int, seed: int) -> 
     model.loss_type = "ForCausalLM"
     text = torch.cat([bytes_of(path) for path in options.text])
     rows, steps = options.batch // length, options.steps
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = get_cosine_schedule_with_warmup(optimizer, max(1, steps // 20), steps)
+    # Muon on the layers' matrices: with AdamW alone so few steps teach models with added vectors no positions at all.
+    layers = [p for name, p in model.named_parameters() if ".h." in name and name.endswith(".weight") and p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not each for each in layers)]
+    optimizers = [
+        torch.optim.Muon(layers, lr=0.02, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    schedules = [get_cosine_schedule_with_warmup(each, max(1, steps // 20), steps) for each in optimizers]
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     for _ in range(steps):
         starts = torch.randint(len(text) - length, (rows, 1))
         batch = text[starts + torch.arange(length)]
         model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        for each in (*optimizers, *schedules):
+            each.step()
+        model.zero_grad()
     seconds = time.process_time() - began
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     held_out = bytes_of(options.held_out)[: options.measured]
@@ -157,7 +163,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200, help="of the optimizer (default 200)")
     parser.add_argument("--batch", type=int, default=2048, help="tokens in a step (default 2048)")
-    parser.add_argument("--rate", type=float, default=3e-3, help="peak, behind a warm-up (default 3e-3)")
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak of AdamW, behind a warm-up (default 3e-3)")
     parser.add_argument("--width", type=int, default=64, help="hidden size (default 64)")
     parser.add_argument("--layers", type=int, default=4, help="(default 4)")
     parser.add_argument("--json", type=Path, required=True, help="results; runs that are there already stay")
