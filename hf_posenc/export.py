@@ -17,6 +17,7 @@ from .model_types.guards import unguarded
 from .model_types.model import PosEncMixin, position_keys
 from .patching.plan import BaseModel
 from .patching.state import Patch, patch_of
+from .patching.wrappers import check_unquantized
 from .upstream.derived import stock_class
 
 TABLE_LENGTH = 1024
@@ -41,7 +42,7 @@ def export_stock(
 
     Raises:
         NotPatchedError: if the model is not patched.
-        UnsupportedModelError: if no stock class represents it; the message says why.
+        UnsupportedModelError: if no stock class represents it, or its weights are quantised; the message says why.
         ValueError: if the table has fewer positions than were asked for, or the scheme has no table.
         FileExistsError: if the directory holds a patched checkpoint, whose guards would be lost.
     """
@@ -55,6 +56,7 @@ def export_stock(
         )
     if (Path(directory) / f"{STUB}.py").exists():
         raise FileExistsError(f"{directory} holds a patched checkpoint; export to another folder")
+    check_unquantized(model, "export the model")
     base = BaseModel.of(model)
     stock_model = stock_class(type(model), PosEncMixin)
     stock_config: Any = stock_class(type(model.config), PosEncConfigMixin)

@@ -197,8 +197,7 @@ def push(
         ValueError: if it is not a checkpoint of this package; `CheckpointError` if its config is malformed.
         huggingface_hub.errors.HfHubHTTPError: what the Hub refuses.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}: name the one that a patched model was saved in")
+    _check_folder(folder)
 
     def upload(view: Path) -> Any:
         config = _config_of(view, folder)
@@ -216,6 +215,35 @@ def push(
         )
 
     return files.read(folder, upload)
+
+
+def planned(folder: Path) -> dict[str, int]:
+    """Return what `push` would upload of a folder, name by name with its bytes, beside the card; nothing is asked.
+
+    Args:
+        folder: as for `push`, with the same errors.
+    """
+    _check_folder(folder)
+
+    def sizes(view: Path) -> dict[str, int]:
+        _config_of(view, folder)
+        return {path.name: path.stat().st_size for path in _uploaded(view)}
+
+    return files.read(folder, sizes)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}: name the one that a patched model was saved in")
+
+
+def _uploaded(folder: Path) -> list[Path]:
+    """Return the files that go to the Hub as they are; the card does not."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not any(fnmatch(path.name, pattern) for pattern in _NOT_UPLOADED)
+    ]
 
 
 def _config_of(view: Path, folder: Path) -> dict[str, Any]:
@@ -260,9 +288,7 @@ def _commit(
     content.data.pipeline_tag = content.data.pipeline_tag or ours.pipeline_tag
     content.data.tags = list(dict.fromkeys([*(content.data.tags or []), *(ours.tags or []), *(tags or [])]))
     adds: list[CommitOperationAdd | CommitOperationDelete] = [
-        CommitOperationAdd(path.name, path)
-        for path in sorted(folder.iterdir())
-        if path.is_file() and not any(fnmatch(path.name, pattern) for pattern in _NOT_UPLOADED)
+        CommitOperationAdd(path.name, path) for path in _uploaded(folder)
     ]
     names = {operation.path_in_repo for operation in adds}
     stale = [

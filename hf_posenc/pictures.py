@@ -163,18 +163,21 @@ def _losses(found: dict[str, Any], title: str) -> Any:
     )
 
 
-VECTORS = Numbers(_of_scheme, ("length", "trained_length", "set"))
+VECTORS = Numbers(_of_scheme, ("length", "trained_length", "scheme_args"))
 MODEL_VECTORS = Numbers(_of_model, ("length",))
 CURVES = Numbers(
     lambda scheme, asked: analysis.decay(scheme, asked.length, trained_length=asked.base_length),
-    ("length", "trained_length", "set"),
+    ("length", "trained_length", "scheme_args"),
 )
 MODEL_CURVES = Numbers(
     lambda model, asked: analysis.model_decay(model, asked.text, asked.length),
-    ("length", "text"),
+    ("length", "data"),
 )
-READING = ("length", "text")
+READING = ("length", "data")
 PAIR = (*READING, "positions")
+
+OPTIONS_OF: dict[str, tuple[str, ...]] = {"scheme": (), "model": ("revision",), "schedule": ()}
+"""Options of the command line that every kind reads for a sort of source."""
 
 KINDS = {
     "vectors": Kind(_one(plots.position_vectors), VECTORS, MODEL_VECTORS),
@@ -195,7 +198,7 @@ KINDS = {
         lambda found, title: plots.wavelengths([each for group in found.values() for each in group], title=title),
         scheme=Numbers(
             lambda scheme, asked: analysis.frequencies(scheme, trained_length=asked.base_length),
-            ("trained_length", "set"),
+            ("trained_length", "scheme_args"),
         ),
         model=Numbers(
             lambda model, asked: analysis.frequencies(model, trained_length=asked.trained_length), ("trained_length",)
@@ -206,7 +209,7 @@ KINDS = {
         _all(plots.properties),
         scheme=Numbers(
             lambda scheme, asked: analysis.properties(scheme, trained_length=asked.base_length, progress=True),
-            ("trained_length", "set"),
+            ("trained_length", "scheme_args"),
         ),
         model=Numbers(
             lambda model, asked: analysis.properties(model, trained_length=asked.trained_length, progress=True),
@@ -259,7 +262,9 @@ KINDS = {
     "recurrence": Kind(_losses, model=Numbers(_segments, READING), several=True),
     "precision": Kind(
         _one(plots.distinct_biases),
-        scheme=Numbers(lambda scheme, asked: analysis.precision_audit(asked.length, scheme=scheme), ("length", "set")),
+        scheme=Numbers(
+            lambda scheme, asked: analysis.precision_audit(asked.length, scheme=scheme), ("length", "scheme_args")
+        ),
     ),
 }
 """What can be drawn, by the name of its kind."""

@@ -1,28 +1,7 @@
-"""Extends the context of a causal language model by another position encoding, and measures how far it reaches.
+"""Extends the context of a causal language model: starts `hf_posenc.recipes.extend_context` from a checkout, for `accelerate launch recipes/extend_context.py`."""
 
-    accelerate launch recipes/extend_context.py                        # the embedded default, minutes on a laptop
-    accelerate launch recipes/extend_context.py --config recipes/configs/gpt2_alibi.yaml --output runs/gpt2-alibi
-
-Measure, patch, calibrate, fine-tune, measure again, report, save: OUTPUT/report.html, OUTPUT/results.json and
-OUTPUT/model (reload with `hf_posenc.from_pretrained`). Plain `python` runs it in one process. Everything that can be
-wrong with the arguments is found before anything long starts; Ctrl-C saves, and `--resume` goes on exactly where it was:
-it trains no base again that was trained, and measures and calibrates nothing again.
-"""
-
-from typing import Any
-
-import program
-import run_folder
-from extension import Arguments, run
-from options import parse
-
-
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Runs the recipe and returns what it wrote to results.json."""
-    arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
-    with program.ending(parser, run_folder.again(arguments), lambda: run_folder.kept(arguments)):
-        return run(arguments)
-
+from hf_posenc.recipes import program
+from hf_posenc.recipes.extend_context import main
 
 if __name__ == "__main__":
     program.start(main)

@@ -1,16 +1,6 @@
-"""Writes the reports of runs again, each from its results.json alone.
+"""Writes the reports of runs again: starts `hf_posenc.recipes.report` from a checkout."""
 
-python recipes/report.py runs/gpt2-alibi/results.json      # writes report.html beside it
-"""
-
-import sys
-from pathlib import Path
-
-import page
-from results import read_json
+from hf_posenc.recipes.report import main
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        source = Path(name)
-        page.write(source.with_name("report.html"), read_json(source))
-        print(source.with_name("report.html"))
+    main()

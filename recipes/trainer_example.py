@@ -11,22 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import corpus
-import identity
-import program
 import torch
-import training
-from corpus import Text, TextArguments, Windows
-from models import ModelArguments, load
-from options import UsageError, as_in, at_least, parse
-from results import write_json
-from run_folder import FolderArguments
-from schemes import SchemeArguments, hyperparameters
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import get_last_checkpoint
 
 import hf_posenc
+from hf_posenc.recipes import corpus, identity, models, program, training
+from hf_posenc.recipes.corpus import Text, TextArguments, Windows
+from hf_posenc.recipes.models import ModelArguments, load_named
+from hf_posenc.recipes.options import UsageError, as_in, at_least, parse
+from hf_posenc.recipes.results import write_json
+from hf_posenc.recipes.run_folder import FolderArguments
+from hf_posenc.recipes.schemes import SchemeArguments, hyperparameters
 
 
 @dataclass
@@ -50,13 +47,15 @@ class TrainerWindows(Dataset):
         return len(self.windows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        tokens = self.windows.batch([index])["input_ids"][0]
-        return {"input_ids": tokens, "labels": tokens}
+        batch = self.windows.batch([index])
+        # Shifted back: what is not to be predicted stays so, as of chats what others than the assistant say.
+        labels = torch.cat([torch.tensor([corpus.IGNORED]), batch["targets"][0, :-1]])
+        return {"input_ids": batch["input_ids"][0], "labels": labels}
 
 
 def main(argv: list[str] | None = None) -> Trainer:
     """Patches, trains, saves; returns the trainer."""
-    arguments, parser = parse(Arguments, argv, __doc__.split("\n")[0])
+    arguments, parser = parse(Arguments, argv, __doc__)
     try:
         if arguments.model is None:
             raise UsageError("--model DIR_OR_ID is missing")
@@ -71,8 +70,9 @@ def main(argv: list[str] | None = None) -> Trainer:
                 f"--output {output} holds checkpoints: --resume goes on from them, or choose another folder"
             )
         corpus.check(arguments, needs_data=True)
-        tokenizer = load(AutoTokenizer, arguments.model)
-        model = load(AutoModelForCausalLM, arguments.model)
+        models.check(arguments)
+        tokenizer = load_named(AutoTokenizer, arguments)
+        model = load_named(AutoModelForCausalLM, arguments)
         hf_posenc.patch_model(model, arguments.scheme, **hyperparameters(arguments.scheme_args))
         documents = corpus.documents(tokenizer, arguments, None, arguments.steps * arguments.train_length)
         windows = Windows(documents, arguments.train_length, "concatenate")

@@ -6,12 +6,10 @@ python scripts/make_model_card.py --committed                                   
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-import card
-from results import read_json
+from hf_posenc.recipes import card
+from hf_posenc.recipes.results import read_json
 
 CARDS = Path(__file__).parents[1] / "model_cards"
 

@@ -30,10 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_posenc import patch_model
 from hf_posenc.analysis import position_vectors
 from hf_posenc.calibration import calibrate
+from hf_posenc.recipes.embedded import byte_model, byte_tokenizer, standard_library, train_base
 from hf_posenc.schemes.t5 import T5
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-from embedded import byte_model, byte_tokenizer, standard_library, train_base
 
 SCHEMES = {
     "t5": ("t5", {"share_layers": False}),
@@ -43,6 +41,8 @@ SCHEMES = {
     "shaw": ("shaw", {}),
     "da_transformer": ("da_transformer", {}),
     "nope": ("nope", {}),
+    "learned": ("learned", {"num_positions": 4096}),
+    "sinusoidal": ("sinusoidal", {"trainable": True}),
     "mixture": ([T5(share_layers=False, layers="1::2")], {}),  # every other layer keeps what the base has
 }
 NOT_SETTINGS = (
@@ -53,10 +53,12 @@ NOT_SETTINGS = (
     "starts",
     "seeds",
     "untrained",
-    "keep_mean",
 )  # the runs say these
+TABLES = ("learned", "sinusoidal")  # on a base that rotates, calibration does not help them; measured where asked for
 STARTS = ("plain", "closed_form", "attention")
 EMBEDDED = "embedded"
+FITTED, HELD_OUT, MATCHED = 24, 8, 4
+"""Windows that a calibration reads: to fit closed forms, to choose among them, and in each step of the second stage."""
 WRITTEN = (96, 1024)
 """Documents that a base writes where no text is given, and tokens of each."""
 
@@ -176,19 +178,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help=f"folder or Hub id of a pretrained causal language model, or {EMBEDDED}")
     parser.add_argument("text", nargs="?", type=Path, help="text file, documents separated by blank lines")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=[s for s in SCHEMES if s not in TABLES])
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument(
         "--untrained", nargs="*", choices=STARTS, default=[], help="starts that are only measured, not fine-tuned"
     )
-    parser.add_argument(
-        "--keep-mean", action="store_true", help="move the mean of the table of positions into the tokens' first"
-    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--length", type=int, default=512, help="tokens of a window of fine-tuning")
     parser.add_argument("--calibrate-length", type=int, default=256, help="tokens of a window of calibration")
+    parser.add_argument(
+        "--calibrate-windows", type=int, default=600, help="of text that calibration reads, as often as its steps need"
+    )
     parser.add_argument("--steps", type=int, default=150, help="of the second stage of calibration")
     parser.add_argument("--weight-rate", type=float, default=2e-3, help="of weights in the second stage")
+    parser.add_argument("--loss", choices=("attention", "outputs"), default="attention", help="of the second stage")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 4096], help="at which is measured")
     parser.add_argument("--held-out-tokens", type=int, default=40_000, help="to measure on at each length, at most")
     parser.add_argument("--tokens", nargs="+", type=int, default=[25_000, 50_000, 100_000, 250_000])
@@ -248,19 +251,28 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
             keep(name, {"before": before, "after": after, "rate": options.rate})
         for scheme in options.schemes:
             for start in options.starts:
-                how = f"{start} with the table's mean" if options.keep_mean else start
-                if (name := f"{scheme}, {how}, seed {seed}") in results["runs"]:
+                if (name := f"{scheme}, {start}, seed {seed}") in results["runs"]:
                     continue
                 given, hyperparameters = SCHEMES[scheme]
-                stock = load(checkpoint)
-                if options.keep_mean:
-                    keep_mean(stock)
-                swapped = patch_model(stock, given, seed=seed, **hyperparameters)
+                swapped = patch_model(load(checkpoint), given, seed=seed, **hyperparameters)
                 began, report, used = time.perf_counter(), None, 0
                 if start != "plain":
-                    second = {"steps": options.steps, "weight_rate": options.weight_rate, "seed": seed}
-                    report = calibrate(swapped, short[:600], stage=start, **(second if start == "attention" else {}))
-                    used = (24 + (options.steps * 4 if start == "attention" else 0)) * options.calibrate_length
+                    second = {
+                        "steps": options.steps,
+                        "batch_size": MATCHED,
+                        "weight_rate": options.weight_rate,
+                        "loss": options.loss,
+                        "seed": seed,
+                    }
+                    for_all = {"closed_windows": FITTED, "held_out": HELD_OUT}
+                    report = calibrate(
+                        swapped,
+                        short[: options.calibrate_windows],
+                        stage=start,
+                        **(for_all | second if start == "attention" else for_all),
+                    )
+                    drawn = options.steps * MATCHED if start == "attention" else 0
+                    used = min(FITTED + HELD_OUT + drawn, options.calibrate_windows) * options.calibrate_length
                 seconds = time.perf_counter() - began
                 before = measure(swapped, held)
                 rate = options.plain_rate if start == "plain" else options.rate

@@ -35,8 +35,7 @@ ROWS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1022, 1023)
 
 def embedded(steps: int, seed: int) -> PreTrainedModel:
     """Train the byte-level GPT-2 of the recipes on the standard library's sources."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
-    from embedded import byte_model, byte_tokenizer, standard_library, train_base
+    from hf_posenc.recipes.embedded import byte_model, byte_tokenizer, standard_library, train_base
 
     torch.manual_seed(seed)
     tokenizer = byte_tokenizer()

@@ -8,8 +8,9 @@ No model, data or network is needed, and the same versions give the same bytes.
 
 import argparse
 import json
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from hf_posenc.analysis import (
     sinusoidal_integral,
     wave_decay,
 )
+
+CALIBRATION = Path(__file__).parents[1] / "docs/measured/calibration_stories260K.json"
+"""What scripts/measure_calibration.py measured."""
 
 
 def vectors(length: int = 128, **hyperparameters: Any) -> torch.Tensor:
@@ -78,8 +82,7 @@ def waves() -> Any:
 
 def cost_of_swaps() -> Any:
     """Loss at the base's length against all tokens that were read, those of the calibration too; mean of the seeds."""
-    path = Path(__file__).parents[1] / "docs/measured/calibration_stories260K.json"
-    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    runs = json.loads(CALIBRATION.read_text(encoding="utf-8"))["runs"]
     starts = {"plain": "plain", "closed_form": "closed forms", "attention": "both stages"}
     shown = {"control": "the base"}
     shown |= {
@@ -97,6 +100,44 @@ def cost_of_swaps() -> Any:
     return plots.loss_curve(curves, xlabel="tokens read", title="What a swap costs: stories260K at its own length")
 
 
+def loss_by_length(runs: Mapping[str, Any], name: str, *, tuned: bool) -> dict[int, list[float]]:
+    """Length -> losses of all seeds of what is called `name`, before or after all of its fine-tuning."""
+    found: dict[int, list[float]] = {}
+    for key, run in runs.items():
+        if key.rpartition(", seed ")[0] == name and "after" in run:
+            losses = run["after"][max(run["after"], key=int)] if tuned else run["before"]
+            for length, value in losses.items():
+                found.setdefault(int(length), []).append(value)
+    return found
+
+
+def reach_of_swaps() -> Any:
+    """Perplexity at each length of base, plain swap and calibrated swap; exp of the mean loss of the seeds."""
+    measured = json.loads(CALIBRATION.read_text(encoding="utf-8"))
+    shown = {
+        "base, untouched": ("control", False),
+        "base, fine-tuned": ("control", True),
+        "plain swap, fine-tuned": ("transformer_xl, plain", True),
+        "calibrated swap, fine-tuned": ("transformer_xl, attention", True),
+        "calibrated swap, not fine-tuned": ("transformer_xl, attention", False),
+    }
+    curves = {
+        label: [
+            (length, math.exp(statistics.fmean(values)))
+            for length, values in loss_by_length(measured["runs"], name, tuned=tuned).items()
+        ]
+        for label, (name, tuned) in shown.items()
+    }
+    figure = plots.perplexity_by_length(
+        curves, trained_length=measured["settings"]["length"], title="stories260K: rope replaced by transformer_xl"
+    )
+    (axes,) = figure.axes
+    axes.lines[len(curves) - 1].set(markersize=9, markerfacecolor="none")  # it lies on the line before
+    axes.legend(loc="upper left", bbox_to_anchor=(0.05, 1.0))  # inside: the picture is read on telephones too
+    figure.set_size_inches(6.2, 4.2)
+    return figure
+
+
 GALLERY: dict[str, Callable[[], Any]] = {
     "vectors": lambda: plots.position_vectors(
         vectors(layout="split"), title="Sinusoidal position vectors: sines, then cosines"
@@ -111,6 +152,7 @@ GALLERY: dict[str, Callable[[], Any]] = {
         precision_audit(8192, dtypes=(torch.float32, torch.bfloat16)), title="Distances that survive a dtype"
     ),
     "calibration": cost_of_swaps,
+    "reach": reach_of_swaps,
 }
 """Name of a picture -> what draws it."""
 

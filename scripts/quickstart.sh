@@ -2,16 +2,30 @@
 # From a bare clone to a model with a longer context: environment, installation, then measure, patch, calibrate, fine-tune,
 # measure again, report.
 #
-#   bash scripts/quickstart.sh                                    the embedded default: minutes on two cores, no download
-#                                                                 but the installation
+#   bash scripts/quickstart.sh                                    the embedded default: about four minutes on two idle
+#                                                                 cores, no download but the installation
 #   bash scripts/quickstart.sh --resume                           goes on with the newest run that was interrupted
 #   bash scripts/quickstart.sh --model DIR --data FILE...         your checkpoint and text
-#   bash scripts/quickstart.sh --help                             every option of recipes/extend_context.py
+#   bash scripts/quickstart.sh --help                             every option of `hf-posenc extend`
 #
 # ACCELERATE_ARGS holds options for `accelerate launch`, e.g. ACCELERATE_ARGS="--multi_gpu --num_processes 4".
 set -euo pipefail
 PROJECT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$PROJECT/scripts/setup_env.sh"
+embedded=yes # no checkpoint was named: the small one is trained first
+for word in "$@"; do
+    case "$word" in --model | --model=* | --config | --config=*) embedded="" ;; esac
+done
+case " $* " in
+    *" --help "* | *" -h "* | *" --resume "*) ;;
+    *)
+        if [ -n "$embedded" ]; then
+            say "This takes about four minutes on two idle cores: one or two to install (the first time only), then" \
+                "about one to train a small base, and about one to swap its positions, calibrate, fine-tune and measure." \
+                "On a busy machine it takes longer; every step below says how far it is."
+        fi
+        ;;
+esac
 setup_env recipes
 
 # Default of --output: a fresh folder each time, so that a second run neither fails nor overwrites the first; with --resume
@@ -27,7 +41,7 @@ while [ $# -gt 0 ]; do
         --config) config="${2:-}" ;;
         --config=*) config="${1#--config=}" ;;
         --resume) case "${2:-}" in [Ff]alse | no | 0) ;; *) resume=yes ;; esac ;;
-        --help | -h) exec "$ENV_PYTHON" "$PROJECT/recipes/extend_context.py" --help ;;
+        --help | -h) exec "$ENV_PYTHON" -m hf_posenc.cli extend --help ;;
     esac
     shift
 done
@@ -62,38 +76,58 @@ elif [ -z "$output" ]; then
     arguments+=(--output "$output")
 fi
 
-recipe=("$PROJECT/recipes/extend_context.py" "${arguments[@]}")
+if [ -n "$embedded" ]; then
+    # Fewer steps than the recipe's own default: the base is there to be swapped, and nobody is to wait for it.
+    arguments=(--base-steps 800 ${arguments[@]+"${arguments[@]}"})
+fi
+# Threads that wait do so asleep. OpenMP's own choice is that they spin, which is a little faster on an idle machine; where
+# another process wants the core, a thread that has work waits for one that spins, and a step of 0.1 s takes many seconds.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 code=0
 if [ -n "${ACCELERATE_ARGS:-}" ]; then
     read -r -a launch <<<"$ACCELERATE_ARGS"
-    "$ENV_PYTHON" -m accelerate.commands.launch "${launch[@]}" "${recipe[@]}" || code=$?
+    "$ENV_PYTHON" -m accelerate.commands.launch "${launch[@]}" -m hf_posenc.recipes.extend_context "${arguments[@]}" || code=$?
 else
     # One process needs no launcher, which at Ctrl-C would end with a traceback while the recipe is still saving. On a CPU
     # it gets every core.
     cores="$("$ENV_PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')"
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}" "$ENV_PYTHON" "${recipe[@]}" || code=$?
+    OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}" "$ENV_PYTHON" -m hf_posenc.cli extend "${arguments[@]}" || code=$?
 fi
 if [ "$code" != 0 ]; then
     exit "$code"
 fi
 
+quoted() { printf '%q' "$1"; }
+python="$(quoted "$ENV_PYTHON")"
+posenc="$(quoted "$(dirname "$ENV_PYTHON")/hf-posenc")"
+prompt="Once upon a time"
+if [ -n "$embedded" ]; then
+    prompt="def main("
+fi
 cat <<NEXT
 
-Done. To look at:
+To look at:
   $output/report.html    tables, loss curve, loss by position, retrieval, configuration: one file
   $output/model          the checkpoint, with its model card
   $output/results.json   every number
 
 Next, for instance:
-  $ENV_PYTHON -c "
-import hf_posenc, transformers
-model = hf_posenc.from_pretrained('$output/model')
-tokenizer = transformers.AutoTokenizer.from_pretrained('$output/model')
-inputs = tokenizer('def main(', return_tensors='pt')
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=400, do_sample=True, temperature=0.7)[0]))"
+  $python - $(quoted "$output/model") "$prompt" <<'PYTHON'
+import sys, hf_posenc, transformers
+model = hf_posenc.from_pretrained(sys.argv[1])
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+inputs = tokenizer(sys.argv[2], return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=400, do_sample=True, temperature=0.7)[0]))
+PYTHON
 
-  bash scripts/quickstart.sh --scheme shaw --scheme-args max_distance=64
-  bash scripts/quickstart.sh --model DIR_OR_HUB_ID --data TEXT_FILE... --train-length 2048 --eval-lengths 1024 2048 4096
-  $ENV_PYTHON recipes/evaluate.py --model $output/model --data TEXT_FILE...
-  $ENV_PYTHON recipes/compare_schemes.py --model DIR_OR_HUB_ID --data TEXT_FILE... --variants unpatched alibi nope
+  bash $(quoted "$PROJECT/scripts/quickstart.sh") --scheme shaw --scheme-args max_distance=64
+  bash $(quoted "$PROJECT/scripts/quickstart.sh") --model DIR_OR_HUB_ID --data TEXT_FILE... --train-length 2048 --lengths 1024 2048 4096
+  $posenc evaluate --model $(quoted "$output/model") --data TEXT_FILE...
+  $posenc compare --model DIR_OR_HUB_ID --data TEXT_FILE... --variants unpatched alibi nope
+
 NEXT
+if [ -f "$output/results.json" ]; then # what came of it, good or bad, comes last
+    "$ENV_PYTHON" -c 'import json, sys
+from hf_posenc.recipes.tables import verdict
+print(verdict(json.load(open(sys.argv[1], encoding="utf-8"))))' "$output/results.json"
+fi

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Makes again what is made from code and results: the table of schemes, the gallery, the committed model cards.
+# Makes again what is made from code and results: the tables of schemes, results and calibrations, the gallery, the committed model cards.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
 setup_env dev
 "$ENV_PYTHON" scripts/make_scheme_table.py
+"$ENV_PYTHON" scripts/make_result_table.py
+"$ENV_PYTHON" scripts/make_calibration_tables.py
 "$ENV_PYTHON" scripts/plot_schemes.py docs/images
 "$ENV_PYTHON" scripts/make_model_card.py --committed

@@ -8,7 +8,7 @@
 #
 #   source scripts/setup_env.sh
 #   setup_env recipes
-#   "$ENV_PYTHON" recipes/extend_context.py
+#   "$ENV_PYTHON" -m hf_posenc.cli extend
 #
 # PYTHON names the interpreter to start from, VENV another folder than .venv; pip's own settings (PIP_INDEX_URL,
 # PIP_FIND_LINKS, its configuration file) hold as usual. Needs bash 3.2, Python 3.11 or newer, and what pip downloads from.
@@ -65,12 +65,18 @@ print(digest.hexdigest())
 PYTHON
 }
 
-# pip_install ARGUMENT...: pip, silent unless it fails.
+# pip_install ARGUMENT...: pip, silent unless it fails, but for a line every 20 seconds that says it is still at it.
 pip_install() {
-    local log
+    local log start clock code=0
     log="$(mktemp)"
-    if "$ENV_PYTHON" -m pip install --disable-pip-version-check --no-input --quiet --progress-bar off "$@" \
-        >"$log" 2>&1 </dev/null; then
+    start="$SECONDS"
+    # It ends by itself when this script does, however that ends.
+    (while sleep 20 >/dev/null 2>&1 && kill -0 $$; do say "... installing, $((SECONDS - start)) seconds so far"; done) &
+    clock=$!
+    "$ENV_PYTHON" -m pip install --disable-pip-version-check --no-input --quiet --progress-bar off "$@" \
+        >"$log" 2>&1 </dev/null || code=$?
+    { kill "$clock" && wait "$clock"; } 2>/dev/null || true
+    if [ "$code" = 0 ]; then
         rm -f "$log"
         return
     fi
@@ -95,7 +101,7 @@ setup_env() {
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
         return
     fi
-    say "Installing hf_posenc${extras:+[$extras]} and what it needs (the first time: some minutes and 1 GB or more) ..."
+    say "Installing hf_posenc${extras:+[$extras]} and what it needs: one or two minutes, and 1 GB or more to download, the first time ..."
     rm -f "$stamp" # an interrupted installation counts as none
     pip_install -c "$PROJECT_ROOT/constraints.txt" -e "$PROJECT_ROOT${extras:+[$extras]}" || return 1
     printf '%s\n' "$wanted" >"$stamp"

@@ -1,13 +1,17 @@
 #!/usr/bin/env bash
-# All checks, from a bare clone: environment, lint, format, types, tests.
+# All checks, from a bare clone: environment, lint, format, spelling, types, tests.
 #
 #   bash scripts/test.sh [PYTEST ARGUMENTS]     e.g. bash scripts/test.sh tests/test_readme.py -k table -n 0
 #
-# With CI=true also the slow tests and the tests on the oldest supported transformers.
+# With CI=true also the slow tests, the documentation site among them, and the tests on the oldest supported transformers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
-setup_env dev
+extras=dev
+if [ "${CI:-}" = "true" ]; then
+    extras=dev,docs
+fi
+setup_env "$extras"
 
 # Nothing here may need a network, and a model found in somebody's cache would hide that.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
@@ -17,6 +21,8 @@ export TOKENIZERS_PARALLELISM=false
 say "== ruff"
 "$ENV_PYTHON" -m ruff check .
 "$ENV_PYTHON" -m ruff format --check .
+say "== codespell"
+"$ENV_PYTHON" -m codespell_lib .
 say "== mypy"
 "$ENV_PYTHON" -m mypy
 say "== pytest"

@@ -14,6 +14,7 @@ import torch
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 RECIPES = Path(__file__).parents[1] / "recipes"
+PROGRAMS = Path(__file__).parents[1] / "hf_posenc" / "recipes"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -43,7 +44,7 @@ def no_waiting_for_the_disk():
 
 @pytest.fixture
 def recipes(monkeypatch, tmp_path):
-    """Lets a test import the recipes as their own folder does, each with a fresh accelerate and an empty cache."""
+    """The folder of the recipes, and on the path what is in it alone; with a fresh accelerate and an empty cache."""
     import datasets
     from accelerate.state import AcceleratorState
 
@@ -57,8 +58,9 @@ def recipes(monkeypatch, tmp_path):
 @pytest.fixture
 def tiny_checkpoints(tmp_path, recipes):
     """A folder with a tiny byte-level GPT-2 (32 positions in its table) and a tiny LLaMA, `gpt2` and `llama`."""
-    from embedded import byte_tokenizer
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    from hf_posenc.recipes.embedded import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     shape = {"vocab_size": len(tokenizer), "initializer_range": 0.2, "bos_token_id": 256, "eos_token_id": 256}
@@ -83,7 +85,7 @@ def tiny_checkpoints(tmp_path, recipes):
 @pytest.fixture
 def text(tmp_path):
     """Twelve documents of this project's own sources, 300 bytes each, separated by form feeds."""
-    source = (RECIPES / "training.py").read_text(encoding="utf-8").replace("\n", " ")  # ends are stripped of these
+    source = (PROGRAMS / "training.py").read_text(encoding="utf-8").replace("\n", " ")  # ends are stripped of these
     path = tmp_path / "text.txt"
     path.write_text("\f".join(source[start : start + 300] for start in range(0, 3600, 300)), encoding="utf-8")
     return path

@@ -2,11 +2,17 @@
 
 import importlib
 import json
+import os
 import random
+import signal
 import statistics
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from test_training import Stop, assert_same_weights, in_process, metrics, options
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
@@ -22,7 +28,7 @@ SWAP |= {"calibrate": "attention", "calibrate_steps": 2, "calibrate_windows": 12
 
 @pytest.fixture
 def recipe(recipes):
-    return importlib.import_module("extend_context")
+    return importlib.import_module("hf_posenc.recipes.extend_context")
 
 
 @pytest.fixture
@@ -44,7 +50,7 @@ def test_windows_are_of_the_training_text_and_the_numbers_those_of_the_report(re
     results = recipe.main(options(folder, text, folder / "out", **SWAP | {"calibrate_windows": 30}))
     ((tokens, keywords, report),) = calls
     # As the recipe splits: documents in an order of the seed, the last ones held out until there are 200 tokens.
-    tokenizer = importlib.import_module("embedded").byte_tokenizer()
+    tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
     documents = [[*tokenizer(part).input_ids, 256] for part in text.read_text().split("\f")]
     shuffled = list(range(12))
     random.Random(0).shuffle(shuffled)
@@ -74,7 +80,7 @@ def test_windows_are_of_the_training_text_and_the_numbers_those_of_the_report(re
 
 
 def test_the_default_rate_depends_on_the_start(recipe, tiny_checkpoints, text):
-    extension = importlib.import_module("extension")
+    extension = importlib.import_module("hf_posenc.recipes.extension")
     for given, expected in (
         ({}, 3e-4),
         ({"calibrate": "closed_form"}, 3e-4),
@@ -96,6 +102,7 @@ def test_the_default_rate_depends_on_the_start(recipe, tiny_checkpoints, text):
 def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoints, text, monkeypatch, calls, extra):
     """Stopped in the middle of the calibration, and before the first step: the same numbers and weights as in one go."""
     folder = tiny_checkpoints
+    calibrating = importlib.import_module("hf_posenc.recipes.calibrating")
     common = extra | SWAP | {"steps": 3}
     whole = recipe.main(options(folder, text, folder / "whole", **common))
     words = options(folder, text, folder / "cut", **common)
@@ -112,13 +119,19 @@ def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoin
         with pytest.raises(SystemExit) as stop:
             recipe.main(words)
     assert stop.value.code == 130
+    assert (folder / "cut" / "calibration.state.safetensors").exists()
     calls.clear()
+    made = []
     with monkeypatch.context() as patch:
+        advance = calibrating.Steps.made
+        patch.setattr(calibrating.Steps, "made", lambda self, *step: (made.append(step[0]), advance(self, *step)))
         patch.setattr(training, "one_step", lambda *_: (_ for _ in ()).throw(Stop))
         for _ in range(2):
             with pytest.raises(Stop):
                 recipe.main([*words, "--resume"])
     assert len(calls) == 1
+    assert made == [2]
+    assert not (folder / "cut" / "calibration.state.safetensors").exists()
     torch.manual_seed(99)
     resumed = recipe.main([*words, "--resume"])
     assert len(calls) == 1
@@ -128,9 +141,47 @@ def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoin
     assert not (folder / "cut" / "calibrated.safetensors").exists()
 
 
+@pytest.mark.slow
+def test_ctrl_c_in_the_calibration_and_resume(recipes, tiny_checkpoints, text):
+    """A real signal to the command: its last words are the recipe's own; what is resumed is bit for bit what was not stopped."""
+    folder = tiny_checkpoints
+    common = SWAP | {"calibrate_steps": 300, "steps": 3}
+    program = [sys.executable, "-c", "import sys; from hf_posenc.cli import main; sys.exit(main())", "extend"]
+    environment = {**os.environ, "PYTHONPATH": str(recipes.parent), "OMP_NUM_THREADS": "1"}
+    environment["HF_DATASETS_CACHE"] = str(folder / "datasets_cache")
+
+    def command(name, *more):
+        words = [*program, *options(folder, text, folder / name, **common), *more]
+        return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    with command("whole") as run:
+        _, said = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    run, state = command("cut"), folder / "cut" / "calibration.state.safetensors"
+    deadline = time.monotonic() + 120
+    while not state.exists() and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 130, said
+    assert "Traceback" not in said
+    kept = f"The calibration is kept in {state}: the same command with --resume goes on from there."
+    assert said.splitlines()[-1] == f"Interrupted. {kept}"
+    with safe_open(state, "pt") as file:
+        assert 0 < json.loads(file.metadata()["hf_posenc_calibration"])["step"] < 300
+    with command("cut", "--resume") as run:
+        _, said = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    whole, cut = (json.loads((folder / name / "results.json").read_text()) for name in ("whole", "cut"))
+    assert metrics(cut) == metrics(whole)
+    assert cut["calibration"]["layers"] == whole["calibration"]["layers"]
+    assert_same_weights(folder / "whole", folder / "cut")
+
+
 @pytest.fixture
 def training(recipes):
-    return importlib.import_module("training")
+    return importlib.import_module("hf_posenc.recipes.training")
 
 
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
@@ -188,7 +239,7 @@ def test_what_cannot_be_calibrated_stops_before_anything_runs(
 ):
     folder = tiny_checkpoints
     if changes.get("model"):
-        tokenizer = importlib.import_module("embedded").byte_tokenizer()
+        tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
         shape = {"vocab_size": 257, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 32}
         config = GPTNeoConfig(**shape, attention_types=[[["global"], 2]], bos_token_id=256, eos_token_id=256)
         GPTNeoForCausalLM(config).save_pretrained(folder / "neo")
@@ -197,7 +248,11 @@ def test_what_cannot_be_calibrated_stops_before_anything_runs(
     if changes.get("data"):
         text.write_text(text.read_text().replace("\f", " ")[:450])  # of one document the end is held out
         changes = {}
-    monkeypatch.setattr(importlib.import_module("extension"), "measure_model", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(
+        importlib.import_module("hf_posenc.recipes.extension"),
+        "measure_model",
+        lambda *_, **__: pytest.fail("measured"),
+    )
     with pytest.raises(SystemExit) as stop:
         recipe.main(options(folder, text, folder / "out", **{"calibrate": "attention"} | changes))
     assert stop.value.code == 2
@@ -207,7 +262,7 @@ def test_what_cannot_be_calibrated_stops_before_anything_runs(
 
 def test_a_comparison_has_plain_swaps_beside_calibrated_ones(recipes, tiny_checkpoints, text, calls):
     """At the rate of a plain swap."""
-    compare = importlib.import_module("compare_schemes")
+    compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints
     words = options(folder, text, folder / "out", calibrate="attention", calibrate_steps=2, steps=1, recovery_steps=0)
     compare.main([*words, "--variants", "nope", "nope+uncalibrated", "--seeds", "0"])

@@ -15,11 +15,12 @@ from situations import patched_model
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import hf_posenc
-from hf_posenc import cli, commands
-from hf_posenc.calibration.calibrate import STAGES, WEIGHTS
-from hf_posenc.calibration.match import LOSSES, Matching
+from hf_posenc import commands
+from hf_posenc.calibration.calibrate import WEIGHTS
+from hf_posenc.calibration.match import Matching
 from hf_posenc.cli import main
 from hf_posenc.evaluation import sliding_window_perplexity
+from hf_posenc.recipes import calibrate, measuring
 
 
 @pytest.fixture
@@ -39,6 +40,83 @@ def test_schemes(capsys):
     out = capsys.readouterr().out
     for name in hf_posenc.available_schemes():
         assert f"\n{name}(" in "\n" + out
+
+
+def test_schemes_explained(capsys):
+    """Equation, source, and every hyper-parameter with its default and what it means."""
+    for name in hf_posenc.available_schemes():
+        assert main(["schemes", name]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        for part in ("Equation", "Beyond the training length:", "Deviations:", "Source:", "layers=None: which decoder"):
+            assert part in said, (name, part)
+        for field in dataclasses.fields(hf_posenc.registry.scheme_class(name)):
+            meaning = said.partition(f"{field.name}={field.default!r}: ")[2]
+            assert len(meaning.split(":")[0]) > 10, (name, field.name)
+    assert main(["schemes", "shaw"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "max_distance=32: largest distance with a vector of its own, the paper's `k`." in said
+    assert "arXiv:1803.02155" in said
+    assert main(["schemes", "shav"]) == 2
+    assert "choose from alibi" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["extend", "compare", "pretrain", "evaluate", "calibrate"])
+def test_help_of_a_recipe(name, recipes, capsys):
+    """Grouped, each option once, by one spelling, what is used most first, with examples at the end."""
+    assert main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: hf-posenc {name} [options]\n")
+    options = re.findall(r"^  (?:-h, )?(--[\w-]+)", out, re.MULTILINE)
+    assert len(set(options)) == len(options)
+    assert not re.search(r"--\w+_", out)
+    groups = re.findall(r"^([a-z].*):$", out, re.MULTILINE | re.IGNORECASE)
+    assert groups[0] == "most used"
+    assert groups[-1] == "examples"
+    assert len(groups) > 4
+    assert out.count(f"  hf-posenc {name} ") >= 2
+
+
+def test_names_of_0_1_0_are_read(recipes):
+    from hf_posenc.recipes import evaluate, extension, options
+
+    words = ["--eval_lengths", "8", "16", "--train_length", "9", "--batch-size", "3"]
+    read, _ = options.parse(extension.Arguments, words, "")
+    assert (read.lengths, read.train_length, read.batch_size) == ([8, 16], 9, 3)
+    words = evaluate.named(["model", "a.txt", "b.txt", "--eval-lengths", "16", "--output", "a.json"])
+    read, _ = options.parse(evaluate.Arguments, words, "")
+    assert (read.model, read.data, read.lengths, read.json) == ("model", ["a.txt", "b.txt"], [16], "a.json")
+
+
+def test_completion_knows_commands_and_their_options(recipes, capsys):
+    pytest.importorskip("shtab", reason="shtab is an extra: pip install 'hf_posenc[completion]'")
+    assert main(["completion", "bash"]) == 0
+    out = capsys.readouterr().out
+    for word in ("extend", "--train-length", "--scheme-args", "--dry-run"):
+        assert word in out
+    assert "--eval-lengths" not in out
+
+
+def test_completion_without_shtab_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert "pip install 'hf_posenc[completion]'" in capsys.readouterr().err
+
+
+def test_verify_says_how_to_read_it(ours, capsys):
+    assert main(["verify", ours]) == 0
+    out = capsys.readouterr().out
+    for word in ("response", "live", "order"):
+        assert f"`{word}`" in out
+
+
+def test_a_dry_run_says_what_push_would_send(ours, capsys, monkeypatch):
+    """Names and sizes of the folder, and nobody is asked."""
+    monkeypatch.setattr(hf_posenc.hub, "HfApi", lambda **_: pytest.fail("asked"))
+    assert main(["push", ours, "me/x", "--dry-run", "--revision", "trial"]) == 0
+    out = capsys.readouterr().out
+    assert "to me/x, branch trial, in one commit:" in out
+    for name in ("config.json", "model.safetensors", "modeling_hf_posenc.py"):
+        assert f"{(Path(ours) / name).stat().st_size:,}  {name}" in out
 
 
 def test_families(capsys):
@@ -72,7 +150,7 @@ def test_inspect(ours, stock, tmp_path, capsys):
 
 def test_patch_then_verify(stock, tmp_path, capsys):
     output = tmp_path / "output"
-    arguments = ["patch", stock, "shaw", str(output), "--set", "max_distance=7", "--set", "values=False", "--seed", "3"]
+    arguments = ["patch", stock, "shaw", str(output), "--scheme-args", "max_distance=7", "values=False", "--seed", "3"]
     assert main(arguments) == 0
     assert "shaw(max_distance=7" in capsys.readouterr().out
     model = hf_posenc.from_pretrained(output)
@@ -84,7 +162,7 @@ def test_patch_then_verify(stock, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
-CALIBRATE = ["calibrate", "STOCK", "--scheme", "t5", "--text", "TEXT", "--save-to", "OUT"]
+CALIBRATE = ["calibrate", "--model", "STOCK", "--scheme", "t5", "--data", "TEXT", "--output", "OUT"]
 
 
 @pytest.fixture
@@ -97,14 +175,14 @@ def readable(tmp_path, tiny_checkpoints, text):
 def test_calibrate(readable, tmp_path, capsys):
     """What calibrate does in Python, saved with the tokenizer, and in numbers."""
     report, saved = tmp_path / "report.json", tmp_path / "out"
-    given = ["--set", "share_layers=False", "--held-out", "3", "--seed", "2", "--weight-rate", "0.01"]
-    assert main([*readable, *given, "--report", str(report)]) == 0
+    given = ["--scheme-args", "share_layers=False", "--held-out", "3", "--seed", "2", "--weight-rate", "0.01"]
+    assert main([*readable, *given, "--json", str(report)]) == 0
     captured = capsys.readouterr()
-    assert "calibrating with 9 windows of 32 tokens, and 3 held out, on cpu" in captured.err
+    assert "Calibrating with 9 windows of 32 tokens, and 3 held out, on cpu" in captured.out
     assert [line.split(":")[0] for line in captured.err.splitlines() if line.startswith("step")] == [
         f"step {n} of 4" for n in range(1, 5)
     ]
-    stock, text = readable[1], Path(readable[5]).read_text()
+    stock, text = readable[2], Path(readable[6]).read_text()
     tokens = torch.tensor(AutoTokenizer.from_pretrained(saved)(text, verbose=False).input_ids)[: 12 * 32].view(12, 32)
     model = hf_posenc.from_pretrained(stock, scheme="t5", share_layers=False, seed=2)
     expected = hf_posenc.calibrate(model, tokens, steps=4, held_out=3, seed=2, weight_rate=0.01)
@@ -124,7 +202,7 @@ def test_calibrate_draws(readable, tmp_path, capsys):
 
 
 def test_calibrate_says_at_once_that_it_cannot_draw(readable, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(commands, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(hf_posenc, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*readable, "--plot", str(tmp_path / "a.png")]) == 2
     assert "pip install 'hf_posenc[plots]'" in capsys.readouterr().err
@@ -133,10 +211,15 @@ def test_calibrate_says_at_once_that_it_cannot_draw(readable, tmp_path, capsys, 
 def test_calibrate_has_the_defaults_and_choices_of_the_function():
     parameters = inspect.signature(hf_posenc.calibrate).parameters
     defaults = {name: parameters[name].default for name in parameters} | dataclasses.asdict(Matching())
-    assert {name: defaults[name] for name in cli.CALIBRATION} == cli.CALIBRATION
-    assert cli.STAGES == STAGES
-    assert cli.LOSSES == tuple(LOSSES)
-    assert set(cli.MOVED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
+    ours = {field.name: field.default for field in dataclasses.fields(calibrate.Arguments)}
+    same = ("stage", "weights", "steps", "rate", "weight_rate", "loss", "held_out", "seed")
+    assert {name: defaults[name] for name in same} == {name: ours[name] for name in same}
+    assert set(calibrate.MOVED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
+
+
+def there(folder):
+    """What is in a folder, but for the cache of texts."""
+    return {path for path in folder.iterdir() if path.name != "datasets_cache"}
 
 
 @pytest.mark.parametrize("moment", ["calibrate", "save"])
@@ -146,15 +229,17 @@ def test_ctrl_c_leaves_no_folder(moment, readable, tmp_path, capsys, monkeypatch
             (arguments[1].parent / "half").write_text("written")
         raise KeyboardInterrupt
 
-    before = sorted(tmp_path.iterdir())
+    before = there(tmp_path)
     if moment == "save":
         monkeypatch.setattr("hf_posenc.model_types.model.PosEncMixin.save_pretrained", interrupted)
     else:
-        monkeypatch.setattr(commands, "calibrate", interrupted)
+        monkeypatch.setattr(hf_posenc, "calibrate", interrupted)
     assert main(readable) == 130
-    assert capsys.readouterr().err.endswith("\nhf-posenc calibrate: interrupted\n")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("Interrupted. ")
+    assert ("out.state.safetensors has what was done so far" in said) is (moment == "save")
     left = [tmp_path / "out.state.safetensors"] if moment == "save" else []  # from which it can be saved after all
-    assert sorted(tmp_path.iterdir()) == sorted([*before, *left])
+    assert there(tmp_path) == {*before, *left}
 
 
 def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkeypatch):
@@ -169,24 +254,24 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
         return plain(*arguments)
 
     readable[readable.index("t5")] = "nope"
-    before, handler = sorted(tmp_path.iterdir()), signal.getsignal(signal.SIGINT)
+    before, handler = there(tmp_path), signal.getsignal(signal.SIGINT)
     state = tmp_path / "out.state.safetensors"
     with monkeypatch.context() as patch:
         patch.setattr(match, "_gradients", gradients)
         assert main(readable) == 130
     said = capsys.readouterr().err
     assert "stopping after this step" in said
-    assert f"{state} has what was done so far: the same with --resume goes on from there" in said
+    assert f"{state} has what was done so far: the same command with --resume goes on from there" in said
     assert signal.getsignal(signal.SIGINT) is handler
-    assert sorted(tmp_path.iterdir()) == sorted([*before, state])
+    assert there(tmp_path) == {*before, state}
     assert main(readable) == 2
     assert "is left of an interrupted calibration: give --resume, or remove it" in capsys.readouterr().err
     assert main([*readable, "--resume", "--steps", "5"]) == 2
     assert "is the state of another calibration: steps was 4 and is 5" in capsys.readouterr().err
     assert main([*readable, "--resume"]) == 0
     assert re.findall(r"^step (\d)", capsys.readouterr().err, re.MULTILINE) == ["3", "4"]
-    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "out"])
-    readable[readable.index("--save-to") + 1] = str(tmp_path / "whole")
+    assert there(tmp_path) == {*before, tmp_path / "out"}
+    readable[readable.index("--output") + 1] = str(tmp_path / "whole")
     assert main(readable) == 0
     resumed, whole = (hf_posenc.from_pretrained(tmp_path / name).state_dict() for name in ("out", "whole"))
     assert all(value.equal(whole[name]) for name, value in resumed.items())
@@ -207,10 +292,20 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
     assert main(["patch", str(stock), "alibi", str(tmp_path / "patched")]) == 0
     printed = []
     for folder in (stock, tmp_path / "patched"):
-        words = ["evaluate", str(folder), str(text), "--lengths", "16", "32", "--json", str(tmp_path / "out.json")]
+        words = [
+            "evaluate",
+            str(folder),
+            str(text),
+            "--lengths",
+            "16",
+            "32",
+            "--json",
+            str(tmp_path / "out.json"),
+        ]  # as in 0.1.0
+        words += ["--eval-tokens", "87", "--retrieval-trials", "0"]
         capsys.readouterr()
         assert main(words) == 0
-        rows = json.loads((tmp_path / "out.json").read_text())
+        rows = json.loads((tmp_path / "out.json").read_text())["measured"]
         assert [row["length"] for row in rows] == [16, 32]
         tokens = torch.tensor(list(AutoTokenizer.from_pretrained(folder)(text.read_text()).input_ids))
         model = hf_posenc.from_pretrained(folder) if folder != stock else LlamaForCausalLM.from_pretrained(folder)
@@ -227,32 +322,38 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
     ("arguments", "message"),
     [
         (["patch", "STOCK", "shav", "OUT"], "choose from alibi"),
-        (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance=-1"], "max_distance must be 0 or more"),
-        (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance"], "NAME=VALUE"),
+        (["patch", "STOCK", "shaw", "OUT", "--scheme-args", "max_distance=-1"], "max_distance must be 0 or more"),
+        (["patch", "STOCK", "shaw", "OUT", "--scheme-args", "max_distance"], "takes name=value, not max_distance"),
         (["patch", "STOCK", "shaw", "OUT", "--set", "max_distance=3", "--set", "max_distance=4"], "max_distance twice"),
-        ([*CALIBRATE, "--held-out", "0"], "held_out must be positive, not 0"),
-        ([*CALIBRATE, "--steps", "-1"], "steps must be positive, not -1"),
-        ([*CALIBRATE, "--windows", "0"], "windows must be positive, not 0"),
-        ([*CALIBRATE, "--rate", "0"], "rate must be positive, not 0"),
+        ([*CALIBRATE, "--held-out", "0"], "--held-out must be at least 1, not 0"),
+        ([*CALIBRATE, "--steps", "-1"], "--steps must be at least 1, not -1"),
+        ([*CALIBRATE, "--windows", "0"], "--windows must be at least 1, not 0"),
+        ([*CALIBRATE, "--rate", "0"], "--rate must be positive, not 0"),
         ([*CALIBRATE, "--length", "1"], "--length must be at least 2, not 1"),
         ([*CALIBRATE, "--stage", "closed_form", "--steps", "3"], "--steps changes nothing with --stage closed_form"),
         ([*CALIBRATE, "--weights", "scheme", "--weight-rate", "1"], "--weight-rate changes nothing with --weights"),
         ([*CALIBRATE, "--stage", "closed_form", "--resume"], "--resume changes nothing with --stage closed_form"),
         (
-            [*CALIBRATE, "--lengths", "100"],
+            [*CALIBRATE, "--step-lengths", "100"],
             "windows of 512 tokens cannot be cut into windows of 100: lengths must divide",
         ),
-        ([*CALIBRATE, "--lengths", "64", "128", "--steps", "1"], "1 steps cannot be divided among the 2 lengths"),
+        (
+            [*CALIBRATE, "--step-lengths", "64", "128", "--steps", "1"],
+            "--steps 1 cannot be divided among 2 --step-lengths",
+        ),
         ([*CALIBRATE, "--resume"], "--resume: there is no"),
-        ([*CALIBRATE, "--report", "NOWHERE/a.json"], "there is no folder"),
+        ([*CALIBRATE, "--json", "NOWHERE/a.json"], "there is no folder"),
         ([*CALIBRATE, "--plot", "NOWHERE/a.png"], "there is no folder"),
         ([*CALIBRATE, "--plot", "HERE/a.bmp"], "a figure is saved as"),
         ([*CALIBRATE, "--scheme", "shav"], "choose from alibi"),
-        ([*CALIBRATE, "--set", "buckets=3"], "t5 has no hyper-parameter buckets; it has"),
-        ([*CALIBRATE, "--text", "NOWHERE"], "there is no file"),
-        ([*CALIBRATE, "--save-to", "HERE"], "exists already"),
+        ([*CALIBRATE, "--scheme-args", "buckets=3"], "t5 has no hyper-parameter buckets; it has"),
+        ([*CALIBRATE, "--data", "NOWHERE"], "no such file"),
+        ([*CALIBRATE, "--output", "HERE"], "exists already"),
         ([*CALIBRATE, "--device", "toaster"], "--device toaster cannot be used here"),
-        (["calibrate", "NOWHERE", *CALIBRATE[2:]], "there is no folder"),
+        ([*CALIBRATE, "--model", "NOWHERE"], "there is no folder"),
+        (CALIBRATE[:-2], "--output DIR is missing"),
+        ([*CALIBRATE, "--revision", "main"], "--revision is of a checkpoint on the Hub"),
+        (["calibrate", "--lenght", "3"], "unknown option or stray value: --lenght 3"),
         (["push", "NOWHERE", "me/x"], "there is no folder"),
         (["push", "HERE", "me/x"], "it has no config.json"),
         (["inspect", "NOWHERE"], "there is no folder"),
@@ -261,24 +362,32 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         (["verify", "STOCK/config.json"], "is a file: name the folder"),
         (["patch", "~/nowhere", "alibi", "OUT"], "there is no folder ~/nowhere"),
         (["evaluate", "a/b/c", "TEXT"], "there is no folder a/b/c"),
-        (["evaluate", "STOCK", "NOWHERE"], "there is no file"),
-        (["evaluate", "STOCK", "HERE"], "is not readable as UTF-8 text"),
+        (["evaluate", "STOCK", "NOWHERE"], "no such file"),
+        (["evaluate", "STOCK", "HERE"], "is a folder"),
         (["evaluate", "STOCK", "TEXT", "--device", "toaster"], "--device toaster cannot be used here: "),
         (["evaluate", "STOCK", "TEXT", "--device", "meta"], "--device meta cannot be used here: "),
-        (["evaluate", "STOCK", "TEXT", "--json", "NOWHERE/a.json"], "there is no folder"),
-        (["evaluate", "STOCK", "TEXT", "--lengths", "16", "24", "--stride", "16"], "stride must divide"),
+        (["evaluate", "STOCK", "TEXT", "--json", "HERE"], "is a folder, name a file"),
+        (
+            ["evaluate", "STOCK", "TEXT", "--lengths", "32", "48", "--stride", "32"],
+            "must divide every one of --lengths",
+        ),
         (
             ["plot", "wavelengths", "HERE/a.png", "rope", "--length", "9"],
             "--length changes nothing in wavelengths of rope",
         ),
-        (["plot", "decay", "HERE/a.png", "rope", "--text", "TEXT"], "--text changes nothing in decay of rope"),
+        (["plot", "decay", "HERE/a.png", "rope", "--text", "TEXT"], "--data changes nothing in decay of rope"),
         (["plot", "precision", "HERE/a.png", "alibi", "--trained-length", "9"], "--trained-length changes nothing"),
-        (["plot", "order", "HERE/a.png", "STOCK", "--set", "a=1"], "--set changes nothing in order of"),
+        (["plot", "order", "HERE/a.png", "STOCK", "--scheme-args", "a=1"], "--scheme-args changes nothing in order of"),
         (["plot", "decay", "HERE/a.bmp", "rope"], "a figure is saved as"),
         (["plot", "decay", "NOWHERE/a.png", "rope"], "there is no folder"),
-        (["plot", "decay", "HERE/a.png", "rope", "--set", "seed=1"], "rope has no hyper-parameter seed; it has"),
+        (
+            ["plot", "decay", "HERE/a.png", "rope", "--scheme-args", "seed=1"],
+            "rope has no hyper-parameter seed; it has",
+        ),
         (["patch", "OURS", "alibi", "OUT"], "patched already"),
-        (["verify", "STOCK"], "say which scheme"),
+        (["verify", "STOCK"], "is a stock llama checkpoint, so there is no patch to verify: `hf-posenc patch"),
+        (["patch", "STOCK", "shaw"], "the following arguments are required: output"),
+        (["push", "STOCK", "me/stock", "--dry-run"], "is a stock llama checkpoint"),
         (["push", "STOCK", "me/stock"], "is a stock llama checkpoint"),
         (["inspect", "./nowhere"], "nowhere"),
     ],
@@ -288,7 +397,11 @@ def test_wrong_calls(arguments, message, stock, ours, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("Call me Ishmael.")
     places["TEXT"] = tmp_path / "text.txt"
     words = [re.sub(r"^[A-Z]+(?=/|$)", lambda found: str(places[found[0]]), argument) for argument in arguments]
-    assert main(words) == 2
+    try:
+        status = main(words)
+    except SystemExit as stop:  # argparse's own
+        status = stop.code
+    assert status == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.startswith(f"hf-posenc {arguments[0]}: ")
@@ -304,9 +417,9 @@ def test_wrong_calls(arguments, message, stock, ours, tmp_path, capsys):
     ],
 )
 def test_calibrate_needs_enough_text(more, message, readable, capsys, monkeypatch):
-    monkeypatch.setattr(commands, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(hf_posenc, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     assert main([*readable, *more]) == 2
-    assert message.replace("TEXT", readable[5]) in capsys.readouterr().err
+    assert message.replace("TEXT", readable[6]) in capsys.readouterr().err
 
 
 def test_windows_longer_than_the_base_was_made_for(readable, tmp_path, capsys):
@@ -320,7 +433,7 @@ def test_windows_longer_than_the_base_was_made_for(readable, tmp_path, capsys):
 def test_patch_sets_only_hyperparameters(setting, stock, tmp_path, capsys, monkeypatch):
     """Nothing reaches transformers' own loader, which is not even called."""
     monkeypatch.setattr(commands, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
-    assert main(["patch", stock, "shaw", str(tmp_path / "out"), "--set", setting]) == 2
+    assert main(["patch", stock, "shaw", str(tmp_path / "out"), "--scheme-args", setting]) == 2
     name = setting.partition("=")[0]
     expected = (
         f"hf-posenc patch: shaw has no hyper-parameter {name}; it has max_distance, share_heads, share_layers, values, "
@@ -338,28 +451,27 @@ def test_a_missing_gpu_is_one_line(stock, tmp_path, capsys):
 
 
 def test_evaluate_says_what_it_does(tmp_path, capsys, tiny_checkpoints, monkeypatch):
-    """Before the first number, and each row as soon as it is measured; on a terminal with a bar."""
+    """Before the first number, and each row as soon as it is measured."""
     text = tmp_path / "a.txt"
     text.write_text("Call me Ishmael. Some years ago, never mind how long precisely, I thought I would sail.")
-    printed, bars, measure = [], [], commands.measure_context
+    printed, measure = [], measuring.measure_context
 
     def measured(*arguments, **keywords):
         printed.append(capsys.readouterr())
-        bars.append(keywords["progress"])
+        assert keywords["progress"]
         return measure(*arguments, **keywords)
 
-    monkeypatch.setattr(commands, "measure_context", measured)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(["evaluate", str(tiny_checkpoints / "llama"), str(text), "--lengths", "16", "32"]) == 0
-    assert "measuring 87 tokens on cpu" in printed[0].err
-    assert printed[1].out.split()[0] == "16"
-    assert bars == [True, True]
+    monkeypatch.setattr(measuring, "measure_context", measured)
+    words = ["--lengths", "32", "64", "--json", str(tmp_path / "a.json")]
+    assert main(["evaluate", "--model", str(tiny_checkpoints / "llama"), "--data", str(text), *words]) == 0
+    assert "Measuring 88 tokens on cpu" in printed[0].out
+    assert printed[1].out.split()[0] == "32"
 
 
-def test_ctrl_c_is_no_traceback(stock, capsys, monkeypatch):
-    def interrupted(*_):
+def test_ctrl_c_is_no_traceback(ours, capsys, monkeypatch):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "from_pretrained", interrupted)
-    assert main(["verify", stock]) == 130
-    assert capsys.readouterr().err == "\nhf-posenc verify: interrupted\n"
+    assert main(["verify", ours]) == 130
+    assert capsys.readouterr().err.endswith("\nhf-posenc verify: interrupted\n")

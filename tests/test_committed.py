@@ -33,7 +33,7 @@ def test_the_gallery_is_current(tmp_path, monkeypatch):
 @pytest.mark.parametrize("folder", CARDS, ids=lambda folder: folder.name)
 def test_cards_are_current(recipes, folder):
     """Each says what the committed run that it names measured, and nothing else."""
-    card = importlib.import_module("card")
+    card = importlib.import_module("hf_posenc.recipes.card")
     source = json.loads((folder / "source.json").read_text(encoding="utf-8"))
     results = json.loads((ROOT / "model_cards" / source["results"]).read_text(encoding="utf-8"))
     assert (folder / "README.md").read_text(encoding="utf-8") == card.card(results, source["repository"])

@@ -1,19 +1,22 @@
 """Every model type that is served: what it computes, in every situation, against its own eager attention.
 
-The oracle is the stock model with its rotation stubbed, running its own eager attention with a float mask that holds
-the scheme's bias: whatever is special about a type (norms, caps, experts, windows) is in it.
+The oracle is the stock model with its rotation stubbed, running its own eager attention with the scheme inside, from the
+formulas of `cases.py`: whatever is special about a type (norms, caps, sinks, experts, windows) is in it.
 """
 
 import copy
 import inspect
 import pickle
+import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from cases import CASES
 from decoders import WITHOUT_TEMPERATURE, decoder
 from situations import randomize
+from stock_attention import LOWEST, formula, pairs, scheme_in
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,15 +26,15 @@ from hf_posenc import patch_model, unpatch_model, verify
 from hf_posenc.engines import dispatch
 from hf_posenc.families.base import resolve
 from hf_posenc.model_types.model import PosEncMixin
-from hf_posenc.modules import PositionModule
+from hf_posenc.modules import PositionEmbedding, PositionModule
 from hf_posenc.registry import family_for, supported_model_types
-from hf_posenc.schemes.alibi import alibi_slopes
 from hf_posenc.upstream.derived import stock_class
 
 README = Path(__file__).parents[1] / "README.md"
 SERVED = tuple(t for t in supported_model_types() if t in CONFIG_MAPPING)  # an older one does not have all of them
 EXACT = 2e-4  # relative norm of a difference in float32: two ways of adding up the same numbers
 LENGTH = 20
+PREFIX = 14  # tokens that the oracle computes, whose formulas go through all pairs one by one
 
 # What the stock model has already: with it patched, nothing changes.
 NATIVE = {"bloom": "alibi", "mpt": "alibi", "jamba": "nope", "kimi_linear": "nope", "nemotron_h": "nope"}
@@ -108,54 +111,88 @@ def without_rotation(model):
 
 
 @torch.no_grad()
-def oracle(model_type, scheme, change=lambda model: model):
-    """Return the logits that a scheme must give, from the stock model alone; None where it is not written out here.
+def oracle(model_type, scheme, patched=None, change=lambda model: model):
+    """Return the logits that a scheme must give, from the stock model and the formulas of `cases.py`.
 
     Args:
         model_type: of transformers.
         scheme: its name.
+        patched: a patched model, whose position parameters are taken; None where the scheme has none.
         change: what is done to the stock model before.
+
+    Returns:
+        Logits of the first `PREFIX` tokens. None for `rope` where the base rotates nothing; and for schemes whose term
+        depends on queries and keys where a type attends in code of its own, which takes no term but a bias.
     """
     stock = decoder(model_type, **(WITHOUT_TEMPERATURE.get(model_type, {}) if scheme != "rope" else {}))
-    if scheme == "rope" and family_for(model_type).rotary is not None:
+    family, ids = family_for(model_type), tokens()[:, :PREFIX]
+    if scheme == "rope":
+        if family.rotary is None:
+            return None
         own = copy.deepcopy(stock.config.rope_parameters)
         for each in own.values() if all(isinstance(value, dict) for value in own.values()) else [own]:
             each.update(hyperparameters(model_type, scheme))
-        return decoder(model_type, rope_parameters=own)(tokens(), use_cache=False).logits
-    if scheme not in ("alibi", "nope"):
-        return None
+        return decoder(model_type, rope_parameters=own)(ids, use_cache=False).logits
     change(stock).set_attn_implementation("eager")
-    family = family_for(model_type)
-    if family.position_table is not None:
-        table = stock.base_model.get_submodule(f"{family.decoder}.{family.position_table}".strip("."))
+    resolved = resolve(family, stock)
+    if (table := resolved.position_table) is not None:
         for tensor in (*table.parameters(), *table.buffers()):
             tensor.zero_()
-    lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None]
     window = getattr(stock.config, "sliding_window", None)
-    assert not window or window >= LENGTH, "the oracle's mask has no window"
+    assert not window or window >= PREFIX, "the oracle's mask has no window"
+    if scheme in ("sinusoidal", "learned"):
+        added = vectors_at_the_input(scheme, patched)
+        resolved.layers[0].register_forward_pre_hook(lambda layer, args: (args[0] + added, *args[1:]))
+        scheme = "nope"
 
+    paths = {module: f"{path}." for path, module in stock.named_modules() if module in resolved.attentions}
+
+    def parameters(attention):
+        """Return what a layer's scheme reads: the parameters in its attention, and those that are in none."""
+        elsewhere = tuple(path for module, path in paths.items() if module is not attention)
+        return {
+            name.rpartition(".")[2]: parameter.detach().double()
+            for name, parameter in (patched.named_parameters() if patched is not None else ())
+            if ".posenc." in name and not name.startswith(elsewhere)
+        }
+
+    if all(hasattr(sys.modules[type(module).__module__], "eager_attention_forward") for module in paths):
+        with scheme_in(list(paths), scheme, SCHEMES[scheme], parameters):
+            return without_rotation(stock)(ids, use_cache=False).logits
+    if scheme not in ("nope", "alibi", "t5", "kerple"):
+        return None
+    masks = {}
+    for attention in paths:
+        same = torch.zeros(1, stock.config.num_attention_heads, PREFIX, 1)
+        bias, _ = pairs(formula(scheme), same, same, same, parameters(attention), softmax_scale=1.0, **SCHEMES[scheme])
+        masks[attention] = bias.clamp(min=LOWEST).float()
     if model_type in OWN_ORACLES:
-        slopes = torch.tensor(alibi_slopes(stock.config.num_attention_heads))
-        bias = -slopes[:, None, None] * lag.clamp(min=0) if scheme == "alibi" else torch.zeros(1, LENGTH, LENGTH)
-        mask = bias.masked_fill(lag < 0, torch.finfo(torch.float32).min)
-        return OWN_ORACLES[model_type](stock, tokens(), bias, mask[None])
+        mask, *others = masks.values()
+        assert all(other.equal(mask) for other in others), "these oracles put one bias into all layers"
+        return OWN_ORACLES[model_type](stock, ids, mask[0].masked_fill(mask[0] == LOWEST, 0), mask)
 
     def see(attention, args, kwargs):
         """Forward pre-hook of the stock attention, which gets the scheme as a float mask."""
-        heads = getattr(attention, "num_heads", None) if model_type == "laguna" else None
-        bias = torch.zeros(1, LENGTH, LENGTH)
-        if scheme == "alibi":
-            slopes = torch.tensor(alibi_slopes(heads or stock.config.num_attention_heads))
-            bias = -slopes[:, None, None] * lag.clamp(min=0)
-        mask = bias.masked_fill(lag < 0, torch.finfo(torch.float32).min)[None]
         given = inspect.signature(attention.forward).bind(*args, **kwargs)
         assert "attention_mask" in given.arguments
-        given.arguments["attention_mask"] = mask
+        given.arguments["attention_mask"] = masks[attention]
         return given.args, given.kwargs
 
-    for attention in resolve(family_for(model_type), stock).attentions:
+    for attention in paths:
         attention.register_forward_pre_hook(see, with_kwargs=True)
-    return without_rotation(stock)(tokens(), use_cache=False).logits
+    return without_rotation(stock)(ids, use_cache=False).logits
+
+
+def vectors_at_the_input(scheme, patched):
+    """Return the vectors (PREFIX, E) that a scheme adds to what enters the first layer.
+
+    How large sinusoids are is asked of the patched model; test_special_types.py says how large they have to be.
+    """
+    table = next(case.table for case in CASES if case.scheme == scheme)
+    module = next(module for module in patched.modules() if isinstance(module, PositionEmbedding))
+    size = patched.config.hidden_size
+    keywords = {**SCHEMES[scheme], "match": None, "scale": getattr(module, "scale", None)}
+    return table(range(PREFIX), size, dict(module.named_parameters()), **keywords).float()
 
 
 def at_position_zero(stock, ids, bias, mask):
@@ -172,7 +209,7 @@ def divided_at_position_zero(stock, ids, bias, mask):
 def with_alibi_of_zeros(stock, ids, bias, mask):
     """The mask is added to scores that have no bias of the model's own."""
     heads = stock.config.num_attention_heads
-    stock.base_model.build_alibi_tensor = lambda *args, **kwargs: torch.zeros(heads, 1, LENGTH)
+    stock.base_model.build_alibi_tensor = lambda *args, **kwargs: torch.zeros(heads, 1, PREFIX)
     return stock(ids, attention_mask=mask, use_cache=False).logits
 
 
@@ -283,9 +320,9 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
         full = model(ids, use_cache=False).logits
         same = NATIVE.get(model_type) == scheme
         assert same == (relative(full, before) < 1e-3)
-        if (expected := oracle(model_type, scheme)) is not None:
-            assert same == (relative(expected, before) < 1e-3)
-            assert relative(full, expected) <= EXACT
+        if (expected := oracle(model_type, scheme, model)) is not None:
+            assert same == (relative(expected, before[:, :PREFIX]) < 1e-3)
+            assert relative(full[:, :PREFIX], expected) <= EXACT
         if scheme not in RUNS_ITSELF:
             for module in model.modules():
                 if "posenc_engine" in module.__dict__:
@@ -406,19 +443,19 @@ def test_sinks_in_every_engine(model_type, monkeypatch):
     stock = decoder(model_type)
     assert any(getattr(module, "sinks", None) is not None for module in stock.modules())
     without = oracle(model_type, "alibi")
-    expected = oracle(model_type, "alibi", with_large_sinks)
+    expected = oracle(model_type, "alibi", change=with_large_sinks)
     assert relative(without, expected) > 0.05  # what leaving them out would cost
     model = patch_model(with_large_sinks(stock), "alibi")
     for floors in ({}, None):
         for engine in dispatch.ENGINES if floors is not None else ():
             monkeypatch.setattr(engine, "floors", floors)
-        assert relative(model(tokens(), use_cache=False).logits, expected) <= EXACT
-        assert relative(by_steps(model), expected) <= EXACT
+        assert relative(model(tokens(), use_cache=False).logits[:, :PREFIX], expected) <= EXACT
+        assert relative(by_steps(model)[:, :PREFIX], expected) <= EXACT
     for engine in ("reference", "chunked"):
         for module in model.modules():
             if "posenc_engine" in module.__dict__:
                 module.posenc_engine = engine
-        assert relative(model(tokens(), use_cache=False).logits, expected) <= EXACT
+        assert relative(model(tokens(), use_cache=False).logits[:, :PREFIX], expected) <= EXACT
     assert verify(model).ok
 
 

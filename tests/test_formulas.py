@@ -486,7 +486,7 @@ def test_trained_frequencies_keep_their_long_waves():
 @pytest.mark.parametrize("trainable", [True, "radians"])
 def test_wavelengths_of_a_model_in_training(trainable, recipes):
     """150 steps of AdamW at 0.003 on the recipes' byte-level GPT-2, whose 64 waves begin as Vaswani's."""
-    from embedded import byte_model, byte_tokenizer, standard_library
+    from hf_posenc.recipes.embedded import byte_model, byte_tokenizer, standard_library
 
     tokenizer = byte_tokenizer()
     text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in standard_library()[:12])

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_posenc"
 
 LAYERS = (
-    ("errors", "version", "deferred"),
+    ("errors", "version", "deferred", "arguments"),
     ("positions", "files", "modes", "tracing", "waves", "kept"),
     ("registry",),
     ("call",),
@@ -27,7 +27,7 @@ LAYERS = (
     ("verification", "checkpoint", "export", "lora", "parallel", "catalogue", "calibration"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
-    ("pictures",),
+    ("recipes", "pictures"),
     ("commands",),
     ("cli",),
 )
@@ -38,6 +38,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # What the core may import besides torch and the standard library.
 CORE = {
     "errors": set(),
+    "arguments": set(),
     "positions": set(),
     "modes": set(),
     "tracing": set(),

@@ -80,7 +80,7 @@ def test_embeddings(script, tiny_checkpoints, monkeypatch):
     of_table = {"positions", "distance_share", "norms", "neighbour_distances"}
     assert measured["table"] == {key: measured["gpt2"][key] for key in of_table}
     assert measured["llama"]["positions"] is None
-    monkeypatch.setattr("embedded.standard_library", lambda: [ROOT / "CONTRIBUTING.md"])
+    monkeypatch.setattr("hf_posenc.recipes.embedded.standard_library", lambda: [ROOT / "CONTRIBUTING.md"])
     script("measure_embeddings", "--steps", 1, "--json", found)
     trained = json.loads(found.read_text())
     assert set(trained) == {*measured, "embedded GPT-2", "embedded GPT-2, as it starts"}

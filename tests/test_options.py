@@ -22,6 +22,11 @@ SAME: dict = {}
 """Results of a recipe's plain runs, by recipe and arguments; their numbers do not depend on the folder."""
 
 
+def module_of(recipe):
+    """The recipe of this name: in the package, but for the example, which is in the checkout alone."""
+    return importlib.import_module(recipe if recipe == "trainer_example" else f"hf_posenc.recipes.{recipe}")
+
+
 @dataclasses.dataclass
 class Run:
     """One recipe with one folder of checkpoints and text."""
@@ -34,7 +39,7 @@ class Run:
 
     def module(self):
         """The recipe."""
-        return importlib.import_module(self.recipe)
+        return module_of(self.recipe)
 
     def words(self, changes):
         """The command line of its tiny run, with changes; None drops an option."""
@@ -42,7 +47,7 @@ class Run:
             "data": self.text,
             "separator": r"\f",
             "eval_tokens": 200,
-            "eval_lengths": "32 48",
+            "lengths": "32 48",
             "retrieval_trials": 1,
             "train_length": 48,
             "steps": 4,
@@ -67,13 +72,20 @@ class Run:
     def __call__(self, changes):
         """Its numbers, and what it says it is of; in a folder that is empty before."""
         output = self.folder / f"out-{len(list(self.folder.glob('out-*')))}"
-        name = output / "a.json" if self.recipe == "evaluate" else output
-        found = self.module().main(self.words({"output": name, **changes}))
+        where = {"output": output}
+        if self.recipe == "evaluate":
+            where = {"json": output / "a.json"}
+        elif self.recipe == "calibrate":
+            where = {"output": output, "json": self.folder / f"{output.name}.json"}
+        found = self.module().main(self.words({**where, **changes}))
+        if self.recipe == "calibrate":
+            assert json.loads((self.folder / f"{output.name}.json").read_text()) == found
+            return found, hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
         if self.recipe == "trainer_example":
             numbers = [[entry.get("loss"), entry.get("grad_norm")] for entry in found.state.log_history]
             numbers += [weight.sum().item() for weight in found.model.parameters()]
             return numbers, json.loads((output / "progress.json").read_text())["identity"]
-        paths = sorted(output.rglob("results.json")) if self.recipe != "evaluate" else [name]
+        paths = sorted(output.rglob("results.json")) if self.recipe != "evaluate" else [output / "a.json"]
         results = [json.loads(path.read_text()) for path in paths]
         keys = ("before", "retrieval_before", "after", "retrieval_after", "measured", "retrieval")
         numbers = [
@@ -93,12 +105,14 @@ class Run:
         return SAME[key]
 
 
-SEVERAL = ("eval_lengths", "find_learning_rate", "scheme_args", "schemes", "variants", "seeds", "data")
+CALIBRATE = {"length": 16, "windows": 12, "held_out": 2, "steps": 2}
+SEVERAL = ("step_lengths", "lengths", "find_learning_rate", "scheme_args", "schemes", "variants", "seeds", "data")
 EXTRA = {
     "extend_context": lambda folder: {"model": folder / "llama", "scheme": "shaw"},
     "compare_schemes": lambda folder: {"model": folder / "llama", "variants": "shaw", "seeds": "0"},
     "pretrain": lambda folder: {"schemes": "shaw", "seeds": "0", "layers": 1, "width": 16, "heads": 2},
     "evaluate": lambda folder: {"model": folder / "llama"},
+    "calibrate": lambda folder: {"model": folder / "llama", "scheme": "shaw", **CALIBRATE},
     "trainer_example": lambda folder: {"model": folder / "llama", "scheme": "shaw"},
 }
 
@@ -233,6 +247,13 @@ def kept_weights(run):
         assert any(place.rglob("*.safetensors")) is expected
 
 
+def drawn(run):
+    """There is a picture."""
+    pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
+    run({"plot": run.folder / "a.png"})
+    assert (run.folder / "a.png").stat().st_size > 1000
+
+
 def lists(name, one, two):
     """A sweep makes each of its runs."""
 
@@ -245,12 +266,13 @@ def lists(name, one, two):
 
 def other_tokenizer(run):
     """One that ends no document."""
-    tokenizer = importlib.import_module("embedded").byte_tokenizer()
+    tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
     tokenizer.eos_token = tokenizer.bos_token = None
     tokenizer.save_pretrained(run.folder / "tokenizer")
     return run.folder / "tokenizer"
 
 
+REVISION = refused("--revision is of a checkpoint on the Hub", revision="main")
 STORY = {"data_name": from_the_hub(data_name="en"), "data_split": from_the_hub(data_split="test")}
 TEXT = {
     **STORY,
@@ -265,10 +287,15 @@ TEXT = {
         workers=1,
     ),
 }
+# Streaming reads less of the text, and of that the same; tokens are then made one document at a time.
+STREAMED = free(
+    called(lambda _: importlib.import_module("hf_posenc.recipes.corpus"), "encode", lambda _, texts: len(texts) == 1),
+    streaming=True,
+)
 MEASURING = {
     "packing": numbers(packing="documents"),
     "eval_tokens": numbers(eval_tokens=300),
-    "eval_lengths": numbers(eval_lengths="32 40"),
+    "lengths": numbers(lengths="32 40"),
     "stride": numbers(stride=8),
     "retrieval_trials": numbers(retrieval_trials=2),
 }
@@ -287,7 +314,11 @@ TRAINING = {
     "context_parallel": refused("--context-parallel 2 does not divide the 1 processes", context_parallel=2),
     "eval_every": numbers(eval_every=2),
     "save_every": free(
-        called(lambda run: importlib.import_module("training"), "save_state", lambda _, __, step: step == 2),
+        called(
+            lambda run: importlib.import_module("hf_posenc.recipes.training"),
+            "save_state",
+            lambda _, __, step: step == 2,
+        ),
         save_every=2,
     ),
     "tracker": free(
@@ -310,6 +341,7 @@ SHARED = {
     "recovery_steps": numbers(recovery_steps=3),
     "recovery_length": numbers({"recovery_steps": 2}, recovery_length=16),
     "model": numbers(model=lambda run: run.folder / "gpt2"),
+    "revision": REVISION,
     "lora_rank": numbers(lora_rank=2),
     "output": output,
 }
@@ -350,21 +382,46 @@ ROWS = {
     },
     "evaluate": {
         **{name: row for name, row in TEXT.items() if name != "streaming"},
-        # Streaming reads less of the text and measures the same; tokens are then made one document at a time.
-        "streaming": free(
-            called(lambda _: importlib.import_module("corpus"), "encode", lambda _, texts: len(texts) == 1),
-            streaming=True,
-        ),
+        "streaming": STREAMED,
         **MEASURING,
         "packing": numbers({"eval_tokens": 700}, packing="documents"),
         "model": numbers(model=lambda run: run.folder / "gpt2"),
         "adapter": refused("--adapter nowhere", adapter="nowhere"),
         "dtype": numbers(dtype="bfloat16"),
+        "device": refused("--device toaster cannot be used here", device="toaster"),
+        "revision": REVISION,
+        "memory": numbers(memory=8),
+        "json": output,
+    },
+    "calibrate": {
+        **TEXT,
+        "streaming": STREAMED,
+        "model": numbers(model=lambda run: run.folder / "gpt2"),
+        "revision": REVISION,
+        "device": refused("--device toaster cannot be used here", device="toaster"),
+        "dtype": numbers(dtype="bfloat16"),
+        "scheme": numbers(scheme="cope"),
+        "scheme_args": numbers(scheme_args="max_distance=3"),
+        "length": numbers(length=8),
+        "windows": numbers(windows=11),
+        "held_out": numbers(held_out=3),
+        "stage": numbers({"steps": None}, stage="closed_form"),
+        "weights": numbers(weights="scheme"),
+        "steps": numbers(steps=3),
+        "rate": numbers(rate=0.5),
+        "weight_rate": numbers(weight_rate=0.5),
+        "loss": numbers(loss="outputs"),
+        "step_lengths": numbers(step_lengths="4 8"),
+        "seed": numbers(seed=5),
+        "resume": refused("--resume: there is no", resume=True),
+        "json": output,
+        "plot": drawn,
         "output": output,
     },
     "trainer_example": {
         **TEXT,
         "model": numbers(model=lambda run: run.folder / "gpt2"),
+        "revision": REVISION,
         "scheme": numbers(scheme="alibi"),
         "scheme_args": numbers(scheme_args="max_distance=4"),
         "train_length": numbers(train_length=40),
@@ -408,12 +465,13 @@ def test_an_option_of_a_recipe_does_something(run, name):
 
 @pytest.mark.parametrize("recipe", ROWS)
 def test_every_option_of_a_recipe_has_a_row(recipes, recipe):
-    assert {field.name for field in dataclasses.fields(importlib.import_module(recipe).Arguments)} == set(ROWS[recipe])
+    assert {field.name for field in dataclasses.fields(module_of(recipe).Arguments)} == set(ROWS[recipe])
 
 
 def test_every_recipe_has_rows(recipes):
     """Those that read arguments by name; harness/run.py and the command are below."""
-    found = {path.stem for path in recipes.glob("*.py") if "parse(Arguments, argv" in path.read_text()}
+    programs = [*recipes.glob("*.py"), *(recipes.parent / "hf_posenc" / "recipes").glob("*.py")]
+    found = {path.stem for path in programs if "parse(Arguments, argv" in path.read_text()}
     assert found == set(ROWS)
 
 
@@ -422,15 +480,13 @@ def test_a_file_says_all_that_the_command_line_says(recipes, recipe, tmp_path):
     """Every option as a key of a YAML file, and a key that is none of them is refused."""
     import yaml
 
-    options = importlib.import_module("options")
-    arguments = importlib.import_module(recipe).Arguments
-    parser = importlib.import_module("transformers").HfArgumentParser(arguments)
+    options = importlib.import_module("hf_posenc.recipes.options")
+    arguments = module_of(recipe).Arguments
+    parser = options.parser_of(arguments, "test")
     values = {}
     for action in parser._actions:
-        if action.dest != "help":
-            value = (
-                True if action.type is None or action.const is True else {int: 7, float: 0.7}.get(action.type, "word")
-            )
+        if action.dest not in ("help", "config"):
+            value = True if action.const is True else {int: 7, float: 0.7}.get(action.type, "word")
             values[action.dest] = [value, value] if action.nargs in ("+", "*") else value
     assert set(values) == {field.name for field in dataclasses.fields(arguments)}
     file = tmp_path / "run.yaml"
@@ -453,7 +509,7 @@ def test_an_option_of_several_recipes_is_one_option(recipes):
     """Of one type, with one help text; defaults differ. What `--output` names differs too: a run, a sweep, a file."""
     declared = {}
     for recipe in ROWS:
-        for field in dataclasses.fields(importlib.import_module(recipe).Arguments):
+        for field in dataclasses.fields(module_of(recipe).Arguments):
             if field.name != "output":
                 declared.setdefault(field.name, set()).add((field.type, field.metadata["help"]))
     assert {name: said for name, said in declared.items() if len(said) > 1} == {}
@@ -466,72 +522,32 @@ def default_of(field):
 
 # ------------------------------------------------------------------------------------------------- other command lines
 
-CALIBRATE = ("--save-to", "OUT/c", "--length", "8", "--held-out", "2", "--steps", "2")
 COMMANDS = {
-    ("calibrate",): ("STOCK", "--scheme", "shaw", "--text", "TEXT", *CALIBRATE),
     ("schemes",): (),
     ("families",): (),
     ("inspect",): ("STOCK",),
     ("verify",): ("OURS",),
     ("patch",): ("STOCK", "shaw", "OUT/patched"),
-    ("evaluate",): ("STOCK", "TEXT", "--lengths", "16"),
     ("plot",): ("decay", "OUT/a.png", "rope"),
     ("push",): ("OURS", "me/x"),
+    ("completion",): ("bash",),
 }
 # With the option, and where another call is needed to show it, that call without.
 OPTIONS = {
-    ("calibrate", "checkpoint"): ("OTHER", "--scheme", "shaw", "--text", "TEXT", *CALIBRATE),
-    ("calibrate", "scheme"): ("STOCK", "--scheme", "cope", "--text", "TEXT", *CALIBRATE),
-    ("calibrate", "text"): ("STOCK", "--scheme", "shaw", "--text", "MORE", *CALIBRATE),
-    **{
-        ("calibrate", words[0][2:].replace("-", "_")): (
-            "STOCK",
-            "--scheme",
-            "shaw",
-            "--text",
-            "TEXT",
-            *CALIBRATE,
-            *words,
-        )
-        for words in (
-            ("--set", "max_distance=3"),
-            ("--save-to", "OUT/elsewhere"),
-            ("--length", "16"),
-            ("--windows", "6"),
-            ("--held-out", "3"),
-            ("--weights", "scheme"),
-            ("--steps", "3"),
-            ("--rate", "0.5"),
-            ("--weight-rate", "0.5"),
-            ("--loss", "outputs"),
-            ("--lengths", "4", "8"),
-            ("--seed", "5"),
-            ("--resume",),
-            ("--device", "meta"),
-            ("--report", "OUT/a.json"),
-            ("--plot", "OUT/a.png"),
-        )
-    },
-    ("calibrate", "stage"): (
-        *("STOCK", "--scheme", "shaw", "--text", "TEXT", "--save-to", "OUT/c", "--length", "8", "--held-out", "2"),
-        *("--stage", "closed_form"),
-    ),
+    ("schemes", "names"): ("alibi",),
     ("families", "model_types"): ("llama",),
     ("inspect", "checkpoint"): ("OURS",),
     ("inspect", "revision"): ("STOCK", "--revision", "main"),
     ("verify", "checkpoint"): ("STOCK",),
+    ("verify", "revision"): ("OURS", "--revision", "main"),
+    ("verify", "dtype"): ("OURS", "--dtype", "bfloat16"),
     ("patch", "checkpoint"): ("OTHER", "shaw", "OUT/patched"),
     ("patch", "scheme"): ("STOCK", "alibi", "OUT/patched"),
     ("patch", "output"): ("STOCK", "shaw", "OUT/elsewhere"),
     ("patch", "seed"): ("STOCK", "shaw", "OUT/patched", "--seed", "5"),
-    ("patch", "set"): ("STOCK", "shaw", "OUT/patched", "--set", "max_distance=3"),
-    ("evaluate", "checkpoint"): ("OTHER", "TEXT", "--lengths", "16"),
-    ("evaluate", "text"): ("STOCK", "TEXT", "MORE", "--lengths", "16"),
-    ("evaluate", "lengths"): ("STOCK", "TEXT", "--lengths", "32"),
-    ("evaluate", "stride"): ("STOCK", "TEXT", "--lengths", "16", "--stride", "8"),
-    ("evaluate", "memory"): ("STOCK", "TEXT", "--lengths", "16", "--memory", "8"),
-    ("evaluate", "device"): ("STOCK", "TEXT", "--lengths", "16", "--device", "meta"),
-    ("evaluate", "json"): ("STOCK", "TEXT", "--lengths", "16", "--json", "OUT/a.json"),
+    ("patch", "scheme_args"): ("STOCK", "shaw", "OUT/patched", "--scheme-args", "max_distance=3"),
+    ("patch", "revision"): ("STOCK", "shaw", "OUT/patched", "--revision", "main"),
+    ("patch", "dtype"): ("STOCK", "shaw", "OUT/patched", "--dtype", "bfloat16"),
     ("plot", "kind"): ("wavelengths", "OUT/a.png", "rope"),
     ("plot", "output"): ("decay", "OUT/a.svg", "rope"),
     ("plot", "sources"): ("decay", "OUT/a.png", "alibi"),
@@ -540,20 +556,27 @@ OPTIONS = {
         ("wavelengths", "OUT/a.png", "rope"),
         ("wavelengths", "OUT/a.png", "rope", "--trained-length", "32"),
     ),
-    ("plot", "text"): ("decay", "OUT/a.png", "rope", "--text", "TEXT"),
+    ("plot", "data"): ("decay", "OUT/a.png", "rope", "--data", "TEXT"),
+    ("plot", "revision"): ("decay", "OUT/a.png", "rope", "--revision", "main"),
+    ("plot", "dtype"): (
+        ("order", "OUT/a.png", "OTHER", "--length", "9", "--json", "OUT/a.json"),
+        ("order", "OUT/a.png", "OTHER", "--length", "9", "--json", "OUT/a.json", "--dtype", "bfloat16"),
+    ),
     ("plot", "positions"): (
         ("expansion", "OUT/a.png", "OTHER", "--length", "9"),
         ("expansion", "OUT/a.png", "OTHER", "--length", "9", "--positions", "1", "4"),
     ),
     ("plot", "title"): ("decay", "OUT/a.png", "rope", "--title", "other"),
-    ("plot", "numbers"): ("decay", "OUT/a.png", "rope", "--numbers", "OUT/a.json"),
-    ("plot", "set"): ("decay", "OUT/a.png", "rope", "--set", "rope_theta=100.0"),
+    ("plot", "json"): ("decay", "OUT/a.png", "rope", "--json", "OUT/a.json"),
+    ("plot", "scheme_args"): ("decay", "OUT/a.png", "rope", "--scheme-args", "rope_theta=100.0"),
     ("push", "directory"): ("STOCK", "me/x"),
     ("push", "repo_id"): ("OURS", "me/y"),
+    ("push", "dry_run"): ("OURS", "me/x", "--dry-run"),
     ("push", "private"): ("OURS", "me/x", "--private"),
     ("push", "revision"): ("OURS", "me/x", "--revision", "trial"),
     ("push", "token"): ("OURS", "me/x", "--token", "secret"),
     ("push", "message"): ("OURS", "me/x", "--message", "hello"),
+    ("completion", "shell"): ("zsh",),
 }
 
 
@@ -564,7 +587,8 @@ def actions_of(parser):
 
 def test_every_option_of_the_command_has_a_row():
     (commands,) = actions_of(cli._parser())
-    assert {(name,) for name in commands.choices} == set(COMMANDS)
+    assert {(name,) for name in commands.choices} == set(COMMANDS) | {(name,) for name in cli.RECIPES}
+    assert {recipe for recipe, _ in cli.RECIPES.values()} <= set(ROWS)
     found = {(name, action.dest) for name, parser in commands.choices.items() for action in actions_of(parser)}
     assert found == set(OPTIONS)
 
@@ -601,6 +625,8 @@ def test_an_option_of_the_command_does_something(option, places, tmp_path, capsy
     """Status, what is printed and what is written are not what they are without."""
     if "plot" in option:
         pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
+    if "completion" in option:
+        pytest.importorskip("shtab", reason="pip install shtab runs this")
     calls = OPTIONS[option] if isinstance(OPTIONS[option][0], tuple) else (COMMANDS[option[:1]], OPTIONS[option])
     outcomes = []
     for number, call in enumerate(calls):

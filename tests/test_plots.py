@@ -301,7 +301,7 @@ def test_command(arguments, source, tmp_path, capsys):
     tiny("gpt2").save_pretrained(tmp_path / "model")
     kind, *rest = [str(tmp_path / "model") if argument == "MODEL" else argument for argument in arguments]
     picture, numbers = tmp_path / "picture.png", tmp_path / "numbers.json"
-    assert main(["plot", kind, str(picture), *rest, "--numbers", str(numbers)]) == 0, capsys.readouterr().err
+    assert main(["plot", kind, str(picture), *rest, "--json", str(numbers)]) == 0, capsys.readouterr().err
     assert picture.read_bytes().startswith(b"\x89PNG")
     written = json.loads(numbers.read_text())
     assert written["kind"] == kind
@@ -317,7 +317,7 @@ def test_waves_and_recurrence_of_a_model_that_rotates(tmp_path, capsys):
     source, found = str(tmp_path / "model"), {}
     for kind in ("waves", "recurrence"):
         numbers = tmp_path / f"{kind}.json"
-        arguments = [kind, str(tmp_path / "a.png"), source, "--length", "8", "--numbers", str(numbers)]
+        arguments = [kind, str(tmp_path / "a.png"), source, "--length", "8", "--json", str(numbers)]
         assert main(["plot", *arguments]) == 0, capsys.readouterr().err
         found[kind] = json.loads(numbers.read_text())["sources"]["model"]
     vocabulary = model.config.vocab_size
@@ -361,9 +361,9 @@ def test_frequencies_that_a_command_line_can_say(text, at_a_half):
         (["attention", "o.png", "alibi"], "name a checkpoint"),
         (["waves", "o.png", "alibi"], "a checkpoint, or frequencies: their base"),
         (["grid", "o.png", "t^2"], "said by their base"),
-        (["grid", "o.png", "100", "--text", "a"], "--text changes nothing in grid of 100"),
+        (["grid", "o.png", "100", "--data", "a"], "--data changes nothing in grid of 100"),
         (["precision", "o.png", "100"], "name a scheme"),
-        (["waves", "o.png", "t^2", "--set", "base=3"], "--set changes nothing"),
+        (["waves", "o.png", "t^2", "--scheme-args", "base=3"], "--scheme-args changes nothing"),
         (["expansion", "o.png", "rope"], "name a checkpoint"),
         (["similarity", "o.png", "rope"], "adds no position vectors"),
         (["similarity", "o.png", "rope", "alibi"], "of one scheme or model"),

@@ -18,7 +18,7 @@ RUN = {"scheme": "alibi", "recovery_steps": 0, "steps": 4, "eval_every": 2}
 
 @pytest.fixture
 def recipe(recipes):
-    return importlib.import_module("extend_context")
+    return importlib.import_module("hf_posenc.recipes.extend_context")
 
 
 def words(folder, text, output, **changes):
@@ -51,7 +51,7 @@ def test_a_trial_is_a_few_steps_of_the_training(recipe, recipes, tiny_checkpoint
     path.write_text(path.read_text().replace('_pdrop": 0.1', '_pdrop": 0.0'))
     given = {"find_learning_rate": "1e-3 1e-2", "weight_decay": 0, "max_grad_norm": 1e9}
     results = recipe.main(words(folder, text, folder / "out", **given))
-    tokenizer = importlib.import_module("embedded").byte_tokenizer()
+    tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
     documents = [[*tokenizer(part).input_ids, 256] for part in text.read_text().split("\f")]
     shuffled = list(range(12))
     random.Random(0).shuffle(shuffled)
@@ -79,7 +79,10 @@ def test_a_trial_is_a_few_steps_of_the_training(recipe, recipes, tiny_checkpoint
 def test_a_resumed_run_tries_nothing_again(recipe, recipes, tiny_checkpoints, text, monkeypatch):
     """Neither before its first step nor after a state."""
     folder = tiny_checkpoints
-    rates, training = importlib.import_module("rates"), importlib.import_module("training")
+    rates, training = (
+        importlib.import_module("hf_posenc.recipes.rates"),
+        importlib.import_module("hf_posenc.recipes.training"),
+    )
     given = {"find_learning_rate": "1e-3 1e-2", "save_every": 1}
     whole = recipe.main(words(folder, text, folder / "whole", **given))
     calls, find, one_step = [], rates.find, training.one_step

@@ -1,13 +1,16 @@
-"""What README.md and docs/ show is true: their Python runs as pasted, links lead somewhere, the table is the registry's."""
+"""What README.md and docs/ show is true: their Python runs as pasted, links lead somewhere, tables are what they say."""
 
 import importlib.util
+import json
 import re
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from hf_posenc import available_schemes, registry
+from hf_posenc import Scheme, available_schemes, cli, registry
 from hf_posenc.registry import supported_model_types
 
 ROOT = Path(__file__).parents[1]
@@ -19,56 +22,121 @@ def blocks(page):
     return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_runs_as_pasted(page, tmp_path, monkeypatch):
-    """In order, on one page after the other: a later block may use what an earlier one made."""
-    monkeypatch.chdir(tmp_path)
+WITH_PYTHON = [page for page in PAGES if blocks(page)]
+
+
+def test_pages_with_python_are_found():
+    """What a page is about decides whether it shows Python; those that only have commands and tables are named here."""
+    assert {page.name for page in PAGES} - {page.name for page in WITH_PYTHON} == {
+        "limits.md",
+        "results.md",
+        "schemes.md",
+        "speed.md",
+    }
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+def test_python_runs_as_pasted(page, tiny_checkpoints, monkeypatch):
+    """In order, on one page after the other: a later block may use what an earlier one made.
+
+    Checkpoints of the Hub are stood for by tiny ones of the same model types, in folders of their names.
+    """
+    monkeypatch.chdir(tiny_checkpoints)
+    smollm = Path(shutil.copytree("llama", "HuggingFaceTB/SmolLM2-135M")) / "config.json"
+    smollm.write_text(json.dumps(json.loads(smollm.read_text()) | {"max_position_embeddings": 8192}))
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))  # a page may register schemes and families
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
-    found = blocks(page)
-    assert found
     names = {"__name__": "__main__"}
-    for number, block in enumerate(found):
+    for number, block in enumerate(blocks(page)):
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
 @pytest.fixture
-def table_script(monkeypatch):
-    """`(readme, *arguments)` -> exit code of scripts/make_scheme_table.py on that file."""
-    specification = importlib.util.spec_from_file_location("make_scheme_table", ROOT / "scripts/make_scheme_table.py")
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
+def script(monkeypatch):
+    """`name` -> a module of scripts/, imported afresh."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
-    def run(readme, *arguments):
-        monkeypatch.setattr(script, "README", readme)
-        monkeypatch.setattr(sys, "argv", ["make_scheme_table.py", *arguments])
-        return script.main()
+    def load(name):
+        specification = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+        module = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def table_script(script, tmp_path, monkeypatch):
+    """`(name of a script, text of a README, *arguments)` -> its exit code and the README that it leaves."""
+
+    def run(name, text, *arguments):
+        module = script(name)
+        readme = tmp_path / "README.md"
+        readme.write_text(text, encoding="utf-8")
+        monkeypatch.setattr(module, "README", readme)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        return module.main(), readme.read_text(encoding="utf-8")
 
     return run
 
 
-def test_table_of_schemes_is_current(table_script):
-    assert table_script(ROOT / "README.md", "--check") == 0, "run python scripts/make_scheme_table.py"
+TABLES = {"make_scheme_table": "| `alibi` |", "make_result_table": "| the base, untouched |"}
+"""Script -> how a row of its table in README.md begins."""
 
 
-def test_table_script_repairs_what_it_reports(table_script, tmp_path):
-    readme = tmp_path / "README.md"
-    stale = README.replace("| `alibi` |", "| `alibye` |")
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_current(table_script, name):
+    assert table_script(name, README, "--check") == (0, README), f"run python scripts/{name}.py"
+
+
+@pytest.mark.parametrize(("name", "row"), TABLES.items(), ids=TABLES)
+def test_table_scripts_repair_what_they_report(table_script, name, row):
+    stale = README.replace(row, row.replace("`", "").replace("base", "bass"))
     assert stale != README
-    readme.write_text(stale, encoding="utf-8")
 
-    assert table_script(readme, "--check") == 1
-    assert readme.read_text(encoding="utf-8") == stale
-    assert table_script(readme) == 0
-    assert readme.read_text(encoding="utf-8") == README
+    assert table_script(name, stale, "--check") == (1, stale)
+    assert table_script(name, stale) == (0, README)
 
 
 @pytest.mark.parametrize("damage", ["<!-- schemes", "<!-- end of schemes"])
-def test_table_script_refuses_a_file_without_markers(table_script, tmp_path, damage):
-    readme = tmp_path / "README.md"
-    readme.write_text(README.replace(damage, "<!-- gone"), encoding="utf-8")
+def test_table_script_refuses_a_file_without_markers(table_script, damage):
     with pytest.raises(ValueError, match="expected one"):
-        table_script(readme)
+        table_script("make_scheme_table", README.replace(damage, "<!-- gone"))
+
+
+def test_table_of_hyperparameters_is_current(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["make_scheme_table.py", "--check"])
+    module = script("make_scheme_table")
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert "| `nope` | none | none |" in page
+    assert module.main() == 0, "run python scripts/make_scheme_table.py"
+
+
+def test_a_scheme_without_a_paper_is_refused(script):
+    class Unsourced(Scheme):
+        """Nobody says where it is from.
+
+        Source: an idea of ours.
+        """
+
+    with pytest.raises(ValueError, match="Unsourced needs a line `Source"):
+        script("make_scheme_table").papers(Unsourced)
+
+
+def test_papers_are_read_across_lines(script):
+    class Sourced(Scheme):
+        """Two papers.
+
+        Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.5; the authors' code; Dai et al.
+        2019, arXiv:1901.02860.
+
+        Args:
+            other: of another paper, arXiv:2104.09864.
+        """
+
+    assert script("make_scheme_table").papers(Sourced) == (
+        "[Vaswani et al. 2017](https://arxiv.org/abs/1706.03762), [Dai et al. 2019](https://arxiv.org/abs/1901.02860)"
+    )
 
 
 def test_every_scheme_and_family_is_named():
@@ -78,9 +146,14 @@ def test_every_scheme_and_family_is_named():
     assert all(f"`{name}`" in families for name in supported_model_types())
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "recipes" / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
-)
+LINKED = [
+    *PAGES,
+    *sorted((ROOT / "docs/reference").glob("*.md")),
+    *(ROOT / name for name in ("recipes/README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_and_links_lead_to_files(page):
     text = page.read_text(encoding="utf-8")
     links = {page.parent / path for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", text)}
@@ -88,12 +161,53 @@ def test_commands_and_links_lead_to_files(page):
     assert [str(path) for path in sorted(links | files) if not path.exists()] == []
 
 
-def test_list_of_families_is_current(monkeypatch):
-    specification = importlib.util.spec_from_file_location("make_family_table", ROOT / "scripts/make_family_table.py")
-    script = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(script)
+def test_tables_of_calibrations_are_current(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["make_calibration_tables.py", "--check"])
+    module = script("make_calibration_tables")
+    assert module.main() == 0, "run python scripts/make_calibration_tables.py"
+    assert all(f"| `transformer_xl`, {start}" in module.table("stories260K") for start in module.STARTS.values())
+    run = {"before": {"64": 2.0}, "after": {"100": {"64": None}}, "calibration": {"divergence": [0.5, 0.7]}}
+    cells = module.row("t", [run, run | {"before": {"64": 3.0}}], [("64", None), ("64", "100")])
+    assert cells == "| t | 2 | 0.600 | 2.500 |  |"
+
+
+COMMAND_PAGES = [*PAGES, ROOT / "recipes" / "README.md"]
+RECIPE = re.compile(r"(?:accelerate launch|python) (?:-m hf_posenc\.recipes\.|recipes/)(\w+)(?:\.py)?\b")
+"""How a recipe is started in one process or in many."""
+
+
+def commands(page):
+    """What its blocks tell one to type that `hf-posenc` reads, as words; a recipe by the command that starts it."""
+    started = {f"{module}": name for name, (module, _) in cli.RECIPES.items()}
+    for block in re.findall(r"^```bash\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            recipe = RECIPE.match(line)
+            if recipe and recipe[1] in started:
+                line = f"hf-posenc {started[recipe[1]]}{line[recipe.end() :]}"
+            if line.startswith("hf-posenc "):
+                yield shlex.split(line, comments=True)[1:]
+
+
+def test_commands_are_found():
+    assert sum(len(list(commands(page))) for page in COMMAND_PAGES) > 5
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_are_understood(page, capsys):
+    """By what reads them; nothing is started."""
+    parser = cli._parser(recipes=True)
+    for words in commands(page):
+        if "--help" not in words:
+            try:
+                parser.parse_args(words)
+            except SystemExit:
+                pytest.fail(f"{' '.join(words)}: {capsys.readouterr().err}")
+
+
+def test_list_of_families_is_current(script, monkeypatch):
+    module = script("make_family_table")
     monkeypatch.setattr(sys, "argv", ["make_family_table.py", "--check"])
-    assert script.main() == 0, "run python scripts/make_family_table.py"
+    assert module.main() == 0, "run python scripts/make_family_table.py"
     assert (
-        script.updated(script.PAGE.read_text(encoding="utf-8").replace("`cohere`", "`coherent`")).count("`cohere`") == 1
+        module.updated(module.PAGE.read_text(encoding="utf-8").replace("`cohere`", "`coherent`")).count("`cohere`") == 1
     )

@@ -23,7 +23,7 @@ class Stop(Exception):
 
 @pytest.fixture
 def recipe(recipes):
-    return importlib.import_module("extend_context")
+    return importlib.import_module("hf_posenc.recipes.extend_context")
 
 
 def small(checkpoint, text, output, **changes):
@@ -33,7 +33,7 @@ def small(checkpoint, text, output, **changes):
         "--data": text,
         "--separator": r"\f",
         "--output": output,
-        "--eval-lengths": "16 32 48",
+        "--lengths": "16 32 48",
         "--eval-tokens": 200,
         "--train-length": 48,
         "--batch-size": 2,
@@ -57,7 +57,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
             output,
             gradient_accumulation=2,
             retrieval_trials=1,
-            eval_lengths="32 64",
+            lengths="32 64",
             eval_every=2,
         )
     )
@@ -87,7 +87,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     model = hf_posenc.from_pretrained(output / "model")
     arguments = recipe.Arguments(**written["arguments"])
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
-    corpus = importlib.import_module("corpus")
+    corpus = importlib.import_module("hf_posenc.recipes.corpus")
     documents = corpus.documents(tokenizer, arguments, None, 0)
     _, held_out = corpus.split(documents, tokenizer, arguments)
     whole = corpus.stream(held_out)
@@ -104,7 +104,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
 
 def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints, text):
     output = tiny_checkpoints / "out"
-    given = {"scheme": "alibi", "retrieval_trials": 1, "eval_lengths": "32 64"}
+    given = {"scheme": "alibi", "retrieval_trials": 1, "lengths": "32 64"}
     results = recipe.main(small(tiny_checkpoints / "llama", text, output, **given))
     page = (output / "report.html").read_text()
     card = (output / "model" / "README.md").read_text()
@@ -127,7 +127,7 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
         round(row[method]["perplexity"], 4) for row in results["after"] for method in ("sliding", "non_overlapping")
     ]
     # A number that was not measured cannot appear.
-    import card as cards
+    from hf_posenc.recipes import card as cards
 
     del results["after"][0]["sliding"]["perplexity"]
     with pytest.raises(KeyError):
@@ -137,9 +137,35 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
 NASTY = "a|b `c` ``` <script>alert(1)</script> *d* _e_ [f](g) # h\n---\n```\n<img src=x>"
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ({32: 5.0, 64: 5.5}, {32: 6.0, 64: 6.0}, "got worse than its base there: train it longer"),
+        (
+            {32: 5.0},
+            {32: 5.05, 64: 5.1},
+            "as good as its base there. At 64 tokens it has 5.10, and the base cannot run: it",
+        ),
+        (
+            {32: 5.0, 64: 9.0},
+            {32: 4.0, 64: 7.0},
+            "At 64 tokens it has 7.00, the base 9.00: beyond 32 tokens it gets worse.",
+        ),
+        ({32: 5.0}, {32: 4.0}, "The model is better than its base there"),
+        ({}, {64: 4.0}, "there is no base to compare with"),
+    ],
+)
+def test_the_last_sentence_is_honest(recipes, before, after, message):
+    from hf_posenc.recipes.tables import verdict
+
+    rows = [[{"length": n, "sliding": {"perplexity": p}} for n, p in each.items()] for each in (before, after)]
+    rows[0] += [{"length": n, "impossible": "its table ends"} for n in after if n not in before]
+    assert message in verdict({"base": {"trained_length": 48}, "before": rows[0], "after": rows[1]})
+
+
 def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     """What stands in a name, a path or a hyper-parameter is no markup, no HTML, no cell and no YAML."""
-    import card as cards
+    from hf_posenc.recipes import card as cards
 
     results = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme="shaw"))
     plain = cards.card(results, "me/x")
@@ -167,7 +193,7 @@ def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     assert len(table) == 1
     assert len(re.findall(r"(?<!\\)\|", table[0])) == 3
     # A sweep's table too.
-    summaries = importlib.import_module("summary")
+    summaries = importlib.import_module("hf_posenc.recipes.summary")
     summary = {"title": NASTY, "base": {"name": NASTY, "parameters": 1, "trained_length": 2}, "variants": {}}
     assert "<script" not in summaries.markdown(summary)
 
@@ -210,7 +236,7 @@ def test_other_schemes(recipe, tiny_checkpoints, text, scheme):
 
 
 def test_a_failed_write_leaves_the_old_json(recipes, tmp_path):
-    results = importlib.import_module("results")
+    results = importlib.import_module("hf_posenc.recipes.results")
     path = tmp_path / "results.json"
     results.write_json(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -237,13 +263,13 @@ WRONG = {
     "negative rate": ({"learning_rate": -1}, "--learning-rate must be positive, not -1.0"),
     "negative warm-up": ({"warmup_steps": -1}, "--warmup-steps must be at least 0, not -1"),
     "precision": ({"mixed_precision": "int4"}, "no, bf16, fp16, not int4"),
-    "tiny length": ({"eval_lengths": "4 16"}, "--eval-lengths must be at least 8 tokens"),
+    "tiny length": ({"lengths": "4 16"}, "--lengths must be at least 8 tokens"),
     "too short for retrieval": (
-        {"retrieval_trials": 1, "eval_lengths": "16 32"},
-        "--retrieval-trials: the test needs --eval-lengths of at least 32 tokens, not 16",
+        {"retrieval_trials": 1, "lengths": "16 32"},
+        "--retrieval-trials: the test needs --lengths of at least 32 tokens, not 16",
     ),
-    "stride": ({"stride": 16}, "--stride 16 must divide every one of --eval-lengths and be below the shortest, 16"),
-    "few eval tokens": ({"eval_tokens": 40}, "--eval-tokens 40 is less than the longest of --eval-lengths, 48"),
+    "stride": ({"stride": 16}, "--stride 16 must divide every one of --lengths and be below the shortest, 16"),
+    "few eval tokens": ({"eval_tokens": 40}, "--eval-tokens 40 is less than the longest of --lengths, 48"),
     "scheme": ({"scheme": "albi"}, ", ".join(hf_posenc.available_schemes())),
     "hyper-parameter": ({"scheme": "shaw", "scheme_args": "distance=3"}, "distance"),
     "its value": ({"scheme": "shaw", "scheme_args": "max_distance=-1"}, "max_distance"),
@@ -275,11 +301,11 @@ WRONG = {
     "no data": ({"data": None}, "--model needs --data"),
     "no such model": ({"model": "./nowhere"}, "--model ./nowhere"),
     "text too short to measure": (
-        {"eval_lengths": 4000, "eval_tokens": 4000, "train_length": 48},
-        "the held-out text has 3,612 tokens, the longest of --eval-lengths needs 4,000",
+        {"lengths": 4000, "eval_tokens": 4000, "train_length": 48},
+        "the held-out text has 3,612 tokens, the longest of --lengths needs 4,000",
     ),
     "text too short for the curve": (
-        {"eval_every": 1, "eval_lengths": 16, "eval_tokens": 20},
+        {"eval_every": 1, "lengths": 16, "eval_tokens": 20},
         "--eval-every: a point of the curve needs 32 held-out tokens and there are 20",
     ),
     "text too short to train": (
@@ -292,7 +318,11 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments_stop_before_anything_runs(recipe, tiny_checkpoints, text, monkeypatch, capsys, case):
     changes, message = WRONG[case]
-    monkeypatch.setattr(importlib.import_module("extension"), "measure_model", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(
+        importlib.import_module("hf_posenc.recipes.extension"),
+        "measure_model",
+        lambda *_, **__: pytest.fail("measured"),
+    )
     with pytest.raises(SystemExit) as stop:
         recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out", **changes))
     assert stop.value.code == 2
@@ -346,7 +376,7 @@ def test_whether_packed_documents_are_kept_apart_is_measured(recipes, family, ap
     model = tiny(family).eval()
     if scheme:
         hf_posenc.patch_model(model, scheme)
-    assert importlib.import_module("models").keeps_documents_apart(model) is apart
+    assert importlib.import_module("hf_posenc.recipes.models").keeps_documents_apart(model) is apart
 
 
 def test_documents_are_not_packed_where_attention_would_cross(recipe, tiny_checkpoints, text, capsys):
@@ -371,7 +401,7 @@ def test_embedded_default_under_accelerate_launch(recipes, tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu", str(recipes / "extend_context.py")]
     command += ["--base-steps", "20", "--steps", "4", "--batch-size", "1", "--train-length", "512"]
-    command += ["--eval-lengths", "256", "512", "--eval-tokens", "1024", "--output", str(tmp_path / "out")]
+    command += ["--lengths", "256", "512", "--eval-tokens", "1024", "--output", str(tmp_path / "out")]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "fine-tuning: 100%" in run.stderr
@@ -390,20 +420,20 @@ def test_embedded_default_under_accelerate_launch(recipes, tmp_path):
 
 def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
     """The file says, the command line wins; what is wrong in the file is named."""
-    options = importlib.import_module("options")
+    options = importlib.import_module("hf_posenc.recipes.options")
     path = tiny_checkpoints / "run.yaml"
     path.write_text(
-        "scheme: shaw\nscheme_args: {max_distance: 8, values: false}\nlearning_rate: 2.0e-4\neval_lengths: [16, 32]\n"
+        "scheme: shaw\nscheme_args: {max_distance: 8, values: false}\nlearning_rate: 2.0e-4\nlengths: [16, 32]\n"
         "separator: '\\f'\noverwrite: true\nstride: null\n"
     )
     arguments, _ = options.parse(recipe.Arguments, ["--config", str(path), "--learning-rate", "1e-3"], "test")
     assert arguments.scheme == "shaw"
-    assert importlib.import_module("schemes").hyperparameters(arguments.scheme_args) == {
+    assert importlib.import_module("hf_posenc.recipes.schemes").hyperparameters(arguments.scheme_args) == {
         "max_distance": 8,
         "values": False,
     }
     assert arguments.learning_rate == 1e-3
-    assert arguments.eval_lengths == [16, 32]
+    assert arguments.lengths == [16, 32]
     assert arguments.separator == r"\f"
     assert arguments.overwrite is True
     assert arguments.stride is None
@@ -413,7 +443,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
         ("- a\n- b", "must be a mapping of options, not list"),
         ("steps: 3\nsteps: 4", "steps is there twice"),
         ("steps: null", "steps has no value; leave it out for the default, 60"),
-        ("eval_lengths: []", "eval_lengths has no value; leave it out for the default, [256, 512, 1024, 2048]"),
+        ("lengths: []", "lengths has no value; leave it out for the default, [256, 512, 1024, 2048]"),
         ("a: [", "run.yaml:"),
     ):
         path.write_text(content)
@@ -445,8 +475,8 @@ def test_every_config_is_known(recipes):
 def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
     """All keys are known, and everything that is checked without a checkpoint passes."""
     monkeypatch.chdir(tmp_path)
-    options = importlib.import_module("options")
-    module = importlib.import_module(CONFIGS[name])
+    options = importlib.import_module("hf_posenc.recipes.options")
+    module = importlib.import_module(f"hf_posenc.recipes.{CONFIGS[name]}")
     path = recipes / "configs" / f"{name}.yaml"
     arguments, _ = options.parse(module.Arguments, ["--config", str(path)], "test")
     text = path.read_text()
@@ -455,11 +485,11 @@ def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
     assert f"recipes/{CONFIGS[name]}.py" in text
     if CONFIGS[name] == "extend_context":
         arguments.model = None  # no hub here
-        assert importlib.import_module("extension").check_arguments(arguments) is not None
+        assert importlib.import_module("hf_posenc.recipes.extension").check_arguments(arguments) is not None
     elif CONFIGS[name] == "pretrain":
         module.check_arguments(arguments)
     else:
-        importlib.import_module("training").check(arguments)
+        importlib.import_module("hf_posenc.recipes.training").check(arguments)
 
 
 # --------------------------------------------------------------------------------------------------- the other recipes
@@ -488,9 +518,9 @@ def test_lora_saves_adapter_and_merged_model(recipe, tiny_checkpoints, text):
 
 
 def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
-    compare = importlib.import_module("compare_schemes")
+    compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints / "sweep"
-    words = small(tiny_checkpoints / "llama", text, folder, eval_every=1, recovery_steps=2, eval_lengths="16 32 64")
+    words = small(tiny_checkpoints / "llama", text, folder, eval_every=1, recovery_steps=2, lengths="16 32 64")
     variants = ["unpatched", "alibi", "alibi+distill", "rope-yarn", "learned"]
     summary = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
     assert set(summary["variants"]) == set(variants)
@@ -543,7 +573,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     ],
 )
 def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints, text, capsys, variant, message):
-    compare = importlib.import_module("compare_schemes")
+    compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints / "sweep"
     with pytest.raises(SystemExit):
         compare.main([*small(tiny_checkpoints / "llama", text, folder), "--variants", "alibi", variant])
@@ -553,7 +583,9 @@ def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints,
 
 def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text, capsys):
     """Which it would overwrite for each of its runs, or push every one of them to the same place."""
-    compare, pretrain = (importlib.import_module(name) for name in ("compare_schemes", "pretrain"))
+    compare, pretrain = (
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("compare_schemes", "pretrain")
+    )
     words = small(tiny_checkpoints / "llama", text, tiny_checkpoints / "sweep", calibrate=None)
     for extra in (
         ["--scheme", "shaw"],
@@ -582,7 +614,7 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
 
 def test_where_an_option_reaches_what_plain_reaches(recipes):
     """On straight lines the crossing is known."""
-    summary = importlib.import_module("summary")
+    summary = importlib.import_module("hf_posenc.recipes.summary")
     plain = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 3.0}]}
     better = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 50, "mean": 3.5}, {"tokens": 100, "mean": 2.5}]}
     variants = {"x": plain, "x+a": better, "x+b": {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 4.0}]}}
@@ -593,11 +625,11 @@ def test_where_an_option_reaches_what_plain_reaches(recipes):
 
 
 def test_pretrain(recipes, tiny_checkpoints, text):
-    pretrain = importlib.import_module("pretrain")
+    pretrain = importlib.import_module("hf_posenc.recipes.pretrain")
     folder = tiny_checkpoints / "scratch"
     words = ["--data", str(text), "--separator", r"\f", "--eval-tokens", "200", "--output", str(folder)]
     words += ["--layers", "1", "--width", "16", "--heads", "2", "--train-length", "16", "--steps", "4"]
-    words += ["--batch-size", "2", "--eval-lengths", "16", "32", "--retrieval-trials", "0", "--eval-every", "2"]
+    words += ["--batch-size", "2", "--lengths", "16", "32", "--retrieval-trials", "0", "--eval-every", "2"]
     summary = pretrain.main([*words, "--schemes", "learned", "alibi", "--seeds", "0", "1"])
     assert set(summary["variants"]["alibi"]["sliding"]) == {"16", "32"}
     assert set(summary["variants"]["learned"]["sliding"]) == {"16"}  # its table ends there
@@ -609,13 +641,16 @@ def test_pretrain(recipes, tiny_checkpoints, text):
 
 def test_a_tokenizer_that_is_not_there_is_named_by_its_option(recipes, capsys):
     with pytest.raises(SystemExit) as stop:
-        importlib.import_module("pretrain").main(["--tokenizer", "./nowhere", "--schemes", "alibi"])
+        importlib.import_module("hf_posenc.recipes.pretrain").main(["--tokenizer", "./nowhere", "--schemes", "alibi"])
     assert stop.value.code == 2
     assert "--tokenizer ./nowhere: " in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_sweep_on_a_full_disk_says_what_is_kept(recipes, tiny_checkpoints, text, monkeypatch, capsys):
-    pretrain, training = importlib.import_module("pretrain"), importlib.import_module("training")
+    pretrain, training = (
+        importlib.import_module("hf_posenc.recipes.pretrain"),
+        importlib.import_module("hf_posenc.recipes.training"),
+    )
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -634,12 +669,15 @@ def test_a_sweep_on_a_full_disk_says_what_is_kept(recipes, tiny_checkpoints, tex
 
 def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     """Runs of other arguments, of another text or another base are named and refused, finished or not."""
-    pretrain, training = importlib.import_module("pretrain"), importlib.import_module("training")
+    pretrain, training = (
+        importlib.import_module("hf_posenc.recipes.pretrain"),
+        importlib.import_module("hf_posenc.recipes.training"),
+    )
     folder = tiny_checkpoints / "scratch"
 
     def words(**changes):
         options = {"data": text, "separator": r"\f", "eval_tokens": 200, "output": folder, "layers": 1, "width": 16}
-        options |= {"heads": 2, "train_length": 16, "steps": 4, "batch_size": 2, "eval_lengths": "16 32"}
+        options |= {"heads": 2, "train_length": 16, "steps": 4, "batch_size": 2, "lengths": "16 32"}
         options |= {"retrieval_trials": 0, "schemes": "shaw", "seeds": "0"} | changes
         return [w for k, v in options.items() for w in (f"--{k.replace('_', '-')}", *str(v).split(" "))]
 
@@ -689,7 +727,7 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "identity"}))
     refused("does not say what it is of")
 
-    compare = importlib.import_module("compare_schemes")
+    compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints / "sweep"
     common = small(tiny_checkpoints / "llama", text, folder)
     compare.main([*common, "--variants", "alibi", "--seeds", "0"])
@@ -710,7 +748,9 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
 
 def test_a_table_is_of_one_sweep(recipes, tmp_path):
     """Also where it is made from the results alone."""
-    many_runs, summary, options = map(importlib.import_module, ("many_runs", "summary", "options"))
+    many_runs, summary, options = (
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("many_runs", "summary", "options")
+    )
     for seed, steps in ((0, 10), (1, 20)):
         target = many_runs.place(tmp_path, "alibi", seed)
         target.mkdir(parents=True)
@@ -721,10 +761,10 @@ def test_a_table_is_of_one_sweep(recipes, tmp_path):
 
 
 def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):
-    evaluate = importlib.import_module("evaluate")
+    evaluate = importlib.import_module("hf_posenc.recipes.evaluate")
     recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme="alibi"))
     target = tiny_checkpoints / "measured.json"
-    words = ["--data", str(text), "--separator", r"\f", "--eval-lengths", "16", "48", "--output", str(target)]
+    words = ["--data", str(text), "--separator", r"\f", "--lengths", "16", "48", "--output", str(target)]
     words += ["--retrieval-trials", "0", "--eval-tokens", "100000"]
     patched = evaluate.main(["--model", str(tiny_checkpoints / "out" / "model"), *words])
     stock = evaluate.main(["--model", str(tiny_checkpoints / "llama"), *words])
@@ -745,24 +785,28 @@ def test_eval_tokens_says_at_most_how_many_are_measured_everywhere(recipes, reci
     """Of two books the beginning of one, not a whole book."""
     text.write_text(text.read_text().replace("\f", " ")[:2000] + "\f" + "another book " * 200)
     llama, out = tiny_checkpoints / "llama", tiny_checkpoints / "out"
-    words = ["--data", str(text), "--separator", r"\f", "--eval-lengths", "16", "--eval-tokens", "100"]
+    words = ["--data", str(text), "--separator", r"\f", "--lengths", "16", "--eval-tokens", "100"]
     words += ["--retrieval-trials", "0"]
     training = ["--train-length", "16", "--steps", "1"]
     plain = ["--calibrate", "none"]
     compared = [*plain, "--variants", "alibi", "--seeds", "0", "--output", str(out / "compare")]
     fresh = ["--schemes", "alibi", "--seeds", "0", "--output", str(out / "pretrain"), "--width", "16"]
-    importlib.import_module("compare_schemes").main(["--model", str(llama), *words, *training, *compared])
-    importlib.import_module("pretrain").main([*words, *training, *fresh])
+    importlib.import_module("hf_posenc.recipes.compare_schemes").main(
+        ["--model", str(llama), *words, *training, *compared]
+    )
+    importlib.import_module("hf_posenc.recipes.pretrain").main([*words, *training, *fresh])
     results = [
         recipe.main(["--model", str(llama), *words, *training, *plain, "--output", str(out / "extend")])["after"],
         *(json.loads(path.read_text())["after"] for path in out.glob("*/runs/alibi/seed-0/results.json")),
-        importlib.import_module("evaluate").main(
+        importlib.import_module("hf_posenc.recipes.evaluate").main(
             ["--model", str(llama), *words, "--output", str(out / "evaluation.json")]
         )["measured"],
     ]
     assert [rows[0]["sliding"]["tokens"] for rows in results] == [99] * 4  # the first token has nothing before it
     for module in ("extend_context", "compare_schemes", "pretrain", "evaluate"):
-        names = {field.name for field in dataclasses.fields(importlib.import_module(module).Arguments)}
+        names = {
+            field.name for field in dataclasses.fields(importlib.import_module(f"hf_posenc.recipes.{module}").Arguments)
+        }
         assert "eval_tokens" in names
         assert "max_eval_tokens" not in names
 

@@ -1,4 +1,4 @@
-"""Entry points of the recipes are imported by none of them, and no module they share comes back to itself."""
+"""Entry points are imported by no recipe but what starts them from a checkout; no module they share comes back to itself."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from test_layering import imported_names
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+ROOT = Path(__file__).parents[1]
+PACKAGE = "hf_posenc.recipes"
+PROGRAMS = {"calibrate", "extend_context", "compare_schemes", "pretrain", "evaluate", "report", "sweep"}
 PROGRAM = '\nif __name__ == "__main__":\n    pass\n'
 
 
@@ -17,13 +19,16 @@ def is_entry_point(source):
     return any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in nodes)
 
 
+def imported_recipes(source):
+    """The modules of the package's recipes that a source imports."""
+    names = imported_names(source, f"{PACKAGE}.x", False)
+    return {name.removeprefix(f"{PACKAGE}.").split(".")[0] for name in names if name.startswith(f"{PACKAGE}.")}
+
+
 def violations(sources):
     """What is wrong with the imports of modules among themselves, in words; sources by the name of the module."""
     entry_points = {name for name, source in sources.items() if is_entry_point(source)}
-    imports = {
-        name: {imported.split(".")[0] for imported in imported_names(source, name, False)} & set(sources)
-        for name, source in sources.items()
-    }
+    imports = {name: imported_recipes(source) & set(sources) for name, source in sources.items()}
     found = [
         f"{name} imports {other}, which is an entry point"
         for name in sorted(imports)
@@ -37,22 +42,31 @@ def violations(sources):
 
 
 def test_recipes_do_not_import_entry_points_or_each_other_in_a_circle():
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in RECIPES.rglob("*.py")}
-    assert {"extend_context", "pretrain", "report", "run"} <= {
-        n for n, source in sources.items() if is_entry_point(source)
-    }
+    folder = ROOT / "hf_posenc" / "recipes"
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.stem != "__init__"}
+    assert PROGRAMS == {name for name, source in sources.items() if is_entry_point(source)}
     assert violations(sources) == []
+
+
+def test_a_checkout_starts_what_an_installation_starts():
+    """Files of the checkout that are named as a recipe is start it, and do nothing else."""
+    files = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "recipes").glob("*.py")}
+    for name in PROGRAMS:
+        assert imported_recipes(files[name]) <= {name, "program"}
+        assert len(ast.parse(files[name]).body) <= 4, "a docstring, imports and the start"
+    assert not imported_recipes(files["trainer_example"]) & PROGRAMS
 
 
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ({"a": "import b", "b": PROGRAM}, "a imports b, which is an entry point"),
-        ({"a": "from b import main" + PROGRAM, "b": PROGRAM}, "a imports b, which is an entry point"),
-        ({"a": "def late():\n    from b import main", "b": PROGRAM}, "a imports b, which is an entry point"),
-        ({"a": "import b", "b": "from c import x", "c": "import a"}, "a circle: "),
-        ({"a": "import b", "b": "def late():\n    import a"}, "a circle: "),
-        ({"a": "import a"}, "a circle: a, a"),
+        ({"a": "from . import b", "b": PROGRAM}, "a imports b, which is an entry point"),
+        ({"a": "from .b import main" + PROGRAM, "b": PROGRAM}, "a imports b, which is an entry point"),
+        ({"a": "def late():\n    from .b import main", "b": PROGRAM}, "a imports b, which is an entry point"),
+        ({"a": "import hf_posenc.recipes.b", "b": PROGRAM}, "a imports b, which is an entry point"),
+        ({"a": "from . import b", "b": "from .c import x", "c": "from . import a"}, "a circle: "),
+        ({"a": "from . import b", "b": "def late():\n    from . import a"}, "a circle: "),
+        ({"a": "from . import a"}, "a circle: a, a"),
     ],
 )
 def test_a_wrong_import_is_found(sources, message):
@@ -60,5 +74,5 @@ def test_a_wrong_import_is_found(sources, message):
 
 
 def test_right_imports_are_allowed():
-    shared = "import torch\nfrom b import x\nimport b"
-    assert violations({"a": "import json\nfrom c import x\nimport b" + PROGRAM, "b": "", "c": shared}) == []
+    shared = "import torch\nfrom .b import x\nfrom . import b"
+    assert violations({"a": "import json\nfrom .c import x\nfrom . import b" + PROGRAM, "b": "", "c": shared}) == []

@@ -31,17 +31,17 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npro
 
 @pytest.fixture
 def recipe(recipes):
-    return importlib.import_module("extend_context")
+    return importlib.import_module("hf_posenc.recipes.extend_context")
 
 
 @pytest.fixture
 def training(recipes):
-    return importlib.import_module("training")
+    return importlib.import_module("hf_posenc.recipes.training")
 
 
 @pytest.fixture
 def recovery(recipes):
-    return importlib.import_module("recovery")
+    return importlib.import_module("hf_posenc.recipes.recovery")
 
 
 def options(folder, text, output, **changes):
@@ -51,7 +51,7 @@ def options(folder, text, output, **changes):
         "data": text,
         "separator": r"\f",
         "output": output,
-        "eval_lengths": "16 32 48",
+        "lengths": "16 32 48",
         "eval_tokens": 200,
         "train_length": 48,
         "batch_size": 1,
@@ -266,7 +266,7 @@ def test_ctrl_c_outside_the_training_says_what_is_kept(
 
         return call
 
-    extension = importlib.import_module("extension")
+    extension = importlib.import_module("hf_posenc.recipes.extension")
     monkeypatch.setattr(extension, "train_base", counted("base", extension.train_base))
     monkeypatch.setattr(extension, "measure_model", counted("measurement", extension.measure_model))
     monkeypatch.setattr(training, "one_step", counted("step", training.one_step))
@@ -310,7 +310,7 @@ def test_a_base_of_another_run_is_not_taken(recipe, tiny_checkpoints, text, monk
         main_with(
             monkeypatch,
             recipe,
-            importlib.import_module("extension"),
+            importlib.import_module("hf_posenc.recipes.extension"),
             "train_base",
             lambda *_, **__: (_ for _ in ()).throw(Stop),
             [*options(folder, text, folder / "out", **common, base_steps=3), "--overwrite"],
@@ -469,7 +469,7 @@ def test_the_teacher_is_the_base(recipe, recipes, tiny_checkpoints):
     """Stock, frozen, of its own weights; with LoRA of the model's, which then cost nothing."""
     from transformers import LlamaForCausalLM
 
-    recovery = importlib.import_module("recovery")
+    recovery = importlib.import_module("hf_posenc.recipes.recovery")
     tokens = torch.arange(20)[None]
     for shared in (False, True):
         model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
@@ -547,13 +547,16 @@ def test_trackers_report_or_are_refused(recipe, training, tiny_checkpoints, text
         with pytest.raises(SystemExit):
             recipe.main(options(folder, text, folder / "out", tracker="wandb"))
     assert "pip install 'hf_posenc[wandb]'" in capsys.readouterr().err
-    recipe.main(options(folder, text, folder / "out", tracker="tensorboard"))
+    recipe.main(options(folder, text, folder / "out", tracker="tensorboard", eval_every=2))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    losses = []
+    losses, curve = [], []
     for path in (folder / "out").rglob("events.out.tfevents.*"):  # one for the configuration, one for the curve
         events = EventAccumulator(str(path)).Reload()
         if "loss" in events.Tags()["scalars"]:
             losses = [event.value for event in events.Scalars("loss")]
+            curve = [event.value for event in events.Scalars("held_out_loss")]
     results = json.loads((folder / "out" / "results.json").read_text())
     assert losses == pytest.approx(results["training"]["loss"])
+    assert curve == pytest.approx([point["loss"] for point in results["training"]["curve"]])
+    assert len(curve) > 1

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError, NotPatchedError
 from ..modes import evaluation
 from ..patching.state import patch_of, without_adapter
-from ..patching.wrappers import check_in_place, check_unwrapped
+from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
 from .choose import CANDIDATES, close, settle
 from .match import LOSSES, Matching, match, movable
 from .pair import Pair
@@ -163,7 +163,7 @@ def calibrate(
     Raises:
         NotPatchedError: if the model is not patched; or no `base` is given, and the model was loaded patched, or a
             calibration has moved its own weights.
-        UnsupportedModelError: if it is wrapped, sharded or offloaded, or nobody sees the base's scores.
+        UnsupportedModelError: if it is wrapped, sharded, offloaded or quantised, or nobody sees the base's scores.
         ValueError: for choices that do not exist, numbers out of range, arguments of a stage that is left out, too few
             windows, windows longer than the base was made for, a second stage that has nothing to move, and attention
             that is no number. Nothing has changed then, as after any error of the first stage.
@@ -191,6 +191,7 @@ def calibrate(
     if patch is None:
         raise NotPatchedError(f"this {type(inner).__name__} is not patched: there is nothing to calibrate")
     check_in_place(inner, "calibrate the model")
+    check_unquantized(inner, "calibrate the model")
     if tokens.ndim != 2 or tokens.is_floating_point() or tokens.shape[1] < 2:
         raise ValueError(f"tokens must be integers (windows, length), not {tuple(tokens.shape)} of {tokens.dtype}")
     if how is not None:
@@ -288,13 +289,13 @@ def _run(
     if found is None:
         try:
             pair.keep_mean()
-            before = pair.divergence()
-            averages, chosen, closed = close(pair, windows, before)
+            closed = close(pair, windows)
         except BaseException:
             pair.restore()
             raise
-        curves = {index: each.mean_difference.float().cpu() for index, each in averages.items()}
-        found = FirstStage(before, closed, chosen, curves, [p.detach().clone() for part in moved for p in part])
+        curves = {index: each.mean_difference.float().cpu() for index, each in closed.averages.items()}
+        parameters = [p.detach().clone() for part in moved for p in part]
+        found = FirstStage(closed.before, closed.after, closed.chosen, curves, parameters)
     after = found.closed
     if how is not None:
         if state is not None:

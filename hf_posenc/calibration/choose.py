@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,35 +10,58 @@ from torch import Tensor
 
 from ..patching.plan import BaseModel
 from .closed import Averages, Target, Turn, coefficients, fit, takes_queries, target_of, turn_of
-from .pair import Pair
+from .pair import Pair, Values
 
 CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
 """What is tried: the scheme as it was; its curve, or vectors, fitted to what the base's positions add; queries turned
 by the mean rotation; both."""
 
 
-def close(
-    pair: Pair, windows: int, before: dict[int, Tensor]
-) -> tuple[dict[int, Averages], dict[int, tuple[str, ...]], dict[int, Tensor]]:
+@dataclass(frozen=True)
+class Closed:
+    """What the closed forms came to.
+
+    Attributes:
+        averages: sums by distance of each layer, with the model as it was.
+        before: divergence of each layer's heads, (H,), before anything was put in.
+        after: the same with the chosen forms.
+        chosen: name of the form of each head, by layer.
+    """
+
+    averages: dict[int, Averages]
+    before: dict[int, Tensor]
+    after: dict[int, Tensor]
+    chosen: dict[int, tuple[str, ...]]
+
+
+def close(pair: Pair, windows: int) -> Closed:
     """Try the closed forms, and keep the best of each head."""
     plain = pair.averages(windows)
     turns = _turns(pair, plain)
     modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
     as_it_was = {index: _coefficients(pair, index, plain[index]) for index in modules}
-    found, targets = {"as it was": before}, {}
+    projections = {id(p): p for turn in turns.values() for p in turn.projection.parameters()}.values()
+    placed = {id(p): p for module in modules.values() for p in module.parameters()}.values()
+    unturned = [(p, pair.began[id(p)][1]) for p in projections]
+    unfitted = [(p, pair.began[id(p)][1]) for p in placed]
+    candidates: dict[str, Values] = {"as it was": [*unturned, *unfitted]}
+    targets = {}
     if turns:
         for index, turn in turns.items():
             turn.apply(torch.ones(pair.plan.sizes[index].num_heads, dtype=torch.bool))
-        found["turned"] = pair.divergence()
+        turned = [(p, p.detach().clone()) for p in projections]
+        candidates["turned"] = [*turned, *unfitted]
         if modules:
             targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows))
             _fit_all(pair, modules, targets["turned, fitted"])
-            found["turned, fitted"] = pair.divergence()
+            candidates["turned, fitted"] = [*turned, *((p, p.detach().clone()) for p in placed)]
         pair.restore(turn.projection for turn in turns.values())
     if modules:
         targets["fitted"] = _targets(pair, modules, plain)
         _fit_all(pair, modules, targets["fitted"])
-        found["fitted"] = pair.divergence()
+        candidates["fitted"] = [*unturned, *((p, p.detach().clone()) for p in placed)]
+    found = pair.divergences(candidates)
+    before = found["as it was"]
     names = [name for name in CANDIDATES if name in found]
     best = {index: torch.stack([found[name][index] for name in names]).argmin(0) for index in pair.layers}
     chosen = {index: tuple(names[number] for number in best[index].tolist()) for index in pair.layers}
@@ -54,8 +77,8 @@ def close(
     if sum(each.sum() for each in closed.values()) > sum(each.sum() for each in before.values()):
         # Heads that share parameters cannot each have what is best for them.
         pair.restore([*(turn.projection for turn in turns.values()), *modules.values()])
-        return plain, {index: ("as it was",) * len(names_) for index, names_ in chosen.items()}, before
-    return plain, chosen, closed
+        return Closed(plain, before, before, {i: ("as it was",) * len(each) for i, each in chosen.items()})
+    return Closed(plain, before, closed, chosen)
 
 
 def _targets(pair: Pair, modules: dict[int, Any], averages: dict[int, Averages]) -> dict[int, Target]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +22,24 @@ from ..tracing import LayerCall
 from .closed import Averages, coefficients, curve, takes_queries
 from .maps import Seen, asked, attending, entering, observe, parts, rows_of
 
+Values = Sequence[tuple[nn.Parameter, Tensor]]
+"""Parameters, and what they are to hold."""
+
 TOKENS = 1024
 """Tokens of the windows that are looked at together; queries, keys and values of all layers are kept meanwhile."""
+
+
+@contextmanager
+def _holding(values: Values) -> Iterator[None]:
+    """Let parameters hold other values for a while."""
+    kept = [p.data for p, _ in values]
+    try:
+        for p, value in values:
+            p.data = value
+        yield
+    finally:
+        for (p, _), data in zip(values, kept, strict=True):
+            p.data = data
 
 
 class Pair:
@@ -64,7 +80,7 @@ class Pair:
         named = {layer for scheme in patch.schemes for layer in self.plan.layers_of(scheme)}
         self.layers = sorted(named & set(self.plan.sizes))
         self._arguments: dict[torch.Size, dict[int, LayerCall]] = {}
-        self.originals: list[tuple[nn.Parameter, Tensor]] = []
+        self.originals: Values = []
         with self.as_base() as followed:
             longest = BaseModel.of(followed).length
         if longest is not None and tokens.shape[1] > longest:
@@ -93,15 +109,8 @@ class Pair:
                 yield self.other
             return
         assert self.patch.undo is not None
-        moved = [p.data for p, _ in self.originals]
-        try:
-            for p, original in self.originals:
-                p.data = original
-            with self.patch.undo.suspended():
-                yield self.model
-        finally:
-            for (p, _), data in zip(self.originals, moved, strict=True):
-                p.data = data
+        with _holding(self.originals), self.patch.undo.suspended():
+            yield self.model
 
     def seen(self, tokens: Tensor) -> tuple[dict[int, Seen], dict[int, tuple[Tensor, LayerCall]]]:
         """Return what the base's layers see, and the scheme's on the base's hidden states.
@@ -173,28 +182,46 @@ class Pair:
         found = self.plan.found
         return asked(found.layers[index], found.attention_of[index], hidden, arguments)
 
-    @torch.no_grad()
     def divergence(self) -> dict[int, Tensor]:
         """Return the KL divergence of each layer's heads from the base's on the held-out windows, (H,) each.
 
         Raises:
             ValueError: if it is no number.
         """
-        sums = {index: torch.zeros(self.plan.sizes[index].num_heads) for index in self.layers}
+        return self.divergences({"": ()})[""]
+
+    @torch.no_grad()
+    def divergences(self, candidates: Mapping[str, Values]) -> dict[str, dict[int, Tensor]]:
+        """Return the same for several values of some parameters, by name; the base is run once for all of them.
+
+        Raises:
+            ValueError: if one of them is no number.
+        """
+        heads = {index: self.plan.sizes[index].num_heads for index in self.layers}
+        sums = {name: {index: torch.zeros(heads[index]) for index in self.layers} for name in candidates}
         with attending(self.model, self.plan):
             for batch in self.held.split(self.at_once):
                 theirs, inputs = self.seen(batch)
                 for index, (hidden, seen) in inputs.items():
-                    ours = self.asked(index, hidden, seen)
-                    base = theirs[index].call
+                    ours, base = {}, theirs[index].call
+                    for name, values in candidates.items():
+                        with _holding(values):
+                            ours[name] = self.asked(index, hidden, seen)
                     for part in parts(base):
-                        sums[index] += _kl(base, ours, part).sum((0, 2)).cpu()
-        if broken := [str(index) for index, total in sums.items() if not torch.isfinite(total).all()]:
+                        weights = rows_of(base, part).log_weights()
+                        for name, values in candidates.items():
+                            with _holding(values):  # a form reads its parameters when it is asked for scores
+                                sums[name][index] += _kl(weights, ours[name], part).sum((0, 2)).cpu()
+        for found in sums.values():
+            self._check_finite(found)
+        return {name: {i: total / self.held.numel() for i, total in found.items()} for name, found in sums.items()}
+
+    def _check_finite(self, by_layer: Mapping[int, Tensor]) -> None:
+        if broken := [str(index) for index, found in by_layer.items() if not torch.isfinite(found).all()]:
             raise ValueError(
-                f"attention of layer {', '.join(broken)} is no number on the held-out windows, in the base or with the "
+                f"attention of layer {', '.join(broken)} is no number, in the base or with the "
                 "scheme: look for weights that are not finite, and for scores that overflow the dtype"
             )
-        return {index: total / self.held.numel() for index, total in sums.items()}
 
     @torch.no_grad()
     def averages(self, windows: int) -> dict[int, Averages]:
@@ -213,6 +240,7 @@ class Pair:
                         size = head_dim if takes_queries(ours.form) else None
                         found[index] = Averages.none(heads, batch.shape[1], batch.device, size=size)
                     found[index].add(base, ours, factors=factors, mass=turns)
+        self._check_finite({index: each.difference for index, each in found.items()})
         return found
 
     def like(self, index: int) -> Tensor:
@@ -263,10 +291,15 @@ class Pair:
         return [p for p, gradient in zip(candidates, reached, strict=True) if gradient is not None]
 
 
-def _kl(base: Call, ours: Call, part: slice) -> Tensor:
-    """Return the KL divergence of some rows of attention weights from the base's, (B, H, R), in nats."""
-    theirs, mine = rows_of(base, part).log_weights(), rows_of(ours, part).log_weights()
-    weights = theirs.exp()
+def _kl(theirs: Tensor, ours: Call, part: slice) -> Tensor:
+    """Return the KL divergence of some rows of attention weights from the base's, (B, H, R), in nats.
+
+    Args:
+        theirs: logarithms of the base's attention weights.
+        ours: the scheme's call.
+        part: which rows they are.
+    """
+    mine, weights = rows_of(ours, part).log_weights(), theirs.exp()
     return torch.where(weights == 0, 0.0, weights * (theirs - mine)).sum(-1)  # what is no number stays none
 
 
@@ -276,7 +309,7 @@ def mean_kl(base: Call, ours: Call) -> Tensor:
     total = base.query.new_zeros(())
 
     def piece(part: slice) -> Tensor:
-        return _kl(base, ours, part).sum()
+        return _kl(rows_of(base, part).log_weights(), ours, part).sum()
 
     for part in pieces:
         total = total + (piece(part) if len(pieces) == 1 else checkpoint(piece, part, use_reentrant=False))

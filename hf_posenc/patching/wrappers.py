@@ -1,4 +1,4 @@
-"""What others put around a model, and what of it stands in the way: wrappers, shards, offloading."""
+"""What others put around a model, and what of it stands in the way: wrappers, shards, offloading, quantisation."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.hooks import AlignDevicesHook, SequentialHook
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -74,6 +76,34 @@ def check_in_place(model: nn.Module, action: str, *, one_device: bool = True) ->
         "scheme=..., device_map=...) patches first; accelerate.hooks.remove_hook_from_module(model, recurse=True) "
         "takes hooks off and brings back the weights that were offloaded from memory"
     )
+
+
+def check_unquantized(model: nn.Module, action: str) -> None:
+    """Raise unless a model's weights are the numbers that it computes with.
+
+    Args:
+        model: any module.
+        action: what cannot be done with it otherwise, as in "calibrate the model".
+
+    Raises:
+        UnsupportedModelError: for a model that was quantised, by transformers (bitsandbytes, GPTQ and all others) or in
+            place (torchao).
+    """
+    packed = next((name for name, weight in model.named_parameters() if _is_packed(weight)), None)
+    if packed is None and not getattr(model, "is_quantized", False):
+        return
+    where = "" if packed is None else f" ({packed} is one that is packed)"
+    raise UnsupportedModelError(
+        f"the weights of this {type(model).__name__} are quantised{where}: {action} before that, save it, and load it "
+        "quantised with hf_posenc.from_pretrained(..., quantization_config=...)"
+    )
+
+
+def _is_packed(weight: nn.Parameter) -> bool:
+    """Return whether a weight is kept as integers, in 8 bits, or by a tensor class that stands for another one."""
+    kept = weight.detach()
+    plain = type(kept) in (torch.Tensor, nn.Parameter, DTensor)
+    return not plain or not kept.is_floating_point() or kept.element_size() < 2
 
 
 def _single(hook: Any) -> list[Any]:

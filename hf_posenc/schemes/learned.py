@@ -32,7 +32,7 @@ class Learned(EmbeddingScheme):
     Deviations: none. `initialization="hierarchical"` is Su Jianlin's decomposition, 2020, spaces.ac.cn/archives/7947:
     `P[i n + j] = a u_i + (1 - a) u_j`, `u_i = (p_i - a p_0) / (1 - a)`, `a = 0.4`, which continues a trained table of n
     positions to n^2 and leaves the first n unchanged.
-    Source: Gehring et al. 2017; Radford et al. 2019.
+    Source: Gehring et al. 2017, arXiv:1705.03122; Radford et al. 2019 (GPT-2).
 
     Args:
         num_positions: rows of the table; None means the length the base was configured for.

@@ -1,0 +1,55 @@
+"""Command lines: one line for what is wrong, each option listed once, and `name=value` words of a scheme."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations, keeps the lines of its examples, and says in one line what is wrong."""
+
+    def __init__(self, **keywords: Any) -> None:
+        """Take the arguments of an ArgumentParser; `epilog` is printed as it stands."""
+        super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **keywords})
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def hyperparameters(words: Iterable[str], option: str = "--scheme-args") -> dict[str, Any]:
+    """Return `name=value` words as a scheme's keyword arguments.
+
+    A value is read as JSON (`false`, `[1, 2]`), else as Python writes it (`False`, `(1, 2)`), else it is text. Lists
+    become tuples, which hyper-parameters are.
+
+    Args:
+        words: one for each hyper-parameter.
+        option: that they were given to, for what is said of a wrong one.
+
+    Raises:
+        ValueError: if a word has another shape, or a name is there twice.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name and equals):
+            raise ValueError(f"{option} takes name=value, not {word}")
+        if name in found:
+            raise ValueError(f"{option} says {name} twice")
+        read = _read(value)
+        found[name] = tuple(read) if isinstance(read, list) else read
+    return found
+
+
+def _read(value: str) -> Any:
+    for reader, error in ((json.loads, json.JSONDecodeError), (ast.literal_eval, (SyntaxError, ValueError))):
+        try:
+            return reader(value)
+        except error:
+            pass
+    return value

@@ -1,0 +1,243 @@
+"""Patches a stock checkpoint, fits the scheme to what the base's positions did, and saves it: no fine-tuning, no report.
+
+    hf-posenc calibrate --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
+    accelerate launch -m hf_posenc.recipes.calibrate --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
+
+What `hf_posenc.calibrate` does, from a checkpoint to a checkpoint; extend_context.py does it on the way to more. Ctrl-C in
+the second stage keeps its state beside OUTPUT, and `--resume` goes on from there, to the same weights.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import AutoTokenizer
+
+import hf_posenc
+
+from .. import files
+from ..analysis import plots
+from ..calibration.calibrate import STAGES, Calibration, check_lengths, ignored
+from ..calibration.match import LOSSES
+from . import corpus, models, program, schemes
+from .calibrating import Steps
+from .corpus import TextArguments, stream
+from .models import DeviceArguments, ModelArguments
+from .options import UsageError, as_in, at_least, one_of, option, parse, refuse
+from .run_folder import FolderArguments
+from .schemes import SchemeArguments, hyperparameters
+from .training import TrainingArguments
+
+EXAMPLES = """
+  {prog} --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
+  {prog} --model gpt2 --scheme shaw --scheme-args max_distance=64 --data book.txt --output runs/gpt2-shaw --json fit.json
+  {prog} --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5 --resume
+"""
+MOVED = ("scheme", "query_key")
+"""What the second stage moves; the function also knows adapters, which are not put on here."""
+
+
+@dataclass
+class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments):
+    """This recipe."""
+
+    scheme: str = as_in(SchemeArguments, "scheme", "")
+    output: str = field(default="", metadata={"help": "folder to save in, which does not exist yet", "metavar": "DIR"})
+    json: str = field(default="", metadata={"help": "file for every number", "metavar": "FILE"})
+    plot: str | None = field(
+        default=None,
+        metadata={"help": "picture of every layer to write: png, svg or pdf by its suffix", "metavar": "FILE"},
+    )
+    resume: bool = as_in(FolderArguments, "resume")
+    length: int = field(default=512, metadata={"help": "tokens in a window of the text"})
+    windows: int | None = field(
+        default=None, metadata={"help": "windows to use, held-out ones included; by default all that the text has"}
+    )
+    held_out: int = field(default=8, metadata={"help": "windows that only decide and measure"})
+    stage: str = field(
+        default="attention",
+        metadata={"help": "closed_form | attention: closed forms alone, or then steps that match attention too"},
+    )
+    weights: str = field(
+        default="query_key",
+        metadata={
+            "help": "scheme | query_key: what the steps move beside the closed forms; the latter also the weights that "
+            "make queries and keys"
+        },
+    )
+    steps: int = as_in(TrainingArguments, "steps", 100)
+    rate: float = field(default=2e-2, metadata={"help": "learning rate of the scheme's parameters"})
+    weight_rate: float = field(
+        default=1e-3, metadata={"help": "learning rate of the weights that make queries and keys"}
+    )
+    loss: str = field(
+        default="attention",
+        metadata={"help": "attention | outputs: what the steps match, what heads pay or what they read"},
+    )
+    step_lengths: list[int] = field(
+        default_factory=list,
+        metadata={"help": "tokens in a window of the steps, one length after the other; by default --length"},
+    )
+    seed: int = field(default=0, metadata={"help": "seed of everything that is random"})
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+    """Calibrates and returns what --json holds."""
+    arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
+    with program.ending(parser, "the same command with --resume", lambda: kept(arguments)):
+        return run(arguments)
+
+
+def kept(arguments: Arguments) -> str:
+    """What there is after an interruption."""
+    if state_file(arguments).exists():
+        return f"{state_file(arguments)} has what was done so far: the same command with --resume goes on from there."
+    return "Nothing was finished that could be kept: the same command begins again."
+
+
+def state_file(arguments: Arguments) -> Path:
+    """Where the second stage writes its state, beside the folder that is going to be saved."""
+    output = Path(arguments.output)
+    return output.with_name(f"{output.name}.state.safetensors")
+
+
+def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
+    """Everything that can be known without reading the text or the weights. Returns the scheme."""
+    for name, value in (("model", "DIR_OR_ID"), ("scheme", "NAME"), ("output", "DIR")):
+        if not getattr(arguments, name):
+            raise UsageError(f"{option(name)} {value} is missing")
+    scheme = schemes.named("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
+    corpus.check(arguments, needs_data=True)
+    models.check(arguments)
+    one_of(arguments, "stage", STAGES)
+    one_of(arguments, "weights", MOVED)
+    one_of(arguments, "loss", tuple(LOSSES))
+    at_least(arguments, 1, "held_out", "steps")
+    at_least(arguments, 2, "length")
+    if arguments.windows is not None:
+        at_least(arguments, 1, "windows")
+    by = "stage" if arguments.stage == "closed_form" else "weights"
+    for name in (*ignored(arguments.stage, arguments.weights), *(("resume",) if by == "stage" else ())):
+        name = "step_lengths" if name == "lengths" else name
+        if name != "seed" and hasattr(arguments, name):  # random numbers may be in the scheme, too
+            refuse(arguments, name, f"changes nothing with {option(by)} {getattr(arguments, by)}")
+    for name in ("rate", "weight_rate"):
+        if not getattr(arguments, name) > 0:
+            raise UsageError(f"{option(name)} must be positive, not {getattr(arguments, name):g}")
+    try:
+        check_lengths(tuple(arguments.step_lengths), arguments.length)
+    except ValueError as error:
+        raise UsageError(f"--step-lengths: {error}") from None
+    if len(arguments.step_lengths) > arguments.steps:
+        raise UsageError(
+            f"--steps {arguments.steps} cannot be divided among {len(arguments.step_lengths)} --step-lengths"
+        )
+    if Path(arguments.output).exists():
+        raise UsageError(f"--output {arguments.output} exists already: name a folder that does not")
+    for name in ("json", "plot"):
+        if (path := getattr(arguments, name)) and not Path(path).parent.is_dir():
+            raise UsageError(f"{option(name)} {path}: there is no folder {Path(path).parent}")
+    if arguments.plot:
+        try:
+            plots.kind_of(Path(arguments.plot))
+            plots.check_installed()
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"--plot {arguments.plot}: {error}") from None
+    state = state_file(arguments)
+    if arguments.stage == "attention":
+        if arguments.resume and not state.exists():
+            raise UsageError(f"--resume: there is no {state}")
+        if state.exists() and not arguments.resume:
+            raise UsageError(f"{state} is left of an interrupted calibration: give --resume, or remove it")
+    return scheme
+
+
+def run(arguments: Arguments) -> dict[str, Any]:
+    """From the stock checkpoint to the calibrated one; returns what was found, by layer and head."""
+    scheme = check_arguments(arguments)
+    accelerator, device = models.placed(arguments)
+    say = accelerator.print
+    tokenizer = models.load_named(AutoTokenizer, arguments)
+    windows = text_windows(arguments, tokenizer, accelerator)
+    say(f"Loading {arguments.model} and patching {scheme.name} into it")
+    model = models.load_patched(arguments, scheme, seed=arguments.seed).to(device)
+    say(
+        f"Calibrating with {len(windows) - arguments.held_out:,} windows of {arguments.length:,} tokens, and "
+        f"{arguments.held_out:,} held out, on {device}; closed forms come first"
+    )
+    state = state_file(arguments)
+    matching: dict[str, Any] = {}
+    if arguments.stage == "attention":
+        matching = {
+            name: getattr(arguments, name) for name in ("weights", "steps", "rate", "weight_rate", "loss", "seed")
+        }
+        matching |= {"state_file": state, "lengths": tuple(arguments.step_lengths) or None}
+        if arguments.weights == "scheme":
+            del matching["weight_rate"]
+    unit = " nats" if arguments.loss == "attention" else ""
+
+    def said(step: int, loss: float) -> None:
+        if step == 1 or step == arguments.steps or step % max(1, arguments.steps // 10) == 0:
+            say(f"step {step} of {arguments.steps}: {loss:.4f}{unit}", file=sys.stderr, flush=True)
+
+    with Steps(arguments.steps, accelerator, said) as steps:
+        try:
+            report = hf_posenc.calibrate(
+                model, windows, stage=arguments.stage, held_out=arguments.held_out, on_step=steps.made, **matching
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    found = report.to_dict()
+    if accelerator.is_main_process:
+        write(arguments, model, tokenizer, report)
+        state.unlink(missing_ok=True)
+    accelerator.wait_for_everyone()
+    say(f"{hf_posenc.describe(model)}\n{report}")
+    if left := report.unexpressed():
+        say(
+            f"0.1 nats per query and head, or more, are left in the layers {', '.join(map(str, left))}: --scheme-args "
+            "layers=... names those that get the scheme, the others keep the base's positions"
+        )
+    written = (("saved in", arguments.output), ("numbers in", arguments.json), ("picture in", arguments.plot))
+    say(", ".join(f"{what} {path}" for what, path in written if path))
+    return found
+
+
+def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator) -> Tensor:
+    """Windows of the text in its order, (N, T) int64; what does not fill one is left out."""
+    length, wanted = arguments.length, arguments.windows
+    enough = sys.maxsize if wanted is None else wanted * length
+    with accelerator.main_process_first():  # the others find its cache
+        tokens = stream(corpus.documents(tokenizer, arguments, None, enough)).tokens
+    count = len(tokens) // length
+    if wanted is not None and wanted > count:
+        raise UsageError(
+            f"{corpus.describe(arguments)} has {count} windows of {length} tokens, {wanted} were asked for"
+        )
+    used = count if wanted is None else wanted
+    if used <= arguments.held_out:
+        raise UsageError(
+            f"{used} windows of {length} tokens from {corpus.describe(arguments)} are too few: --held-out takes "
+            f"{arguments.held_out}, and at least one is needed beside"
+        )
+    return tokens[: used * length].view(used, length)
+
+
+def write(arguments: Arguments, model: Any, tokenizer: Any, report: Calibration) -> None:
+    """The checkpoint, whole or not at all, and what else was asked for."""
+    with files.new_folder(Path(arguments.output)) as folder:
+        model.save_pretrained(folder, tokenizer=tokenizer)
+    if arguments.json:
+        with files.replaced(Path(arguments.json)) as partial:
+            partial.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if arguments.plot:
+        title = f"{report.scheme} on {Path(str(arguments.model)).name}"
+        plots.save(plots.calibration(report, title=title), Path(arguments.plot))
+
+
+if __name__ == "__main__":
+    program.start(main)

@@ -1,0 +1,225 @@
+"""Before fine-tuning the scheme takes over what the base's positions did: with which text, how long, and what is said of it."""
+
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+from accelerate import Accelerator
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+import hf_posenc
+
+from ..registry import family_for
+from .corpus import Document, Text, Windows, order
+from .measuring import held_out_loss
+from .options import UsageError, at_least, one_of, refuse
+
+METHODS = ("attention", "closed_form", "none")
+LONGEST = 256
+"""Tokens of a window, at most: what is calibrated in short windows holds in long ones, and costs less."""
+HELD_OUT = 8
+"""Windows that only decide and measure."""
+BATCH = 4
+"""Windows in a step, of all processes together."""
+CALIBRATED_RATE, PLAIN_RATE = 3e-4, 1e-3
+"""Default peaks of fine-tuning: the rate that a plain swap needs undoes a calibration within a few steps."""
+UNCHANGED = 1e-5
+"""Nats of held-out loss: a swap that costs less has changed nothing but the order of some sums."""
+
+
+@dataclass
+class CalibrationArguments:
+    """Calibration, between the swap and the fine-tuning."""
+
+    calibrate: str = field(
+        default="attention",
+        metadata={
+            "help": f"{' | '.join(METHODS)}: before fine-tuning, put into the scheme and into queries and keys what the "
+            "base's positions did, by closed forms and then by matching attention; none is the plain swap"
+        },
+    )
+    calibrate_steps: int = field(default=50, metadata={"help": "steps that match attention, of 4 windows each"})
+    calibrate_windows: int = field(
+        default=400,
+        metadata={
+            "help": f"windows of the training text to calibrate with, each as long as the base was trained at, or {LONGEST} "
+            "tokens if that is less"
+        },
+    )
+
+
+def check(arguments: Any) -> None:
+    """What can be known without text and model; the peak of the learning rate, if none is given, follows from it."""
+    one_of(arguments, "calibrate", METHODS)
+    at_least(arguments, 1, "calibrate_steps")
+    at_least(arguments, HELD_OUT + 1, "calibrate_windows")
+    if arguments.calibrate == "none":
+        refuse(arguments, "calibrate_windows", "is of a calibration, and --calibrate none makes none")
+    if arguments.calibrate != "attention":
+        refuse(arguments, "calibrate_steps", f"is of --calibrate attention, not of {arguments.calibrate}")
+    if arguments.learning_rate is None:
+        arguments.learning_rate = PLAIN_RATE if arguments.calibrate == "none" else CALIBRATED_RATE
+
+
+def check_base(model: nn.Module, arguments: Any) -> None:
+    """UsageError where nobody sees the scores of the base that the calibration is to follow."""
+    if family_for(model.config.model_type).bypasses_interface:
+        raise UsageError(
+            f"--calibrate {arguments.calibrate}: a stock {type(model).__name__} computes its attention in code of its own, "
+            "and nobody sees the scores to follow: --calibrate none swaps plainly"
+        )
+
+
+def windows(train: list[Document], trained_length: int, arguments: Any) -> Tensor:
+    """Windows of the training text, (N, T), drawn at random without one being drawn twice.
+
+    Raises:
+        UsageError: if there are too few.
+    """
+    length = min(trained_length, LONGEST)
+    found = Windows(train, length, "concatenate")
+    if len(found) <= HELD_OUT:
+        raise UsageError(
+            f"--calibrate {arguments.calibrate}: the training text has {found.total:,} tokens, and {HELD_OUT + 1} windows "
+            f"of {length} are the least: give more text, or --calibrate none"
+        )
+    count = min(arguments.calibrate_windows, len(found))
+    return found.tokens[order(arguments.seed, len(found), 0, count)]
+
+
+def skipped(why: str) -> dict[str, Any]:
+    """What results say where nothing was calibrated."""
+    return {"method": "none", "why": why}
+
+
+def loss_at(text: Text, length: int) -> Callable[[nn.Module], float]:
+    """What gives a model's held-out loss in windows of this length, or of the whole held-out text if that is shorter."""
+    return held_out_loss(text, min(length, sum(len(document.tokens) for document in text.held_out)))
+
+
+def calibrate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokens: Tensor,
+    arguments: Any,
+    *,
+    loss: Callable[[nn.Module], float],
+    base_loss: float,
+    state_file: Path,
+) -> dict[str, Any]:
+    """Calibrates in place; every process calls it with the same windows.
+
+    Args:
+        accelerator: that runs the processes.
+        model: patched, whole, on the device; PEFT may have wrapped it, and then only what it trains is moved.
+        tokens: from `windows`.
+        arguments: how, and the seed.
+        loss: from `loss_at`.
+        base_loss: the same of the base.
+        state_file: where the steps that match attention keep their state, and go on from, if it is there.
+
+    Returns:
+        What to report: divergences by layer, held-out losses, tokens, seconds.
+
+    Raises:
+        UsageError: where this model cannot be calibrated.
+    """
+    swapped = loss(model)
+    losses = {"length": tokens.shape[1], "base": base_loss, "swapped": swapped}
+    if abs(swapped - base_loss) < UNCHANGED:
+        return skipped("the model predicts what the base predicts") | {"held_out_loss": losses}
+    adapted = isinstance(model, peft.PeftModel)
+    steps = arguments.calibrate_steps if arguments.calibrate == "attention" else 0
+    start = time.perf_counter()
+    with tqdm(
+        total=steps, desc="calibrating", unit="step", disable=not steps or not accelerator.is_main_process
+    ) as bar:
+
+        def advance(step: int, divergence: float) -> None:
+            bar.set_postfix(divergence=f"{divergence:.3f}", refresh=False)
+            bar.update(step - bar.n)
+
+        waiting = Steps(steps, accelerator, advance)
+        matching = {
+            "weights": "adapter" if adapted else "query_key",
+            "steps": steps,
+            "batch_size": max(1, BATCH // accelerator.num_processes),
+            "seed": arguments.seed,
+            "state_file": state_file,
+            "on_step": waiting.made,
+        }
+        try:
+            with waiting:
+                report = hf_posenc.calibrate(
+                    model, tokens, stage=arguments.calibrate, held_out=HELD_OUT, **(matching if steps else {})
+                )
+        except (ValueError, hf_posenc.HfPosencError) as error:
+            raise UsageError(f"--calibrate {arguments.calibrate}: {error}; --calibrate none swaps plainly") from None
+    seconds = round(time.perf_counter() - start, 1)
+    layers = [
+        {
+            "index": each.index,
+            **{name: getattr(each, name).mean().item() for name in ("before", "closed", "after")},
+            "chosen": dict(Counter(each.chosen)),
+        }
+        for each in report.layers
+    ]
+    return {
+        "method": arguments.calibrate,
+        "moved": "the scheme and what the adapter trains" if adapted else "the scheme, queries and keys",
+        "windows": len(tokens),
+        "tokens": report.tokens,
+        "steps": steps,
+        "seconds": seconds,
+        "divergence": {
+            name: statistics.fmean(layer[name] for layer in layers) for name in ("before", "closed", "after")
+        },
+        "layers": layers,
+        "held_out_loss": losses | {"calibrated": loss(model)},
+    }
+
+
+class Steps:
+    """Context manager around the steps of a calibration: a first Ctrl-C waits for the end of one, so that its state is whole.
+
+    Before the first step, after the last, for a second Ctrl-C, and among several processes, which may be in different
+    steps, it is what it always was.
+
+    Args:
+        steps: how many there are.
+        accelerator: that runs the processes.
+        said: called with the number of each step and its loss.
+    """
+
+    def __init__(self, steps: int, accelerator: Accelerator, said: Callable[[int, float], None]) -> None:
+        """Nothing is waited for before the first step."""
+        self.steps, self.waits, self.said = steps, accelerator.num_processes == 1, said
+        self.stopping = False
+
+    def __enter__(self) -> "Steps":
+        self.before = signal.getsignal(signal.SIGINT)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.before)
+
+    def made(self, step: int, loss: float) -> None:
+        """Called after each step; KeyboardInterrupt if one is waiting."""
+        self.said(step, loss)
+        if self.stopping:
+            raise KeyboardInterrupt
+        if self.waits:
+            signal.signal(signal.SIGINT, self.before if step == self.steps else self._wait)
+
+    def _wait(self, *_: object) -> None:
+        self.stopping = True
+        signal.signal(signal.SIGINT, self.before)
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)

@@ -1,0 +1,163 @@
+"""The model card of a run, made from its results.json alone: a number that was not measured cannot appear."""
+
+import json
+import shlex
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from ..analysis import plots
+from ..hub import code, fenced, plain
+from ..registry import scheme_class
+from .tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows, rate_of
+
+TEMPLATE = Path(__file__).with_name("card_template.md")
+PICTURE = "loss_by_position.png"
+
+
+def write(folder: Path, results: dict[str, Any], repository: str | None = None) -> None:
+    """Writes README.md and its picture beside a checkpoint."""
+    drawn = plots.loss_by_position(curves_by_position(results), trained_length=results["base"]["trained_length"])
+    plots.save(drawn, folder / PICTURE)
+    (folder / "README.md").write_text(card(results, repository or str(folder)), encoding="utf-8")
+
+
+def card(results: dict[str, Any], repository: str) -> str:
+    """The card as Markdown with a YAML head.
+
+    Args:
+        results: of extend_context.py; the scheme must not be `unpatched`.
+        repository: what `from_pretrained` is given to load the checkpoint.
+
+    Raises:
+        KeyError: a number that the template names is missing from the results.
+    """
+    base, scheme, training, arguments = (results[key] for key in ("base", "scheme", "training", "arguments"))
+    name = Path(base["name"]).name
+    title = f"{name} with {scheme['name']}"
+    about = (scheme_class(scheme["name"]).__doc__ or "").split("\n\n    Args:")[0]
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+        metadata=metadata(results, title).to_yaml(),
+        title=plain(title),
+        base_name=plain(name),
+        scheme=code(scheme["name"]),
+        train_length=plain(arguments["train_length"]),
+        trained_length=plain(base["trained_length"]),
+        repository=json.dumps(repository),
+        about="\n".join(line.strip() for line in about.splitlines()),
+        hyperparameters=markdown_table(
+            [
+                ("hyper-parameter", "value"),
+                *((plain(key), code(repr(value), cell=True)) for key, value in scheme.items() if key != "name"),
+            ]
+        )
+        if len(scheme) > 1
+        else "It has no hyper-parameters.",
+        verification=fenced(results["verify"]),
+        held_out=f"{results['data']['held_out_tokens']:,}",
+        data=plain(results["data"]["description"]),
+        perplexities=markdown_table(perplexity_rows(results)),
+        retrieval=retrieval(results),
+        failure=failure(results),
+        training=markdown_table(
+            [
+                ("training", ""),
+                *calibration_row(results.get("calibration")),
+                ("tokens", f"{training['tokens']:,} ({training['passes_over_the_text']:.2f} passes over the text)"),
+                ("optimizer", f"AdamW, {training['steps']} steps, learning rate {rate_of(results)}"),
+                ("weights", f"LoRA of rank {arguments['lora_rank']}" if arguments["lora_rank"] else "all"),
+                ("speed", f"{training['tokens_per_second']:,.0f} tokens per second"),
+                ("hardware", plain(f"{results['hardware']['processes']} x {results['hardware']['device']}")),
+                ("versions", plain(", ".join(f"{name} {value}" for name, value in results["versions"].items()))),
+            ]
+        ),
+        command=fenced(shlex.join(results["command"])),
+        seed=plain(results["seed"]),
+    )
+
+
+def calibration_row(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """What moved the weights before the fine-tuning; results of older versions do not speak of it."""
+    if found is None:
+        return []
+    if found["method"] == "none":
+        return [("calibration", f"none: {plain(found['why'])}")]
+    divergence, losses = found["divergence"], found["held_out_loss"]
+    how = f"closed forms, then {found['steps']} steps" if found["steps"] else "closed forms"
+    said = (
+        f"{found['moved']} were fitted to the base's attention before training ({how}, {found['tokens']:,} tokens): "
+        f"divergence {divergence['before']:.3f} to {divergence['after']:.3f} nats, held-out loss at {losses['length']} "
+        f"tokens {losses['swapped']:.3f} to {losses['calibrated']:.3f} (base {losses['base']:.3f})"
+    )
+    return [("calibration", plain(said))]
+
+
+def metadata(results: dict[str, Any], title: str) -> ModelCardData:
+    """What a page of the Hub reads."""
+    arguments = results["arguments"]
+    scheme = results["scheme"]["name"]
+    measured = [row for row in results["after"] if "sliding" in row]
+    on_the_hub = results["data"].get("kind") == "hub"
+    description = arguments["data"][0] if on_the_hub else "held-out text of the run"
+    return ModelCardData(
+        model_name=title,
+        library_name="hf_posenc",
+        pipeline_tag="text-generation",
+        tags=["hf_posenc", scheme, "position-encoding"],
+        base_model=arguments["model"] if arguments["model"] and not Path(arguments["model"]).exists() else None,
+        license=license_of(arguments["model"]),
+        datasets=arguments["data"] if on_the_hub else None,
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=description,
+                dataset_name=description,
+                metric_type="perplexity",
+                metric_name=f"{name} perplexity at {row['length']} tokens",
+                metric_value=round(row[method]["perplexity"], 4),
+            )
+            for row in measured
+            for method, name in (("sliding", "sliding-window"), ("non_overlapping", "non-overlapping"))
+        ],
+    )
+
+
+def license_of(model: str | None) -> str | None:
+    """What the base's own card says, where it is at hand; a license is never guessed."""
+    own = Path(model) / "README.md" if model else None
+    return ModelCard.load(own).data.license if own is not None and own.is_file() else None
+
+
+def retrieval(results: dict[str, Any]) -> str:
+    """Accuracy by length, before and after."""
+    means = {time: accuracy_by_length(results.get(f"retrieval_{time}", [])) for time in ("before", "after")}
+    lengths = sorted({length for found in means.values() for length in found})
+    if not lengths:
+        return "Retrieval was not measured."
+    rows: list[tuple[str, ...]] = [("induction copy, accuracy", *map(str, lengths))]
+    for time, found in means.items():
+        rows.append((time, *(f"{found[length]:.2f}" if length in found else "-" for length in lengths)))
+    return markdown_table(rows)
+
+
+def failure(results: dict[str, Any]) -> str:
+    """Where the numbers say that it is worse than it should be; in the run's own lengths."""
+    trained = results["base"]["trained_length"]
+    before = {row["length"]: row["sliding"]["perplexity"] for row in results["before"] if "sliding" in row}
+    after = {row["length"]: row["sliding"]["perplexity"] for row in results["after"] if "sliding" in row}
+    lines = []
+    if trained in before and trained in after and after[trained] > before[trained]:
+        lines.append(
+            f"- At the base's own {trained} tokens it is worse than the base was: {after[trained]:.3f} against "
+            f"{before[trained]:.3f}. The swap was not recovered within this budget."
+        )
+    best = min(after, key=lambda length: after[length])
+    if worse := [length for length in after if length > best and after[length] > 1.02 * after[best]]:
+        lines.append(
+            f"- Sliding-window perplexity is best at {best} tokens ({after[best]:.3f}) and more than 2 % worse at "
+            f"{', '.join(str(length) for length in worse)}."
+        )
+    lines.append(f"- Beyond {max(after)} tokens nothing was measured.")
+    return "\n".join(lines)

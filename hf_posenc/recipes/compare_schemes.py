@@ -1,0 +1,144 @@
+"""Compares schemes on one base: same data, seeds and budget for each, and the base itself and RoPE's scalings beside them.
+
+    accelerate launch recipes/compare_schemes.py --config recipes/configs/compare_stories.yaml --model DIR --data FILE
+
+Every run is one results.json under OUTPUT/runs; OUTPUT/summary.md, summary.json and the figures are made from them.
+Started again, it makes the runs that are missing and goes on with the one that was interrupted; runs of other arguments,
+another text or another base it refuses.
+"""
+
+import shutil
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import AutoConfig, AutoTokenizer
+
+import hf_posenc
+
+from ..registry import scheme_class
+from . import extension, many_runs, program, summary, training
+from .calibrating import CalibrationArguments
+from .corpus import read_text
+from .extension import SharedArguments
+from .many_runs import SweepArguments
+from .models import load_named
+from .options import UsageError, as_in, each_once, parse, refuse
+from .schemes import UNPATCHED
+from .training import RecoveryArguments
+
+EXAMPLES = """
+  {prog} --model gpt2 --data book.txt --variants unpatched alibi rope-yarn t5 --seeds 0 1 2
+  {prog} --model gpt2 --data book.txt --variants t5 t5+uncalibrated t5+distill --recovery-steps 50
+  accelerate launch -m hf_posenc.recipes.compare_schemes --config compare.yaml      # on many GPUs
+"""
+SCALINGS = ("linear", "dynamic", "yarn")
+OPTIONS = ("trainable", "uncalibrated", "distill", "transfer")
+
+
+@dataclass
+class Arguments(SweepArguments, SharedArguments):
+    """This recipe."""
+
+    variants: list[str] = field(
+        default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
+        metadata={
+            "help": f"schemes; {UNPATCHED}; {', '.join('rope-' + kind for kind in SCALINGS)} (RoPE stretched to "
+            "--train-length); any of them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain swap), "
+            "+distill (KL to the base, weight --distill) or +transfer (attention outputs matched for the first quarter of the recovery steps, then KL)"
+        },
+    )
+    distill: float = as_in(RecoveryArguments, "distill", 1.0)
+    output: str = as_in(SweepArguments, "output", "runs/compare_schemes")
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+    """Runs what is missing and returns the summary."""
+    arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
+    folder = Path(arguments.output)
+    before: list[dict[str, Any]] = []
+
+    def one(variant: str, seed: int, target: Path) -> None:
+        given = extension.Sweep(text, identities[variant, seed], before or None)
+        before[:] = extension.run(run_arguments(arguments, variant, seed, target), given)["before"]
+        if not arguments.keep_weights and PartialState().is_main_process:
+            shutil.rmtree(target / "model")
+
+    with program.ending(parser, "the same command", lambda: many_runs.KEPT):
+        variants = check_arguments(arguments)
+        assert arguments.model is not None  # without one check_arguments has raised
+        accelerator = training.accelerator_for(arguments, folder)
+        text = read_text(arguments, load_named(AutoTokenizer, arguments), accelerator)
+        identities = many_runs.identify(arguments, text, variants, accelerator)
+        many_runs.check(folder, identities)
+        for runs in many_runs.read(folder).values():
+            before[:] = runs[0]["before"]
+        many_runs.complete(folder, identities, one)
+        found = summary.summarize(folder, f"Schemes on {arguments.model}")
+    print(summary.markdown(found))
+    return found
+
+
+def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme | None]:
+    """All variants, before the first is run; returns their schemes."""
+    if not any({"distill", "transfer"} & set(variant.split("+")) for variant in arguments.variants):
+        refuse(arguments, "distill", "is for variants with +distill or +transfer, and there are none")
+    each_once(arguments, "variants", "seeds")
+    schemes = {}
+    for variant in arguments.variants:
+        target = many_runs.place(Path(arguments.output), variant, arguments.seeds[0])
+        schemes[variant] = extension.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
+    return schemes
+
+
+def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -> extension.Arguments:
+    """The arguments of one run.
+
+    Raises:
+        UsageError: if there is no such variant.
+    """
+    if arguments.model is None:
+        raise UsageError("--model DIR_OR_ID: the embedded base would be trained anew for every run")
+    name, *options = variant.split("+")
+    scheme, _, scaling = name.partition("-")
+    if strange := [word for word in options if word not in OPTIONS]:
+        raise UsageError(f"--variants {variant}: +{strange[0]} is none of +{', +'.join(OPTIONS)}")
+    # `scheme_class` names the schemes there are, if this is none.
+    known = {} if scheme == UNPATCHED else {one.name: one.default for one in fields(scheme_class(scheme))}
+    if scaling and ("scaling" not in known or scaling not in SCALINGS):
+        raise UsageError(f"--variants {variant}: scalings are {', '.join('rope-' + kind for kind in SCALINGS)}")
+    same = {field.name: getattr(arguments, field.name) for field in fields(SharedArguments)}
+    longest = max(arguments.train_length, *arguments.lengths)
+    extra: list[str] = []
+    if scaling:
+        trained = load_named(AutoConfig, arguments).max_position_embeddings
+        if arguments.train_length <= trained:
+            raise UsageError(
+                f"--variants {variant} stretches RoPE to --train-length {arguments.train_length}, but the base was "
+                f"trained at {trained}"
+            )
+        extra = [f'scaling={{"rope_type": "{scaling}", "factor": {arguments.train_length / trained}}}']
+    elif known.get("num_positions", MISSING) is None:  # a table, by default as long as the base's
+        extra = [f"num_positions={longest}"]
+    if "trainable" in options:
+        extra.append("trainable=true")
+    if "transfer" in options and not arguments.recovery_steps:
+        raise UsageError(
+            f"--variants {variant}: +transfer is for the first of --recovery-steps: say how many there are"
+        )
+    changes: dict[str, Any] = {"scheme": scheme, "scheme_args": extra, "seed": seed, "output": str(target)}
+    if "uncalibrated" in options:
+        if arguments.calibrate == "none":
+            raise UsageError(f"--variants {variant}: with --calibrate none every variant is uncalibrated")
+        plain = CalibrationArguments(calibrate="none")
+        changes |= vars(plain)
+    changes["distill"] = arguments.distill if {"distill", "transfer"} & set(options) else 0.0
+    changes["transfer_steps"] = (arguments.recovery_steps or 0) // 4 if "transfer" in options else 0
+    changes["resume"] = (target / "progress.json").is_file() and not (target / "results.json").is_file()
+    changes["overwrite"] = not changes["resume"]
+    return extension.Arguments(**(same | changes))
+
+
+if __name__ == "__main__":
+    program.start(main)

@@ -1,0 +1,543 @@
+"""Text for the recipes: read, tokenised, split into training and held-out documents, packed into windows."""
+
+import gzip
+import hashlib
+import json
+import pickle
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import jinja2
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from .embedded import standard_library
+from .options import UsageError, at_least, one_of, refuse
+
+FORMATS = {
+    ".txt": "text",
+    ".md": "text",
+    ".py": "text",
+    "": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+}
+READ_OF = {
+    "data_name": ("hub",),
+    "data_split": ("hub", "splits"),
+    "text_column": ("hub", "splits", "saved", "json", "parquet"),
+}
+"""Options that only some kinds of text have."""
+IGNORED = -100
+"""Target of a token that nothing should predict: the first of a document, what follows a window's last token, and what
+others than the assistant say."""
+Chat = list[dict[str, Any]]
+"""Messages with `role` and `content`."""
+
+
+@dataclass
+class TextArguments:
+    """The text."""
+
+    data: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one folder of "
+            "save_to_disk, or one dataset id of the Hub; without any, where a recipe allows it: the standard library's "
+            "sources",
+            "metavar": "FILE",
+        },
+    )
+    data_name: str | None = field(default=None, metadata={"help": "configuration of a dataset of the Hub"})
+    data_split: str = field(default="train", metadata={"help": "split of a dataset that has several"})
+    text_column: str = field(
+        default="text",
+        metadata={
+            "help": "column that holds the text, if not a text file; of chats, e.g. messages, the lists of their messages, "
+            "which the tokenizer's chat template writes out: then only what the assistant says is trained on"
+        },
+    )
+    separator: str = field(
+        default="",
+        metadata={"help": r"what separates documents within a text, e.g. '\n\n'; by default a text is one document"},
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "read only as many documents as the run needs, instead of downloading all"}
+    )
+    workers: int | None = field(
+        default=None, metadata={"help": "processes that tokenise; by default one, whose tokenizer uses threads"}
+    )
+
+
+@dataclass
+class DataArguments(TextArguments):
+    """Windows of the text."""
+
+    packing: str = field(
+        default="concatenate",
+        metadata={
+            "help": "concatenate: documents in a row, each may look at the ones before it in its window; "
+            "documents: positions start again with each and attention stays inside"
+        },
+    )
+    eval_tokens: int = field(
+        default=16384,
+        metadata={
+            "help": "tokens to measure on, at most: whole documents are held out until there are so many, and of the "
+            "last one the beginning is measured"
+        },
+    )
+
+
+@dataclass
+class Document:
+    """One text as tokens."""
+
+    tokens: Tensor  # (N,) int64
+    bytes: int  # of the text in UTF-8, what bits per byte are counted against
+    counted: Tensor | None = None  # (N,) bool, whether a token is one to learn to predict; None where all are
+
+
+def check(arguments: TextArguments, needs_data: bool) -> None:
+    """What can be known without reading the text."""
+    if arguments.workers is not None:
+        at_least(arguments, 1, "workers")
+        if arguments.streaming:
+            raise UsageError("--workers is not for --streaming, which tokenises one document after the other")
+    if needs_data and not arguments.data:
+        raise UsageError("--model needs --data FILE..., text to fine-tune and measure on")
+    kind = kind_of(arguments)
+    for name, read_of in READ_OF.items():
+        if kind not in read_of:
+            refuse(arguments, name, f"is not for text from {describe(arguments)}")
+    if isinstance(arguments, DataArguments):
+        at_least(arguments, 1, "eval_tokens")
+        one_of(arguments, "packing", ("concatenate", "documents"))
+
+
+def kind_of(arguments: TextArguments) -> str:
+    """What the text is in: `text`, `json` or `parquet` files, a `saved` dataset or several `splits` of one, the `hub`."""
+    kinds = set()
+    for name in arguments.data:
+        kinds.add(kind_of_place(name))
+        if "hub" in kinds and len(arguments.data) > 1:
+            raise UsageError(f"--data {name}: no such file")
+    if len(kinds) > 1:
+        raise UsageError(f"--data: files of one kind at a time, not {' and '.join(sorted(kinds))}")
+    kind = kinds.pop() if kinds else "text"
+    if kind in ("saved", "splits") and len(arguments.data) > 1:
+        raise UsageError(
+            f"--data: one saved dataset at a time, not {len(arguments.data)}; of files there may be several"
+        )
+    return kind
+
+
+def kind_of_place(name: str) -> str:
+    """The same of one of them."""
+    path = Path(name)
+    if (path / "dataset_dict.json").is_file():
+        return "splits"
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return "saved"
+    if path.is_dir():
+        raise UsageError(
+            f"--data {name}: is a folder, and no dataset that save_to_disk of datasets has written: name its files"
+        )
+    if path.is_file():
+        kind = FORMATS.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix, "text")
+        if path.suffix == ".gz" and kind == "parquet":
+            raise UsageError(f"--data {name}: parquet files are compressed inside: gunzip it first")
+        return kind
+    if looks_like_a_file(name):
+        raise UsageError(f"--data {name}: no such file")
+    return "hub"
+
+
+def looks_like_a_file(name: str) -> bool:
+    """Whether it is meant as a path and not as a dataset id: it has a suffix that is read here, or more than one `/`."""
+    return Path(name).suffix in {".gz", *FORMATS} - {""} or name.count("/") > 1 or name.startswith((".", "/", "~"))
+
+
+def describe(arguments: TextArguments) -> str:
+    """What is read, in words."""
+    return ", ".join(arguments.data) if arguments.data else "the sources of the Python standard library"
+
+
+def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None, enough: int) -> list[Document]:
+    """The documents in order, tokenised, each only once: a repeated one could end up on both sides of the split.
+
+    Args:
+        tokenizer: of the model.
+        arguments: where the text is.
+        files: text files to read instead of `--data`; those that are not UTF-8 are left out.
+        enough: when streaming, reading stops at this many tokens.
+
+    Raises:
+        UsageError: if a file cannot be read, a column is missing, or there is no text.
+    """
+    separator = arguments.separator.encode().decode("unicode_escape")
+
+    def parts(text: str | Chat) -> list[str] | list[Chat]:
+        if isinstance(text, str):
+            return text.split(separator) if separator else [text]
+        if separator:
+            raise UsageError("--separator is for text, and these are chats: leave it out")
+        return [text]
+
+    texts = unique(part for text in read(arguments, files) for part in parts(text))
+    if arguments.streaming:
+        found: list[Document] = []
+        for text in texts:
+            found += encode(tokenizer, [text])
+            enough -= len(found[-1].tokens)
+            if enough <= 0:
+                break
+    else:
+        found = encode_and_keep(tokenizer, list(texts), arguments.workers)
+    if not found:
+        raise UsageError(f"there is no text in {describe(arguments)}")
+    return found
+
+
+def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str | Chat]:
+    """The texts, or chats, as they are stored."""
+    paths = [Path(name) for name in arguments.data]
+    kind = kind_of(arguments)
+    if files is not None or kind == "text":
+        for path in paths if files is None else files:
+            try:
+                with (
+                    gzip.open(path, "rt", encoding="utf-8")
+                    if path.suffix == ".gz"
+                    else path.open(encoding="utf-8") as file
+                ):
+                    yield file.read()
+            except (OSError, EOFError, UnicodeDecodeError) as error:
+                if files is None:
+                    raise UsageError(f"--data {path}: not readable as UTF-8 text ({error})") from None
+        return
+    try:
+        if kind in ("saved", "splits"):
+            rows = datasets.load_from_disk(arguments.data[0])
+            if kind == "splits":
+                if arguments.data_split not in rows:
+                    raise UsageError(f"--data-split {arguments.data_split}: {paths[0]} has {', '.join(rows)}")
+                rows = rows[arguments.data_split]
+        elif kind == "hub":
+            rows = datasets.load_dataset(
+                arguments.data[0], arguments.data_name, split=arguments.data_split, streaming=arguments.streaming
+            )
+        else:
+            rows = datasets.load_dataset(
+                kind, data_files=[str(path) for path in paths], split="train", streaming=arguments.streaming
+            )
+        for row in rows:
+            value = row.get(arguments.text_column)
+            if not (isinstance(value, str) or is_chat(value)):
+                raise UsageError(
+                    f"--text-column {arguments.text_column}: {describe(arguments)} has {', '.join(row)}, of which the "
+                    "text must be a column of strings, or of chats: lists of messages with role and content"
+                )
+            yield value
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UsageError(f"--data {describe(arguments)}: {error.__cause__ or error}") from None
+
+
+def is_chat(value: Any) -> bool:
+    """Whether it is a list of messages."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
+    )
+
+
+def unique(texts: Iterable[str | Chat]) -> Iterator[str | Chat]:
+    """Those that are not blank, each at its first place."""
+    seen = set()
+    for text in texts:
+        text = text.strip("\n") if isinstance(text, str) else text
+        key = hashlib.blake2b(as_string(text).encode(), digest_size=16).digest()
+        if as_string(text).strip() and key not in seen:
+            seen.add(key)
+            yield text
+
+
+def as_string(text: str | Chat) -> str:
+    """A text as it is, a chat as JSON."""
+    return text if isinstance(text, str) else json.dumps(text)
+
+
+def encode(tokenizer: Any, texts: Sequence[str | Chat]) -> list[Document]:
+    """Each text between the marks the tokenizer adds; if it adds none, it ends with the tokenizer's end-of-text.
+
+    A chat is as the tokenizer's template writes it.
+    """
+    if texts and not isinstance(texts[0], str):
+        return [encode_chat(tokenizer, text) for text in texts if not isinstance(text, str)]
+    end = [] if tokenizer("").input_ids or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    # The tokenizer would warn that a whole book is longer than the model's context, which is the point.
+    encoded = tokenizer(texts, return_attention_mask=False, verbose=False).input_ids
+    return [
+        Document(torch.tensor(ids + end, dtype=torch.long), len(as_string(text).encode()))
+        for text, ids in zip(texts, encoded, strict=True)
+    ]
+
+
+def encode_chat(tokenizer: Any, chat: Chat) -> Document:
+    """A chat as the tokenizer's template writes it, of which only the assistant's tokens count.
+
+    A template marks what the assistant generates (`{% generation %}`). Of one that does not, the assistant's part of
+    each turn is what the template adds after the turns before it and its prompt for the next.
+
+    Raises:
+        UsageError: if the tokenizer has no template, the template takes no such chat, or the assistant's parts cannot
+            be told.
+    """
+    if tokenizer.chat_template is None:
+        raise UsageError("--text-column names chats, and this tokenizer has no chat template to write them out")
+    try:
+        whole = tokenizer.apply_chat_template(chat, tokenize=False)
+        if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
+            found = tokenizer.apply_chat_template(
+                chat, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+            )
+            ids, counted = found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+        else:
+            spans = assistant_spans(tokenizer, chat, whole)
+            found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids = found.input_ids
+            counted = [any(a <= first < b for a, b in spans) for first, _ in found.offset_mapping]
+    except (jinja2.TemplateError, NotImplementedError, TypeError) as error:
+        raise UsageError(f"the tokenizer's chat template cannot write out a chat of --data: {error}") from None
+    tokens = torch.tensor(ids, dtype=torch.long)
+    return Document(tokens, text_bytes(tokens, tokenizer), torch.tensor(counted, dtype=torch.bool))
+
+
+def assistant_spans(tokenizer: Any, chat: Chat, whole: str) -> list[tuple[int, int]]:
+    """Where the assistant's parts begin and end in a chat that was written out, in characters."""
+    spans = []
+    for index, message in enumerate(chat):
+        if message["role"] == "assistant":
+            before = (
+                tokenizer.apply_chat_template(chat[:index], tokenize=False, add_generation_prompt=True) if index else ""
+            )
+            until = tokenizer.apply_chat_template(chat[: index + 1], tokenize=False)
+            if not (until.startswith(before) and whole.startswith(until)):
+                raise UsageError(
+                    "the tokenizer's chat template writes earlier turns in another way once others follow, and does not "
+                    "mark what the assistant generates: put {% generation %} and {% endgeneration %} around that"
+                )
+            spans.append((len(before), len(until)))
+    return spans
+
+
+def encode_and_keep(tokenizer: Any, texts: Sequence[str | Chat], workers: int | None) -> list[Document]:
+    """The same through the cache of datasets: what was tokenised before is read from there.
+
+    The name in the cache is made of every text and of the tokenizer, so it cannot be another's.
+    """
+    key = hashlib.sha256(
+        tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else pickle.dumps(tokenizer)
+    )
+    chats = bool(texts) and not isinstance(texts[0], str)
+    if chats:
+        key.update(f"chats {tokenizer.chat_template}".encode())
+    said = [as_string(text) for text in texts]
+    for text in said:
+        key.update(len(text).to_bytes(8, "big") + text.encode())
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posenc"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def columns(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+        found = encode(tokenizer, [json.loads(text) for text in batch["text"]] if chats else batch["text"])
+        named: dict[str, list[Any]] = {
+            "tokens": [document.tokens for document in found],
+            "bytes": [document.bytes for document in found],
+        }
+        return named | ({"counted": [document.counted for document in found]} if chats else {})
+
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_dict({"text": said}).map(
+        columns,
+        batched=True,
+        num_proc=workers,
+        remove_columns="text",
+        cache_file_name=str(folder / f"{key.hexdigest()}.arrow"),
+        new_fingerprint=key.hexdigest()[:16],
+    )
+    tensors, counts = rows.with_format("torch")[:], rows[:]["bytes"]
+    marks = [mark.bool() for mark in tensors["counted"]] if chats else [None] * len(counts)
+    return [
+        Document(tokens, count, counted)
+        for tokens, count, counted in zip(tensors["tokens"], counts, marks, strict=True)
+    ]
+
+
+def split(found: list[Document], tokenizer: Any, arguments: Any) -> tuple[list[Document], list[Document]]:
+    """Training and held-out documents. Whole documents are held out, so no text is on both sides.
+
+    They are drawn at random until there are `--eval-tokens`, and what is beyond these is neither measured nor trained
+    on. Of a single document the end is held out.
+
+    Args:
+        found: all documents.
+        tokenizer: that made them.
+        arguments: `eval_tokens`, `split_seed`.
+    """
+    missing = arguments.eval_tokens
+    if len(found) == 1:
+        start, end = (
+            [part_of(found[0], part, tokenizer)] if len(found[0].tokens[part]) else []
+            for part in (slice(None, -missing), slice(-missing, None))
+        )
+        return start, end
+    order = list(range(len(found)))
+    random.Random(arguments.split_seed).shuffle(order)
+    held_out: list[int] = []
+    while order and missing > 0:
+        held_out.append(order.pop())
+        missing -= len(found[held_out[-1]].tokens)
+    measured = cut([found[index] for index in sorted(held_out)], tokenizer, arguments.eval_tokens)
+    return [found[index] for index in sorted(order)], measured
+
+
+def cut(found: list[Document], tokenizer: Any, tokens: int) -> list[Document]:
+    """At most so many tokens from the beginning: of the document that goes beyond them only its first part."""
+    kept: list[Document] = []
+    for document in found:
+        if len(document.tokens) > tokens:
+            return [*kept, part_of(document, slice(tokens), tokenizer)] if tokens else kept
+        kept.append(document)
+        tokens -= len(document.tokens)
+    return kept
+
+
+def part_of(document: Document, part: slice, tokenizer: Any) -> Document:
+    """Some of its tokens."""
+    tokens = document.tokens[part]
+    counted = None if document.counted is None else document.counted[part]
+    return Document(tokens, text_bytes(tokens, tokenizer), counted)
+
+
+def text_bytes(tokens: Tensor, tokenizer: Any) -> int:
+    """Bytes of the text that these tokens are, without the marks that the tokenizer added."""
+    return len(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
+
+
+def stream(found: list[Document]) -> Document:
+    """All documents in a row, as one."""
+    if not found:
+        return Document(torch.empty(0, dtype=torch.long), 0)
+    marks = [document.counted for document in found if document.counted is not None]
+    assert len(marks) in (0, len(found)), "a text is of chats, or it is not"
+    return Document(
+        torch.cat([document.tokens for document in found]),
+        sum(document.bytes for document in found),
+        torch.cat(marks) if marks else None,
+    )
+
+
+@dataclass
+class Text:
+    """What a run reads: documents to train on, and others that are measured."""
+
+    documents: int
+    train: list[Document]
+    held_out: list[Document]
+
+    def to_dict(self, arguments: TextArguments) -> dict[str, Any]:
+        """What a run's results say of it."""
+        return {
+            "description": describe(arguments),
+            "kind": kind_of(arguments),
+            "documents": self.documents,
+            "training_tokens": len(stream(self.train).tokens),
+            "held_out_tokens": len(stream(self.held_out).tokens),
+            "held_out_bytes": stream(self.held_out).bytes,
+        }
+
+    def digest(self) -> str:
+        """Of every token, in its document and on its side."""
+        found = hashlib.sha256()
+        for part in (self.train, self.held_out):
+            for document in part:
+                found.update(f"{len(document.tokens)} {document.bytes} ".encode() + document.tokens.numpy().tobytes())
+                if document.counted is not None:
+                    found.update(document.counted.numpy().tobytes())
+            found.update(b"|")
+        return found.hexdigest()
+
+
+def read_text(arguments: Any, tokenizer: Any, accelerator: Accelerator) -> Text:
+    """What a run trains on and what it measures; without `--data` the standard library."""
+    per_step = arguments.batch_size * arguments.train_length * arguments.gradient_accumulation
+    # Of a stream: what is held out, and every training window once.
+    enough = arguments.eval_tokens + arguments.steps * per_step * accelerator.num_processes
+    with accelerator.main_process_first():  # the others find its cache
+        found = documents(tokenizer, arguments, None if arguments.data else standard_library(), enough)
+    return Text(len(found), *split(found, tokenizer, arguments))
+
+
+class Windows:
+    """A text cut into windows of one length; what is left at its end is dropped.
+
+    Args:
+        found: documents, taken in a row.
+        length: tokens in a window.
+        packing: `concatenate`, or `documents`: positions start again with each document, and nothing is predicted
+            across its start. transformers reads off such positions that attention must stay inside.
+    """
+
+    def __init__(self, found: list[Document], length: int, packing: str):
+        """Cut documents into windows."""
+        self.length = length
+        whole = stream(found)
+        self.total = len(whole.tokens)
+        count = self.total // length
+        self.tokens = whole.tokens[: count * length].view(count, length)
+        self.counted = None if whole.counted is None else whole.counted[: count * length].view(count, length)
+        self.starts = None
+        if packing == "documents":
+            lengths = torch.tensor([len(document.tokens) for document in found])
+            starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)  # of each token's document
+            self.starts = starts[: count * length].view(count, length)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, indices: list[int]) -> dict[str, Tensor]:
+        """Windows as the model takes them, with `targets` `(B, T)`: the token that follows, or IGNORED."""
+        tokens = self.tokens[indices]
+        targets = torch.full_like(tokens, IGNORED)
+        targets[:, :-1] = tokens[:, 1:]
+        if self.counted is not None:
+            targets[:, :-1][~self.counted[indices][:, 1:]] = IGNORED
+        if self.starts is None:
+            return {"input_ids": tokens, "targets": targets}
+        starts = self.starts[indices]
+        targets[:, :-1][starts[:, 1:] != starts[:, :-1]] = IGNORED
+        # Counted from the document's start, or from the window's where the document began before it.
+        positions = torch.arange(self.length) + torch.tensor(indices)[:, None] * self.length
+        begins = torch.maximum(starts, positions[:, :1])
+        return {"input_ids": tokens, "position_ids": positions - begins, "targets": targets}
+
+
+def order(seed: int, windows: int, first: int, last: int) -> list[int]:
+    """The windows numbered `first .. last - 1` of an endless, seeded shuffle: pass after pass, each its own order.
+
+    A window depends on the seed and its number alone, not on the number of processes or on where a run was resumed.
+    """
+    found = []
+    for turn in range(first // windows, (last - 1) // windows + 1):
+        shuffled = list(range(windows))
+        random.Random(f"{seed} {turn}").shuffle(shuffled)
+        found += shuffled[max(first - turn * windows, 0) : last - turn * windows]
+    return found

@@ -1,0 +1,157 @@
+"""Measures a checkpoint at several context lengths: patched or stock, with or without a LoRA adapter, on any text.
+
+    hf-posenc evaluate --model runs/gpt2-alibi/model --data BOOK.txt
+    accelerate launch -m hf_posenc.recipes.evaluate --model meta-llama/Llama-3.2-1B --data BOOK.txt --dtype bfloat16
+
+Both perplexities, bits per byte, loss by position and retrieval go to --json and, as a table, to the screen. With
+`accelerate launch` on several processes the work is shared and the numbers are the same.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import hf_posenc
+
+from ..evaluation import measure_recurrence
+from ..evaluation.recurrence import check_memory
+from . import corpus, measuring, models, program
+from .corpus import DataArguments, Document
+from .measuring import MeasuringArguments
+from .models import DeviceArguments, ModelArguments, check_vocabulary, count, load_named
+from .options import UsageError, as_in, at_least, parse
+from .results import origin, write_json
+
+EXAMPLES = """
+  {prog} --model runs/gpt2-alibi/model --data book.txt --lengths 512 1024 2048
+  {prog} --model gpt2 --data chapters.jsonl --packing documents --json gpt2.json
+  accelerate launch -m hf_posenc.recipes.evaluate --model meta-llama/Llama-3.2-1B --data book.txt --dtype bfloat16
+"""
+
+
+@dataclass
+class Arguments(ModelArguments, DeviceArguments, DataArguments, MeasuringArguments):
+    """This recipe."""
+
+    dtype: str = as_in(DeviceArguments, "dtype", "float32")
+    adapter: str | None = field(default=None, metadata={"help": "LoRA adapter to load onto it", "metavar": "DIR_OR_ID"})
+    memory: int | None = field(
+        default=None, metadata={"help": "also read segments of each length, with a memory of so many tokens"}
+    )
+    json: str = field(
+        default="runs/evaluation.json", metadata={"help": "file for every number", "metavar": "FILE", "was": "output"}
+    )
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+    """Measures and returns what it wrote."""
+    argv = named(sys.argv[1:] if argv is None else argv)
+    arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
+    with program.ending(parser, "the same command", lambda: "Nothing was written: the same command begins again."):
+        return run(arguments)
+
+
+def named(words: list[str]) -> list[str]:
+    """The words with their options: 0.1.0 took a checkpoint and text files as the first words of the command."""
+    first = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    given = [*(["--model", words[0]] if first else []), *(["--data", *words[1:first]] if first > 1 else [])]
+    return [*given, *words[first:]]
+
+
+def run(arguments: Arguments) -> dict[str, Any]:
+    """The beginning of the text is measured, at most --eval-tokens of it: nothing is trained, nothing is held out."""
+    if arguments.model is None:
+        raise UsageError("--model DIR_OR_ID is missing")
+    corpus.check(arguments, needs_data=True)
+    measuring.check(arguments)
+    models.check(arguments)
+    if arguments.memory is not None:
+        at_least(arguments, 1, "memory")
+    if Path(arguments.json).is_dir():
+        raise UsageError(f"--json {arguments.json} is a folder, name a file")
+    accelerator, device = models.placed(arguments)
+    load_named(AutoConfig, arguments)
+    accelerator.print(f"Loading {arguments.model}")
+    model = load_named(AutoModelForCausalLM, arguments, dtype=models.dtype_of(arguments))
+    if arguments.adapter:
+        try:
+            model = hf_posenc.load_adapter(model, arguments.adapter).merge_and_unload()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--adapter {arguments.adapter}: {error}") from None
+    model.to(device).eval()
+    if arguments.memory is not None:
+        try:
+            check_memory(model)
+        except ValueError as error:
+            raise UsageError(f"--memory: {error}") from None
+    tokenizer = load_named(AutoTokenizer, arguments)
+    with accelerator.main_process_first():
+        documents = corpus.documents(tokenizer, arguments, None, arguments.eval_tokens)
+    documents = corpus.cut(documents, tokenizer, arguments.eval_tokens)
+    check_vocabulary(model, documents)
+    measuring.check_text(documents, arguments)
+    tokens = sum(len(document.tokens) for document in documents)
+    accelerator.print(f"Measuring {tokens:,} tokens on {device}; every length reads all of them\n{HEAD}")
+    rows = measuring.perplexities(
+        model, documents, arguments, accelerator, on_row=lambda found: accelerator.print(line(found), flush=True)
+    )
+    if arguments.memory is not None:
+        with_memory(model, documents, arguments, accelerator, rows)
+    results = {
+        **origin("evaluate", arguments, accelerator),
+        "model": {
+            "name": arguments.model,
+            "model_type": model.config.model_type,
+            "parameters": count(model),
+            "scheme": " + ".join(scheme.name for scheme in hf_posenc.schemes_of(model)) or None,
+        },
+        "measured": rows,
+        "retrieval": measuring.retrieval(model, arguments, accelerator),
+    }
+    if accelerator.is_main_process:
+        write_json(Path(arguments.json), results)
+    accelerator.print(f"\nresults     {arguments.json}")
+    return results
+
+
+def with_memory(
+    model: Any, documents: list[Document], arguments: Arguments, accelerator: Any, rows: list[dict[str, Any]]
+) -> None:
+    """Adds to each row what a model that keeps a memory of the segment before reads, with and without it."""
+    for row in rows:
+        if "impossible" in row:
+            continue
+        row["recurrence"] = []
+        for memory in (0, arguments.memory or 0):
+            found = measure_recurrence(
+                model,
+                [document.tokens for document in documents],
+                segment=row["length"],
+                memory=memory,
+                byte_counts=[document.bytes for document in documents],
+                progress=accelerator.is_main_process,
+            )
+            row["recurrence"].append(found.to_dict())
+            accelerator.print(
+                f"{row['length']:>10}  segments with a memory of {found.memory}: {found.perplexity.perplexity:.3f}, "
+                f"{found.bits_per_byte:.3f} bits per byte, {found.tokens_per_second:,.0f} tokens per second"
+            )
+
+
+HEAD = f"{'context':>10}  {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}"
+
+
+def line(row: dict[str, Any]) -> str:
+    """Both perplexities at a length; lower is better."""
+    if "impossible" in row:
+        return f"{row['length']:>10}  - ({row['impossible']})"
+    bits = f"{row['bits_per_byte']:.3f}" if row["bits_per_byte"] is not None else "-"
+    sliding, fresh = row["sliding"]["perplexity"], row["non_overlapping"]["perplexity"]
+    return f"{row['length']:>10}  {sliding:>16.3f} {fresh:>16.3f} {bits:>14}"
+
+
+if __name__ == "__main__":
+    program.start(main)

@@ -1,0 +1,34 @@
+"""Extends the context of a causal language model by another position encoding, and measures how far it reaches.
+
+    accelerate launch recipes/extend_context.py                        # the embedded default, minutes on a laptop
+    accelerate launch recipes/extend_context.py --config recipes/configs/gpt2_alibi.yaml --output runs/gpt2-alibi
+
+Measure, patch, calibrate, fine-tune, measure again, report, save: OUTPUT/report.html, OUTPUT/results.json and
+OUTPUT/model (reload with `hf_posenc.from_pretrained`). Plain `python` runs it in one process. Everything that can be
+wrong with the arguments is found before anything long starts; Ctrl-C saves, and `--resume` goes on exactly where it was:
+it trains no base again that was trained, and measures and calibrates nothing again.
+"""
+
+from typing import Any
+
+from . import program, run_folder
+from .extension import Arguments, run
+from .options import parse
+
+EXAMPLES = """
+  {prog}                                                     # the embedded base and text: minutes on two cores
+  {prog} --model gpt2 --data book.txt --scheme alibi --train-length 2048 --lengths 1024 2048 4096 --output runs/gpt2-alibi
+  {prog} --config recipes/configs/gpt2_alibi.yaml --data book.txt --seed 1
+  accelerate launch -m hf_posenc.recipes.extend_context --model gpt2 --data book.txt     # on many GPUs
+"""
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+    """Runs the recipe and returns what it wrote to results.json."""
+    arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
+    with program.ending(parser, run_folder.again(arguments), lambda: run_folder.kept(arguments)):
+        return run(arguments)
+
+
+if __name__ == "__main__":
+    program.start(main)

@@ -1,0 +1,93 @@
+"""Many runs in one folder, `runs/VARIANT/seed-N`: what is done is kept, what is missing is made.
+
+Several processes may work on one sweep with different seeds at the same time; whoever ends writes the summary of all that
+is there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+import hf_posenc
+
+from . import identity, schemes
+from .corpus import Text
+from .results import read_json
+
+Runs = dict[str, list[dict[str, Any]]]
+KEPT = "Finished runs are kept, and of the one that was interrupted its newest state: the same command goes on."
+
+
+@dataclass
+class SweepArguments:
+    """The folder of the sweep."""
+
+    seeds: list[int] = field(
+        default_factory=lambda: [0, 1, 2], metadata={"help": "of the runs of each scheme or variant"}
+    )
+    keep_weights: bool = field(default=False, metadata={"help": "keep every run's checkpoint, not only its JSON"})
+    output: str = field(default="runs/sweep", metadata={"help": "folder of the sweep", "metavar": "DIR"})
+
+
+def identify(
+    arguments: Any, text: Text, variants: dict[str, hf_posenc.Scheme | None], accelerator: Accelerator
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """What each run of a sweep is of, by variant and seed, seed by seed.
+
+    Args:
+        arguments: of the recipe, checked.
+        text: what all runs read.
+        variants: the scheme of each, None for a control.
+        accelerator: that runs them.
+    """
+    launched = identity.launched(accelerator)
+    return {
+        (name, seed): identity.of(arguments, text, variant=name, seed=seed, scheme=schemes.said(scheme), **launched)
+        for seed in arguments.seeds
+        for name, scheme in variants.items()
+    }
+
+
+def complete(
+    folder: Path, identities: dict[tuple[str, int], dict[str, Any]], one: Callable[[str, int, Path], None]
+) -> None:
+    """Makes every run that has no results yet, seed by seed, so that a half-done sweep compares all variants.
+
+    Args:
+        folder: of the sweep.
+        identities: what each run is of, by variant and seed, in the order to make them.
+        one: makes a run from variant, seed and folder, and leaves results.json there.
+
+    Raises:
+        UsageError: if the folder holds runs of something else; nothing is run then.
+    """
+    check(folder, identities)
+    for variant, seed in identities:
+        target = place(folder, variant, seed)
+        if not (target / "results.json").is_file():
+            print(f"\n=== {variant}, seed {seed} ===", flush=True)
+            one(variant, seed, target)
+
+
+def check(folder: Path, identities: dict[tuple[str, int], dict[str, Any]]) -> None:
+    """UsageError unless the runs that are asked for are of just that, and all others of the same sweep."""
+    shared = identity.common(next(iter(identities.values())))
+    asked = {place(folder, variant, seed): wanted for (variant, seed), wanted in identities.items()}
+    for target in sorted(folder.glob("runs/*/seed-*")):
+        identity.hold(target, asked.get(target, shared), "choose another --output, or remove that folder")
+
+
+def place(folder: Path, variant: str, seed: int) -> Path:
+    """Folder of a run."""
+    return folder / "runs" / variant / f"seed-{seed}"
+
+
+def read(folder: Path) -> Runs:
+    """The results by variant, seeds in order."""
+    runs: Runs = {}
+    for path in sorted(folder.glob("runs/*/seed-*/results.json")):
+        runs.setdefault(path.parents[1].name, []).append(read_json(path))
+    return runs

@@ -1,0 +1,141 @@
+"""What the recipes measure of a model: both perplexities and retrieval, at every context length."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from ..evaluation import induction_copy, measure_context, non_overlapping_perplexity
+from .corpus import Document, Text, stream
+from .models import position_limit
+from .options import UsageError, at_least
+
+SHORTEST_RETRIEVAL = 32
+"""Tokens that a trial of `induction_copy` needs."""
+CURVE_TOKENS = 8192
+"""Held-out tokens that a point of the recovery curve is measured on."""
+
+
+@dataclass
+class MeasuringArguments:
+    """Measuring."""
+
+    lengths: list[int] = field(
+        default_factory=lambda: [256, 512, 1024, 2048],
+        metadata={"help": "context lengths to measure at, in tokens", "was": "eval_lengths"},
+    )
+    stride: int | None = field(
+        default=None, metadata={"help": "tokens between sliding windows; by default a quarter of each length"}
+    )
+    retrieval_trials: int = field(
+        default=8, metadata={"help": "trials per length and lag of the retrieval test (induction copy); 0 for none"}
+    )
+
+
+def check(arguments: Any) -> None:
+    """What can be known without text and model; lengths come out sorted, each once."""
+    at_least(arguments, 0, "retrieval_trials")
+    if not arguments.lengths or min(arguments.lengths) < 8:
+        raise UsageError("--lengths must be at least 8 tokens")
+    arguments.lengths = sorted(set(arguments.lengths))
+    if arguments.retrieval_trials and arguments.lengths[0] < SHORTEST_RETRIEVAL:
+        raise UsageError(
+            f"--retrieval-trials: the test needs --lengths of at least {SHORTEST_RETRIEVAL} tokens, not "
+            f"{arguments.lengths[0]}: longer ones, or --retrieval-trials 0"
+        )
+    stride = arguments.stride
+    if stride is not None and not (
+        1 <= stride < arguments.lengths[0] and all(length % stride == 0 for length in arguments.lengths)
+    ):
+        raise UsageError(
+            f"--stride {stride} must divide every one of --lengths and be below the shortest, {arguments.lengths[0]}"
+        )
+    if arguments.eval_tokens < arguments.lengths[-1]:
+        raise UsageError(
+            f"--eval-tokens {arguments.eval_tokens} is less than the longest of --lengths, {arguments.lengths[-1]}"
+        )
+
+
+def check_text(held_out: list[Document], arguments: Any, curve_length: int = 0) -> None:
+    """It must suffice for a window of every length, those of the recovery curve included.
+
+    Args:
+        held_out: what is measured.
+        arguments: checked.
+        curve_length: tokens of a window of the curve; 0 if the recipe has none.
+    """
+    tokens = len(stream(held_out).tokens)
+    if tokens < arguments.lengths[-1]:
+        raise UsageError(
+            f"the held-out text has {tokens:,} tokens, the longest of --lengths needs "
+            f"{arguments.lengths[-1]:,}: give more text or shorter lengths"
+        )
+    if curve_length and arguments.eval_every and tokens < curve_length:
+        raise UsageError(
+            f"--eval-every: a point of the curve needs {curve_length} held-out tokens and there are {tokens:,}: more "
+            "--eval-tokens, or --eval-every 0"
+        )
+
+
+def held_out_loss(text: Text, length: int) -> Callable[[nn.Module], float]:
+    """What gives a point of the recovery curve: a model's mean loss in windows of this length, in nats."""
+    tokens = stream(text.held_out).tokens[: max(CURVE_TOKENS, length)]
+    return lambda model: non_overlapping_perplexity(model, tokens, length=length).loss
+
+
+def measure_model(
+    model: nn.Module, held_out: list[Document], arguments: Any, accelerator: Accelerator
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Both perplexities and the rest, a row per length, or why there is none; retrieval, a cell per length and lag."""
+    return perplexities(model, held_out, arguments, accelerator), retrieval(model, arguments, accelerator)
+
+
+def perplexities(
+    model: nn.Module,
+    held_out: list[Document],
+    arguments: Any,
+    accelerator: Accelerator,
+    on_row: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Both perplexities and the rest, a row per length, or why there is none; `on_row` is called with each at once.
+
+    Held-out documents are measured in a row, or, where they were packed apart, each on its own.
+    """
+    found = held_out if arguments.packing == "documents" else [stream(held_out)]
+    limit = position_limit(model)
+    rows = []
+    for length in arguments.lengths:
+        if limit is not None and length > limit:
+            rows.append({"length": length, "impossible": f"its table ends at {limit} positions"})
+        else:
+            (row,) = measure_context(
+                model,
+                [document.tokens for document in found],
+                lengths=[length],
+                stride=arguments.stride,
+                byte_counts=[document.bytes for document in found],
+                distributed=accelerator.num_processes > 1,
+                progress=accelerator.is_main_process,
+            )
+            rows.append(row.to_dict())
+        on_row(rows[-1])
+    return rows
+
+
+def retrieval(model: nn.Module, arguments: Any, accelerator: Accelerator) -> list[dict[str, Any]]:
+    """Whether the model can copy what it has seen so far back: a cell per length that it can run at, and lag."""
+    limit = position_limit(model)
+    possible = [length for length in arguments.lengths if limit is None or length <= limit]
+    if not (arguments.retrieval_trials and possible):
+        return []
+    cells = induction_copy(
+        model,
+        lengths=possible,
+        trials=arguments.retrieval_trials,
+        seed=0,
+        distributed=accelerator.num_processes > 1,
+        progress=accelerator.is_main_process,
+    )
+    return [cell.to_dict() for cell in cells]

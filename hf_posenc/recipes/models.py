@@ -1,0 +1,252 @@
+"""Models from their checkpoints and back into them, and what can be asked of one: its weights, its places, its ids."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+import hf_posenc
+
+from .. import hub
+from ..errors import UnsupportedModelError
+from ..families.base import base_model_type
+from ..patching.state import without_adapter
+from ..registry import family_for
+from .corpus import Document, stream
+from .options import UsageError, one_of, option
+from .schemes import limit_of
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class ModelArguments:
+    """The model."""
+
+    model: str | None = field(
+        default=None,
+        metadata={
+            "help": "checkpoint folder or Hub id; without it, where a recipe allows it: a small byte-level GPT-2, trained "
+            "first",
+            "metavar": "DIR_OR_ID",
+        },
+    )
+    revision: str | None = field(
+        default=None, metadata={"help": "branch, tag or commit of --model, if it is on the Hub", "metavar": "NAME"}
+    )
+
+
+@dataclass
+class DeviceArguments:
+    """Device and precision."""
+
+    device: str | None = field(
+        default=None, metadata={"help": "for instance cpu or cuda:1; by default an accelerator, where there is one"}
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "of the weights: " + " | ".join(("auto", *DTYPES)) + "; auto is what they were saved in"},
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
+    """What the checkpoint holds of this class: its tokenizer, its config, its weights.
+
+    Args:
+        cls: an Auto class.
+        name: folder or Hub id.
+        asked: the option that named it.
+        **arguments: of `from_pretrained`.
+
+    Raises:
+        UsageError: if it does not hold that.
+    """
+    try:
+        return cls.from_pretrained(hub.checkpoint_name(name), **arguments)
+    except (OSError, ValueError, hf_posenc.HfPosencError) as error:
+        raise UsageError(f"{option(asked)} {name}: {error}") from None
+
+
+def check(arguments: Any) -> None:
+    """What can be known of these options without reading anything."""
+    if arguments.revision is not None and (arguments.model is None or Path(arguments.model).is_dir()):
+        what = "the embedded base is none" if arguments.model is None else f"{arguments.model} is a folder"
+        raise UsageError(f"--revision is of a checkpoint on the Hub, and {what}: leave it out")
+    if isinstance(arguments, DeviceArguments):
+        one_of(arguments, "dtype", ("auto", *DTYPES))
+
+
+def load_named(cls: Any, arguments: Any, **more: Any) -> Any:
+    """The same of the checkpoint that `--model` and `--revision` name."""
+    return load(cls, arguments.model, **revision_of(arguments), **more)
+
+
+def load_patched(arguments: Any, scheme: hf_posenc.Scheme, seed: int) -> Any:
+    """The stock checkpoint that `--model` names, in `--dtype`, with a scheme patched in; UsageError if it cannot be."""
+    try:
+        return hf_posenc.from_pretrained(
+            hub.checkpoint_name(arguments.model),
+            scheme=scheme,
+            seed=seed,
+            dtype=dtype_of(arguments),
+            **revision_of(arguments),
+        )
+    except (OSError, ValueError, hf_posenc.HfPosencError) as error:
+        raise UsageError(f"--model {arguments.model}: {str(error).removeprefix('hf_posenc: ')}") from None
+
+
+def revision_of(arguments: Any) -> dict[str, str]:
+    """What `from_pretrained` is told of it: nothing where nothing was said."""
+    return {} if arguments.revision is None else {"revision": arguments.revision}
+
+
+def dtype_of(arguments: "DeviceArguments") -> Any:
+    """As `from_pretrained` takes it."""
+    return "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+
+
+def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
+    """What runs the processes, and the device of this one, which was tried.
+
+    Raises:
+        UsageError: if the device cannot be used here, or several processes were told to share it.
+    """
+    name = arguments.device
+    accelerator = Accelerator(cpu=name == "cpu" or not torch.accelerator.is_available())
+    if name is None:
+        return accelerator, accelerator.device
+    if accelerator.num_processes > 1:
+        raise UsageError(
+            f"--device {name}: each of the {accelerator.num_processes} processes has its own, leave it out"
+        )
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device).cpu()
+    except (AssertionError, NotImplementedError, RuntimeError) as error:  # what torch raises, by device and build
+        raise UsageError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
+    return accelerator, device
+
+
+def load_base(arguments: Any) -> nn.Module:
+    """The stock model to train that `--model` names, in float32 whatever it was saved in."""
+    return trainable(load_named(AutoModelForCausalLM, arguments, dtype=torch.float32))
+
+
+def load_trained_base(folder: Path) -> nn.Module:
+    """The embedded base from the folder it was saved in."""
+    return trainable(load(AutoModelForCausalLM, str(folder), dtype=torch.float32))
+
+
+def trainable(model: Any) -> nn.Module:
+    """With its loss named."""
+    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+@contextmanager
+def loaded_whole(accelerator: Accelerator) -> Iterator[None]:
+    """Inside, ZeRO-3 does not spread weights while they are loaded: the base is measured and patched first."""
+    config = getattr(accelerator.state.deepspeed_plugin, "dschf", None)
+    if config is None:
+        yield
+        return
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(config)
+
+
+def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: Any, output: Path) -> None:
+    """Weights and tokenizer in `output/model`; of LoRA also the adapter alone, in `output/adapter`."""
+    model = accelerator.unwrap_model(wrapped)
+    weights = accelerator.get_state_dict(wrapped)  # gathered, where processes hold parts
+    if isinstance(model, peft.PeftModel):
+        if accelerator.is_main_process:
+            model.save_pretrained(output / "adapter")
+        model, weights = model.merge_and_unload(), None
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+        return
+    if hf_posenc.is_patched(model):
+        model.save_pretrained(output / "model", state_dict=weights, tokenizer=tokenizer)
+        accelerator.wait_for_everyone()
+    else:
+        save_stock(accelerator, model, tokenizer, output / "model")
+
+
+def save_stock(accelerator: Accelerator, model: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """An unpatched model, whole or not at all."""
+    if accelerator.is_main_process:
+        staging = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(staging, ignore_errors=True)
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(staging, folder)
+    accelerator.wait_for_everyone()
+
+
+# ------------------------------------------------------------------------------------------------------------- questions
+
+
+def count(model: nn.Module, trained: bool = False) -> int:
+    """Number of weights, tied ones once."""
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad or not trained)
+
+
+def position_table(model: nn.Module) -> nn.Module | None:
+    """What stands where the model's family has learned positions, its own or a scheme's; None if it has none."""
+    stock = without_adapter(model)
+    try:
+        family = family_for(base_model_type(stock.config))
+    except UnsupportedModelError:  # a family that nobody can patch can still be measured
+        return None
+    if family.position_table is None:
+        return None
+    return stock.base_model.get_submodule(family.decoder).get_submodule(family.position_table)
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Number of positions that the model has: its scheme's or, of a stock model, its table's; None if there is no end."""
+    if hf_posenc.is_patched(model):
+        return limit_of(model)
+    if (table := position_table(model)) is None:
+        return None
+    return table.num_embeddings - family_for(model.config.model_type).table_offset
+
+
+def check_vocabulary(model: nn.Module, *texts: list[Document]) -> None:
+    """A tokenizer that is not the model's own would fail in the middle, on a GPU without saying why."""
+    largest = max(int(stream(text).tokens.max()) for text in texts)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if largest >= rows:
+        raise UsageError(
+            f"the tokenizer gives ids up to {largest}, the model embeds {rows}: they do not belong together"
+        )
+
+
+def keeps_documents_apart(model: nn.Module) -> bool:
+    """Whether attention stays inside a document where positions start again; measured on two tokens after two others.
+
+    Some families do not hand their positions to the mask, and then it cannot tell.
+    """
+    tokens = torch.tensor([[0, 1, 4, 5], [2, 3, 4, 5]], device=model.device)
+    positions = torch.tensor([[0, 1, 0, 1]], device=model.device).expand(2, -1)
+    with torch.no_grad():
+        one, other = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 2:]
+    return torch.allclose(one, other, atol=1e-5)

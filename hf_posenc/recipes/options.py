@@ -1,0 +1,227 @@
+"""Arguments of the recipes: dataclass fields from a YAML file, overridden by the command line, all checked the same way."""
+
+import json
+import sys
+import types
+from argparse import SUPPRESS, ArgumentTypeError
+from dataclasses import MISSING, Field, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from ..arguments import Parser
+
+T = TypeVar("T")
+
+FIRST = (
+    *("model", "data", "scheme", "variants", "schemes", "scheme_args", "train_length", "steps", "lengths"),
+    *("seed", "seeds", "output", "json", "resume"),
+)
+"""Options that most command lines have, in the order of --help; the others follow in groups, by what they are of."""
+METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+class UsageError(Exception):
+    """The arguments or the text cannot work; the message says why and what would."""
+
+
+def parse(
+    cls: type[T], argv: list[str] | None, description: str | None, *, prog: str | None = None, examples: str = ""
+) -> tuple[T, Parser]:
+    """Reads `--config FILE` first, then the other options, which win.
+
+    Args:
+        cls: a dataclass; a field's metadata hold its `help`, and may hold a `metavar` and `was`, an older name.
+        argv: words of the command line; None takes those of the process.
+        description: of the program, whose first line is shown.
+        prog: its name; None takes the file that was started.
+        examples: command lines for the end of --help, in which `{prog}` stands for the name.
+
+    Returns:
+        The arguments, and the parser, whose `error` ends the program with a message.
+
+    A key of the file that is no option, a value of the wrong type, an unknown or abbreviated option: each ends the
+    program with a message and status 2.
+    """
+    parser = parser_of(cls, description, prog=prog, examples=examples)
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        named, unknown = parser.parse_known_args(from_file(cls, words) + words)
+        if unknown:
+            raise UsageError(f"unknown option or stray value: {' '.join(unknown)} (--help lists the options)")
+    except UsageError as error:
+        parser.error(str(error))
+    given = {name: value for name, value in vars(named).items() if name != "config"}
+    return cls(**given), parser
+
+
+def parser_of(cls: type, description: str | None, *, prog: str | None = None, examples: str = "") -> Parser:
+    """What reads the options of a dataclass: see `parse`."""
+    parser = Parser(
+        prog=prog, description=(description or "").split("\n")[0], usage="%(prog)s [options]", add_help=False
+    )
+    parser.epilog = f"examples:\n{examples.strip(chr(10)).format(prog=parser.prog)}" if examples else None
+    groups = {"most used": parser.add_argument_group("most used")}
+    kinds = get_type_hints(cls)
+    for title, known in grouped(cls):
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        add(groups[title], known, kinds[known.name])
+    general = parser.add_argument_group("general")
+    general.add_argument("--config", metavar="FILE", help="YAML file with any of these options; the command line wins")
+    general.add_argument("-h", "--help", action="help", help="show this and stop")
+    return parser
+
+
+def grouped(cls: type) -> list[tuple[str, Field[Any]]]:
+    """Fields in the order of --help, each with the title of its group: the docstring of the class that declares it first."""
+    owners = {known.name: cls for known in fields(cls)}
+    for owner in cls.__mro__:  # the last one wins: where an option is declared first, not where its default is changed
+        owners |= {name: owner for name in vars(owner).get("__annotations__", {}) if name in owners}
+
+    def place(known: Field[Any]) -> tuple[int, int]:
+        first = FIRST.index(known.name) if known.name in FIRST else len(FIRST)
+        return first, cls.__mro__.index(owners[known.name])
+
+    def title(known: Field[Any]) -> str:
+        return "most used" if known.name in FIRST else (owners[known.name].__doc__ or "").split("\n")[0].rstrip(".")
+
+    return [(title(known), known) for known in sorted(fields(cls), key=place)]
+
+
+def add(group: Any, known: Field[Any], kind: Any) -> None:
+    """One option, listed once; an older name of it is read and not listed."""
+    several = get_origin(kind) is list
+    optional = [each for each in get_args(kind) if each is not type(None)]
+    one = optional[0] if get_origin(kind) in (Union, types.UnionType) or several else kind
+    default = default_of(known)
+    said = known.metadata["help"] + ("" if default in (None, False, [], "") else f" (default: {shown(default)})")
+    keywords: dict[str, Any] = {"default": default, "help": said.replace("%", "%%"), "dest": known.name}
+    if one is bool:
+        keywords |= {"nargs": "?", "const": True, "type": truth, "metavar": "BOOL"}
+        keywords["help"] = known.metadata["help"].replace("%", "%%")
+    else:
+        keywords |= {"type": one, "metavar": known.metadata.get("metavar", METAVARS[one])}
+        if several:
+            keywords["nargs"] = "+"
+    group.add_argument(option(known.name), **keywords)
+    # Underscores for dashes, as 0.1.0 took them too, and names of 0.1.0.
+    names = [known.name, *([known.metadata["was"]] if "was" in known.metadata else [])]
+    for spelling in dict.fromkeys(spelling for name in names for spelling in (f"--{name}", option(name))):
+        if spelling == option(known.name):
+            continue
+        group.add_argument(spelling, **keywords | {"help": SUPPRESS, "default": SUPPRESS})
+
+
+def shown(default: Any) -> str:
+    """A default as it would be typed."""
+    return (
+        " ".join(map(str, default))
+        if isinstance(default, list)
+        else f"{default:g}"
+        if isinstance(default, float)
+        else str(default)
+    )
+
+
+def truth(word: str) -> bool:
+    """What a word says of a switch."""
+    found = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(word.lower())
+    if found is None:
+        raise ArgumentTypeError(f"true or false, not {word}")
+    return found
+
+
+def as_in(cls: type, name: str, default: Any = MISSING) -> Any:
+    """A field as another class of arguments declares it, with its help, and with another default if one is given."""
+    known = next(known for known in fields(cls) if known.name == name)
+    if default is MISSING and known.default is MISSING:
+        return field(default_factory=known.default_factory, metadata=known.metadata)
+    return field(default=known.default if default is MISSING else default, metadata=known.metadata)
+
+
+def default_of(known: Field[Any]) -> Any:
+    """The default of a field, made anew where it is a list."""
+    return known.default_factory() if known.default_factory is not MISSING else known.default
+
+
+def from_file(cls: type, words: list[str]) -> list[str]:
+    """The words that say the same as the YAML file named by `--config`; none without one."""
+    paths = []
+    for index, word in enumerate(words):
+        if word == "--config":
+            paths += words[index + 1 : index + 2]
+        elif word.startswith("--config="):
+            paths.append(word.partition("=")[2])
+    if not paths:
+        return []
+    if len(paths) > 1:
+        raise UsageError(f"--config is for one file, not {len(paths)}: {', '.join(paths)}")
+    (path,) = paths
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Once)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path}: must be a mapping of options, not {type(content).__name__}")
+    known = {one.name: one for one in fields(cls)}
+    known |= {one.metadata["was"]: one for one in fields(cls) if "was" in one.metadata}
+    if strange := [str(key) for key in content if key not in known]:
+        raise UsageError(f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}")
+    said: list[str] = []
+    for key, value in content.items():
+        default = default_of(known[key])
+        if value in (None, [], {}):  # the command line has no words for these
+            if default != (None if value is None else []):
+                raise UsageError(f"--config {path}: {key} has no value; leave it out for the default, {default}")
+            continue
+        if isinstance(value, dict):  # hyper-parameters of a scheme read best as a mapping
+            value = [f"{name}={json.dumps(item)}" for name, item in value.items()]
+        said += [option(known[key].name), *map(str, value if isinstance(value, list) else [value])]
+    return said
+
+
+class Once(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys are there once."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := [key for index, key in enumerate(keys) if key in keys[:index]]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def option(name: str) -> str:
+    """The command-line spelling of an argument."""
+    return "--" + name.replace("_", "-")
+
+
+def at_least(arguments: Any, minimum: float, *names: str) -> None:
+    """UsageError unless all of these are given and not smaller."""
+    for name in names:
+        if not getattr(arguments, name) >= minimum:
+            raise UsageError(f"{option(name)} must be at least {minimum}, not {getattr(arguments, name)}")
+
+
+def one_of(arguments: Any, name: str, choices: tuple[Any, ...]) -> None:
+    """UsageError unless it is one of the choices."""
+    if getattr(arguments, name) not in choices:
+        known = ", ".join(str(choice) for choice in choices if choice is not None)
+        raise UsageError(f"{option(name)} must be one of {known}, not {getattr(arguments, name)}")
+
+
+def each_once(arguments: Any, *names: str) -> None:
+    """UsageError unless all of these lists name something, and nothing twice."""
+    for name in names:
+        values = getattr(arguments, name)
+        if len(set(values)) != max(1, len(values)):
+            raise UsageError(f"{option(name)} must name each only once, not {' '.join(map(str, values))}")
+
+
+def refuse(arguments: Any, name: str, reason: str) -> None:
+    """UsageError if this option was set to anything but its default, where nothing would read it."""
+    default = default_of(next(known for known in fields(arguments) if known.name == name))
+    if getattr(arguments, name) != default:
+        raise UsageError(f"{option(name)} {reason}: leave it out")

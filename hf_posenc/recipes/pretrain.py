@@ -1,0 +1,169 @@
+"""Trains a small model from scratch with each scheme and tests it beyond its training length: train short, test long.
+
+    accelerate launch recipes/pretrain.py --config recipes/configs/pretrain_books.yaml --data BOOK.txt...
+
+The from-scratch counterpart of compare_schemes.py, as in Press et al. 2021 (arXiv:2108.12409): a decoder of GPT-2's shape
+that reads bytes, without any position encoding but the one named. Every run is one results.json under OUTPUT/runs; the
+summary and the figures are made from them. Started again, it makes the runs that are missing, and
+refuses runs of other arguments.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import set_seed
+from transformers import AutoTokenizer
+
+import hf_posenc
+
+from ..analysis import plots
+from ..families.base import base_model_type
+from . import corpus, identity, many_runs, measuring, program, run_folder, schemes, summary, training
+from .corpus import DataArguments, Text, Windows, read_text
+from .embedded import byte_tokenizer, decoder
+from .many_runs import SweepArguments
+from .measuring import MeasuringArguments, held_out_loss, measure_model
+from .models import check_vocabulary, count, load, save
+from .options import UsageError, as_in, at_least, each_once, parse
+from .results import origin, stopwatch
+from .schemes import SchemeArguments, hyperparameters
+from .training import Phase, TrainingArguments
+
+EXAMPLES = """
+  {prog} --schemes sinusoidal alibi nope --steps 500         # bytes of the Python standard library
+  {prog} --data book.txt --train-length 256 --lengths 256 512 1024 --seeds 0 1 2
+  accelerate launch -m hf_posenc.recipes.pretrain --config pretrain.yaml            # on many GPUs
+"""
+
+
+@dataclass
+class Arguments(SweepArguments, DataArguments, MeasuringArguments, TrainingArguments):
+    """This recipe."""
+
+    schemes: list[str] = field(
+        default_factory=lambda: ["sinusoidal", "rope", "alibi", "nope"],
+        metadata={"help": "schemes to compare; learned gets a table of --train-length positions, as usual"},
+    )
+    scheme_args: list[str] = as_in(SchemeArguments, "scheme_args")  # noqa: RUF009 (a field, made anew)
+    tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id; by default bytes"})
+    layers: int = field(default=4, metadata={"help": "decoder layers"})
+    width: int = field(default=128, metadata={"help": "hidden size"})
+    heads: int = field(default=4, metadata={"help": "attention heads"})
+    train_length: int = as_in(TrainingArguments, "train_length", 256)
+    steps: int = as_in(TrainingArguments, "steps", 1000)
+    batch_size: int = as_in(TrainingArguments, "batch_size", 8)
+    gradient_accumulation: int = as_in(TrainingArguments, "gradient_accumulation", 1)
+    learning_rate: float | None = as_in(TrainingArguments, "learning_rate", 3e-3)
+    warmup_steps: int = as_in(TrainingArguments, "warmup_steps", 50)
+    output: str = as_in(SweepArguments, "output", "runs/pretrain")
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+    """Runs what is missing and returns the summary."""
+    arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
+    folder = Path(arguments.output)
+    with program.ending(parser, "the same command", lambda: many_runs.KEPT):
+        wanted = check_arguments(arguments)
+        accelerator = training.accelerator_for(arguments, folder)
+        tokenizer = load(AutoTokenizer, arguments.tokenizer, "tokenizer") if arguments.tokenizer else byte_tokenizer()
+        text = read_text(arguments, tokenizer, accelerator)
+        identities = many_runs.identify(arguments, text, dict(wanted), accelerator)
+
+        def one(name: str, seed: int, target: Path) -> None:
+            run(arguments, wanted[name], seed, target, tokenizer, text, identities[name, seed])
+
+        many_runs.complete(folder, identities, one)
+        found = summary.summarize(folder, f"From scratch, trained at {arguments.train_length}")
+    print(summary.markdown(found))
+    return found
+
+
+def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
+    """Everything that can be known without reading the text. Returns the schemes by name."""
+    plots.check_installed()  # the figures are drawn at the end
+    training.check(arguments)
+    corpus.check(arguments, needs_data=False)
+    measuring.check(arguments)
+    at_least(arguments, 1, "layers", "width", "heads")
+    each_once(arguments, "schemes", "seeds")
+    if arguments.width % arguments.heads:
+        raise UsageError(f"--width {arguments.width} must be a multiple of --heads {arguments.heads}")
+    if arguments.scheme_args and len(arguments.schemes) > 1:
+        raise UsageError("--scheme-args is for one scheme, --schemes names several")
+    usual = {"learned": {"num_positions": arguments.train_length}}
+    given = hyperparameters(arguments.scheme_args)
+    return {name: schemes.named("schemes", name, usual.get(name, {}) | given) for name in arguments.schemes}
+
+
+def run(
+    arguments: Arguments, scheme: hf_posenc.Scheme, seed: int, output: Path, tokenizer: Any, text: Text, of: dict
+) -> dict[str, Any]:
+    """One model, top to bottom; returns what it wrote to results.json.
+
+    Args:
+        arguments: checked.
+        scheme: of this model.
+        seed: of its weights and of the order of its windows.
+        output: its folder; a state that is there is gone on with.
+        tokenizer: whose ids the text holds.
+        text: what is read.
+        of: the identity of the run.
+    """
+    accelerator = training.accelerator_for(arguments, output)
+    set_seed(seed)
+    windows = Windows(text.train, arguments.train_length, arguments.packing)
+    plan = [Phase(windows, arguments.steps, 0, arguments.batch_size, seed)]
+    measuring.check_text(text.held_out, arguments, curve_length=arguments.train_length)
+    training.check_plan(plan, accelerator)
+    model = decoder(
+        tokenizer,
+        positions=arguments.train_length,
+        width=arguments.width,
+        layers=arguments.layers,
+        heads=arguments.heads,
+        # GPT-2's own 0.02 is for width 768; the same variance of the sums needs more where there are fewer terms.
+        initial=0.02 * (768 / arguments.width) ** 0.5,
+    ).to(accelerator.device)
+    check_vocabulary(model, text.train, text.held_out)
+    answers = schemes.patch(model, scheme, seed)
+    seconds: dict[str, float] = {}
+    results: dict[str, Any] = {
+        **origin("pretrain", arguments, accelerator),
+        "identity": of,
+        "seed": seed,
+        "data": text.to_dict(arguments),
+        "base": {
+            "name": "from scratch",
+            "model_type": base_model_type(model.config),
+            "parameters": count(model),
+            "trained_length": arguments.train_length,
+        },
+        "scheme": schemes.said(*hf_posenc.schemes_of(model)),
+        "verify": answers,
+        "seconds": seconds,
+    }
+    # States that say of no run what they are of are nobody's; others the sweep has looked at.
+    run_folder.begin(accelerator, output, results, anew=identity.file_of(output) is None)
+    wrapped, results["training"] = training.fine_tune(
+        accelerator,
+        model,
+        plan,
+        arguments,
+        folder=output,
+        resume=True,
+        evaluate=held_out_loss(text, arguments.train_length),
+    )
+    model = accelerator.unwrap_model(wrapped)
+    with stopwatch(seconds, "after"):
+        results["after"], results["retrieval_after"] = measure_model(model, text.held_out, arguments, accelerator)
+    if arguments.keep_weights:
+        save(accelerator, wrapped, tokenizer, output)
+    if accelerator.is_main_process:
+        run_folder.finish(output, results)
+    accelerator.wait_for_everyone()
+    return results
+
+
+if __name__ == "__main__":
+    program.start(main)

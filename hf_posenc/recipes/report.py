@@ -1,0 +1,22 @@
+"""Writes the reports of runs again, each from its results.json alone.
+
+python -m hf_posenc.recipes.report runs/gpt2-alibi/results.json      # writes report.html beside it
+"""
+
+import sys
+from pathlib import Path
+
+from . import page
+from .results import read_json
+
+
+def main() -> None:
+    """Writes report.html beside each results.json that the command line names."""
+    for name in sys.argv[1:]:
+        source = Path(name)
+        page.write(source.with_name("report.html"), read_json(source))
+        print(source.with_name("report.html"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The folder of a run: free when it begins, telling all the while what can be gone on with, tidy when it ends.
+
+`progress.json` says what an unfinished run is of and what it has measured, `results.json` stands in its place at the end;
+beside them are the state of the calibration or the calibrated weights, the states of the fine-tuning and, where it was trained on the spot, the base.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from . import identity, training
+from .options import UsageError
+from .results import read_json, write_json
+
+CALIBRATED = "calibrated.safetensors"
+CALIBRATING = "calibration.state.safetensors"
+
+
+@dataclass
+class FolderArguments:
+    """The folder of the run."""
+
+    output: str = field(
+        default="runs/extend_context", metadata={"help": "folder to write; must be empty or absent", "metavar": "DIR"}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "write into a folder that is not empty"})
+    resume: bool = field(default=False, metadata={"help": "go on with an interrupted run of the same arguments"})
+
+
+def check(arguments: FolderArguments) -> None:
+    """UsageError unless the folder can be written as asked."""
+    output = Path(arguments.output)
+    if arguments.overwrite and arguments.resume:
+        raise UsageError("--resume goes on with what is there, --overwrite begins anew: choose one")
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"--output {output} is a file")
+    unfinished = (output / "progress.json").is_file()
+    if arguments.resume and (output / "results.json").is_file():
+        raise UsageError(f"--resume: the run in {output} has ended, its results are in {output / 'results.json'}")
+    if arguments.resume and not unfinished:
+        raise UsageError(f"--resume: there is no interrupted run in {output}; without --resume one begins")
+    if output.is_dir() and any(output.iterdir()) and not (arguments.overwrite or arguments.resume):
+        instead = "--resume" if unfinished else "--overwrite"
+        raise UsageError(f"--output {output} is not empty: choose another folder, or {instead}")
+
+
+def earlier(arguments: FolderArguments, of: dict[str, Any]) -> dict[str, Any] | None:
+    """What an interrupted run of the same identity left, if it is to be gone on with."""
+    if not arguments.resume:
+        return None
+    identity.hold(Path(arguments.output), of, "resume with those, or choose another --output")
+    return read_json(Path(arguments.output) / "progress.json")
+
+
+def begin(accelerator: Accelerator, folder: Path, results: dict[str, Any], anew: bool) -> None:
+    """Says what the run is of and what it knows so far; anew: without what another run left and this one would take."""
+    if accelerator.is_main_process:
+        if anew:
+            discard_states(folder)
+            (folder / CALIBRATED).unlink(missing_ok=True)
+            (folder / CALIBRATING).unlink(missing_ok=True)
+            (folder / "results.json").unlink(missing_ok=True)
+            shutil.rmtree(folder / "base", ignore_errors=True)
+        write_json(folder / "progress.json", results)
+    accelerator.wait_for_everyone()
+
+
+def finish(folder: Path, results: dict[str, Any]) -> None:
+    """Results instead of progress; nobody goes on with the states any more."""
+    write_json(folder / "results.json", results)
+    (folder / "progress.json").unlink()
+    (folder / CALIBRATED).unlink(missing_ok=True)
+    (folder / CALIBRATING).unlink(missing_ok=True)
+    discard_states(folder)
+
+
+def keep_calibrated(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    """Writes the weights of a model that is whole on every process, whole or not at all.
+
+    progress.json must not speak of the calibration before they are there.
+    """
+    if accelerator.is_main_process:
+        partial = folder / (CALIBRATED + ".partial")
+        save_file({name: weight.detach().contiguous() for name, weight in model.named_parameters()}, partial)
+        os.replace(partial, folder / CALIBRATED)
+    accelerator.wait_for_everyone()
+
+
+def restore_calibrated(model: nn.Module, folder: Path) -> None:
+    """Reads them into the same model, bit for bit."""
+    kept = load_file(folder / CALIBRATED)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(kept[name])
+
+
+def discard_calibration(accelerator: Accelerator, folder: Path) -> None:
+    """Its state, when progress.json says what it came to."""
+    if accelerator.is_main_process:
+        (folder / CALIBRATING).unlink(missing_ok=True)
+    accelerator.wait_for_everyone()
+
+
+def discard_states(folder: Path) -> None:
+    """All of them."""
+    for state in training.states(folder):
+        shutil.rmtree(state)
+
+
+def again(arguments: FolderArguments) -> str:
+    """The command that goes on, in words."""
+    return "the same command with --resume" + (" instead of --overwrite" if arguments.overwrite else "")
+
+
+def kept(arguments: FolderArguments) -> str:
+    """What there is of a run that was stopped, and how to go on: no more than what is in its folder."""
+    output = Path(arguments.output)
+    if (output / "results.json").is_file():
+        return f"The run has ended, and its results are kept in {output}."
+    if not (output / "progress.json").is_file():
+        return "Nothing was finished that could be kept: the same command begins again."
+    if state := training.newest_state(output):
+        return f"The fine-tuning is kept in {state}: {again(arguments)} goes on from there."
+    known = read_json(output / "progress.json")
+    if "calibration" in known:
+        return f"The calibrated model is kept in {output}: {again(arguments)} goes on with the fine-tuning."
+    if (output / CALIBRATING).is_file():
+        return f"The calibration is kept in {output / CALIBRATING}: {again(arguments)} goes on from there."
+    if "before" in known:
+        return f"The measurements of the base are kept in {output}: {again(arguments)} goes on from there."
+    if (output / "base" / "config.json").is_file():
+        return f"The trained base is kept in {output / 'base'}: {again(arguments)} goes on by measuring it."
+    return f"Nothing was finished that could be kept: {again(arguments)} begins again."

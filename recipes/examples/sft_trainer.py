@@ -1,0 +1,83 @@
+"""TRL's SFTTrainer on a patched model: patch first, then train as always.
+
+    python recipes/examples/sft_trainer.py                                             # a tiny model, made on the spot
+    python recipes/examples/sft_trainer.py --model gpt2 --data lines.txt --output runs/sft
+
+Needs `pip install 'hf_posenc[recipes,trl]'`. A base that has a chat template and a data set with a column `messages` work
+in the same way: what SFTTrainer does with text is its own affair, and it sees an ordinary transformers model.
+"""
+
+import argparse
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+import hf_posenc
+from hf_posenc.recipes.embedded import byte_tokenizer
+
+LINES = ["the cat sat on the mat and the dog sat on the log", "one two three four five six seven eight nine ten"]
+
+
+def stock(name):
+    """Tokenizer and model of a checkpoint; without a name, a byte-level LLaMA of 80 thousand weights, untrained."""
+    if name is not None:
+        return AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name)
+    tokenizer = byte_tokenizer()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return tokenizer, LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **sizes))
+
+
+def texts(path):
+    """One example for each line of a file; without a file, a few lines many times."""
+    lines = LINES * 16 if path is None else Path(path).read_text(encoding="utf-8").splitlines()
+    return Dataset.from_dict({"text": [line for line in lines if line.strip()]})
+
+
+def settings(options):
+    """TRL's own settings; `bf16=False` because its default rounds on processors that have bfloat16."""
+    return SFTConfig(
+        options.output,
+        max_steps=options.steps,
+        learning_rate=options.learning_rate,
+        per_device_train_batch_size=4,
+        max_length=256,
+        bf16=False,
+        logging_steps=1,
+        packing=options.packing,
+        save_strategy="no",
+        report_to="none",
+    )
+
+
+def arguments(argv, description):
+    """What both examples ask for."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", help="folder or Hub id of a stock checkpoint; a tiny one by default")
+    parser.add_argument("--data", help="text file, one example in each line")
+    parser.add_argument("--scheme", default="t5", help="position encoding to patch in")
+    parser.add_argument("--packing", action="store_true", help="several examples in a window, each seeing only itself")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--output", default="runs/sft")
+    return parser
+
+
+def main(argv=None):
+    """Patches, trains, saves; returns the trainer."""
+    options = arguments(argv, __doc__.split("\n")[0]).parse_args(argv)
+    tokenizer, model = stock(options.model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    hf_posenc.patch_model(model, options.scheme)
+    trainer = SFTTrainer(model, args=settings(options), train_dataset=texts(options.data), processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model()
+    print(hf_posenc.inspect(options.output))  # hf_posenc.from_pretrained(options.output) loads it
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

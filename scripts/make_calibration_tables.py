@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/calibrate.md from docs/measured/calibration_*.json, which measure_calibration.py makes.
+
+python scripts/make_calibration_tables.py            # write them
+python scripts/make_calibration_tables.py --check    # exit 1 if they are not what was measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import marked
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/calibrate.md"
+BASES = ("stories260K", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
+STARTS = {"plain": "plain swap", "closed_form": "closed forms", "attention": "both stages"}
+SCHEMES = {"mixture": "`t5` in every other layer", "nope": "no positions"}
+
+
+def cell(found: list[Any], digits: int = 3) -> str:
+    """The mean over seeds, or nothing where nothing was measured."""
+    return "" if not found or None in found else f"{mean(found):.{digits}f}"
+
+
+def row(title: str, runs: list[dict[str, Any]], columns: list[tuple[str, str | None]]) -> str:
+    """A row of what was measured in the same way with several seeds.
+
+    Args:
+        title: its first cell.
+        runs: one for each seed.
+        columns: length, and tokens of fine-tuning, or None for before it.
+    """
+    cells = [
+        title,
+        str(len(runs)),
+        cell([each for run in runs for each in run.get("calibration", {}).get("divergence", ())]),
+    ]
+    for length, tokens in columns:
+        after = [run["before"] if tokens is None else run.get("after", {}).get(tokens, {}) for run in runs]
+        cells.append(cell([each[length] for each in after if length in each]))
+    return f"| {' | '.join(cells)} |"
+
+
+def table(name: str) -> str:
+    """The table of one base."""
+    measured = json.loads((ROOT / f"docs/measured/calibration_{name}.json").read_text(encoding="utf-8"))
+    runs, settings = measured["runs"], measured["settings"]
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for key, run in runs.items():
+        groups.setdefault(tuple(key.split(", ")[:-1]), []).append(run)
+    first, last = str(settings["tokens"][0]), str(settings["tokens"][-1])
+    lengths = [str(length) for length in settings["lengths"]]
+    columns: list[tuple[str, str | None]] = [(lengths[0], None), (lengths[0], first), (lengths[0], last)]
+    columns += [(length, tokens) for length in lengths[1:] for tokens in (None, last)]
+    head = ["", "seeds", "KL"]
+    for length, tokens in columns:
+        when = "before" if tokens is None else f"after {int(tokens):,}"
+        head.append(f"at {int(length):,} {when}")
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), row("the base", groups.pop(("control",)), columns)]
+
+    def reached(scheme: str) -> float:
+        best = groups.get((scheme, "attention"), groups.get((scheme, "closed_form"), groups.get((scheme, "plain"))))
+        assert best
+        return mean(run["after"][last][lengths[0]] for run in best)
+
+    for scheme in sorted({scheme for scheme, _ in groups}, key=reached):
+        for start in STARTS:
+            if (scheme, start) in groups:
+                title = f"{SCHEMES.get(scheme, f'`{scheme}`')}, {STARTS[start]}"
+                lines.append(row(title, groups[scheme, start], columns))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is out of date")
+    check, current = parser.parse_args().check, True
+    for name in BASES:
+        begin = f"<!-- calibration {name}: written by scripts/make_calibration_tables.py -->"
+        current &= marked.write(PAGE, begin, f"<!-- end of {name} -->", table(name), check=check)
+    if check and not current:
+        print("docs/calibrate.md: its tables are out of date; run python scripts/make_calibration_tables.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

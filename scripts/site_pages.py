@@ -1,0 +1,75 @@
+"""Hook of mkdocs.yml: pages that are no Markdown in docs/, and links that lead out of it.
+
+README.md is the home page, other files become pages too (`PAGES`), and so do notebooks, without what they print. On every page a relative link to a file that is a page
+leads to that page, one to any other file of the repository leads to its place on the web. A link to nothing is a warning,
+which `--strict` makes an error.
+"""
+
+import json
+import logging
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "README.md": "index.md",
+    "recipes/README.md": "recipes.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+PAGES |= {f"docs/notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in ROOT.glob("docs/notebooks/*.ipynb")}
+"""File of the repository -> page of the site."""
+
+LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
+FENCE = re.compile(r"^(```.*?^```)", flags=re.DOTALL | re.MULTILINE)
+log = logging.getLogger("mkdocs.hooks.site_pages")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are no Markdown in docs/."""
+    for name, page in PAGES.items():
+        if name.endswith(".ipynb"):
+            files.append(File.generated(config, page, content=notebook(ROOT / name, config)))
+        else:
+            files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def notebook(path: Path, config: Any) -> str:
+    """A notebook as Markdown: its text and its code."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+    where = f"{config.extra['repository']}/blob/main/{path.relative_to(ROOT).as_posix()}"
+    title, text = parts[0].split("\n", 1)
+    return "\n\n".join([title, f"[This page as a notebook]({where}), to be run.", text, *parts[1:]])
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Let links lead where they lead in the repository."""
+    path = page.file.src_uri
+    origin = next((name for name, other in PAGES.items() if other == path), f"docs/{path}")
+    parts = FENCE.split(markdown)
+    # Every second part is a block of code.
+    parts[::2] = [
+        LINK.sub(lambda link: link[1] + target(link[2], origin, path, config) + link[3], t) for t in parts[::2]
+    ]
+    return "".join(parts)
+
+
+def target(link: str, origin: str, path: str, config: Any) -> str:
+    """Where a link of the repository's file `origin`, which is the page `path`, leads on the site."""
+    if "://" in link or link.startswith("mailto:"):
+        return link
+    name = os.path.normpath(PurePosixPath(origin).parent / link)
+    if name in PAGES or (name.startswith("docs/") and not (ROOT / name).is_dir()):
+        return os.path.relpath(PAGES.get(name, name.removeprefix("docs/")), PurePosixPath(path).parent)
+    if not (ROOT / name).exists():
+        log.warning("%s links to %s, which is not there", origin, link)
+    kind = "tree" if (ROOT / name).is_dir() else "blob"
+    return f"{config.extra['repository']}/{kind}/main/{name}"

@@ -1,0 +1,109 @@
+"""recipes/examples: each runs as a reader would start it, and leaves what it says."""
+
+import importlib
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from families import tiny
+
+import hf_posenc
+
+# What trl, bitsandbytes and torchao say of themselves while they are imported and run.
+noisy = pytest.mark.filterwarnings("ignore")
+
+
+def needs(*packages):
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    return pytest.mark.skipif(
+        bool(missing), reason=f"pip install 'hf_posenc[trl,qlora]', which has {missing}, runs this"
+    )
+
+
+@pytest.fixture
+def example(recipes, monkeypatch):
+    monkeypatch.syspath_prepend(str(recipes / "examples"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    return importlib.import_module
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+@noisy
+@needs("trl")
+def test_sft_trainer_trains_a_patched_model(example, tmp_path):
+    trainer = example("sft_trainer").main(["--output", str(tmp_path / "out")])
+    assert len(losses(trainer)) == 10
+    assert losses(trainer)[-1] < 0.7 * losses(trainer)[0]
+    again = hf_posenc.from_pretrained(tmp_path / "out")
+    assert hf_posenc.schemes_of(again)[0].name == "t5"
+    tokens = torch.randint(200, (1, 30))
+    assert torch.equal(again(tokens).logits, trainer.model.eval()(tokens).logits)
+    fresh = torch.zeros_like(again.model.posenc.biases)
+    assert not torch.allclose(again.model.posenc.biases, fresh, atol=1e-3)
+
+
+@pytest.mark.slow
+@noisy
+@needs("trl")
+def test_packed_documents_see_only_themselves(example, tmp_path):
+    """As each of them alone computes: TRL says where they begin by positions, and there is a mask for none of it."""
+    trainer = example("sft_trainer").main(["--packing", "--steps", "1", "--output", str(tmp_path / "out")])
+    model = trainer.model.eval()
+    with torch.no_grad():
+        model.model.posenc.biases.normal_(std=2.0)
+        (batch,) = [next(iter(trainer.get_train_dataloader()))]
+        positions = batch["position_ids"][0].tolist()
+        starts = [place for place, position in enumerate(positions) if position == 0]
+        assert len(starts) > 2
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        packed = model(**inputs, use_cache=False).logits[0]
+        for start, end in zip(starts, [*starts[1:], len(positions)], strict=True):
+            alone = model(batch["input_ids"][:, start:end], use_cache=False).logits[0]
+            assert torch.allclose(packed[start:end], alone, atol=1e-5)
+        together = model(batch["input_ids"], use_cache=False).logits[0]
+        assert not torch.allclose(packed, together, atol=1e-2)
+
+
+@pytest.mark.slow
+@noisy
+@pytest.mark.parametrize(
+    "bits", [pytest.param(4, marks=needs("trl", "bitsandbytes")), pytest.param(8, marks=needs("trl", "torchao"))]
+)
+def test_qlora_trains_an_adapter_beside_packed_weights(example, tmp_path, bits):
+    trainer = example("qlora").main(["--bits", str(bits), "--steps", "25", "--output", str(tmp_path / "out")])
+    assert losses(trainer)[-1] < 0.9 * losses(trainer)[0]
+    model = trainer.model
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert any("posenc" in name for name in trained)
+    assert any("lora_A" in name for name in trained)
+    assert not any("base_layer" in name for name in trained)
+    packed = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.base_layer").weight
+    assert type(packed) is not torch.nn.Parameter
+
+    merged = hf_posenc.from_pretrained(tmp_path / "out" / "model")
+    biases = next(weight for name, weight in model.named_parameters() if "modules_to_save" in name and "biases" in name)
+    assert torch.equal(merged.model.posenc.biases, biases)
+
+
+def test_the_axolotl_plugin_patches_what_it_is_given(example, monkeypatch):
+    """Against the names that axolotl's plugin interface has; axolotl itself is not installed where tests run."""
+    base = types.ModuleType("axolotl.integrations.base")
+    base.BasePlugin = type("BasePlugin", (), {})
+    monkeypatch.setitem(sys.modules, "axolotl", types.ModuleType("axolotl"))
+    monkeypatch.setitem(sys.modules, "axolotl.integrations", types.ModuleType("axolotl.integrations"))
+    monkeypatch.setitem(sys.modules, "axolotl.integrations.base", base)
+    module = example("axolotl_plugin")
+    plugin = module.PositionEncoding()
+    where, _, name = plugin.get_input_args().rpartition(".")
+    assert getattr(importlib.import_module(where), name)(position_encoding="alibi").position_encoding == "alibi"
+    model = tiny("llama")
+    plugin.post_model_build(types.SimpleNamespace(position_encoding=None), model)
+    assert not hf_posenc.is_patched(model)
+    plugin.post_model_build(types.SimpleNamespace(position_encoding="alibi"), model)
+    assert hf_posenc.verify(model)
