@@ -97,8 +97,20 @@ def test_perplexity_lines_are_the_numbers_and_methods_share_a_colour():
     assert math.isnan(sliding.get_ydata()[2])  # infinite: an arrow instead, at its length
     assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "$\\uparrow$"] == [[512]]
     assert axes.get_xscale() == axes.get_yscale() == "log"
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("context length (tokens)", "perplexity per token")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("context length (tokens)", "perplexity per token (log scale)")
     assert "trained length 256" in [text.get_text() for text in axes.texts]
+
+
+def test_a_small_difference_of_perplexities_looks_small():
+    """The axis is logarithmic and spans a factor of two at least, around what was measured."""
+    axes = plots.perplexity_by_length({"a": [(128, 4.0), (256, 4.2)]}).axes[0]
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == "log"
+    assert high / low >= 2
+    assert low * high == pytest.approx(4.0 * 4.2)
+    assert len([tick for tick in axes.get_yticks() if low < tick < high]) >= 2
+    with pytest.raises(ValueError, match="more than 0"):
+        plots.perplexity_by_length({"a": [(128, 0.0)]})
 
 
 def test_sixteen_curves_can_be_told_apart():
@@ -134,8 +146,14 @@ def test_scheme_pictures_are_the_numbers():
     torch.testing.assert_close(cosines[0], expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(cosines[19].flip(0), expected, rtol=0, atol=1e-12)
 
+    assert FIGURES["similarity"]().axes[1].get_ylabel() == f"cosine similarity ({float(expected.min()):.2f} to 1.00)"
+    spanned = plots.similarity_matrix(torch.tensor([[1.0, 0.0], [-1.0, 1.0]])).axes[0].images[0].norm
+    assert (spanned.vmin, spanned.vmax) == (-1, 1)  # white is 0 where there are negative ones
+
     curve = analysis.decay("alibi", 10)
-    panels = plots.bias_maps(curve).axes[:8]
+    drawn = plots.bias_maps(curve)
+    assert drawn.axes[-1].get_ylabel().endswith("logarithmic scale beyond ±0.045")  # a hundredth of 9 / 2
+    panels = drawn.axes[:8]
     for head, axes in enumerate(panels):
         shown = axes.images[0].get_array()
         assert shown[9, 2] == pytest.approx(-7 * 2.0 ** -(head + 1))

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -115,6 +116,9 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
             assert shown in card
     assert results["verify"].splitlines()[0] in page
     assert page.count("data:image/png;base64,") == 4
+    folded = page.partition("<details>")[2].partition("</details>")[0]  # forty rows, below everything that is a result
+    assert "recovery_steps" in folded
+    assert page.count("recovery_steps") == 1
     text_of_page = re.sub(r"base64,[^\"]*", "", page)
     assert "http" not in text_of_page.replace("http-equiv", "")  # nothing to load from elsewhere
     assert (output / "model" / "loss_by_position.png").read_bytes()[:4] == b"\x89PNG"
@@ -825,3 +829,46 @@ def test_trainer_example(recipes, tiny_checkpoints, text):
     resumed = example.main([*words, "--steps", "60", "--output", str(tiny_checkpoints / "whole"), "--resume"])
     for (name, one), (_, other) in zip(trainer.model.named_parameters(), resumed.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
+    """What is drawn are the means and the deviations; no two lines of a panel look the same, though two lie on each other."""
+    figures = importlib.import_module("hf_posenc.recipes.sweep_figures")
+    names = ["alibi", *(f"alibi+{i}" for i in range(5)), "rope", "rope-yarn", "rope-linear", "nope", "unpatched"]
+    curves = {name: figures.Curve([32, 64], [5.0, 8.0], [0.0, 2.0]) for name in names}
+    curves[figures.BASE] = figures.Curve([32, 64], [4.0, math.inf], [0.0, 0.0])
+    shown = figures.panels(curves)
+    assert sorted(name for panel in shown for name in panel[2:]) == sorted(names[:-1])
+    assert all(panel[:2] == [figures.BASE, "unpatched"] and len(panel) <= figures.LINES for panel in shown)
+    assert any({"rope", "rope-yarn", "rope-linear"} < set(panel) for panel in shown)
+    drawn = figures.by_length(curves, {"trained at": 32, "fine-tuned at": 64}, "runs/$x^$: a path, not a formula")
+    drawn.canvas.draw()
+    for axes, panel in zip([axes for axes in drawn.axes if axes.get_visible()], shown, strict=True):
+        lines = [line for line in axes.lines if not line.get_label().startswith("_")]
+        assert len(lines) == len(panel)
+        assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == len(lines)
+        band = axes.collections[0].get_paths()[0].vertices  # of the first that has one
+        assert {(x, y) for x, y in band} == {(32, 5), (64, 6), (64, 10)}
+        assert [text.get_text() for text in axes.texts] == ["trained at 32", "fine-tuned at 64"]
+        assert [list(line.get_xdata()) for line in axes.lines[-2:]] == [[32, 32], [64, 64]]
+    assert figures.panels([]) == []
+
+
+def test_a_sweeps_figures_are_of_what_was_measured(recipes):
+    summary = importlib.import_module("hf_posenc.recipes.summary")
+
+    def rows(loss):
+        return [{"length": 8}, {"length": 16, "by_position": [{"first": 1, "last": 16, "loss": loss}]}]
+
+    assert summary.by_position([rows(2.0), rows(4.0)]) == {(1, 16): {"mean": 3.0, "std": pytest.approx(2**0.5)}}
+    assert summary.by_position([[{"length": 8}]]) == {}
+    control = {
+        "base": {"trained_length": 8},
+        "training": {"curve": [{"tokens": 0, "loss": 1.5}, {"tokens": 9, "loss": 2.0}]},
+    }
+    calibrated = control | {"calibration": {"held_out_loss": {"length": 8, "base": 1.25}}}
+    assert summary.base_loss({"alibi": [control], "unpatched": [control]}) == 1.5
+    assert summary.base_loss({"alibi": [calibrated]}) == 1.25
+    assert summary.base_loss({"alibi": [control]}) is None
+    short = calibrated | {"base": {"trained_length": 16}}  # measured in shorter windows: another number
+    assert summary.base_loss({"alibi": [short]}) is None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..files import replaced
 
@@ -29,7 +29,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-METHODS = {"non-overlapping": 1, "sliding": 0}
+METHODS = {"non-overlapping": 1, "sliding window": 0, "sliding": 0}
 """Words in a label that say how perplexity was counted, and the dashes that they get; the rest decides the colour."""
 
 GREY = "#595959"
@@ -202,6 +202,49 @@ def positive_axis(axes: Axes, values: Iterable[float]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+PERPLEXITY = "perplexity per token (log scale)"
+"""What an axis is called that `perplexity_axis` made."""
+
+
+def perplexity_axis(axes: Axes, values: Iterable[float]) -> None:
+    """Make the y axis logarithmic, of a factor of two at least: a small difference looks small. ValueError below 0."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    finite = [value for value in values if math.isfinite(value)]
+    if any(value <= 0 for value in finite):
+        raise ValueError("a perplexity is more than 0")
+    axes.set_yscale("log")
+    if not finite:
+        return
+    low, high = min(finite), max(finite)
+    room = max(1.0, math.sqrt(2 * low / high)) * (high / low) ** 0.05
+    axes.set_ylim(low / room, high * room)
+    subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if high / low < 8 else (1, 2, 5) if high / low < 100 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def are_uneven(bins: Sequence[tuple[int, int]]) -> bool:
+    """Say whether bins (first, last + 1) grow so much that they want a logarithmic axis."""
+    widths = [last - first for first, last in bins]
+    return max(widths) > 2 * min(widths)
+
+
+def steps(bins: Iterable[tuple[int, int, float]], logarithmic: bool) -> list[list[float]]:
+    """Return the coordinates of steps, x and y, with a gap where bins (first, last + 1, value) are missing."""
+    x: list[float] = []
+    y: list[float] = []
+    for first, last, value in sorted(bins):
+        start = max(first, 0.5) if logarithmic else first  # position 0 has no place on a logarithmic axis
+        if x and x[-1] != start:
+            x.append(x[-1])
+            y.append(math.nan)
+        x += [start, last]
+        y += [value, value]
+    return [x, y]
+
+
 def thousands(axis: Any) -> None:
     """Write 1k for 1000."""
     from matplotlib.ticker import EngFormatter
@@ -210,17 +253,24 @@ def thousands(axis: Any) -> None:
 
 
 def mark_trained(axes: Axes, trained_length: int | None) -> None:
-    """Mark a length on the x axis, if there is one."""
+    """Mark a length on the x axis, if there is one; the axes have their scale and their lines already."""
     if trained_length is None:
         return
-    axes.axvline(trained_length, color=GREY, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
+    place, _ = axes.transAxes.inverted().transform(axes.transData.transform((trained_length, axes.get_ylim()[1])))
+    side = "left" if place < 0.2 else "right" if place > 0.8 else "center"  # within the axes: beside them are ticks
+    mark_length(axes, f"trained length {trained_length:,}", trained_length, side)
+
+
+def mark_length(axes: Axes, text: str, tokens: int, side: Literal["left", "center", "right"]) -> None:
+    """Draw a thin vertical line with words above it, of which this side stands at the line."""
+    axes.axvline(tokens, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
     axes.annotate(
-        f"trained length {trained_length:,}",
-        (trained_length, 1),
+        text,
+        (tokens, 1),
         xycoords=("data", "axes fraction"),
         xytext=(0, 2),
         textcoords="offset points",
-        ha="center",
+        ha=side,
         color=GREY,
         fontsize=8.5,
     )

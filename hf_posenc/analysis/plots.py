@@ -71,7 +71,7 @@ __all__ = [
 def perplexity_by_length(
     curves: Mapping[str, Sequence[tuple[float, float]]], *, trained_length: int | None = None, title: str = ""
 ) -> Figure:
-    """Draw perplexity against the length of the context.
+    """Draw perplexity, on a logarithmic axis, against the length of the context.
 
     Curves whose labels differ only in `sliding` and `non-overlapping` share a colour; the latter is dashed.
 
@@ -81,7 +81,7 @@ def perplexity_by_length(
         title: above the axes; empty means none.
 
     Raises:
-        ValueError: if there are no points.
+        ValueError: if there are no points, or a perplexity is not more than 0.
         ImportError: without matplotlib.
     """
     points = [point for curve in curves.values() for point in curve]
@@ -91,10 +91,10 @@ def perplexity_by_length(
         for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
             pen.line(axes, *pen.columns(sorted(curve)), label=label, **style)
         pen.token_axis(axes, {x for x, _ in points})
-        pen.positive_axis(axes, [y for _, y in points])
+        pen.perplexity_axis(axes, [y for _, y in points])
         pen.mark_trained(axes, trained_length)
         axes.set_xlabel("context length (tokens)")
-        axes.set_ylabel("perplexity per token")
+        axes.set_ylabel(pen.PERPLEXITY)
         pen.legend(axes, curves)
     return figure
 
@@ -122,19 +122,11 @@ def loss_by_position(
     pen.require(bins, "loss by position")
     if any(first < 0 or first >= last for first, last, _ in bins):
         raise ValueError("a bin is (first position >= 0, last position + 1, mean loss), with last + 1 > first")
-    logarithmic = max(last - first for first, last, _ in bins) > 2 * min(last - first for first, last, _ in bins)
+    logarithmic = pen.are_uneven([(first, last) for first, last, _ in bins])
     with pen.style():
         figure, axes = pen.new_axes(title, width=pen.width(curves))
         for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
-            x: list[float] = []
-            y: list[float] = []
-            for first, last, loss in sorted(curve):
-                start = max(first, 0.5) if logarithmic else first  # position 0 has no place on a logarithmic axis
-                if x and x[-1] != start:
-                    x.append(x[-1])
-                    y.append(math.nan)
-                x += [start, last]
-                y += [loss, loss]
+            x, y = pen.steps(curve, logarithmic)
             axes.plot(x, y, label=label, **{**style, "marker": ""})
         if logarithmic:
             edges = {edge for first, last, _ in bins for edge in (max(first, 1), last)}
@@ -234,16 +226,19 @@ def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
 
 
 def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
-    """Draw the cosine of every two position vectors.
+    """Draw the cosine of every two position vectors; the colours span what there is, which the label says.
 
     Args:
         vectors: (T, E).
         title: above the axes; empty means none.
     """
     unit = vectors.double() / vectors.double().norm(dim=-1, keepdim=True).clamp(min=1e-300)
+    cosines = unit @ unit.T
+    low, high = float(cosines.min()), float(cosines.max())
     with pen.style():
         figure, axes = pen.new_axes(title, width=5.2, height=4.4)
-        pen.heat_map(figure, axes, unit @ unit.T, "cosine similarity", symmetric=True, aspect="equal")
+        label = f"cosine similarity ({low:.2f} to {high:.2f})"
+        pen.heat_map(figure, axes, cosines, label, symmetric=low < 0, aspect="equal")
         axes.set_xlabel("position (tokens)")
         axes.set_ylabel("position (tokens)")
     return figure
@@ -320,8 +315,12 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
         figure.supylabel("query (position)", fontsize=10)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        pen.colour_bar(figure, image, list(grid.flat), "added to the score (nats)")
-        ticks = [sign * limit / step for sign, step in ((-1, 1), (-1, 10), (-1, 100), (1, 100), (1, 10), (1, 1))]
+        label = f"added to the score (nats)\nlogarithmic scale beyond ±{limit / 100:.2g}"
+        pen.colour_bar(figure, image, list(grid.flat), label)
+        ticks = [
+            0.0,
+            *(sign * limit / step for sign, step in ((-1, 1), (-1, 10), (-1, 100), (1, 100), (1, 10), (1, 1))),
+        ]
         figure.axes[-1].yaxis.set_ticks(ticks, [f"{tick:.2g}" for tick in ticks])
         figure.axes[-1].yaxis.set_ticks([], minor=True)
     return figure

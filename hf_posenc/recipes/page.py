@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import json
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,13 @@ from .tables import (
 MADE_WITH = ("versions", "hardware", "git")
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .2rem .8rem; text-align: right }
+body { overflow-wrap: anywhere } h1 { line-height: 1.2 }
+.table { overflow-x: auto; margin: 1rem 0 } table { border-collapse: collapse; overflow-wrap: normal }
+th, td { padding: .2rem .8rem; text-align: right }
 th { border-bottom: 1px solid #222 } td:first-child, th:first-child { text-align: left }
-pre { background: #f4f4f4; padding: .8rem; overflow-x: auto } img { max-width: 100% } figcaption { color: #555 }
+details th, details td { overflow-wrap: anywhere } summary { cursor: pointer }
+pre { background: #f4f4f4; padding: .8rem; overflow-x: auto } pre.wrapped { white-space: pre-wrap }
+figure { margin: 1rem 0 } img { max-width: 100% } figcaption { color: #555 }
 """
 
 
@@ -73,17 +78,21 @@ def page(results: dict[str, Any]) -> str:
         parts.append(figure(plots.loss_curve({"held-out loss": held_out}, xlabel="tokens"), "Recovery"))
     if "learning_rates" in results:
         parts.append(cells(tried_rows(results["learning_rates"])))
+    made_with = {key: results[key] for key in MADE_WITH}
     parts += [
         cells(cost_rows(results)),
         "<h2>Does every layer answer to its positions?</h2>",
         f"<pre>{html.escape(results.get('verify', 'not patched: a control'))}</pre>",
         "<h2>Configuration</h2>",
-        f"<pre>{html.escape(' '.join(results['command']))}</pre>",
+        f'<pre class="wrapped">{html.escape(shlex.join(results["command"]))}</pre>',
+        "<details><summary>Every option, versions and hardware</summary>",
         cells([("option", "value"), *((key, str(value)) for key, value in results["arguments"].items())]),
-        f"<pre>{html.escape(json.dumps({key: results[key] for key in MADE_WITH}, indent=2))}</pre>",
+        f'<pre class="wrapped">{html.escape(json.dumps(made_with, indent=2))}</pre>',
+        "</details>",
     ]
     return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html.escape(title)}</title>\n'
         f"<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
     )
 
@@ -130,7 +139,9 @@ def cells(rows: Iterable[Sequence[str]]) -> str:
     def line(values: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in values) + "</tr>"
 
-    return "\n".join(["<table>", line(head, "th"), *(line(row, "td") for row in body), "</table>"])
+    return "\n".join(
+        ['<div class="table"><table>', line(head, "th"), *(line(row, "td") for row in body), "</table></div>"]
+    )
 
 
 def figure(drawn: Any, caption: str) -> str:

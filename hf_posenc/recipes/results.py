@@ -31,10 +31,10 @@ def write_json(path: Path, results: dict[str, Any]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The same of any text."""
+    """The same of any text; bytes of a file's name that are no text are shown as escapes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, path)
 
 

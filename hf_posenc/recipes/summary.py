@@ -9,9 +9,11 @@ from typing import Any
 from ..analysis import plots
 from ..hub import plain
 from . import identity
+from . import sweep_figures as figures
 from .many_runs import Runs, read
 from .options import UsageError
 from .results import write_json, write_whole
+from .schemes import UNPATCHED
 from .tables import METHODS, accuracy_by_length
 
 
@@ -22,7 +24,6 @@ def summarize(folder: Path, title: str) -> dict[str, Any]:
         raise UsageError(f"there are no results in {folder / 'runs'}")
     check_one_sweep(folder, runs)
     first = next(iter(runs.values()))[0]
-    trained = first["base"]["trained_length"]
     summary: dict[str, Any] = {"title": title, "base": first["base"], "variants": {}}
     if first.get("before"):
         summary["before"] = first["before"]
@@ -54,33 +55,78 @@ def summarize(folder: Path, title: str) -> dict[str, Any]:
     write_json(folder / "summary.json", summary)
     write_whole(folder / "summary.md", markdown(summary))
 
-    shown = summary["variants"]
+    draw(folder, runs, summary)
+    return summary
+
+
+def draw(folder: Path, runs: Runs, summary: dict[str, Any]) -> None:
+    """Writes the figures: the untouched base, where it was measured, and every variant, with the spread over seeds."""
+    first = next(iter(runs.values()))[0]
+    before, trained = first.get("before", []), first["base"]["trained_length"]
+    tuned = first["arguments"]["train_length"]
+    marks = {"trained at": trained, **({"fine-tuned at": tuned} if tuned != trained else {})}
+    entries = summary["variants"]
+    most = max(len(entry["seeds"]) for entry in entries.values())
+    about = f"mean of {most} seeds; bands are one standard deviation" if most > 1 else "one seed"
+
     for method, name in METHODS:
-        curves = {
-            label: [(int(length), value["mean"]) for length, value in entry[method].items()]
-            for label, entry in shown.items()
-        }
-        plots.save(
-            plots.perplexity_by_length(curves, trained_length=trained, title=f"{title}: {name}"),
-            folder / f"{method}.png",
-        )
-    positions = {
-        label: [(part["first"], part["last"], part["loss"]) for part in measured[-1]["by_position"]]
-        for label, found in runs.items()
-        if (measured := [row for row in found[0]["after"] if "by_position" in row])
-    }
-    plots.save(
-        plots.loss_by_position(positions, trained_length=trained, title=f"{title}: longest windows, first seed"),
-        folder / "loss_by_position.png",
+        curves = {label: figures.curve(by_number(entry[method])) for label, entry in entries.items()}
+        if known := {row["length"]: {"mean": row[method]["perplexity"]} for row in before if method in row}:
+            curves[figures.BASE] = figures.curve(known)
+        drawn = figures.by_length(curves, marks, f"{summary['title']}: {name}\n{about}")
+        plots.save(drawn, folder / f"{method}.png", dpi=110)
+
+    positions = {label: by_position([results["after"] for results in found]) for label, found in runs.items()}
+    positions[figures.BASE] = by_position([before])
+    drawn = figures.by_position(
+        {label: found for label, found in positions.items() if found},
+        marks,
+        f"{summary['title']}: longest windows\n{about}",
     )
+    plots.save(drawn, folder / "loss_by_position.png", dpi=110)
+
     recovery = {
-        label: [(point["tokens"], point["mean"]) for point in entry["curve"]]
-        for label, entry in shown.items()
+        label: figures.curve({point["tokens"]: point for point in entry["curve"]})
+        for label, entry in entries.items()
         if entry["curve"]
     }
     if recovery:
-        plots.save(plots.loss_curve(recovery, title=f"{title}: held-out loss"), folder / "recovery.png")
-    return summary
+        if (loss := base_loss(runs)) is not None:
+            ends = [
+                min(each.places[0] for each in recovery.values()),
+                max(each.places[-1] for each in recovery.values()),
+            ]
+            recovery[figures.BASE] = figures.Curve(ends, [loss, loss], [0.0, 0.0])
+        drawn = figures.by_tokens(recovery, f"{summary['title']}: held-out loss\n{about}")
+        plots.save(drawn, folder / "recovery.png", dpi=110)
+
+
+def by_number(values: dict[str, Any]) -> dict[float, Any]:
+    """What JSON holds under the text of a length, under the length."""
+    return {int(length): value for length, value in values.items()}
+
+
+def by_position(measured: list[list[dict[str, Any]]]) -> dict[tuple[int, int], dict[str, float]]:
+    """Loss in each bin of the longest windows that were measured, over the seeds; empty if none was.
+
+    Args:
+        measured: the rows by length of each seed.
+    """
+    longest = [[row for row in rows if "by_position" in row][-1:] for rows in measured]
+    parts = zip(*(row["by_position"] for found in longest for row in found), strict=True)
+    return {(part[0]["first"], part[0]["last"]): spread([each["loss"] for each in part]) for part in parts}
+
+
+def base_loss(runs: Runs) -> float | None:
+    """The untouched base's held-out loss, as the curves have it; None where there is no base, or nobody measured it."""
+    for results in runs.get(UNPATCHED, []):
+        if curve := results["training"]["curve"]:
+            return curve[0]["loss"]  # nothing was trained yet
+    for results in (each for found in runs.values() for each in found):
+        losses = results.get("calibration", {}).get("held_out_loss")
+        if losses and losses["length"] == results["base"]["trained_length"]:
+            return losses["base"]
+    return None
 
 
 def check_one_sweep(folder: Path, runs: Runs) -> None:
