@@ -15,7 +15,7 @@ from .call import Call
 from .engines.dispatch import Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from .families.base import base_model_type
-from .model_types.config import config_class, register_models, stock_config
+from .model_types.config import PosEncConfigMixin, config_class, register_models, stock_config
 from .model_types.entry import entry_of
 from .model_types.model import PosEncMixin, lacks_loss_type, model_class
 from .modules import PositionEmbedding, PositionModule, Shared
@@ -130,6 +130,11 @@ def _check_model(model: Any) -> None:
     if patch_of(model) is not None or isinstance(model, PosEncMixin):
         name = "another scheme" if (patch := patch_of(model)) is None else patch.name
         raise AlreadyPatchedError(f"this {type(model).__name__} is patched with {name}; unpatch_model(model) first")
+    if isinstance(model.config, PosEncConfigMixin):
+        raise AlreadyPatchedError(
+            f"the config of this {type(model).__name__} is the same object as that of a model that is patched: make "
+            "each model from a config of its own, copy.deepcopy(config)"
+        )
     for name, module in model.named_modules():
         if any(key.startswith(MARKER) for key in module._buffers):
             raise AlreadyPatchedError(

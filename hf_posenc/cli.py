@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,16 +16,23 @@ from .version import VERSION
 PLOTS = (
     "vectors",
     "similarity",
+    "grid",
     "decay",
+    "waves",
     "biases",
     "wavelengths",
+    "properties",
     "attention",
     "order",
     "equivariance",
     "expansion",
+    "hessian",
     "terms",
-    "precision",
+    "negative",
     "table",
+    "statistics",
+    "recurrence",
+    "precision",
 )
 """What `plot` draws."""
 
@@ -81,10 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _completion(options.shell)
         from . import commands  # which imports torch: --help does without
 
-        return int(getattr(commands, options.run)(options))
+        status = int(getattr(commands, options.run)(options))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print(f"\nhf-posenc {name}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `| head` has seen enough; what Python writes as it exits must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (HfPosencError, ImportError, OSError, TypeError, ValueError) as error:
         print(f"hf-posenc {name}: {str(error).removeprefix('hf_posenc: ')}", file=sys.stderr)
         return 2
@@ -191,7 +204,12 @@ def _parser(recipes: bool = False) -> Parser:
     )
     command.add_argument("kind", choices=PLOTS, metavar="KIND", help=f"one of {', '.join(PLOTS)}")
     command.add_argument("output", type=Path, help="picture to write: png, svg or pdf by its suffix")
-    command.add_argument("sources", nargs="+", metavar="SOURCE", help="scheme, checkpoint directory or Hub id")
+    command.add_argument(
+        "sources",
+        nargs="+",
+        metavar="SOURCE",
+        help="scheme, checkpoint directory or Hub id; of waves and grid also frequencies: 10000, t^2, 1,0.1,0.01",
+    )
     command.add_argument("--data", type=Path, metavar="FILE", help="text for a model to read; else tokens are drawn")
     command.add_argument("--text", type=Path, dest="data", help=argparse.SUPPRESS)  # of 0.1.0
     _scheme_args(command, "hyper-parameters of the schemes named")
@@ -206,7 +224,7 @@ def _parser(recipes: bool = False) -> Parser:
         type=int,
         nargs=2,
         metavar=("M", "N"),
-        help="of the two tokens of an expansion; by default after a third and two thirds of the text",
+        help="of the two tokens of an expansion or a Hessian; by default after a third and two thirds of the text",
     )
     command.add_argument("--title", metavar="TEXT", help="above the picture; by default the sources")
     command.add_argument("--json", type=Path, metavar="FILE", help="file for every number, matplotlib or not")

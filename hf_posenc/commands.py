@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from . import analysis, files, hub
-from .analysis import plots, probe
+from . import files, hub
+from .analysis import plots
 from .api import describe, parse_schemes
 from .arguments import hyperparameters
 from .catalogue import refused_types, served_type
 from .checkpoint import from_pretrained
 from .checkpoint import inspect as read_config
 from .errors import PluginError, UnsupportedModelError
+from .pictures import KINDS, OPTIONS_OF, Asked, Numbers, schedule
 from .registry import available_schemes, scheme_class, supported_model_types
 from .schemes.base import EVERY_SCHEME, Scheme
 from .verification import verify
@@ -156,106 +158,15 @@ def _read(path: Path) -> str:
         raise ValueError(f"{path} is not readable as UTF-8 text: {error}") from None
 
 
-READ = {
-    "vectors": (
-        ("length", "trained_length", "scheme_args"),
-        (
-            "length",
-            "revision",
-        ),
-    ),
-    "similarity": (
-        ("length", "trained_length", "scheme_args"),
-        (
-            "length",
-            "revision",
-        ),
-    ),
-    "decay": (
-        ("length", "trained_length", "scheme_args"),
-        (
-            "length",
-            "data",
-            "revision",
-        ),
-    ),
-    "biases": (
-        ("length", "trained_length", "scheme_args"),
-        (
-            "length",
-            "data",
-            "revision",
-        ),
-    ),
-    "wavelengths": (
-        ("trained_length", "scheme_args"),
-        (
-            "trained_length",
-            "revision",
-        ),
-    ),
-    "precision": (("length", "scheme_args"), ()),
-    "attention": (
-        (),
-        (
-            "length",
-            "data",
-            "revision",
-        ),
-    ),
-    "order": (
-        (),
-        (
-            "length",
-            "data",
-            "revision",
-        ),
-    ),
-    "equivariance": (
-        (),
-        (
-            "length",
-            "data",
-            "revision",
-        ),
-    ),
-    "expansion": (
-        (),
-        (
-            "length",
-            "data",
-            "positions",
-            "revision",
-        ),
-    ),
-    "terms": (
-        (),
-        (
-            "length",
-            "data",
-            "revision",
-        ),
-    ),
-    "table": (
-        (),
-        (
-            "length",
-            "data",
-            "revision",
-        ),
-    ),
-}
-"""Options that each kind of plot reads for a scheme, and for a checkpoint."""
-
-
 def draw(options: argparse.Namespace) -> int:
     """Compute, write the numbers, then draw: without matplotlib the numbers are there."""
-    several = options.kind in ("decay", "wavelengths", "order", "equivariance")
-    if len(options.sources) > 1 and not several:
+    kind = KINDS[options.kind]
+    if len(options.sources) > 1 and not kind.several:
         raise ValueError(f"{options.kind} is drawn of one scheme or model, not of {len(options.sources)}")
     if len(set(options.sources)) < len(options.sources):
         raise ValueError("a scheme or model was named twice")
-    read = {name for source in options.sources for name in READ[options.kind][source not in available_schemes()]}
+    asked = {source: _numbers_of(options.kind, source) for source in options.sources}
+    read = {name for sort, numbers in asked.values() for name in (*numbers.options, *OPTIONS_OF[sort])}
     for name in ("length", "trained_length", "data", "positions", "scheme_args", "revision"):
         if getattr(options, name) not in (None, []) and name not in read:
             what = " and ".join(options.sources)
@@ -270,96 +181,74 @@ def draw(options: argparse.Namespace) -> int:
     # A checkpoint is called by the name of its directory; two of one name keep their whole paths.
     short = {source: Path(source).name if Path(source).is_dir() else source for source in options.sources}
     names = short if len(set(short.values())) == len(short) else {source: source for source in options.sources}
-    found = {names[source]: _computed(options, source, settings) for source in options.sources}
+    found = {names[source]: _computed(options, source, *asked[source], settings) for source in options.sources}
     if options.json:
         numbers = {source: _numbers(each) for source, each in found.items()}
         options.json.write_text(json.dumps({"kind": options.kind, "sources": numbers}, indent=1))
         print(f"numbers in {options.json}")
     title = " and ".join(found) if options.title is None else options.title
-    first = next(iter(found.values()))
-    figure = {
-        "vectors": lambda: plots.position_vectors(first, title=title),
-        "similarity": lambda: plots.similarity_matrix(first, title=title),
-        "decay": lambda: plots.decay_curves(found, title=title),
-        "biases": lambda: plots.bias_maps(first, title=title),
-        "wavelengths": lambda: plots.wavelengths([each for group in found.values() for each in group], title=title),
-        "attention": lambda: plots.attention_by_distance(first, title=title),
-        "order": lambda: plots.order_by_layer(found, title=title),
-        "equivariance": lambda: plots.equivariance_by_layer(found, title=title),
-        "expansion": lambda: plots.expansion_terms(first, title=title),
-        "terms": lambda: plots.score_terms(first, title=title),
-        "precision": lambda: plots.distinct_biases(first, title=title),
-        "table": lambda: plots.position_scores(first, title=title),
-    }[options.kind]()
-    print(plots.save(figure, options.output))
+    print(plots.save(kind.draw(found, title), options.output))
     return 0
 
 
-def _computed(options: argparse.Namespace, source: str, settings: dict[str, Any]) -> Any:
-    """Return what one plot shows of one source."""
-    kind, length = options.kind, options.length
+def _numbers_of(kind: str, source: str) -> tuple[str, Numbers]:
+    """Return what sort of source it is, and what is computed of it; ValueError if a kind is not for such."""
     if source in available_schemes():
-        trained: dict[str, Any] = {"trained_length": options.trained_length or probe.TRAINED_LENGTH}
-        (scheme,) = parse_schemes(source, settings)
-        if kind in ("vectors", "similarity"):
-            return _vectors(source, analysis.scheme_vectors(scheme, length, **trained))
-        if kind in ("decay", "biases"):
-            return analysis.decay(scheme, length, **trained)
-        if kind == "wavelengths":
-            return analysis.frequencies(scheme, **trained)
-        if kind == "precision":
-            return analysis.precision_audit(length, scheme=scheme)
-        raise ValueError(f"{kind} is measured in a model: name a checkpoint, not the scheme {source}")
-    if settings:
-        raise ValueError(f"--scheme-args is for schemes, and {source} is a checkpoint")
-    checkpoint = hub.checkpoint_name(source)
-    where = _where(options, checkpoint)
-    _loading(source)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=_dtype(options), **where)
-    if kind in ("vectors", "similarity"):
-        return _vectors(source, analysis.position_vectors(model, length))
-    if kind == "wavelengths":
-        return analysis.frequencies(model, trained_length=options.trained_length)
-    if kind == "precision":
-        raise ValueError(f"precision is counted for a scheme: name one, e.g. alibi, not {source}")
-    tokens = _tokens(options, source, model)
-    if kind in ("decay", "biases"):
-        return analysis.model_decay(model, tokens, length)
-    if kind == "attention":
-        return analysis.attention_by_distance(model, tokens, progress=True)
-    if kind == "equivariance":
-        return analysis.equivariance(model, tokens, progress=True)
-    if kind == "expansion":
-        return analysis.expansion(model, tokens, *(options.positions or (length // 3, 2 * length // 3)), progress=True)
-    if kind == "terms":
-        return analysis.score_terms(model, tokens, progress=True)
-    if kind == "table":
-        return analysis.position_scores(model, tokens, length=length)
-    return analysis.order_sensitivity(model, tokens, progress=True)
+        sort = "scheme"
+    elif KINDS[kind].schedule is not None and schedule(source) is not None:
+        sort = "schedule"
+    else:
+        sort = "model"
+    numbers = KINDS[kind].numbers(sort)
+    if numbers is None:
+        others = {
+            "scheme": "a scheme, e.g. alibi",
+            "model": "a checkpoint",
+            "schedule": "frequencies: their base, e.g. 10000, a power of t, e.g. t^2, or a list with commas",
+        }
+        named = ", or ".join(words for other, words in others.items() if KINDS[kind].numbers(other) is not None)
+        raise ValueError(f"{kind} is not computed of {source}: name {named}")
+    return sort, numbers
 
 
-def _vectors(source: str, vectors: torch.Tensor | None) -> torch.Tensor:
-    if vectors is None:
-        raise ValueError(f"{source} adds no position vectors")
-    return vectors
+def _computed(options: argparse.Namespace, source: str, sort: str, numbers: Numbers, settings: dict[str, Any]) -> Any:
+    """Return what one plot shows of one source."""
+    if settings and sort != "scheme":
+        raise ValueError(f"--scheme-args is for schemes, and {source} is none")
+    subject: Any
+    if sort == "scheme":
+        (subject,) = parse_schemes(source, settings)
+    elif sort == "schedule":
+        subject = schedule(source)
+    else:
+        checkpoint = hub.checkpoint_name(source)
+        where = _where(options, checkpoint)
+        _loading(source)
+        subject = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=_dtype(options), **where)
+    positions = None if options.positions is None else tuple(options.positions)
+    read = partial(_tokens, options, source, subject)
+    return numbers.compute(subject, Asked(options.length, options.trained_length, positions, read))
 
 
-def _tokens(options: argparse.Namespace, source: str, model: PreTrainedModel) -> torch.Tensor:
-    """Return tokens (length,) of the text, or at random."""
+def _tokens(options: argparse.Namespace, source: str, model: PreTrainedModel, count: int) -> torch.Tensor:
+    """Return tokens (count,) of the text, or at random."""
     if options.data is None:
-        print(f"{source} reads {options.length} random tokens; --data names something to read")
+        print(f"{source} reads {count} random tokens; --data names something to read")
         size = model.get_input_embeddings().weight.shape[0]
-        return torch.randint(size, (options.length,), generator=torch.Generator().manual_seed(0))
+        return torch.randint(size, (count,), generator=torch.Generator().manual_seed(0))
     tokenizer = AutoTokenizer.from_pretrained(hub.checkpoint_name(source), **_where(options, source))
-    tokens = torch.tensor(tokenizer(_read(options.data))["input_ids"])
-    if len(tokens) < options.length:
-        raise ValueError(f"{options.data} has {len(tokens)} tokens, {options.length} were asked for")
-    return tokens[: options.length]
+    tokens = torch.tensor(tokenizer(_read(options.data), verbose=False)["input_ids"])
+    if len(tokens) < count:
+        raise ValueError(f"{options.data} has {len(tokens)} tokens, {count} were asked for")
+    return tokens[:count]
 
 
 def _numbers(found: Any) -> Any:
+    """Return what was computed, ready for JSON."""
     if isinstance(found, torch.Tensor):
         return found.tolist()
+    if isinstance(found, dict):
+        return {name: _numbers(each) for name, each in found.items()}
     return [each.to_dict() for each in found] if isinstance(found, list) else found.to_dict()
 
 

@@ -19,7 +19,7 @@ import marked
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/calibrate.md"
-BASES = ("stories260K", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
+BASES = ("stories260K", "stories260K_few", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 STARTS = {"plain": "plain swap", "closed_form": "closed forms", "attention": "both stages"}
 SCHEMES = {"mixture": "`t5` in every other layer", "nope": "no positions"}
 
@@ -57,7 +57,7 @@ def table(name: str) -> str:
         groups.setdefault(tuple(key.split(", ")[:-1]), []).append(run)
     first, last = str(settings["tokens"][0]), str(settings["tokens"][-1])
     lengths = [str(length) for length in settings["lengths"]]
-    columns: list[tuple[str, str | None]] = [(lengths[0], None), (lengths[0], first), (lengths[0], last)]
+    columns = [(lengths[0], tokens) for tokens in dict.fromkeys((None, first, last))]
     columns += [(length, tokens) for length in lengths[1:] for tokens in (None, last)]
     head = ["", "seeds", "KL"]
     for length, tokens in columns:

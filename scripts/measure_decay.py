@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_posenc.analysis import rotary_weights, wave_decay
+from hf_posenc.analysis import rotary_weights
 
 DISTANCES = (-512, -128, -32, -8, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -27,13 +27,6 @@ DISTANCES = (-512, -128, -32, -8, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 def measure(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
     """Return scores by layer, head and distance, in nats."""
     found = rotary_weights(model, tokens, progress=True)
-    integrals = [
-        [
-            (wave_decay(DISTANCES, w, h).integral.real * len(w) + still).tolist()
-            for h, still in zip(heads, stills, strict=True)
-        ]
-        for w, heads, stills in zip(found.frequencies, found.weights, found.still, strict=True)
-    ]
     sums = found.decay(DISTANCES).scores
     far, here = (sums[..., DISTANCES.index(d)] for d in (128, 0))
     return {
@@ -45,7 +38,7 @@ def measure(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
         "heads": int(sums.shape[0] * sums.shape[1]),
         "heads_lower_at_128_than_at_0": int((far < here).sum()),
         "sum": sums.tolist(),
-        "integral": integrals,
+        "integral": found.integral(DISTANCES, progress=True).scores.tolist(),
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from hf_posenc.analysis import axis_frequencies, grid_rotation, grid_shift, grid_sinusoids
+from hf_posenc.analysis import axis_frequencies, grid_decay, grid_rotation, grid_shift, grid_sinusoids
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 
@@ -68,3 +68,16 @@ def test_rope_on_a_grid_scores_differences(kind, shift):
     assert_close(grid_rotation(query, here, waves).norm(dim=-1), query.norm(dim=-1), **EXACT)
     # An absolute place is seen where only one of the two moves.
     assert (grid_rotation(query, here + step, waves) @ grid_rotation(key, there, waves).T - scores).abs().max() > 0.1
+
+
+def test_what_a_shift_leaves_is_the_product_of_places_of_sinusoids_and_of_rope():
+    waves = axis_frequencies(16, base=100.0)
+    found = grid_decay(waves, 3)
+    centre, place = torch.tensor([5, 7]), torch.tensor([5 + 2, 7 - 3])
+    here, there = (grid_sinusoids(each, waves) for each in (centre, place))
+    assert found[3 + 2, 3 - 3].item() == pytest.approx((here @ there / 8).item(), abs=1e-14)
+    ones = torch.ones(16, dtype=torch.float64)
+    turned = [grid_rotation(ones, each, waves) for each in (centre, place)]
+    assert found[3 + 2, 3 - 3].item() == pytest.approx((turned[0] @ turned[1] / 16).item(), abs=1e-14)
+    assert found[3, 3] == 1
+    assert_close(found, found.flip(0, 1))

@@ -214,6 +214,27 @@ def test_what_rope_turns_in_a_model(family, layout):
     assert found.to_dict()["layers"] == [0, 1]
 
 
+def test_integral_over_the_weights_of_a_model():
+    """Against a fine midpoint sum over weights and frequencies with straight lines between the middles of their shares."""
+    model, ids = tiny("llama").double(), tokens(1, 12)
+    found = rotary_weights(model, ids)
+    pairs = found.weights.shape[-1]
+    t = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    place = (t * pairs - 0.5).clamp(0, pairs - 1)
+    low = place.long().clamp(max=pairs - 2)
+
+    def between(values):
+        return values[low] + (place - low) * (values[low + 1] - values[low])
+
+    frequencies, weights = between(found.frequencies[1]), between(found.weights[1, 2])
+    measured = found.integral([-9, 0, 30])
+    for column, d in enumerate((-9, 0, 30)):
+        angles = d * frequencies
+        expected = pairs * (weights.real * angles.cos() - weights.imag * angles.sin()).mean() + found.still[1, 2]
+        assert_close(measured.scores[1, 2, column], expected, rtol=0, atol=1e-8 * float(weights.abs().max()))
+    assert found.curves([3])["sum"].scores.equal(found.decay([3]).scores)
+
+
 def test_models_whose_pairs_are_not_looked_at():
     ids = tokens(1, 12)
     with pytest.raises(ValueError, match="turns nothing"):

@@ -3,8 +3,10 @@
 import dataclasses
 import inspect
 import json
+import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -135,6 +137,16 @@ def test_families(capsys):
     assert "'mamba' cannot be patched: it has no attention" in out
     assert "copy it into an AutoModelForCausalLM.from_config(config.text_config)" in out
     assert "'nothing' is not supported" in out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """As in `hf-posenc families | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = "import sys; from hf_posenc.cli import main; sys.exit(main(['families']))"
+    ended = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_inspect(ours, stock, tmp_path, capsys):

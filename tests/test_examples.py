@@ -10,6 +10,7 @@ import torch
 from families import tiny
 
 import hf_posenc
+from hf_posenc.recipes.embedded import byte_tokenizer
 
 # What trl, bitsandbytes and torchao say of themselves while they are imported and run.
 noisy = pytest.mark.filterwarnings("ignore")
@@ -18,7 +19,8 @@ noisy = pytest.mark.filterwarnings("ignore")
 def needs(*packages):
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return pytest.mark.skipif(
-        bool(missing), reason=f"pip install 'hf_posenc[trl,qlora]', which has {missing}, runs this"
+        bool(missing),
+        reason=f"pip install 'hf_posenc[trl,qlora]', or 'transformers[serving]', which has {missing}, runs this",
     )
 
 
@@ -107,3 +109,44 @@ def test_the_axolotl_plugin_patches_what_it_is_given(example, monkeypatch):
     assert not hf_posenc.is_patched(model)
     plugin.post_model_build(types.SimpleNamespace(position_encoding="alibi"), model)
     assert hf_posenc.verify(model)
+
+
+@pytest.mark.slow
+@noisy
+@needs("fastapi", "uvicorn")
+def test_a_patched_checkpoint_is_served(example, tmp_path):
+    """By transformers' own server, which answers with what `generate` writes."""
+    import json
+    import socket
+    import time
+    import urllib.error
+    import urllib.request
+
+    import transformers
+
+    tokenizer, model = byte_tokenizer(), tiny("gpt2", vocab_size=257)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    hf_posenc.patch_model(model, "alibi").save_pretrained(tmp_path, tokenizer=tokenizer)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    server = example("serve").main([str(tmp_path), "--port", str(port)], non_blocking=True, device="cpu")
+    asked = {"model": str(tmp_path), "messages": [{"role": "user", "content": "def main("}], "max_tokens": 6}
+    request = urllib.request.Request(
+        f"http://localhost:{port}/v1/chat/completions",
+        json.dumps({**asked, "temperature": 0, "stream": False}).encode(),
+        {"content-type": "application/json"},
+    )
+    try:
+        for _ in range(60):
+            try:
+                answer = json.loads(urllib.request.urlopen(request, timeout=60).read())
+                break
+            except urllib.error.URLError:
+                time.sleep(1)
+    finally:
+        server.kill_server()
+        delattr(transformers, "PosEncGPT2LMHeadModel")
+    prompt = tokenizer("def main(", return_tensors="pt")
+    written = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert answer["choices"][0]["message"]["content"] == tokenizer.decode(written, skip_special_tokens=True)

@@ -59,7 +59,7 @@ FIRST = [
 
 @pytest.mark.parametrize(
     "first",
-    [first if number < 4 else pytest.param(first, marks=pytest.mark.slow) for number, first in enumerate(FIRST)],
+    [first if number < 2 else pytest.param(first, marks=pytest.mark.slow) for number, first in enumerate(FIRST)],
 )
 @pytest.mark.parametrize(
     "before", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["package-first", "it-first"]

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -135,3 +137,29 @@ def test_recurrence(script, tiny_checkpoints):
     assert {row.keys() == kept.keys() for rows in committed["found"].values() for row in rows} == {True}
     with pytest.raises(ValueError, match="were asked for"):
         script("measure_recurrence", *run, "--tokens", 10**6)
+
+
+@pytest.mark.slow
+def test_training(tmp_path):
+    """A run that is there is not made again, and runs of other settings stay apart."""
+    text, found = tmp_path / "text.txt", tmp_path / "found.json"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 20)
+    few = ["--steps", 2, "--batch", 512, "--width", 16, "--layers", 1, "--measured", 600, "--seeds", 0]
+    command = [sys.executable, ROOT / "scripts/measure_training.py", text, "--held-out", text, "--json", found, *few]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(*more):
+        words = [str(word) for word in (*command, *more)]
+        return subprocess.run(words, capture_output=True, text=True, env=environment)
+
+    done = run("--claims", "factors multiply")
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(found.read_text())["runs"]
+    assert set(runs) == {f"{name}, seed 0" for name in ("multiplied, relu", "multiplied, no relu", "added")}
+    for each in runs.values():
+        assert set(each["loss"]) == {"128", "512"}
+        assert 0 < each["negative_products"] < 1
+        assert each["tokens_per_cpu_second"] > 0
+    assert "seed" not in run("--claims", "factors multiply").stderr
+    assert "other settings" in run("--width", 32).stderr
+    assert json.loads(found.read_text())["runs"] == runs

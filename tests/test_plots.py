@@ -44,6 +44,15 @@ def figures():
     yield "precision", lambda: plots.distinct_biases(analysis.precision_audit(300))
     yield "attention", lambda: plots.attention_by_distance(analysis.attention_by_distance(tiny("gpt2"), tokens(1, 20)))
     yield "order", lambda: plots.order_by_layer({"a": analysis.order_sensitivity(tiny("gpt2"), tokens(1, 8))})
+    yield "waves", lambda: plots.wave_curves({"t": analysis.wave_decay(9, lambda t: t).curves()}, title="Waves")
+    yield "grid", lambda: plots.grid_decay(analysis.grid_decay(analysis.axis_frequencies(8), 4))
+    yield "properties", lambda: plots.properties({"learned": analysis.properties("learned", trained_length=16)})
+    yield "hessian", lambda: plots.mixed_hessian(analysis.mixed_hessian(tiny("gpt2"), tokens(1, 9)[0], 2, 5, rows=8))
+    yield "negative", lambda: plots.negative_products(analysis.negative_products(tiny("gpt2"), tokens(1, 9)))
+    yield (
+        "statistics",
+        lambda: plots.embedding_statistics({f: analysis.embedding_statistics(tiny(f)) for f in ("gpt2", "llama")}),
+    )
     yield "equivariance", lambda: plots.equivariance_by_layer({"a": analysis.equivariance(tiny("gpt2"), tokens(1, 8))})
     yield (
         "expansion",
@@ -200,6 +209,40 @@ def test_wavelengths_and_trained_length():
         plots.wavelengths(analysis.frequencies("rope") + analysis.frequencies("rope", trained_length=64))
 
 
+def test_waves_are_a_line_and_dashes_of_one_colour():
+    found = {"t": analysis.wave_decay(9, lambda t: t), "t^2": analysis.wave_decay(9, lambda t: t**2)}
+    lines = plots.wave_curves({label: each.curves() for label, each in found.items()}).axes[0].lines
+    assert [line.get_label() for line in lines] == ["t, sum", "t, integral", "t^2, sum", "t^2, integral"]
+    assert lines[0].get_color() == lines[1].get_color() != lines[2].get_color()
+    assert lines[2].get_ydata().tolist() == found["t^2"].sum.real.tolist()
+    assert lines[3].get_ydata().tolist() == found["t^2"].integral.real.tolist()
+
+
+def test_verdicts_stand_in_their_cells():
+    found = {name: analysis.properties(name, trained_length=16) for name in ("sinusoidal", "learned", "alibi")}
+    axes = plots.properties(found).axes[0]
+    assert [text.get_text() for text in axes.texts] == [row.verdict for each in found.values() for row in each.rows]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["sinusoidal", "learned *", "alibi"]
+
+
+def test_statistics_of_a_model_without_positions_have_no_neighbours():
+    both = {family: analysis.embedding_statistics(tiny(family)) for family in ("gpt2", "llama")}
+    norms, diagonals, steps = plots.embedding_statistics(both).axes
+    assert [label.get_text() for label in norms.get_yticklabels()] == [
+        "gpt2, tokens",
+        "gpt2, positions",
+        "llama, tokens",
+    ]
+    assert list(diagonals.lines[0].get_xdata()) == [
+        both["gpt2"].tokens.diagonal_share,
+        both["gpt2"].positions.diagonal_share,
+        both["llama"].tokens.diagonal_share,
+    ]
+    (line,) = steps.lines
+    assert line.get_ydata().tolist() == both["gpt2"].neighbour_distances.tolist()
+    assert not plots.embedding_statistics({"llama": both["llama"]}).axes[2].get_visible()
+
+
 def test_calibration_shows_curves_and_divergences():
     """Curves less their mean over pairs, of which a window of 4 has 4, 3, 2 and 1; factors on an axis of their own."""
     figure = plots.calibration(REPORT)
@@ -258,6 +301,12 @@ COMMANDS = [
     (["equivariance", "MODEL", "--length", "8"], "model"),
     (["terms", "MODEL", "--length", "12"], "model"),
     (["table", "MODEL", "--length", "20"], "model"),
+    (["grid", "1000", "--length", "8"], "1000"),
+    (["waves", "10000", "t^2", "1,0.3,0.1", "--length", "20"], "t^2"),
+    (["properties", "MODEL", "alibi", "--trained-length", "16"], "model"),
+    (["hessian", "MODEL", "--length", "9", "--positions", "2", "5"], "model"),
+    (["negative", "MODEL", "--length", "9"], "model"),
+    (["statistics", "MODEL"], "model"),
     (["vectors", "MODEL", "--length", "20"], "model"),
     (["wavelengths", "rope", "--trained-length", "64"], "rope"),
     (["precision", "alibi", "--length", "300"], "alibi"),
@@ -270,17 +319,69 @@ def test_command(arguments, source, tmp_path, capsys):
     tiny("gpt2").save_pretrained(tmp_path / "model")
     kind, *rest = [str(tmp_path / "model") if argument == "MODEL" else argument for argument in arguments]
     picture, numbers = tmp_path / "picture.png", tmp_path / "numbers.json"
-    assert main(["plot", kind, str(picture), *rest, "--numbers", str(numbers)]) == 0, capsys.readouterr().err
+    assert main(["plot", kind, str(picture), *rest, "--json", str(numbers)]) == 0, capsys.readouterr().err
     assert picture.read_bytes().startswith(b"\x89PNG")
     written = json.loads(numbers.read_text())
     assert written["kind"] == kind
     assert written["sources"][source]
 
 
+def test_waves_and_recurrence_of_a_model_that_rotates(tmp_path, capsys):
+    """The numbers beside the picture are those of the functions, on the same tokens."""
+    from hf_posenc.evaluation import measure_recurrence
+
+    model = tiny("llama")
+    model.save_pretrained(tmp_path / "model")
+    source, found = str(tmp_path / "model"), {}
+    for kind in ("waves", "recurrence"):
+        numbers = tmp_path / f"{kind}.json"
+        arguments = [kind, str(tmp_path / "a.png"), source, "--length", "8", "--json", str(numbers)]
+        assert main(["plot", *arguments]) == 0, capsys.readouterr().err
+        found[kind] = json.loads(numbers.read_text())["sources"]["model"]
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(vocabulary, (64,), generator=torch.Generator().manual_seed(0))
+    for each, memory in zip(found["recurrence"], (0, 8), strict=True):
+        expected = measure_recurrence(model, [ids], segment=8, memory=memory)
+        assert each["memory"] == memory
+        assert each["perplexity"]["nll"] == pytest.approx(expected.perplexity.nll, rel=1e-5)
+    ids = torch.randint(vocabulary, (8,), generator=torch.Generator().manual_seed(0))
+    weights = analysis.rotary_weights(model, ids)
+    for name, curve in (("sum", weights.decay(range(-8, 9))), ("integral", weights.integral(range(-8, 9)))):
+        torch.testing.assert_close(torch.tensor(found["waves"][name]["scores"]).double(), curve.scores)
+
+
+def test_the_command_line_names_every_kind_of_picture():
+    from hf_posenc.cli import PLOTS
+    from hf_posenc.pictures import KINDS
+
+    assert list(PLOTS) == list(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "at_a_half"),
+    [("10000", 0.01), ("1e2", 0.1), ("t^2", 0.25), ("t^0.5", 0.5**0.5), ("t", 0.5), ("t^1,2", None), ("a,b", None)],
+)
+def test_frequencies_that_a_command_line_can_say(text, at_a_half):
+    from hf_posenc.pictures import schedule
+
+    found = schedule(text)
+    if at_a_half is None:
+        assert found is None
+    else:
+        half = torch.tensor(0.5, dtype=torch.float64)
+        assert (found**-0.5 if isinstance(found, float) else float(found(half))) == pytest.approx(at_a_half)
+    assert schedule("1,0.5") == [1.0, 0.5]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["attention", "o.png", "alibi"], "name a checkpoint"),
+        (["waves", "o.png", "alibi"], "a checkpoint, or frequencies: their base"),
+        (["grid", "o.png", "t^2"], "said by their base"),
+        (["grid", "o.png", "100", "--data", "a"], "--data changes nothing in grid of 100"),
+        (["precision", "o.png", "100"], "name a scheme"),
+        (["waves", "o.png", "t^2", "--scheme-args", "base=3"], "--scheme-args changes nothing"),
         (["expansion", "o.png", "rope"], "name a checkpoint"),
         (["similarity", "o.png", "rope"], "adds no position vectors"),
         (["similarity", "o.png", "rope", "alibi"], "of one scheme or model"),

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,14 @@ def test_tables_of_calibrations_are_current(script, monkeypatch):
     run = {"before": {"64": 2.0}, "after": {"100": {"64": None}}, "calibration": {"divergence": [0.5, 0.7]}}
     cells = module.row("t", [run, run | {"before": {"64": 3.0}}], [("64", None), ("64", "100")])
     assert cells == "| t | 2 | 0.600 | 2.500 |  |"
+
+
+def test_changelog_says_nothing_twice():
+    """Merging branches that both write into one section repeats points, whole or in other words at the same start."""
+    release = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
+    starts = Counter(line[:30] for line in release.splitlines() if line.startswith("- "))
+    assert [start for start, count in starts.items() if count > 1] == []
+    assert len(release.splitlines()) < 200, "a point for what a user sees, in a line or two"
 
 
 COMMAND_PAGES = [*PAGES, ROOT / "recipes" / "README.md"]

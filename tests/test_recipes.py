@@ -150,12 +150,12 @@ NASTY = "a|b `c` ``` <script>alert(1)</script> *d* _e_ [f](g) # h\n---\n```\n<im
         (
             {32: 5.0},
             {32: 5.05, 64: 5.1},
-            "as good as its base there. At 64 tokens it has 5.10, and the base cannot run: it",
+            "as good as its base there. It holds to 64 tokens, where it has 5.10, and the base cannot run.",
         ),
         (
             {32: 5.0, 64: 9.0},
             {32: 4.0, 64: 7.0},
-            "At 64 tokens it has 7.00, the base 9.00: beyond 32 tokens it gets worse.",
+            "It holds to 32 tokens and gets worse beyond: at 64 it has 7.00, the base 9.00.",
         ),
         ({32: 5.0}, {32: 4.0}, "The model is better than its base there"),
         ({}, {64: 4.0}, "there is no base to compare with"),

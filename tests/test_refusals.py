@@ -268,6 +268,18 @@ def test_patched_twice(family, scheme):
     assert_same(snapshot(model), before)  # the failed `with` did not undo the first patch
 
 
+def test_two_models_of_one_config():
+    """The first patch renames the config, and the second model has the same one."""
+    first = tiny("llama")
+    second = type(first)(first.config)
+    assert second.config is first.config
+    patch_model(first, "alibi")
+    with pytest.raises(AlreadyPatchedError, match=r"make each model from a config of its own, copy\.deepcopy"):
+        patch_model(second, "alibi")
+    unpatch_model(first)
+    patch_model(second, "alibi")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unpatching_what_is_not_patched(family):
     model = tiny(family)

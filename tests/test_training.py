@@ -431,10 +431,10 @@ def test_kill_and_resume(recipe, training, recipes, tiny_checkpoints, text):
     ("scheme", "how"),
     [
         ("alibi", {"gradient_accumulation": 1}),
-        ("transformer_xl", {"context_parallel": 2}),
+        pytest.param("transformer_xl", {"context_parallel": 2}, marks=pytest.mark.slow),
         pytest.param("shaw", {"gradient_accumulation": 1}, marks=pytest.mark.slow),
         pytest.param("rope", {"context_parallel": 2}, marks=pytest.mark.slow),
-        ("learned", {"gradient_accumulation": 1, "launch_file": "fsdp2"}),
+        pytest.param("learned", {"gradient_accumulation": 1, "launch_file": "fsdp2"}, marks=pytest.mark.slow),
         pytest.param("alibi", {"context_parallel": 2, "launch_file": "context_parallel"}, marks=pytest.mark.slow),
         pytest.param("shaw", {"gradient_accumulation": 1, "launch_file": "fsdp2"}, marks=pytest.mark.slow),
         pytest.param("alibi", {"gradient_accumulation": 1, "launch_file": "deepspeed_zero2"}, marks=ZERO),

@@ -17,7 +17,7 @@ import torch
 from families import FAMILIES, tiny, tokens
 from matrix import matrix
 from situations import BASES, CASES, SCHEMES, SCORE_SCHEMES, assert_same, patched_model
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.models.auto import modeling_auto
 
 from hf_posenc import from_pretrained, patch_model
@@ -136,6 +136,24 @@ def test_ways_to_generate(family, case):
         assert generated(model, ids[:1], attention_mask=mask[:1], **helper)[0].equal(sequences[:1]), helper
     beams = {"num_beams": 2, "attention_mask": mask}
     assert generated(model, ids, **beams)[0].equal(generated(model, ids, use_cache=False, **beams)[0])
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "shaw", "rope"])
+def test_generation_stops_at_a_string(tiny_checkpoints, scheme):
+    """The tokenizer that `generate` needs for it goes through every forward; a server passes one always."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")
+    model = from_pretrained(tiny_checkpoints / "llama", scheme=scheme)
+    prompt = tokenizer("Call me Ishmael.", return_tensors="pt")
+    letters = {tokenizer.convert_tokens_to_ids(letter) for letter in "abcdefgh"}
+    others = [token for token in range(model.config.vocab_size) if token not in letters]
+    options = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": others}
+    whole = model.generate(**prompt, **options)
+    start = prompt["input_ids"].shape[1]
+    assert torch.equal(model.generate(**prompt, **options, tokenizer=tokenizer), whole)
+    word = tokenizer.decode(whole[0, start + 2 : start + 4])
+    first = next(end for end in range(start, whole.shape[1] + 1) if word in tokenizer.decode(whole[0, start:end]))
+    stopped = model.generate(**prompt, **options, tokenizer=tokenizer, stop_strings=[word])
+    assert torch.equal(stopped, whole[:, :first])
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from .decay import (
 )
 from .expansion import DiagonalTerm, Expansion, MixedHessian, Terms, expansion, mixed_hessian
 from .frequencies import Frequencies, frequencies
-from .grids import axis_frequencies, grid_rotation, grid_shift, grid_sinusoids
+from .grids import axis_frequencies, grid_decay, grid_rotation, grid_shift, grid_sinusoids
 from .integrals import (
     WaveDecay,
     cosine_integral,
@@ -33,6 +33,7 @@ from .precision import DistinctBiases, precision_audit
 from .probe import position_vectors, scheme_vectors
 from .properties import Properties, Property, linear_map, properties
 from .rotary import RotaryWeights, rotary_weights
+from .sparsity import NegativeProducts, negative_products
 from .statistics import (
     EmbeddingStatistics,
     VectorStatistics,
@@ -56,6 +57,7 @@ __all__ = [
     "LayerOrder",
     "LayerTerms",
     "MixedHessian",
+    "NegativeProducts",
     "OrderSensitivity",
     "PositionScores",
     "Properties",
@@ -74,12 +76,14 @@ __all__ = [
     "equivariance",
     "expansion",
     "frequencies",
+    "grid_decay",
     "grid_rotation",
     "grid_shift",
     "grid_sinusoids",
     "linear_map",
     "mixed_hessian",
     "model_decay",
+    "negative_products",
     "neighbour_distances",
     "order_sensitivity",
     "position_scores",

@@ -24,7 +24,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..modes import evaluation
-from ..modules import Shared
 from ..schemes.sinusoidal import Waves
 from ..tracing import recorded
 from . import probe, vectors
@@ -201,6 +200,7 @@ def expansion(
     No other token has a position. A scheme that adds vectors in every layer adds those of the two tokens in each.
     Computed in float64, of a copy if the model is in another dtype; families that compute norms or the softmax in
     float32 whatever their dtype are as exact as that.
+    A model of the size of GPT-2 small takes 7 GiB and a minute of one core for 128 tokens.
 
     Args:
         model: a causal language model that adds position vectors, patched or stock.
@@ -377,17 +377,13 @@ def _one_set(model: PreTrainedModel, tokens: Tensor) -> Tensor | None:
 def _pairs(module: nn.Module, size: int) -> list[tuple[int, int]]:
     """Return which coordinates belong to one wave; neighbours where there are no waves."""
     count = size // 2
-    if _waves(module) and _owner(module).scheme.layout == "split":
+    if _waves(module) and probe.owner_of(module).scheme.layout == "split":
         return [(k, k + size - count) for k in range(count)]
     return [(2 * k, 2 * k + 1) for k in range(count)]
 
 
 def _waves(module: nn.Module) -> bool:
-    return isinstance(_owner(module), Waves)
-
-
-def _owner(module: nn.Module) -> Any:
-    return module.owner() if isinstance(module, Shared) else module
+    return isinstance(probe.owner_of(module), Waves)
 
 
 def _diagonal(block: MixedHessian, own: Tensor, module: nn.Module) -> DiagonalTerm:

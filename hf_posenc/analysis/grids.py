@@ -80,3 +80,21 @@ def grid_rotation(vectors: Tensor, places: Tensor, frequencies: Tensor) -> Tenso
     angles = places.double() @ frequencies.double().T
     turned = torch.view_as_complex(vectors.double().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(turned * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+def grid_decay(frequencies: Tensor, length: int) -> Tensor:
+    """Return what a shift of a grid leaves of the product of two places, the mean of `cos(w . s)` over the pairs.
+
+    That is the product of two sinusoidal vectors of a grid, and of a query and a key that are equal in every pair and
+    turned by their places, over its value at a shift of 0.
+
+    Args:
+        frequencies: (F, 2) radians per step.
+        length: n, steps.
+
+    Returns:
+        (2 n + 1, 2 n + 1) float64, for shifts of -n .. n along the first coordinate and along the second.
+    """
+    steps = torch.arange(-length, length + 1, dtype=torch.float64)
+    shifts = torch.cartesian_prod(steps, steps)
+    return (shifts @ frequencies.double().T).cos().mean(-1).view(len(steps), len(steps))

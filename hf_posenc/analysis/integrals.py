@@ -131,7 +131,7 @@ class WaveDecay:
     integral: Tensor
 
     def curves(self) -> dict[str, Decay]:
-        """Return the real parts of both, as `plots.decay_curves` draws them."""
+        """Return the real parts of both, as `plots.wave_curves` draws them."""
         both = {"sum": self.sum, "integral": self.integral}
         return {label: Decay(label, self.distances, each.real[None, None]) for label, each in both.items()}
 

@@ -12,6 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from . import pen
 from .pen import FORMATS, check_installed, kind_of, save
+from .theory_figures import (
+    embedding_statistics,
+    grid_decay,
+    mixed_hessian,
+    negative_products,
+    properties,
+    wave_curves,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,19 +43,25 @@ __all__ = [
     "check_installed",
     "decay_curves",
     "distinct_biases",
+    "embedding_statistics",
     "equivariance_by_layer",
     "expansion_terms",
+    "grid_decay",
     "kind_of",
     "loss_by_position",
     "loss_curve",
+    "mixed_hessian",
+    "negative_products",
     "order_by_layer",
     "perplexity_by_length",
     "position_scores",
     "position_vectors",
+    "properties",
     "retrieval_heat_map",
     "save",
     "score_terms",
     "similarity_matrix",
+    "wave_curves",
     "wavelengths",
 ]
 
@@ -86,13 +100,18 @@ def perplexity_by_length(
 
 
 def loss_by_position(
-    curves: Mapping[str, Sequence[tuple[int, int, float]]], *, trained_length: int | None = None, title: str = ""
+    curves: Mapping[str, Sequence[tuple[int, int, float]]],
+    *,
+    trained_length: int | None = None,
+    xlabel: str = "position in the window (tokens)",
+    title: str = "",
 ) -> Figure:
     """Draw the mean loss of a token against its position in the window, as steps.
 
     Args:
         curves: label -> bins (first position, last position + 1, mean loss in nats).
         trained_length: tokens; marked if given.
+        xlabel: where a token is, with the unit.
         title: above the axes; empty means none.
 
     Raises:
@@ -115,7 +134,7 @@ def loss_by_position(
         else:
             pen.thousands(axes.xaxis)
         pen.mark_trained(axes, trained_length)
-        axes.set_xlabel("position in the window (tokens)")
+        axes.set_xlabel(xlabel)
         axes.set_ylabel("mean loss (nats per token)")
         pen.legend(axes, curves)
     return figure

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..calibration.maps import asked, attending, observe
+from ..calibration.maps import asked, attending, entering, observe
 from ..errors import UnsupportedModelError
 from ..modes import evaluation
 from ..patching.plan import BaseModel
@@ -68,6 +69,7 @@ def position_scores(
     length: int | None = None,
     first: int = 0,
     samples: int = 32,
+    progress: bool = False,
 ) -> PositionScores:
     """Measure the scores that the table of positions of a model gives in its first layer.
 
@@ -83,6 +85,7 @@ def position_scores(
         length: number of positions from 0; None means the whole table.
         first: position from which queries and keys count; the very first ones are often unlike all others.
         samples: of the tokens, evenly spread, at most; each costs the queries and keys of one layer.
+        progress: show a progress bar.
 
     Returns:
         PositionScores with the heads of the first layer.
@@ -101,6 +104,7 @@ def position_scores(
         raise ValueError("there are no tokens")
     some = next(base.found.token_embedding.parameters())
     layer = min(base.sizes)
+    found, attention = base.found.layers[layer], base.found.attention_of[layer]
     with evaluation(model), attending(model, base):
         dummy = torch.zeros(1, len(table), dtype=torch.int64, device=some.device)
         seen = observe(model, dummy, [layer])[layer]
@@ -108,13 +112,10 @@ def position_scores(
         hidden = [vectors]
         if tokens is not None:
             chosen = tokens.flatten()[torch.linspace(0, tokens.numel() - 1, min(samples, tokens.numel())).long()]
-            entering = [
-                observe(model, each.to(some.device).view(1, 1), [layer])[layer].layer.hidden_states[0, 0] - vectors[0]
-                for each in chosen
-            ]
-            hidden = [each + vectors for each in entering]
-        found, attention = base.found.layers[layer], base.found.attention_of[layer]
-        calls = [asked(found, attention, each[None], seen.layer).widened() for each in hidden]
+            alone = [entering(model, found, each.to(some.device).view(1, 1))[0, 0] - vectors[0] for each in chosen]
+            hidden = [each + vectors for each in alone]
+        bar = tqdm(hidden, disable=not progress, desc="scores of positions", unit="token")
+        calls = [asked(found, attention, each[None], seen.layer).widened() for each in bar]
         query = torch.stack([call.query[0].double() for call in calls]).mean(0)
         key = torch.stack([call.key[0].double() for call in calls]).mean(0)
     scaling = calls[0].scaling

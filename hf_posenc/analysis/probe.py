@@ -67,7 +67,12 @@ def build(
             elif isinstance(module, PositionModule):
                 module.reset_parameters()
     made = bench.modules[-1] if bench.modules else None
-    return wanted, made.owner() if isinstance(made, Shared) else made
+    return wanted, owner_of(made)
+
+
+def owner_of(module: Any) -> Any:
+    """Return the module that another one calls for it, where layers share one; itself otherwise."""
+    return module.owner() if isinstance(module, Shared) else module
 
 
 class _Bench:

@@ -17,7 +17,7 @@ from ..modes import evaluation
 from ..patching.plan import BaseModel
 from . import probe
 from .decay import Decay
-from .integrals import wave_sum
+from .integrals import wave_integral, wave_sum
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,32 @@ class RotaryWeights:
         d = torch.tensor(list(distances), dtype=torch.int64)
         sums = [wave_sum(d, w, h).real * len(w) for w, h in zip(self.frequencies, self.weights, strict=True)]
         return Decay(self.label, d, torch.stack(sums) + self.still[..., None])
+
+    def integral(self, distances: Sequence[int], *, progress: bool = False) -> Decay:
+        """Return what the sum of `decay` approaches with more pairs between those that there are.
+
+        `still + F Re integral_0^1 h(t) e^(i d theta(t)) dt`, see `wave_integral`.
+
+        Args:
+            distances: tokens, of either sign.
+            progress: show a progress bar.
+        """
+        d = torch.tensor(list(distances), dtype=torch.int64)
+        layers = zip(self.frequencies, self.weights, strict=True)
+        rows = [
+            torch.stack([wave_integral(d, w, head).real * len(w) for head in h])
+            for w, h in tqdm(layers, total=len(self.layers), disable=not progress, desc="integrals", unit="layer")
+        ]
+        return Decay(self.label, d, torch.stack(rows) + self.still[..., None])
+
+    def curves(self, distances: Sequence[int], *, progress: bool = False) -> dict[str, Decay]:
+        """Return both, as `plots.wave_curves` draws them.
+
+        Args:
+            distances: tokens, of either sign.
+            progress: show a progress bar.
+        """
+        return {"sum": self.decay(distances), "integral": self.integral(distances, progress=progress)}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON; a complex number is a pair of its real and imaginary part."""

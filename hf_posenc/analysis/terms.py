@@ -103,8 +103,8 @@ def score_terms(
     vectors to its hidden states: the position part of a hidden state is the sum of the vectors that were added up to
     this layer, and all else is content, also what layers further down have made of positions; in the first layer this
     is what the paper writes. Norms divide both parts by what they divide their sum by; their biases and those of
-    projections are content. Queries and keys are taken as they are when scores are computed, rotated where they are.
-    Computed in float64, of a copy if the model is in another dtype.
+    projections are content. Queries and keys are taken as they are when scores are computed, rotated where they are,
+    before a soft cap. Computed in float64, of a copy if the model is in another dtype.
 
     Args:
         model: patched or stock.

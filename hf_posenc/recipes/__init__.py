@@ -1,5 +1,6 @@
 """The recipes: extend a checkpoint's context, compare schemes, pretrain from scratch, evaluate; programs, not an API.
 
-Each entry point runs as `hf-posenc COMMAND` in one process, or as `accelerate launch -m hf_posenc.recipes.NAME` in many.
+Each entry point runs as `hf-posenc COMMAND` in one process, or as `accelerate launch -m hf_posenc.recipes.NAME` in
+many.
 They need what `pip install 'hf_posenc[recipes]'` installs.
 """

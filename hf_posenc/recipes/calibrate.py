@@ -1,10 +1,10 @@
-"""Patches a stock checkpoint, fits the scheme to what the base's positions did, and saves it: no fine-tuning, no report.
+"""Patches a stock checkpoint, fits the scheme to what the base's positions did, and saves it.
 
     hf-posenc calibrate --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
     accelerate launch -m hf_posenc.recipes.calibrate --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
 
-What `hf_posenc.calibrate` does, from a checkpoint to a checkpoint; extend_context.py does it on the way to more. Ctrl-C in
-the second stage keeps its state beside OUTPUT, and `--resume` goes on from there, to the same weights.
+What `hf_posenc.calibrate` does, from a checkpoint to a checkpoint; extend_context.py does it on the way to more. Ctrl-C
+in the second stage keeps its state beside OUTPUT, and `--resume` goes on from there, to the same weights.
 """
 
 import json
@@ -34,7 +34,7 @@ from .training import TrainingArguments
 
 EXAMPLES = """
   {prog} --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
-  {prog} --model gpt2 --scheme shaw --scheme-args max_distance=64 --data book.txt --output runs/gpt2-shaw --json fit.json
+  {prog} --model gpt2 --scheme shaw --scheme-args max_distance=64 --data book.txt --output runs/gpt2-shaw
   {prog} --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5 --resume
 """
 MOVED = ("scheme", "query_key")

@@ -1,4 +1,4 @@
-"""Before fine-tuning the scheme takes over what the base's positions did: with which text, how long, and what is said of it."""
+"""Before fine-tuning the scheme takes over what the base's positions did: with which text, and what is said of it."""
 
 import signal
 import statistics
@@ -42,16 +42,16 @@ class CalibrationArguments:
     calibrate: str = field(
         default="attention",
         metadata={
-            "help": f"{' | '.join(METHODS)}: before fine-tuning, put into the scheme and into queries and keys what the "
-            "base's positions did, by closed forms and then by matching attention; none is the plain swap"
+            "help": f"{' | '.join(METHODS)}: before fine-tuning, put into the scheme and into queries and keys what "
+            "the base's positions did, by closed forms and then by matching attention; none is the plain swap"
         },
     )
     calibrate_steps: int = field(default=50, metadata={"help": "steps that match attention, of 4 windows each"})
     calibrate_windows: int = field(
         default=400,
         metadata={
-            "help": f"windows of the training text to calibrate with, each as long as the base was trained at, or {LONGEST} "
-            "tokens if that is less"
+            "help": f"windows of the training text to calibrate with, each as long as the base was trained at, or "
+            f"{LONGEST} tokens if that is less"
         },
     )
 
@@ -73,8 +73,8 @@ def check_base(model: nn.Module, arguments: Any) -> None:
     """UsageError where nobody sees the scores of the base that the calibration is to follow."""
     if family_for(model.config.model_type).bypasses_interface:
         raise UsageError(
-            f"--calibrate {arguments.calibrate}: a stock {type(model).__name__} computes its attention in code of its own, "
-            "and nobody sees the scores to follow: --calibrate none swaps plainly"
+            f"--calibrate {arguments.calibrate}: a stock {type(model).__name__} computes its attention in code of its "
+            "own, and nobody sees the scores to follow: --calibrate none swaps plainly"
         )
 
 
@@ -88,8 +88,8 @@ def windows(train: list[Document], trained_length: int, arguments: Any) -> Tenso
     found = Windows(train, length, "concatenate")
     if len(found) <= HELD_OUT:
         raise UsageError(
-            f"--calibrate {arguments.calibrate}: the training text has {found.total:,} tokens, and {HELD_OUT + 1} windows "
-            f"of {length} are the least: give more text, or --calibrate none"
+            f"--calibrate {arguments.calibrate}: the training text has {found.total:,} tokens, and {HELD_OUT + 1} "
+            f"windows of {length} are the least: give more text, or --calibrate none"
         )
     count = min(arguments.calibrate_windows, len(found))
     return found.tokens[order(arguments.seed, len(found), 0, count)]
@@ -101,7 +101,7 @@ def skipped(why: str) -> dict[str, Any]:
 
 
 def loss_at(text: Text, length: int) -> Callable[[nn.Module], float]:
-    """What gives a model's held-out loss in windows of this length, or of the whole held-out text if that is shorter."""
+    """What gives a model's held-out loss in windows of this length, or of all held-out text if that is shorter."""
     return held_out_loss(text, min(length, sum(len(document.tokens) for document in text.held_out)))
 
 
@@ -188,7 +188,7 @@ def calibrate(
 
 
 class Steps:
-    """Context manager around the steps of a calibration: a first Ctrl-C waits for the end of one, so that its state is whole.
+    """Context manager around the steps of a calibration: a first Ctrl-C waits for the end of one and its whole state.
 
     Before the first step, after the last, for a second Ctrl-C, and among several processes, which may be in different
     steps, it is what it always was.

@@ -1,10 +1,10 @@
-"""Compares schemes on one base: same data, seeds and budget for each, and the base itself and RoPE's scalings beside them.
+"""Compares schemes on one base: same data, seeds and budget for each, the base itself and RoPE's scalings beside them.
 
     accelerate launch recipes/compare_schemes.py --config recipes/configs/compare_stories.yaml --model DIR --data FILE
 
 Every run is one results.json under OUTPUT/runs; OUTPUT/summary.md, summary.json and the figures are made from them.
-Started again, it makes the runs that are missing and goes on with the one that was interrupted; runs of other arguments,
-another text or another base it refuses.
+Started again, it makes the runs that are missing and goes on with the one that was interrupted; runs of other
+arguments, another text or another base it refuses.
 """
 
 import shutil
@@ -45,8 +45,9 @@ class Arguments(SweepArguments, SharedArguments):
         default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
         metadata={
             "help": f"schemes; {UNPATCHED}; {', '.join('rope-' + kind for kind in SCALINGS)} (RoPE stretched to "
-            "--train-length); any of them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain swap), "
-            "+distill (KL to the base, weight --distill) or +transfer (attention outputs matched for the first quarter of the recovery steps, then KL)"
+            "--train-length); any of them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain "
+            "swap), +distill (KL to the base, weight --distill) or +transfer (attention outputs matched for the first "
+            "quarter of the recovery steps, then KL)"
         },
     )
     distill: float = as_in(RecoveryArguments, "distill", 1.0)

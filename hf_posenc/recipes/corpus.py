@@ -49,9 +49,9 @@ class TextArguments:
     data: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one folder of "
-            "save_to_disk, or one dataset id of the Hub; without any, where a recipe allows it: the standard library's "
-            "sources",
+            "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one "
+            "folder of save_to_disk, or one dataset id of the Hub; without any, where a recipe allows it: the standard "
+            "library's sources",
             "metavar": "FILE",
         },
     )
@@ -60,8 +60,8 @@ class TextArguments:
     text_column: str = field(
         default="text",
         metadata={
-            "help": "column that holds the text, if not a text file; of chats, e.g. messages, the lists of their messages, "
-            "which the tokenizer's chat template writes out: then only what the assistant says is trained on"
+            "help": "column that holds the text, if not a text file; of chats, e.g. messages, the lists of their "
+            "messages, which the tokenizer's chat template writes out: then only what the assistant says is trained on"
         },
     )
     separator: str = field(
@@ -123,7 +123,7 @@ def check(arguments: TextArguments, needs_data: bool) -> None:
 
 
 def kind_of(arguments: TextArguments) -> str:
-    """What the text is in: `text`, `json` or `parquet` files, a `saved` dataset or several `splits` of one, the `hub`."""
+    """What the text is in: `text`, `json`, `parquet` files, a `saved` dataset or several `splits` of one, the `hub`."""
     kinds = set()
     for name in arguments.data:
         kinds.add(kind_of_place(name))
@@ -161,7 +161,7 @@ def kind_of_place(name: str) -> str:
 
 
 def looks_like_a_file(name: str) -> bool:
-    """Whether it is meant as a path and not as a dataset id: it has a suffix that is read here, or more than one `/`."""
+    """Whether it is meant as a path, not as a dataset id: it has a suffix that is read here, or more than one `/`."""
     return Path(name).suffix in {".gz", *FORMATS} - {""} or name.count("/") > 1 or name.startswith((".", "/", "~"))
 
 
@@ -332,8 +332,8 @@ def assistant_spans(tokenizer: Any, chat: Chat, whole: str) -> list[tuple[int, i
             until = tokenizer.apply_chat_template(chat[: index + 1], tokenize=False)
             if not (until.startswith(before) and whole.startswith(until)):
                 raise UsageError(
-                    "the tokenizer's chat template writes earlier turns in another way once others follow, and does not "
-                    "mark what the assistant generates: put {% generation %} and {% endgeneration %} around that"
+                    "the tokenizer's chat template writes earlier turns in another way once others follow, and does "
+                    "not mark what the assistant generates: put {% generation %} and {% endgeneration %} around that"
                 )
             spans.append((len(before), len(until)))
     return spans

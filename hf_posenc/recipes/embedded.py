@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, g
 CONTEXT = 256
 MUON_RATE = 0.02
 END_OF_TEXT = "<|endoftext|>"
-PROMPT = "def main("
+PROMPT = "    def get_"
 
 
 def standard_library() -> list[Path]:
@@ -142,7 +142,7 @@ def sample(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, tokens: i
     state = torch.get_rng_state()
     torch.manual_seed(0)
     written = model.generate(
-        **inputs, max_new_tokens=tokens, do_sample=True, temperature=0.5, pad_token_id=tokenizer.eos_token_id
+        **inputs, max_new_tokens=tokens, do_sample=True, temperature=0.8, pad_token_id=tokenizer.eos_token_id
     )
     torch.set_rng_state(state)
     return tokenizer.decode(written[0], skip_special_tokens=True)

@@ -5,8 +5,8 @@
 
 Measure, patch, calibrate, fine-tune, measure again, report, save: OUTPUT/report.html, OUTPUT/results.json and
 OUTPUT/model (reload with `hf_posenc.from_pretrained`). Plain `python` runs it in one process. Everything that can be
-wrong with the arguments is found before anything long starts; Ctrl-C saves, and `--resume` goes on exactly where it was:
-it trains no base again that was trained, and measures and calibrates nothing again.
+wrong with the arguments is found before anything long starts; Ctrl-C saves, and `--resume` goes on exactly where it
+was: it trains no base again that was trained, and measures and calibrates nothing again.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from .options import parse
 
 EXAMPLES = """
   {prog}                                                     # the embedded base and text: minutes on two cores
-  {prog} --model gpt2 --data book.txt --scheme alibi --train-length 2048 --lengths 1024 2048 4096 --output runs/gpt2-alibi
+  {prog} --model gpt2 --data book.txt --scheme alibi --train-length 2048 --lengths 1024 2048 4096
   {prog} --config recipes/configs/gpt2_alibi.yaml --data book.txt --seed 1
   accelerate launch -m hf_posenc.recipes.extend_context --model gpt2 --data book.txt     # on many GPUs
 """

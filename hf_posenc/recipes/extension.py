@@ -185,9 +185,8 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     if arguments.lora_rank:
         # A copy of the config: PEFT writes into it.
         model = peft.get_peft_model(model, hf_posenc.lora_config(model, r=arguments.lora_rank))
-        say(
-            f"LoRA of rank {arguments.lora_rank}: {count(model, trained=True):,} of {count(model):,} weights are trained"
-        )
+        trained = count(model, trained=True)
+        say(f"LoRA of rank {arguments.lora_rank}: {trained:,} of {count(model):,} weights are trained")
 
     if not calibrated:
         why = "--calibrate none" if arguments.calibrate == "none" else "the base keeps its positions"

@@ -1,7 +1,7 @@
 """What a run is of: every argument that changes its numbers, and what its text and its base hold.
 
-It is written into a run's folder when the run begins. A finished run is shown again, and an unfinished one gone on with,
-only where all of it is the same: a number must never stand under arguments that it was not made with.
+It is written into a run's folder when the run begins. A finished run is shown again, and an unfinished one gone on
+with, only where all of it is the same: a number must never stand under arguments that it was not made with.
 """
 
 import hashlib

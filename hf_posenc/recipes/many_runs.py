@@ -1,7 +1,7 @@
 """Many runs in one folder, `runs/VARIANT/seed-N`: what is done is kept, what is missing is made.
 
-Several processes may work on one sweep with different seeds at the same time; whoever ends writes the summary of all that
-is there.
+Several processes may work on one sweep with different seeds at the same time; whoever ends writes the summary of all
+that is there.
 """
 
 from collections.abc import Callable

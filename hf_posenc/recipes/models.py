@@ -36,8 +36,8 @@ class ModelArguments:
     model: str | None = field(
         default=None,
         metadata={
-            "help": "checkpoint folder or Hub id; without it, where a recipe allows it: a small byte-level GPT-2, trained "
-            "first",
+            "help": "checkpoint folder or Hub id; without it, where a recipe allows it: a small byte-level GPT-2, "
+            "trained first",
             "metavar": "DIR_OR_ID",
         },
     )
@@ -59,7 +59,7 @@ class DeviceArguments:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
@@ -201,7 +201,7 @@ def save_stock(accelerator: Accelerator, model: nn.Module, tokenizer: Any, folde
     accelerator.wait_for_everyone()
 
 
-# ------------------------------------------------------------------------------------------------------------- questions
+# ------------------------------------------------------------------------------------------------------------ questions
 
 
 def count(model: nn.Module, trained: bool = False) -> int:
@@ -222,7 +222,7 @@ def position_table(model: nn.Module) -> nn.Module | None:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Number of positions that the model has: its scheme's or, of a stock model, its table's; None if there is no end."""
+    """Number of positions that the model has: its scheme's or, of a stock model, its table's; None without an end."""
     if hf_posenc.is_patched(model):
         return limit_of(model)
     if (table := position_table(model)) is None:

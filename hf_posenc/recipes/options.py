@@ -1,4 +1,4 @@
-"""Arguments of the recipes: dataclass fields from a YAML file, overridden by the command line, all checked the same way."""
+"""Arguments of the recipes: dataclass fields from a YAML file, overridden by the command line, checked the same way."""
 
 import json
 import sys
@@ -75,7 +75,7 @@ def parser_of(cls: type, description: str | None, *, prog: str | None = None, ex
 
 
 def grouped(cls: type) -> list[tuple[str, Field[Any]]]:
-    """Fields in the order of --help, each with the title of its group: the docstring of the class that declares it first."""
+    """Fields in the order of --help, each with the title of its group: the docstring of the class that has it first."""
     owners = {known.name: cls for known in fields(cls)}
     for owner in cls.__mro__:  # the last one wins: where an option is declared first, not where its default is changed
         owners |= {name: owner for name in vars(owner).get("__annotations__", {}) if name in owners}

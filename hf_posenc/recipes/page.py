@@ -21,6 +21,7 @@ from .tables import (
     tried_rows,
 )
 
+MADE_WITH = ("versions", "hardware", "git")
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 body { overflow-wrap: anywhere } h1 { line-height: 1.2 }
@@ -77,7 +78,7 @@ def page(results: dict[str, Any]) -> str:
         parts.append(figure(plots.loss_curve({"held-out loss": held_out}, xlabel="tokens"), "Recovery"))
     if "learning_rates" in results:
         parts.append(cells(tried_rows(results["learning_rates"])))
-    made_with = {key: results[key] for key in ("versions", "hardware", "git")}
+    made_with = {key: results[key] for key in MADE_WITH}
     parts += [
         cells(cost_rows(results)),
         "<h2>Does every layer answer to its positions?</h2>",
@@ -104,8 +105,8 @@ def calibration(found: dict[str, Any]) -> list[str]:
     return [
         *parts,
         "<p>Before the fine-tuning the scheme took over what the base's positions did. By layer: the Kullback-Leibler "
-        "divergence of its attention from the base's, in nats per query, the mean over heads on windows that nothing was "
-        "fitted to. What is left at the end the scheme could not express.</p>",
+        "divergence of its attention from the base's, in nats per query, the mean over heads on windows that nothing "
+        "was fitted to. What is left at the end the scheme could not express.</p>",
         cells(calibration_rows(found)),
     ]
 
@@ -114,7 +115,8 @@ def summary(results: dict[str, Any]) -> str:
     """The result in two sentences that hold whichever way it turned out."""
     base, scheme = results["base"], results["scheme"]
     line = (
-        f"{base['name']} ({base['parameters']:,} weights, trained at {base['trained_length']} tokens) with {scheme['name']}"
+        f"{base['name']} ({base['parameters']:,} weights, trained at {base['trained_length']} tokens) "
+        f"with {scheme['name']}"
         f", fine-tuned on {results['training']['tokens']:,} tokens. "
     )
     before = {row["length"]: row for row in results["before"]}.get(base["trained_length"], {})
@@ -124,7 +126,8 @@ def summary(results: dict[str, Any]) -> str:
     reference = before["sliding"]["perplexity"]
     reached = [row["length"] for row in after if row["sliding"]["perplexity"] <= reference]
     return line + (
-        f"Sliding-window perplexity of the base at {base['trained_length']}: {reference:.3f}; the result is at or below "
+        f"Sliding-window perplexity of the base at {base['trained_length']}: {reference:.3f}; the result is at or "
+        "below "
         + (f"that at {', '.join(map(str, reached))} tokens." if reached else "that at no length that was measured.")
     )
 

@@ -2,9 +2,9 @@
 
     accelerate launch recipes/pretrain.py --config recipes/configs/pretrain_books.yaml --data BOOK.txt...
 
-The from-scratch counterpart of compare_schemes.py, as in Press et al. 2021 (arXiv:2108.12409): a decoder of GPT-2's shape
-that reads bytes, without any position encoding but the one named. Every run is one results.json under OUTPUT/runs; the
-summary and the figures are made from them. Started again, it makes the runs that are missing, and
+The from-scratch counterpart of compare_schemes.py, as in Press et al. 2021 (arXiv:2108.12409): a decoder of GPT-2's
+shape that reads bytes, without any position encoding but the one named. Every run is one results.json under
+OUTPUT/runs; the summary and the figures are made from them. Started again, it makes the runs that are missing, and
 refuses runs of other arguments.
 """
 

@@ -65,8 +65,8 @@ def check_plan(phase: Phase, arguments: Any, accelerator: Accelerator) -> None:
     trained = min(STEPS, phase.steps) * arguments.gradient_accumulation * phase.rows * groups
     if len(phase.windows) < trained + aside(phase):
         raise UsageError(
-            f"--find-learning-rate needs {(trained + aside(phase)) * phase.length:,} tokens of training text, there are "
-            f"{phase.windows.total:,}: give more text, or --learning-rate"
+            f"--find-learning-rate needs {(trained + aside(phase)) * phase.length:,} tokens of training text, there "
+            f"are {phase.windows.total:,}: give more text, or --learning-rate"
         )
 
 

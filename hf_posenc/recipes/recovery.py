@@ -139,6 +139,6 @@ def check_transfer(model: nn.Module) -> None:
     adding = [scheme.name for scheme in hf_posenc.schemes_of(model) if scheme.acts_on.adds_vectors]
     if adding:
         raise UsageError(
-            f"--transfer-steps: {' and '.join(adding)} adds positions to the hidden states, which the transfer takes from the "
-            "base: its attention would see none"
+            f"--transfer-steps: {' and '.join(adding)} adds positions to the hidden states, which the transfer takes "
+            "from the base: its attention would see none"
         )

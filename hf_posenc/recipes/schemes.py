@@ -24,15 +24,15 @@ class SchemeArguments:
     scheme: str = field(
         default="alibi",
         metadata={
-            "help": f"position encoding to patch in (`hf-posenc schemes` lists them); where a recipe allows it also {UNPATCHED}: "
-            "the base as it is, as a control",
+            "help": f"position encoding to patch in (`hf-posenc schemes` lists them); where a recipe allows it "
+            f"also {UNPATCHED}: the base as it is, as a control",
             "metavar": "NAME",
         },
     )
     scheme_args: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "its hyper-parameters, e.g. max_distance=64 share_heads=false; `hf-posenc schemes NAME` explains them",
+            "help": "its hyper-parameters, e.g. max_distance=64 share_heads=false; see `hf-posenc schemes NAME`",
             "metavar": "NAME=VALUE",
         },
     )
@@ -47,7 +47,7 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
 
 
 def named(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
-    """The scheme of this name with these hyper-parameters; UsageError, with the option that named it, if it cannot be."""
+    """The scheme of this name with these hyper-parameters; UsageError, naming the option, if it cannot be."""
     try:
         (scheme,) = parse_schemes(name, given)
         return scheme

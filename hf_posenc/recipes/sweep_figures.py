@@ -33,7 +33,7 @@ class Curve:
     deviations: Sequence[float]
 
     def band(self) -> list[tuple[float, float]]:
-        """One standard deviation below and above each mean, but not below half of it: a logarithmic axis has no zero."""
+        """One standard deviation below and above each mean, but not below half of it: no zero on a logarithmic axis."""
         pairs = zip(self.means, self.deviations, strict=True)
         return [(max(mean - deviation, mean / 2), mean + deviation) for mean, deviation in pairs]
 

@@ -42,14 +42,16 @@ def calibration_line(found: dict[str, Any]) -> str:
         return f"not calibrated: {found['why']}"
     losses, divergence = found["held_out_loss"], found["divergence"]
     return (
-        f"calibrated: attention {divergence['before']:.3f} nats from the base's before, {divergence['after']:.3f} after; "
-        f"held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, swapped {losses['swapped']:.3f}, "
-        f"calibrated {losses['calibrated']:.3f}"
+        f"calibrated: attention {divergence['before']:.3f} nats from the base's before, {divergence['after']:.3f} "
+        f"after; held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, "
+        f"swapped {losses['swapped']:.3f}, calibrated {losses['calibrated']:.3f}"
     )
 
 
 SAME = 0.02
 """Perplexities that differ by less than this share of the base's are called the same."""
+HOLDS = 0.05
+"""And at a longer context it holds if it is no more above that at the base's length than this share of it."""
 
 
 def verdict(results: dict[str, Any]) -> str:
@@ -64,7 +66,10 @@ def verdict(results: dict[str, Any]) -> str:
     known = max((length for length in before if length <= trained and length in after), default=None)
     longest = max(after)
     if known is None:
-        return f"Nothing was measured at {trained} tokens, where the base was trained, or below: there is no base to compare with."
+        return (
+            f"Nothing was measured at {trained} tokens, where the base was trained, or below: there is no base to "
+            "compare with."
+        )
     base, now, far = before[known], after[known], after[longest]
     said = f"Perplexity at {known} tokens: {base:.2f} before, {now:.2f} after."
     if now > base * (1 + SAME):
@@ -75,14 +80,13 @@ def verdict(results: dict[str, Any]) -> str:
         said += " The model is as good as its base there."
     if longest <= known:
         return said
-    reach = f" At {longest} tokens it has {far:.2f}"
-    if (then := before.get(longest)) is not None:
-        reach += f", the base {then:.2f}"
-    else:
-        reach += ", and the base cannot run"
-    if far > now * (1 + SAME):
-        return f"{said}{reach}: beyond {known} tokens it gets worse."
-    return f"{said}{reach}: it holds beyond {known} tokens."
+    then = f"the base {before[longest]:.2f}" if longest in before else "and the base cannot run"
+    held = known
+    for length in sorted(length for length in after if length > known):
+        if after[length] > now * (1 + HOLDS):
+            return f"{said} It holds to {held} tokens and gets worse beyond: at {longest} it has {far:.2f}, {then}."
+        held = length
+    return f"{said} It holds to {longest} tokens, where it has {far:.2f}, {then}."
 
 
 def calibration_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -48,8 +48,8 @@ class TrainingArguments:
     learning_rate: float | None = field(
         default=None,
         metadata={
-            "help": "peak, after warm-up and before the decay; where a recipe calibrates, by default 3e-4, or 1e-3 with "
-            "--calibrate none"
+            "help": "peak, after warm-up and before the decay; where a recipe calibrates, by default 3e-4, or 1e-3 "
+            "with --calibrate none"
         },
     )
     schedule: str = field(default="cosine", metadata={"help": " | ".join(SCHEDULES)})
@@ -86,14 +86,16 @@ class RecoveryArguments:
     recovery_steps: int | None = field(
         default=None,
         metadata={
-            "help": "how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back more "
-            "cheaply; by default half of them, where --train-length is beyond what the base was trained at, or with --recovery-length"
+            "help": "how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back "
+            "more cheaply; by default half of them, where --train-length is beyond what the base was trained at, or "
+            "with --recovery-length"
         },
     )
     recovery_length: int | None = field(
         default=None,
         metadata={
-            "help": "their context length; by default the one the base was trained at, or --train-length if that is less"
+            "help": "their context length; by default the one the base was trained at, or --train-length if that is "
+            "less"
         },
     )
     distill: float = field(
@@ -149,7 +151,7 @@ def accelerator_for(arguments: TrainingArguments, folder: Path) -> Accelerator:
             `context_parallel` does not divide them.
     """
     accelerator = Accelerator(
-        # Without this, several processes on a machine without a GPU would not know of each other. DeepSpeed has its own way.
+        # Without this, several processes on a machine without a GPU would not know of each other; DeepSpeed's would.
         cpu=not torch.accelerator.is_available() and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true",
         mixed_precision=arguments.mixed_precision,
         # Windows come without end, so the end of a pass over the text must not cut an accumulation short.
@@ -267,8 +269,8 @@ def fine_tune(
         teacher: the unpatched base, if `distill` or `transfer_steps` ask for it.
         trained_length: tokens of its trained window.
         evaluate: held-out loss of the model, for the recovery curve.
-        find_rate: gives the learning rate in place of the arguments', from the wrapped model, its optimizer and what makes
-            a step; asked before the first step only.
+        find_rate: gives the learning rate in place of the arguments', from the wrapped model, its optimizer and what
+            makes a step; asked before the first step only.
 
     Returns:
         The model as accelerate wrapped it, and what to report: steps, tokens, losses, curve, speed, memory.

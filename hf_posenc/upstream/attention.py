@@ -54,6 +54,8 @@ PASSED_OVER = {
     "num_items_in_batch": "read by the loss",
     "shift_labels": "read by the loss",
     "ignore_index": "read by the loss",
+    "tokenizer": "read by generate, for `stop_strings`, which hands it on",
+    "assistant_tokenizer": "read by generate, for an assistant with words of its own, which hands it on",
 }
 """What models hand down to attention that does not change what ours computes, and why."""
 

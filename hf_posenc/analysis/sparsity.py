@@ -1,0 +1,66 @@
+"""How many products of queries and keys are negative: what a ReLU in front of the softmax sets to zero.
+
+DA-Transformer (Wu et al. 2021, arXiv:2010.06925) clips products at 0 before it multiplies them by its factors, so that
+a factor above 1 does not push a negative one further down, and calls the result sparse. What is sparse are the scores:
+one of 0 still has a weight, `e^0` before the softmax divides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..calibration.maps import observe
+from ..modes import evaluation
+from ..patching.plan import BaseModel
+from . import probe
+
+
+@dataclass(frozen=True)
+class NegativeProducts:
+    """How many products of a query and a key that it sees are negative.
+
+    Attributes:
+        label: the model's class.
+        layers: (N,) indices of the layers that attend.
+        shares: (N, H) float64, 0 .. 1, over all visible pairs.
+    """
+
+    label: str
+    layers: tuple[int, ...]
+    shares: Tensor
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {"label": self.label, "layers": list(self.layers), "shares": self.shares.tolist()}
+
+
+@torch.no_grad()
+def negative_products(model: PreTrainedModel, tokens: Tensor) -> NegativeProducts:
+    """Count negative products of queries and keys, rotated where a model rotates them, by layer and head.
+
+    Args:
+        model: patched or stock.
+        tokens: (T,) or (B, T) text without padding, T >= 2; takes B H T^2 numbers of memory.
+
+    Returns:
+        NegativeProducts.
+
+    Raises:
+        UnsupportedModelError: for a stock model that bypasses transformers' interface.
+    """
+    tokens = probe.check_tokens(tokens, 2)
+    wanted = list(BaseModel.of(model).found.attention_of)
+    rows = []
+    with evaluation(model):
+        for seen in observe(model, tokens, wanted).values():
+            call = seen.call.widened()
+            visible = call.visible()
+            negative = (call.products() < 0) & visible
+            pairs = visible.expand(negative.shape).sum((0, 2, 3))
+            rows.append((negative.sum((0, 2, 3)).double() / pairs).cpu())
+    return NegativeProducts(type(model).__name__, tuple(wanted), torch.stack(rows))

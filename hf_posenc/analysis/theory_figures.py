@@ -1,0 +1,220 @@
+"""Figures of what the theory of positions computes: waves, grids, properties, Hessians, tables; part of `plots`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import pen
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor
+
+    from .decay import Decay
+    from .expansion import MixedHessian
+    from .properties import Properties
+    from .sparsity import NegativeProducts
+    from .statistics import EmbeddingStatistics
+
+VERDICTS = {"yes": "#B7DFCF", "no": "#F2C6A7", "not applicable": "#E4E4E4"}
+"""Lighter shades of the green and the vermilion of the other figures, and a grey; each has its word on it."""
+
+
+def wave_curves(found: Mapping[str, Mapping[str, Decay]], *, title: str = "") -> Figure:
+    """Draw what waves give to a distance: the integral as a line, the sum over the pairs in dashes of the same colour.
+
+    Args:
+        found: label -> what `WaveDecay.curves` or `RotaryWeights.curves` returned. Means over layers and heads are
+            drawn.
+        title: above the axes; empty means none.
+
+    Raises:
+        ValueError: if there are no curves.
+        ImportError: without matplotlib.
+    """
+    pen.require(list(found), "waves")
+    labels = [f"{label}, {what}" for label, curves in found.items() for what in curves]
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=pen.width(dict.fromkeys(labels)))
+        for (label, curves), look in zip(found.items(), pen.styles(found), strict=True):
+            for what, curve in curves.items():
+                dash = pen.DASHES[what == "sum"]
+                style = {"color": look["color"], "linestyle": dash, "linewidth": 1.0 if what == "sum" else 1.7}
+                axes.plot(curve.distances.tolist(), curve.mean.tolist(), label=f"{label}, {what}", **style)
+        pen.thousands(axes.xaxis)
+        axes.set_xlabel("distance (tokens)")
+        axes.set_ylabel("mean of the waves (of a model: score in nats)")
+        pen.legend(axes, dict.fromkeys(labels))
+    return figure
+
+
+def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
+    """Draw what a shift of a grid leaves of the product of two places.
+
+    Args:
+        scores: what `hf_posenc.analysis.grid_decay` returned, (2 n + 1, 2 n + 1).
+        title: above the axes; empty means none.
+    """
+    reach = len(scores) // 2 + 0.5
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=5.2, height=4.4)
+        axes.grid(False)
+        image = axes.imshow(
+            scores.T.tolist(),
+            cmap="RdBu",
+            vmin=-1,
+            vmax=1,
+            origin="lower",
+            interpolation="nearest",
+            extent=(-reach, reach, -reach, reach),
+        )
+        axes.set_xlabel("shift along the first axis (steps)")
+        axes.set_ylabel("shift along the second axis (steps)")
+        pen.colour_bar(figure, image, axes, "score, where no shift gives 1")
+    return figure
+
+
+def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
+    """Draw the verdicts on the five properties, a row for each scheme or model.
+
+    Args:
+        found: label -> what `hf_posenc.analysis.properties` returned. An untrained scheme is marked with a star.
+        title: above the table; empty means none.
+
+    Raises:
+        ValueError: if there are none.
+        ImportError: without matplotlib.
+    """
+    pen.require(list(found), "properties")
+    names = [row.name for row in next(iter(found.values())).rows]
+    labels = [f"{label} *" if each.untrained else label for label, each in found.items()]
+    with pen.style():
+        from matplotlib.colors import to_rgb
+
+        figure, axes = pen.new_axes(title, width=1.4 + 1.25 * len(names), height=1.0 + 0.42 * len(found))
+        axes.grid(False)
+        axes.imshow([[to_rgb(VERDICTS[row.verdict]) for row in each.rows] for each in found.values()], aspect="auto")
+        for line, each in enumerate(found.values()):
+            for column, row in enumerate(each.rows):
+                axes.text(column, line, row.verdict, ha="center", va="center", fontsize=9)
+        axes.set_xticks(range(len(names)), names)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.tick_params(length=0)
+        for between in range(1, len(labels)):
+            axes.axhline(between - 0.5, color="white", linewidth=1.5)
+        for between in range(1, len(names)):
+            axes.axvline(between - 0.5, color="white", linewidth=1.5)
+        if any(each.untrained for each in found.values()):
+            axes.set_xlabel("* before training")
+    return figure
+
+
+def mixed_hessian(found: MixedHessian, *, title: str = "") -> Figure:
+    """Draw the rows of the Hessian between two positions that were computed, and the share of the diagonal in them.
+
+    Args:
+        found: what `hf_posenc.analysis.mixed_hessian` returned.
+        title: above the axes; empty means none.
+    """
+    rows, size = found.block.shape
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=6.4, height=4.4)
+        pen.heat_map(figure, axes, found.block, "second derivative", symmetric=True)
+        step = math.ceil(rows / 8)
+        axes.set_yticks(range(0, rows, step), [str(row) for row in found.rows[::step]])
+        shares = f"diagonal: {found.diagonal_share:.2%}, without structure {1 / size:.2%}"
+        axes.set_xlabel(f"coordinate of n = {found.second} ({shares})")
+        axes.set_ylabel(f"coordinate of m = {found.first}")
+    return figure
+
+
+def negative_products(found: NegativeProducts, *, title: str = "") -> Figure:
+    """Draw the share of products of queries and keys that are negative, by layer and head.
+
+    Args:
+        found: what `hf_posenc.analysis.negative_products` returned.
+        title: above the axes; empty means none.
+    """
+    layers, heads = found.shares.shape
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=2.4 + 0.3 * max(heads, 8), height=min(9.0, 1.6 + 0.3 * layers))
+        axes.grid(False)
+        image = axes.imshow(found.shares.tolist(), vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        step = math.ceil(layers / 24)
+        axes.set_yticks(range(0, layers, step), [str(index) for index in found.layers[::step]])
+        step = math.ceil(heads / 16)
+        axes.set_xticks(range(0, heads, step))
+        axes.set_xlabel("head")
+        axes.set_ylabel("layer")
+        pen.colour_bar(figure, image, axes, "negative products (%)", percent=True)
+    return figure
+
+
+def embedding_statistics(found: Mapping[str, EmbeddingStatistics], *, title: str = "") -> Figure:
+    """Draw norms, how diagonal covariances are, and how far neighbouring positions are apart, for several models.
+
+    Args:
+        found: label -> what `hf_posenc.analysis.embedding_statistics` returned. An open mark beside a diagonal share is
+            that of independent coordinates.
+        title: above the panels; empty means none.
+
+    Raises:
+        ValueError: if there are none.
+        ImportError: without matplotlib.
+    """
+    pen.require(list(found), "statistics")
+    sets = {
+        f"{label}, {what}": each
+        for label, measured in found.items()
+        for what, each in (("tokens", measured.tokens), ("positions", measured.positions))
+        if each is not None
+    }
+    places = range(len(sets))
+    marks: dict[str, Any] = {"linestyle": "none", "color": pen.COLOURS[0]}
+    with pen.style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(11.0, max(3.4, 1.4 + 0.3 * len(sets))), layout="constrained")
+        norms, diagonals, steps = figure.subplots(1, 3)
+        norms.errorbar(
+            [each.mean_norm for each in sets.values()],
+            list(places),
+            xerr=[each.std_norm for each in sets.values()],
+            marker="o",
+            **marks,
+        )
+        norms.set_xlim(left=0)
+        norms.set_yticks(places, list(sets))
+        norms.set_xlabel("norm (mean and deviation)")
+        diagonals.plot([each.diagonal_share for each in sets.values()], places, marker="o", label="measured", **marks)
+        diagonals.plot(
+            [each.independent_share for each in sets.values()],
+            places,
+            marker="o",
+            markerfacecolor="white",
+            label="independent",
+            **marks,
+        )
+        diagonals.set_yticks(places, [""] * len(sets))
+        diagonals.set_xlim(-0.03, 1.03)
+        diagonals.set_xlabel("share of the diagonal in the covariance")
+        diagonals.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+        for axes in (norms, diagonals):
+            axes.set_ylim(len(sets) - 0.5, -0.5)
+        tables = {label: each for label, each in found.items() if each.neighbour_distances is not None}
+        for (label, each), look in zip(tables.items(), pen.styles(tables), strict=True):
+            values = each.neighbour_distances.tolist()  # type: ignore[union-attr]  # tables are those that have them
+            steps.plot(range(1, len(values) + 1), values, label=label, **{**look, "marker": ""})
+        if tables:
+            steps.set_xscale("log")
+            pen.positive_axis(steps, [value for line in steps.get_lines() for value in line.get_ydata()])
+            steps.set_xlabel("position (tokens)")
+            steps.set_ylabel("distance to the one before")
+            pen.legend(steps, tables)
+        else:
+            steps.set_visible(False)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure

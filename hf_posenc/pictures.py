@@ -1,0 +1,270 @@
+"""What `hf-posenc plot` can draw: for each kind of picture, what it computes of a scheme, a model or frequencies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from . import analysis
+from .analysis import Decay, integrals, plots, probe
+from .evaluation import measure_recurrence
+from .schemes.base import Scheme
+
+SEGMENTS = 8
+"""Segments of a text that the picture of recurrence reads."""
+
+GRID_SIZE = 64
+"""Coordinates of the vectors that a grid is drawn for, as many as a head has as a rule."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of the numbers of one source.
+
+    Attributes:
+        length: tokens: positions or distances to show, or what a model reads.
+        trained_length: of a scheme's base; None means the usual one, or what a model's config says.
+        positions: of the two tokens of an expansion; None means after a third and two thirds of the text.
+        read: number of tokens -> tokens (n,) for the model to read.
+    """
+
+    length: int
+    trained_length: int | None
+    positions: tuple[int, int] | None
+    read: Callable[[int], Tensor]
+
+    @property
+    def base_length(self) -> int:
+        """Length of the training of a scheme's base."""
+        return self.trained_length or probe.TRAINED_LENGTH
+
+    @property
+    def text(self) -> Tensor:
+        """Tokens (length,)."""
+        return self.read(self.length)
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Positions m and n."""
+        return self.positions or (self.length // 3, 2 * self.length // 3)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What is computed of one sort of source.
+
+    Attributes:
+        compute: of the scheme, the model or the frequencies, and what is asked.
+        options: names of the options of the command line that it reads.
+    """
+
+    compute: Callable[[Any, Asked], Any]
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of picture.
+
+    Attributes:
+        draw: of what was computed, by source, and a title.
+        scheme: what is computed of a scheme; None if the kind is for none.
+        model: likewise of a model.
+        schedule: likewise of frequencies: a base, a power of t, or a list.
+        several: whether sources are drawn on one axis, or one alone.
+    """
+
+    draw: Callable[[dict[str, Any], str], Any]
+    scheme: Numbers | None = None
+    model: Numbers | None = None
+    schedule: Numbers | None = None
+    several: bool = False
+
+    def numbers(self, sort: str) -> Numbers | None:
+        """Return what is computed of a sort of source: `scheme`, `model` or `schedule`."""
+        return {"scheme": self.scheme, "model": self.model, "schedule": self.schedule}[sort]
+
+
+def schedule(text: str) -> integrals.Values | None:
+    """Return the frequencies that a text says, see `analysis.wave_integral`; None if it says none.
+
+    `10000` is a base, `t` and `t^2` are powers of t, and `1,0.3,0.1` is a list of radians per token.
+    """
+    power = "1" if text == "t" else text.removeprefix("t^") if text.startswith("t^") else None
+    try:
+        values = [float(part) for part in ([power] if power else text.split(","))]
+    except ValueError:
+        return None
+    if len(values) > 1:
+        return values
+    (value,) = values
+    return (lambda t: t**value) if power else value
+
+
+def _one(draw: Callable[..., Any]) -> Callable[[dict[str, Any], str], Any]:
+    """Return what draws the only source."""
+    return lambda found, title: draw(next(iter(found.values())), title=title)
+
+
+def _all(draw: Callable[..., Any]) -> Callable[[dict[str, Any], str], Any]:
+    """Return what draws all sources, by name."""
+    return lambda found, title: draw(found, title=title)
+
+
+def _vectors(vectors: Tensor | None, source: str) -> Tensor:
+    if vectors is None:
+        raise ValueError(f"{source} adds no position vectors")
+    return vectors
+
+
+def _of_scheme(scheme: Scheme, asked: Asked) -> Tensor:
+    found = analysis.scheme_vectors(scheme, asked.length, trained_length=asked.base_length)
+    return _vectors(found, scheme.name)
+
+
+def _of_model(model: PreTrainedModel, asked: Asked) -> Tensor:
+    return _vectors(analysis.position_vectors(model, asked.length), f"this {type(model).__name__}")
+
+
+def _grid(theta: integrals.Values, asked: Asked) -> Tensor:
+    if not isinstance(theta, float):
+        raise ValueError("the frequencies of a grid are said by their base, as 10000")
+    return analysis.grid_decay(analysis.axis_frequencies(GRID_SIZE, base=theta), asked.length)
+
+
+def _curves(model: PreTrainedModel, asked: Asked) -> dict[str, Decay]:
+    found = analysis.rotary_weights(model, asked.text, progress=True)
+    return found.curves(range(-asked.length, asked.length + 1), progress=True)
+
+
+def _segments(model: PreTrainedModel, asked: Asked) -> list[Any]:
+    text = asked.read(SEGMENTS * asked.length)
+    return [
+        measure_recurrence(model, [text], segment=asked.length, memory=memory, progress=True)
+        for memory in (0, asked.length)
+    ]
+
+
+def _losses(found: dict[str, Any], title: str) -> Any:
+    return plots.loss_by_position(
+        {
+            f"{name}, {f'memory of {each.memory}' if each.memory else 'no memory'}": [
+                (part.first, part.last, part.loss) for part in each.by_position
+            ]
+            for name, measured in found.items()
+            for each in measured
+        },
+        xlabel="place in the segment (tokens)",
+        title=title,
+    )
+
+
+VECTORS = Numbers(_of_scheme, ("length", "trained_length", "scheme_args"))
+MODEL_VECTORS = Numbers(_of_model, ("length",))
+CURVES = Numbers(
+    lambda scheme, asked: analysis.decay(scheme, asked.length, trained_length=asked.base_length),
+    ("length", "trained_length", "scheme_args"),
+)
+MODEL_CURVES = Numbers(
+    lambda model, asked: analysis.model_decay(model, asked.text, asked.length),
+    ("length", "data"),
+)
+READING = ("length", "data")
+PAIR = (*READING, "positions")
+
+OPTIONS_OF: dict[str, tuple[str, ...]] = {"scheme": (), "model": ("revision",), "schedule": ()}
+"""Options of the command line that every kind reads for a sort of source."""
+
+KINDS = {
+    "vectors": Kind(_one(plots.position_vectors), VECTORS, MODEL_VECTORS),
+    "similarity": Kind(_one(plots.similarity_matrix), VECTORS, MODEL_VECTORS),
+    "grid": Kind(
+        _one(plots.grid_decay),
+        schedule=Numbers(_grid, ("length",)),
+    ),
+    "decay": Kind(_all(plots.decay_curves), CURVES, MODEL_CURVES, several=True),
+    "waves": Kind(
+        _all(plots.wave_curves),
+        schedule=Numbers(lambda theta, asked: analysis.wave_decay(asked.length, theta).curves(), ("length",)),
+        model=Numbers(_curves, READING),
+        several=True,
+    ),
+    "biases": Kind(_one(plots.bias_maps), CURVES, MODEL_CURVES),
+    "wavelengths": Kind(
+        lambda found, title: plots.wavelengths([each for group in found.values() for each in group], title=title),
+        scheme=Numbers(
+            lambda scheme, asked: analysis.frequencies(scheme, trained_length=asked.base_length),
+            ("trained_length", "scheme_args"),
+        ),
+        model=Numbers(
+            lambda model, asked: analysis.frequencies(model, trained_length=asked.trained_length), ("trained_length",)
+        ),
+        several=True,
+    ),
+    "properties": Kind(
+        _all(plots.properties),
+        scheme=Numbers(
+            lambda scheme, asked: analysis.properties(scheme, trained_length=asked.base_length, progress=True),
+            ("trained_length", "scheme_args"),
+        ),
+        model=Numbers(
+            lambda model, asked: analysis.properties(model, trained_length=asked.trained_length, progress=True),
+            ("trained_length",),
+        ),
+        several=True,
+    ),
+    "attention": Kind(
+        _one(plots.attention_by_distance),
+        model=Numbers(lambda model, asked: analysis.attention_by_distance(model, asked.text, progress=True), READING),
+    ),
+    "order": Kind(
+        _all(plots.order_by_layer),
+        model=Numbers(lambda model, asked: analysis.order_sensitivity(model, asked.text, progress=True), READING),
+        several=True,
+    ),
+    "equivariance": Kind(
+        _all(plots.equivariance_by_layer),
+        model=Numbers(lambda model, asked: analysis.equivariance(model, asked.text, progress=True), READING),
+        several=True,
+    ),
+    "expansion": Kind(
+        _one(plots.expansion_terms),
+        model=Numbers(lambda model, asked: analysis.expansion(model, asked.text, *asked.pair, progress=True), PAIR),
+    ),
+    "hessian": Kind(
+        _one(plots.mixed_hessian),
+        model=Numbers(lambda model, asked: analysis.mixed_hessian(model, asked.text, *asked.pair, progress=True), PAIR),
+    ),
+    "terms": Kind(
+        _one(plots.score_terms),
+        model=Numbers(lambda model, asked: analysis.score_terms(model, asked.text, progress=True), READING),
+    ),
+    "negative": Kind(
+        _one(plots.negative_products),
+        model=Numbers(lambda model, asked: analysis.negative_products(model, asked.text), READING),
+    ),
+    "table": Kind(
+        _one(plots.position_scores),
+        model=Numbers(
+            lambda model, asked: analysis.position_scores(model, asked.text, length=asked.length, progress=True),
+            READING,
+        ),
+    ),
+    "statistics": Kind(
+        _all(plots.embedding_statistics),
+        model=Numbers(lambda model, asked: analysis.embedding_statistics(model), ()),
+        several=True,
+    ),
+    "recurrence": Kind(_losses, model=Numbers(_segments, READING), several=True),
+    "precision": Kind(
+        _one(plots.distinct_biases),
+        scheme=Numbers(
+            lambda scheme, asked: analysis.precision_audit(asked.length, scheme=scheme), ("length", "scheme_args")
+        ),
+    ),
+}
+"""What can be drawn, by the name of its kind."""
