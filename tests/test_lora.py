@@ -380,6 +380,7 @@ DISTRIBUTED = """
 """
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_save(tmp_path):
     """Under DDP, without unused parameters, and what is saved is what one process gets from the whole batch."""
     root = Path(__file__).parents[1]

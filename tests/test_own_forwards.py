@@ -530,7 +530,7 @@ def test_activation_checkpointing(name):
 
 # torch's own tracing of the activation function that BLOOM brings.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("scheme", ["alibi", "rope"])
+@pytest.mark.parametrize("scheme", ["alibi", pytest.param("rope", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["bloom", "gptj", "mpt"])
 def test_compiles_to_one_graph(name, scheme):
     torch._dynamo.reset()

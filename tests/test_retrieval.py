@@ -130,6 +130,7 @@ def cells():
     ]
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_processes(tmp_path):
     processes = Processes(2)
     results = [
