@@ -427,6 +427,41 @@ def test_kill_and_resume(recipe, training, recipes, tiny_checkpoints, text):
         assert now["sliding"]["nll"] == pytest.approx(then["sliding"]["nll"], rel=1e-5)
 
 
+ENDING = """
+import atexit, os, sys
+import torch.distributed as dist
+from hf_posenc.recipes import program
+
+class Left:  # as a backend's thread is, which still holds what the interpreter takes apart
+    __del__ = lambda self, abort=os.abort: abort()
+
+left = Left()
+atexit.register(print, "asked for")
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+
+def main():
+    print("the work", end=" ")
+    if sys.argv[2] != "nothing":
+        raise SystemExit(int(sys.argv[2]) if sys.argv[2].isdigit() else sys.argv[2])
+
+program.start(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stop", "status", "said"), [("nothing", 0, ""), ("130", 130, ""), ("why", 1, "why")])
+def test_a_process_of_a_group_leaves_out_the_end_of_the_interpreter(recipes, tmp_path, stop, status, said):
+    """What aborts there does not; what was printed, registered and wanted as a status stays."""
+    run = subprocess.run(
+        [sys.executable, "-c", ENDING, tmp_path / "group", stop],
+        env=os.environ | {"PYTHONPATH": str(recipes.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stdout) == (status, "the work asked for\n")
+    assert run.stderr.strip() == said
+
+
 @pytest.mark.parametrize(
     ("scheme", "how"),
     [
