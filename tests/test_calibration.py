@@ -614,6 +614,30 @@ def test_a_state_of_something_else_is_refused(tmp_path):
         calibrate(model, **given | {"state_file": tmp_path / "nowhere" / "state"})
 
 
+def test_what_was_calibrated_is_written_down(tmp_path):
+    """The last one, in the config, from where a checkpoint, its description and its card have it."""
+    model = patch_model(tiny("llama"), "t5", seed=0)
+    model.save_pretrained(tmp_path / "plain")
+    assert hf_posenc.inspect(tmp_path / "plain").calibration is None
+    assert "\n  calibrated  no\n" in str(hf_posenc.inspect(tmp_path / "plain"))
+    assert "The swap was not calibrated." in (tmp_path / "plain" / "README.md").read_text()
+    calibrate(model, windows(), stage="closed_form", held_out=2)
+    calibrate(model, windows(), steps=1, held_out=2, base=tiny("llama"))
+    with patch_of(model).undo.suspended():
+        assert not hasattr(model.config, "position_encoding")
+    model.save_pretrained(tmp_path / "calibrated")
+    said = hf_posenc.inspect(tmp_path / "calibrated")
+    assert said.calibration == {"stage": "attention", "tokens": 12 * LENGTH}
+    assert f"\n  calibrated  with {12 * LENGTH} tokens, stage attention\n" in str(said)
+    card = (tmp_path / "calibrated" / "README.md").read_text()
+    assert f"The swap was calibrated to its base with {12 * LENGTH} tokens, stage `attention`." in card
+    loaded = hf_posenc.from_pretrained(tmp_path / "calibrated")
+    loaded.save_pretrained(tmp_path / "again")
+    assert hf_posenc.inspect(tmp_path / "again").calibration == said.calibration
+    unpatch_model(model)
+    assert "calibration" not in patch_model(model, "t5", seed=0).config.position_encoding
+
+
 def test_a_loaded_model_needs_its_base(tmp_path):
     stock = tiny("llama")
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, NotPatchedError
+from ..hub import CALIBRATION
 from ..modes import evaluation
 from ..patching.state import patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
@@ -209,7 +210,10 @@ def calibrate(
     with evaluation(inner):
         pair = Pair(inner, patch, base, tokens, held_out, keeps_mean=inner is model)
         try:
-            return _run(pair, how, tokens, closed_windows, on_step)
+            found = _run(pair, how, tokens, closed_windows, on_step)
+            said = {"stage": stage, "tokens": found.tokens}
+            inner.config.position_encoding = {**inner.config.position_encoding, CALIBRATION: said}
+            return found
         finally:
             moved = base is not None or any(not weight.equal(before) for weight, before in pair.originals)
             patch.moved = patch.moved or moved
