@@ -5,12 +5,14 @@ import dataclasses
 import inspect
 import json
 import re
+import sys
 
 import pytest
 import torch
 from decoders import decoder
 from families import tiny, tokens
 from snapshots import assert_same, snapshot
+from tqdm.auto import tqdm
 
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, calibrate, patch_model, unpatch_model
@@ -420,6 +422,33 @@ def test_the_same_seed_gives_the_same_numbers():
 
     assert found(0).equal(found(0))
     assert not found(0).equal(found(1))
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "t5"), ("llama", "nope"), ("gpt2", "t5")])
+def test_bars_count_to_their_ends(family, scheme, monkeypatch, tmp_path):
+    """With queries that turn and a curve, with one of both, and resumed; no more windows are counted than there are."""
+    ended = []
+
+    class Bar(tqdm):
+        def __exit__(self, *raised):
+            ended.append((self.desc, self.n, self.total, self.initial))
+            super().__exit__(*raised)
+
+    monkeypatch.setattr(sys.modules[calibrate.__module__], "tqdm", Bar)
+
+    def run(on_step=None):
+        ended.clear()
+        model = patch_model(tiny(family), scheme, seed=0)
+        state = tmp_path / "state.safetensors"
+        calibrate(model, windows(), held_out=2, steps=3, state_file=state, on_step=on_step, progress=True)
+        return ended
+
+    reads = 10 + 10 * (family == "llama" and scheme == "t5") + 2 * 2
+    with pytest.raises(ZeroDivisionError):
+        run(lambda step, _: 1 // (2 - step))
+    assert run() == [("calibrating", 3, 3, 2)]
+    (tmp_path / "state.safetensors").unlink()
+    assert run() == [("closed forms", reads, reads, 0), ("calibrating", 3, 3, 0)]
 
 
 def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):

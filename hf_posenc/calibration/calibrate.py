@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, NotPatchedError
@@ -124,6 +125,7 @@ def calibrate(
     state_file: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
     on_step: Callable[[int, float], None] | None = None,
+    progress: bool = False,
 ) -> Calibration:
     """Put into a scheme, and into the projections of queries and keys, what the base's positions did.
 
@@ -157,6 +159,7 @@ def calibrate(
         save_every: steps from one state to the next, beside those before the first step, after the last, and after one
             whose `on_step` raises an error; None means 25.
         on_step: called after each step of the second stage with its number, from 1, and the mean loss.
+        progress: show a progress bar of the windows that the closed forms read, and one of the second stage's steps.
 
     Returns:
         What was found, by layer and head.
@@ -210,7 +213,7 @@ def calibrate(
     with evaluation(inner):
         pair = Pair(inner, patch, base, tokens, held_out, keeps_mean=inner is model)
         try:
-            found = _run(pair, how, tokens, closed_windows, on_step)
+            found = _run(pair, how, tokens, closed_windows, on_step, progress)
             said = {"stage": stage, "tokens": found.tokens}
             inner.config.position_encoding = {**inner.config.position_encoding, CALIBRATION: said}
             return found
@@ -282,6 +285,7 @@ def _run(
     tokens: Tensor,
     windows: int,
     on_step: Callable[[int, float], None] | None,
+    progress: bool,
 ) -> Calibration:
     moved = ([], []) if how is None else movable(pair, how.weights)
     if how is not None and not any(moved):
@@ -293,7 +297,8 @@ def _run(
     if found is None:
         try:
             pair.keep_mean()
-            closed = close(pair, windows)
+            with tqdm(desc="closed forms", unit="window", disable=not progress, leave=False) as pair.bar:
+                closed = close(pair, windows)
         except BaseException:
             pair.restore()
             raise
@@ -304,7 +309,16 @@ def _run(
     if how is not None:
         if state is not None:
             state.first_stage = found
-        match(pair, moved, how, state, on_step)
+        done = 0 if state is None else state.step
+        with tqdm(total=how.steps, initial=done, desc="calibrating", unit="step", disable=not progress) as bar:
+
+            def stepped(step: int, divergence: float) -> None:
+                bar.set_postfix(**{how.loss: f"{divergence:.3f}"}, refresh=False)
+                bar.update()
+                if on_step is not None:
+                    on_step(step, divergence)
+
+            match(pair, moved, how, state, stepped)
         settle(pair, windows)
         try:
             after = pair.divergence()
