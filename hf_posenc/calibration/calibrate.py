@@ -214,12 +214,17 @@ def calibrate(
         pair = Pair(inner, patch, base, tokens, held_out, keeps_mean=inner is model)
         try:
             found = _run(pair, how, tokens, closed_windows, on_step, progress)
-            said = {"stage": stage, "tokens": found.tokens}
-            inner.config.position_encoding = {**inner.config.position_encoding, CALIBRATION: said}
+            write_down(inner, stage, found.tokens)
             return found
         finally:
             moved = base is not None or any(not weight.equal(before) for weight, before in pair.originals)
             patch.moved = patch.moved or moved
+
+
+def write_down(model: PreTrainedModel, stage: str, tokens: int) -> None:
+    """Say in a patched model's config that it was calibrated: its checkpoints and their cards say so from then on."""
+    config = without_adapter(model).config
+    config.position_encoding = {**config.position_encoding, CALIBRATION: {"stage": stage, "tokens": tokens}}
 
 
 def second_stage(stage: str, **given: Any) -> Matching | None:
