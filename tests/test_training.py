@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -331,12 +332,15 @@ def test_quickstart_chooses_the_folder(tmp_path):
         f'say() {{ printf "%s\n" "$*" >&2; }}\nsetup_env() {{ ENV_PYTHON="{project}/python"; }}\n'
     )
     python = project / "python"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "ran $@" >&2\n')
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "$OMP_NUM_THREADS threads ran $@" >&2\n'
+    )
     python.chmod(0o755)
 
-    def quickstart(*words):
+    def quickstart(*words, threads="7"):
         command = ["bash", str(project / "scripts" / "quickstart.sh"), *map(str, words)]
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True)
+        given = os.environ | {"OMP_NUM_THREADS": threads}
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, env=given)
         return done.returncode, done.stderr
 
     status, said = quickstart("--resume")
@@ -359,6 +363,10 @@ def test_quickstart_chooses_the_folder(tmp_path):
     (work / "runs/quickstart-3/progress.json").unlink()
     assert quickstart("--resume")[1].endswith("--resume --output runs/quickstart\n")
     assert quickstart("--steps", "3")[1].endswith("--steps 3 --output runs/quickstart-2\n")
+    assert "7 threads ran" in quickstart()[1]
+    assert int(re.search(r"(\d+) threads ran", quickstart(threads="")[1])[1]) in range(
+        1, len(os.sched_getaffinity(0)) + 1
+    )
     assert quickstart("--resume", "--output", "mine")[1].endswith("--resume --output mine\n")
     file = work / "run.yaml"
     file.write_text("output: elsewhere\n")
