@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import inspect
 import json
+import math
 import re
 import sys
 
@@ -171,12 +172,12 @@ def test_vectors_are_fitted_up_to_what_the_softmax_does_not_see(scheme):
         for p in other.parameters():
             p.normal_()
     like = torch.empty(0, dtype=torch.float64)
-    wanted = coefficients(other, like, LENGTH, 4).detach()
+    wanted = coefficients(other, like, torch.arange(LENGTH), 4).detach()
     constant = torch.randn(4, 1, 9, dtype=torch.float64)
     root = torch.randn(4, 9, 9, dtype=torch.float64)
     metric = root @ root.mT + torch.eye(9, dtype=torch.float64)
     fit(found, like, [Target(wanted + constant, torch.ones(4, LENGTH, dtype=torch.float64), metric)])
-    off = coefficients(found, like, LENGTH, 4).detach() - wanted
+    off = coefficients(found, like, torch.arange(LENGTH), 4).detach() - wanted
     assert (off - off.mean(1, keepdim=True)).square().mean() <= 1e-3 * wanted.var()  # the guessed tail weighs a little
     if scheme == "shaw":
         assert found.form(like).values.abs().max() <= 1e-6
@@ -342,19 +343,34 @@ def test_embeddings_stay_where_no_table_is_gone(family, layers):
 
 
 def test_vectors_beyond_what_windows_reach_are_settled():
+    """What they add to a score falls there as twice the logarithm of the distance, and stays what it was before."""
     model = patch_model(tiny("llama"), "transformer_xl", seed=0)
     pair = pair_of(model)
-    module, like = pair.module(0), torch.empty(0)
+    module, like, distances = pair.module(0), torch.empty(0), torch.arange(16 * LENGTH)
     with torch.no_grad():
         module.position_projection.normal_(std=0.3)
-    before = coefficients(module, like, 4 * LENGTH, 4).detach()
+    before = coefficients(module, like, distances, 4).detach()
     settle(pair, 4)
-    after = coefficients(module, like, 4 * LENGTH, 4).detach()
+    after = coefficients(module, like, distances, 4).detach()
+    moved = (after - before)[:, :LENGTH].mean(1, keepdim=True)  # which the softmax does not see
+    moved_by = (after - before - moved)[:, :LENGTH].norm()
+    assert moved_by < 0.1 * before[:, :LENGTH].norm()
     end = before[:, LENGTH * 3 // 4 : LENGTH].mean(1, keepdim=True)
-    moved = after - before
-    moved = moved - moved[:, :LENGTH].mean(1, keepdim=True)  # which the softmax does not see
-    assert moved[:, :LENGTH].norm() < 0.05 * before[:, :LENGTH].norm()
-    assert (after - end)[:, LENGTH:].norm() < 0.8 * (before - end)[:, LENGTH:].norm()
+    query = 8**-0.5 * torch.cat([torch.zeros(8), torch.ones(1)])  # the average one: see `coefficients`
+    for times in (2, 4, 8):
+        fallen = (after - moved - end)[:, times * LENGTH] @ query
+        assert (fallen + 2 * math.log(times)).abs().max() < 0.7
+        assert ((before - end)[:, times * LENGTH] @ query + 2 * math.log(times)).abs().min() > 0.7
+
+
+def test_rows_of_a_table_are_those_of_the_table():
+    """For distances in any order, those beside a cut into parts among them; also where a form has nothing but a table."""
+    module = patch_model(tiny("llama"), "transformer_xl", seed=0).model.layers[0].self_attn.posenc
+    form, distances = module.form(torch.empty(0)), torch.tensor([4097, 0, 4095, 4096, 5])
+    expected = form.table(4098)[:, distances]
+    assert form.rows is not None
+    for each in (form, dataclasses.replace(form, rows=None)):
+        assert torch.allclose(each.at(distances), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("scheme", ["learned", "sinusoidal"])

@@ -93,7 +93,8 @@ def _targets(pair: Pair, modules: dict[int, Any], averages: dict[int, Averages])
 def _coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
     """Return what a layer's form has."""
     heads, count = averages.difference.shape
-    found = coefficients(pair.module(index), pair.like(index), count, heads)
+    like = pair.like(index)
+    found = coefficients(pair.module(index), like, torch.arange(count, device=like.device), heads)
     assert found is not None
     return found.detach().double()
 
@@ -136,12 +137,13 @@ def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) ->
 def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tensor) -> Target:
     """Return for each head the target of what it was given, and for the others what the module had."""
     fitted = by_name["fitted"]
-    kept = Target(as_it_was, fitted.weights, fitted.metric)
+    kept = Target(as_it_was, fitted.weights, fitted.metric, fitted.unit)
     picked = [by_name.get(name, kept) for name in names]
     return Target(
         torch.stack([each.values[head] for head, each in enumerate(picked)]),
         torch.stack([each.weights[head] for head, each in enumerate(picked)]),
         torch.stack([each.metric[head] for head, each in enumerate(picked)]),
+        fitted.unit,
     )
 
 

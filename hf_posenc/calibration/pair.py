@@ -261,7 +261,9 @@ class Pair:
         if owner is None or not any(True for _ in owner.parameters()):
             return None
         heads = self.plan.sizes[index].num_heads
-        return None if coefficients(owner, self.like(index), 1, heads) is None else owner
+        like = self.like(index)
+        none = coefficients(owner, like, torch.arange(1, device=like.device), heads) is None
+        return None if none else owner
 
     def curve(self, index: int) -> tuple[Tensor | None, bool]:
         """Return a layer's bias or factor by distance, (H, T) float32 on the CPU, and whether it is a factor."""
