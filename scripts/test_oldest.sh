@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests on the oldest of everything that is supported (constraints-oldest.txt), in an environment of its own: .venv-oldest.
 #
-#   bash scripts/test_oldest.sh [PYTEST ARGUMENTS]     without arguments: contract, checkpoints, guards, types, Hub, adapters, data
+#   bash scripts/test_oldest.sh [PYTEST ARGUMENTS]     without arguments: contract, checkpoints, guards, types, Hub, adapters, data, shared sequences
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
@@ -19,6 +19,7 @@ fi
 export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 if [ "$#" -eq 0 ]; then
     set -- tests/test_contract.py tests/test_checkpoints.py tests/test_guards.py tests/test_all_types.py tests/test_every_decoder.py \
-        tests/test_own_forwards.py tests/test_hub.py tests/test_lora.py tests/test_corpus.py tests/test_accelerate_configs.py
+        tests/test_own_forwards.py tests/test_hub.py tests/test_lora.py tests/test_corpus.py tests/test_accelerate_configs.py \
+        tests/test_distributed.py::test_trains_alike_on_shared_sequences
 fi
 exec "$ENV_PYTHON" -m pytest "$@"

@@ -61,7 +61,9 @@ def made(case, family):
 
 
 # transformers 5.17 compares with where the weights wait.
-@pytest.mark.filterwarnings("ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning"
+)
 @every_row
 def test_patched_before(family, case, way, tmp_path):
     expected = logits(made(case, family))
