@@ -249,7 +249,7 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
         )
     _check_rotary(found.decoder)
     exchange, undo = Exchange(group), Undo()
-    # accelerate before 1.15 puts torch's wrapper for checkpointing around what is in a layer, later ones around the layer.
+    # For checkpointing accelerate before 1.15 wraps what is in a layer, later ones the layer.
     attentions = [getattr(each, "_checkpoint_wrapped_module", each) for each in found.attentions]
     try:
         set_attribute(undo, inner.config, "_attn_implementation_internal", NAME)
