@@ -5,12 +5,14 @@ import dataclasses
 import inspect
 import json
 import re
+import sys
 
 import pytest
 import torch
 from decoders import decoder
 from families import tiny, tokens
 from snapshots import assert_same, snapshot
+from tqdm.auto import tqdm
 
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, calibrate, patch_model, unpatch_model
@@ -422,6 +424,33 @@ def test_the_same_seed_gives_the_same_numbers():
     assert not found(0).equal(found(1))
 
 
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "t5"), ("llama", "nope"), ("gpt2", "t5")])
+def test_bars_count_to_their_ends(family, scheme, monkeypatch, tmp_path):
+    """With queries that turn and a curve, with one of both, and resumed; no more windows are counted than there are."""
+    ended = []
+
+    class Bar(tqdm):
+        def __exit__(self, *raised):
+            ended.append((self.desc, self.n, self.total, self.initial))
+            super().__exit__(*raised)
+
+    monkeypatch.setattr(sys.modules[calibrate.__module__], "tqdm", Bar)
+
+    def run(on_step=None):
+        ended.clear()
+        model = patch_model(tiny(family), scheme, seed=0)
+        state = tmp_path / "state.safetensors"
+        calibrate(model, windows(), held_out=2, steps=3, state_file=state, on_step=on_step, progress=True)
+        return ended
+
+    reads = 10 + 10 * (family == "llama" and scheme == "t5") + 2 * 2
+    with pytest.raises(ZeroDivisionError):
+        run(lambda step, _: 1 // (2 - step))
+    assert run() == [("calibrating", 3, 3, 2)]
+    (tmp_path / "state.safetensors").unlink()
+    assert run() == [("closed forms", reads, reads, 0), ("calibrating", 3, 3, 0)]
+
+
 def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
     """Of the first layer of a LLaMA, in float64, with Shaw's vectors beside values; whatever is computed at once."""
     from hf_posenc.calibration import maps
@@ -612,6 +641,30 @@ def test_a_state_of_something_else_is_refused(tmp_path):
             calibrate(model, **given | {"state_file": tmp_path / "wrong"})
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         calibrate(model, **given | {"state_file": tmp_path / "nowhere" / "state"})
+
+
+def test_what_was_calibrated_is_written_down(tmp_path):
+    """The last one, in the config, from where a checkpoint, its description and its card have it."""
+    model = patch_model(tiny("llama"), "t5", seed=0)
+    model.save_pretrained(tmp_path / "plain")
+    assert hf_posenc.inspect(tmp_path / "plain").calibration is None
+    assert "\n  calibrated  no\n" in str(hf_posenc.inspect(tmp_path / "plain"))
+    assert "The swap was not calibrated." in (tmp_path / "plain" / "README.md").read_text()
+    calibrate(model, windows(), stage="closed_form", held_out=2)
+    calibrate(model, windows(), steps=1, held_out=2, base=tiny("llama"))
+    with patch_of(model).undo.suspended():
+        assert not hasattr(model.config, "position_encoding")
+    model.save_pretrained(tmp_path / "calibrated")
+    said = hf_posenc.inspect(tmp_path / "calibrated")
+    assert said.calibration == {"stage": "attention", "tokens": 12 * LENGTH}
+    assert f"\n  calibrated  with {12 * LENGTH} tokens, stage attention\n" in str(said)
+    card = (tmp_path / "calibrated" / "README.md").read_text()
+    assert f"The swap was calibrated to its base with {12 * LENGTH} tokens, stage `attention`." in card
+    loaded = hf_posenc.from_pretrained(tmp_path / "calibrated")
+    loaded.save_pretrained(tmp_path / "again")
+    assert hf_posenc.inspect(tmp_path / "again").calibration == said.calibration
+    unpatch_model(model)
+    assert "calibration" not in patch_model(model, "t5", seed=0).config.position_encoding
 
 
 def test_a_loaded_model_needs_its_base(tmp_path):

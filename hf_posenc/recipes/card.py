@@ -115,7 +115,7 @@ def metadata(results: dict[str, Any], title: str) -> ModelCardData:
         library_name="hf_posenc",
         pipeline_tag="text-generation",
         tags=["hf_posenc", scheme, "position-encoding"],
-        base_model=arguments["model"] if arguments["model"] and not Path(arguments["model"]).exists() else None,
+        base_model=arguments["model"] if results["base"].get("on_hub") else None,
         license=license_of(arguments["model"]),
         datasets=arguments["data"] if on_the_hub else None,
         eval_results=[
