@@ -1,5 +1,6 @@
 """The model card of a run, made from its results.json alone: a number that was not measured cannot appear."""
 
+import inspect
 import shlex
 from pathlib import Path
 from string import Template
@@ -37,7 +38,7 @@ def card(results: dict[str, Any], repository: str) -> str:
     base, scheme, training, arguments = (results[key] for key in ("base", "scheme", "training", "arguments"))
     name = Path(base["name"]).name
     title = f"{name} with {scheme['name']}"
-    about = (scheme_class(scheme["name"]).__doc__ or "").split("\n\n    Args:")[0]
+    about = inspect.cleandoc(scheme_class(scheme["name"]).__doc__ or "").partition("\n\nArgs:\n")[0]
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         metadata=metadata(results, title).to_yaml(),
         title=plain(title),
