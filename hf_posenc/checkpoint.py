@@ -17,6 +17,7 @@ from . import files
 from .api import parse_schemes, patch_model
 from .errors import CheckpointError, HfPosencError
 from .families.base import base_model_type
+from .hub import calibration_of
 from .model_types.config import heads_of, name_of
 from .model_types.entry import ENTRY, check_version, named_schemes, schemes_of_config
 from .model_types.model import model_class
@@ -210,6 +211,7 @@ class Inspection:
         base: model type of the stock family.
         architecture: class that it was saved from.
         schemes: what the config says of each, `scheme` being its name; none for a stock checkpoint.
+        calibration: `stage` and `tokens` of its last calibration, or None without one.
         version: of hf_posenc that saved it, or None.
         problem: why this installation cannot load it, or None if it can.
     """
@@ -218,6 +220,7 @@ class Inspection:
     base: str
     architecture: str
     schemes: tuple[dict[str, Any], ...]
+    calibration: dict[str, Any] | None
     version: str | None
     problem: str | None
 
@@ -235,6 +238,10 @@ class Inspection:
             f"  saved by    {'hf_posenc ' + self.version if self.version else 'no hf_posenc'}",
             f"  loadable    {'yes' if self.problem is None else 'no: ' + self.problem}",
         ]
+        if self.schemes:
+            found = self.calibration
+            said = "no" if found is None else f"with {found['tokens']} tokens, stage {found['stage']}"
+            lines.insert(2, f"  calibrated  {said}")
         return "\n".join(lines)
 
 
@@ -282,6 +289,7 @@ def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
         base=model_type.removeprefix("posenc_"),
         architecture=_architecture(raw) or "?",
         schemes=tuple(named_schemes(entry)),
+        calibration=calibration_of(entry),
         version=version if isinstance(version, str) else None,
         problem=problem,
     )

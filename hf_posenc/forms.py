@@ -169,12 +169,20 @@ class RelativeKeys(Form):
         position_bias: `v`, (H, D).
         kept: the same as `table` for a step of generation without gradients, in the dtype that is asked for: it may be
             what an earlier step has left. (number of distances, like) -> (H, number of distances, D).
+        rows: the same as `table` for some distances only, integers (N,) -> (H, N, D). None takes them from a table.
     """
 
     table: Table
     content_bias: Tensor
     position_bias: Tensor
     kept: Callable[[int, Tensor], Tensor]
+    rows: Callable[[Tensor], Tensor] | None = None
+
+    def at(self, distances: Tensor) -> Tensor:
+        """Return `r` of some distances, integers (N,), as (H, N, D)."""
+        if self.rows is not None:
+            return self.rows(distances)
+        return self.table(int(distances.max()) + 1).index_select(1, distances)
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""

@@ -20,9 +20,13 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from . import files
 from .registry import scheme_class
+from .version import INSTALL
 
 LIBRARY = "hf_posenc"
 """`library_name` and tag of our checkpoints on the Hub."""
+
+CALIBRATION = "calibration"
+"""Key of the entry that holds the `stage` and the `tokens` of the model's last calibration; absent without one."""
 
 _LOADED = re.compile(r"""hf_posenc\.from_pretrained\(\s*(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""")
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
@@ -69,6 +73,8 @@ This is not a stock {plain(base)} model: its position encoding {layers} by {span
 
 {layers_of_schemes([(each["scheme"], each.get("layers")) for each in named])}
 
+{_calibration(config["position_encoding"])}
+
 {loading("FOLDER_OR_HUB_ID")}
 
 Saved by hf_posenc {plain(config["position_encoding"]["hf_posenc_version"])}.
@@ -82,6 +88,24 @@ def _about(scheme: dict[str, Any]) -> str:
     return f"{code(scheme['scheme'])}: {about}\n\n{hyperparameters(values)}"
 
 
+def calibration_of(entry: Any) -> dict[str, Any] | None:
+    """Return what an entry says of the model's last calibration, `stage` and `tokens`, or None if it says nothing.
+
+    Args:
+        entry: of a config of any version.
+    """
+    said = entry.get(CALIBRATION) if isinstance(entry, dict) else None
+    return dict(said) if isinstance(said, dict) and {"stage", "tokens"} <= set(said) else None
+
+
+def _calibration(entry: dict[str, Any]) -> str:
+    """Return the sentence that says whether a swap was calibrated."""
+    said = calibration_of(entry)
+    if said is None:
+        return "The swap was not calibrated."
+    return f"The swap was calibrated to its base with {plain(said['tokens'])} tokens, stage {code(said['stage'])}."
+
+
 def loading(repository: str) -> str:
     """Return the section of a card that says how to load a checkpoint.
 
@@ -91,7 +115,7 @@ def loading(repository: str) -> str:
     return f"""## Load it
 
 ```python
-# pip install git+https://github.com/hf-posenc/hf_posenc
+# {INSTALL}
 import hf_posenc
 
 model = hf_posenc.from_pretrained({json.dumps(repository)})

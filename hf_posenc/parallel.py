@@ -249,11 +249,13 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
         )
     _check_rotary(found.decoder)
     exchange, undo = Exchange(group), Undo()
+    # For checkpointing accelerate before 1.15 wraps what is in a layer, later ones the layer.
+    attentions = [getattr(each, "_checkpoint_wrapped_module", each) for each in found.attentions]
     try:
         set_attribute(undo, inner.config, "_attn_implementation_internal", NAME)
-        for module in (found.decoder, *found.attentions):
+        for module in (found.decoder, *attentions):
             set_attribute(undo, module, "posenc_exchange", exchange)
-        for attention in found.attentions if family.heads is not None else ():
+        for attention in attentions if family.heads is not None else ():
             set_attribute(undo, attention, "posenc_heads", getattr(attention, family.heads))
         add_pre_hook(undo, found.decoder, locate_shard)
         yield model

@@ -89,9 +89,16 @@ if [ -n "${ACCELERATE_ARGS:-}" ]; then
     "$ENV_PYTHON" -m accelerate.commands.launch "${launch[@]}" -m hf_posenc.recipes.extend_context "${arguments[@]}" || code=$?
 else
     # One process needs no launcher, which at Ctrl-C would end with a traceback while the recipe is still saving. On a CPU
-    # it gets every core.
-    cores="$("$ENV_PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')"
-    OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}" "$ENV_PYTHON" -m hf_posenc.cli extend "${arguments[@]}" || code=$?
+    # it gets the cores that nobody else keeps busy: threads wait for each other, and so all of them for one without a core.
+    if [ -z "${OMP_NUM_THREADS:-}" ]; then
+        read -r cores free < <("$ENV_PYTHON" -c 'import os, psutil
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
+busy = psutil.cpu_percent(interval=1) / 100 * psutil.cpu_count()
+print(cores, max(1, round(cores - busy)))')
+        export OMP_NUM_THREADS="$free"
+        [ "$free" = "$cores" ] || say "Idle cores: $free of $cores, which are used. OMP_NUM_THREADS=$cores uses all."
+    fi
+    "$ENV_PYTHON" -m hf_posenc.cli extend "${arguments[@]}" || code=$?
 fi
 if [ "$code" != 0 ]; then
     exit "$code"

@@ -67,7 +67,7 @@ if [ "${#download[@]}" = 0 ]; then
     # A tiny model, on a machine that may be busy: threads would wait for each other.
     export HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 fi
-"$ENV_PYTHON" "$project/scripts/ten_lines.py" "${download[@]}"
+"$ENV_PYTHON" "$project/scripts/ten_lines.py" ${download[@]+"${download[@]}"}
 took
 
 say "== ready. To publish: python -m twine upload dist/*"

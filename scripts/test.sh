@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [PYTEST ARGUMENTS]     e.g. bash scripts/test.sh tests/test_readme.py -k table -n 0
 #
-# With CI=true also the slow tests, the documentation site among them, and the tests on the oldest supported transformers.
+# With CI=true also the slow tests, the documentation site among them, and the tests on the oldest supported versions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
@@ -37,7 +37,7 @@ if [ "${CI:-}" = "true" ]; then
     if [ "$code" != 0 ] && [ "$code" != 5 ]; then
         exit "$code"
     fi
-    say "== pytest, oldest supported transformers"
+    say "== pytest, oldest supported versions"
     bash scripts/test_oldest.sh
 fi
 say "== all passed"

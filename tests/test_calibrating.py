@@ -138,6 +138,9 @@ def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoin
     assert metrics(resumed) == metrics(whole)
     assert resumed["calibration"]["layers"] == whole["calibration"]["layers"]
     assert_same_weights(folder / "whole", folder / "cut")
+    if not extra:
+        said = [hf_posenc.inspect(folder / name / "model").calibration for name in ("whole", "cut")]
+        assert said[0] == said[1] == {"stage": "attention", "tokens": whole["calibration"]["tokens"]}
     assert not (folder / "cut" / "calibrated.safetensors").exists()
 
 

@@ -4,13 +4,16 @@ import copy
 import dataclasses
 import inspect
 import json
+import math
 import re
+import sys
 
 import pytest
 import torch
 from decoders import decoder
 from families import tiny, tokens
 from snapshots import assert_same, snapshot
+from tqdm.auto import tqdm
 
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, calibrate, patch_model, unpatch_model
@@ -169,12 +172,12 @@ def test_vectors_are_fitted_up_to_what_the_softmax_does_not_see(scheme):
         for p in other.parameters():
             p.normal_()
     like = torch.empty(0, dtype=torch.float64)
-    wanted = coefficients(other, like, LENGTH, 4).detach()
+    wanted = coefficients(other, like, torch.arange(LENGTH), 4).detach()
     constant = torch.randn(4, 1, 9, dtype=torch.float64)
     root = torch.randn(4, 9, 9, dtype=torch.float64)
     metric = root @ root.mT + torch.eye(9, dtype=torch.float64)
     fit(found, like, [Target(wanted + constant, torch.ones(4, LENGTH, dtype=torch.float64), metric)])
-    off = coefficients(found, like, LENGTH, 4).detach() - wanted
+    off = coefficients(found, like, torch.arange(LENGTH), 4).detach() - wanted
     assert (off - off.mean(1, keepdim=True)).square().mean() <= 1e-3 * wanted.var()  # the guessed tail weighs a little
     if scheme == "shaw":
         assert found.form(like).values.abs().max() <= 1e-6
@@ -340,19 +343,34 @@ def test_embeddings_stay_where_no_table_is_gone(family, layers):
 
 
 def test_vectors_beyond_what_windows_reach_are_settled():
+    """What they add to a score falls there as twice the logarithm of the distance, and stays what it was before."""
     model = patch_model(tiny("llama"), "transformer_xl", seed=0)
     pair = pair_of(model)
-    module, like = pair.module(0), torch.empty(0)
+    module, like, distances = pair.module(0), torch.empty(0), torch.arange(16 * LENGTH)
     with torch.no_grad():
         module.position_projection.normal_(std=0.3)
-    before = coefficients(module, like, 4 * LENGTH, 4).detach()
+    before = coefficients(module, like, distances, 4).detach()
     settle(pair, 4)
-    after = coefficients(module, like, 4 * LENGTH, 4).detach()
+    after = coefficients(module, like, distances, 4).detach()
+    moved = (after - before)[:, :LENGTH].mean(1, keepdim=True)  # which the softmax does not see
+    moved_by = (after - before - moved)[:, :LENGTH].norm()
+    assert moved_by < 0.1 * before[:, :LENGTH].norm()
     end = before[:, LENGTH * 3 // 4 : LENGTH].mean(1, keepdim=True)
-    moved = after - before
-    moved = moved - moved[:, :LENGTH].mean(1, keepdim=True)  # which the softmax does not see
-    assert moved[:, :LENGTH].norm() < 0.05 * before[:, :LENGTH].norm()
-    assert (after - end)[:, LENGTH:].norm() < 0.8 * (before - end)[:, LENGTH:].norm()
+    query = 8**-0.5 * torch.cat([torch.zeros(8), torch.ones(1)])  # the average one: see `coefficients`
+    for times in (2, 4, 8):
+        fallen = (after - moved - end)[:, times * LENGTH] @ query
+        assert (fallen + 2 * math.log(times)).abs().max() < 0.7
+        assert ((before - end)[:, times * LENGTH] @ query + 2 * math.log(times)).abs().min() > 0.7
+
+
+def test_rows_of_a_table_are_those_of_the_table():
+    """For distances in any order, those beside a cut into parts among them; also where a form has nothing but a table."""
+    module = patch_model(tiny("llama"), "transformer_xl", seed=0).model.layers[0].self_attn.posenc
+    form, distances = module.form(torch.empty(0)), torch.tensor([4097, 0, 4095, 4096, 5])
+    expected = form.table(4098)[:, distances]
+    assert form.rows is not None
+    for each in (form, dataclasses.replace(form, rows=None)):
+        assert torch.allclose(each.at(distances), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("scheme", ["learned", "sinusoidal"])
@@ -420,6 +438,33 @@ def test_the_same_seed_gives_the_same_numbers():
 
     assert found(0).equal(found(0))
     assert not found(0).equal(found(1))
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "t5"), ("llama", "nope"), ("gpt2", "t5")])
+def test_bars_count_to_their_ends(family, scheme, monkeypatch, tmp_path):
+    """With queries that turn and a curve, with one of both, and resumed; no more windows are counted than there are."""
+    ended = []
+
+    class Bar(tqdm):
+        def __exit__(self, *raised):
+            ended.append((self.desc, self.n, self.total, self.initial))
+            super().__exit__(*raised)
+
+    monkeypatch.setattr(sys.modules[calibrate.__module__], "tqdm", Bar)
+
+    def run(on_step=None):
+        ended.clear()
+        model = patch_model(tiny(family), scheme, seed=0)
+        state = tmp_path / "state.safetensors"
+        calibrate(model, windows(), held_out=2, steps=3, state_file=state, on_step=on_step, progress=True)
+        return ended
+
+    reads = 10 + 10 * (family == "llama" and scheme == "t5") + 2 * 2
+    with pytest.raises(ZeroDivisionError):
+        run(lambda step, _: 1 // (2 - step))
+    assert run() == [("calibrating", 3, 3, 2)]
+    (tmp_path / "state.safetensors").unlink()
+    assert run() == [("closed forms", reads, reads, 0), ("calibrating", 3, 3, 0)]
 
 
 def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
@@ -612,6 +657,30 @@ def test_a_state_of_something_else_is_refused(tmp_path):
             calibrate(model, **given | {"state_file": tmp_path / "wrong"})
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         calibrate(model, **given | {"state_file": tmp_path / "nowhere" / "state"})
+
+
+def test_what_was_calibrated_is_written_down(tmp_path):
+    """The last one, in the config, from where a checkpoint, its description and its card have it."""
+    model = patch_model(tiny("llama"), "t5", seed=0)
+    model.save_pretrained(tmp_path / "plain")
+    assert hf_posenc.inspect(tmp_path / "plain").calibration is None
+    assert "\n  calibrated  no\n" in str(hf_posenc.inspect(tmp_path / "plain"))
+    assert "The swap was not calibrated." in (tmp_path / "plain" / "README.md").read_text()
+    calibrate(model, windows(), stage="closed_form", held_out=2)
+    calibrate(model, windows(), steps=1, held_out=2, base=tiny("llama"))
+    with patch_of(model).undo.suspended():
+        assert not hasattr(model.config, "position_encoding")
+    model.save_pretrained(tmp_path / "calibrated")
+    said = hf_posenc.inspect(tmp_path / "calibrated")
+    assert said.calibration == {"stage": "attention", "tokens": 12 * LENGTH}
+    assert f"\n  calibrated  with {12 * LENGTH} tokens, stage attention\n" in str(said)
+    card = (tmp_path / "calibrated" / "README.md").read_text()
+    assert f"The swap was calibrated to its base with {12 * LENGTH} tokens, stage `attention`." in card
+    loaded = hf_posenc.from_pretrained(tmp_path / "calibrated")
+    loaded.save_pretrained(tmp_path / "again")
+    assert hf_posenc.inspect(tmp_path / "again").calibration == said.calibration
+    unpatch_model(model)
+    assert "calibration" not in patch_model(model, "t5", seed=0).config.position_encoding
 
 
 def test_a_loaded_model_needs_its_base(tmp_path):

@@ -118,6 +118,18 @@ def test_streaming_reads_no_more_than_needed(corpus, tokenizer, tmp_path):
     assert len(corpus.documents(tokenizer, arguments, None, 25)) == 3  # ten tokens each
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_much_text_shows_how_far_it_is(corpus, tokenizer, tmp_path, monkeypatch, capsys, streaming):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"{streaming}{number:09}"}) for number in range(100)))
+    arguments = corpus.DataArguments(data=[str(path)], streaming=streaming)
+    for large, shown in ((10_000, False), (1, True)):
+        monkeypatch.setattr(corpus, "LARGE", large)
+        monkeypatch.setattr(corpus.datasets.config, "HF_DATASETS_CACHE", tmp_path / str(large))
+        corpus.documents(tokenizer, arguments, None, 2_000)
+        assert ("tokenizing" in capsys.readouterr().err) == shown
+
+
 def test_held_out_text_is_never_trained_on(corpus, tokenizer):
     documents = [corpus.Document(torch.full((10 + index,), index), 10 + index) for index in range(20)]
     for seed in range(5):

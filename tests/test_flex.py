@@ -289,7 +289,7 @@ def corrupt(what, dense):
         ("scores", False, "the output is off by"),
         ("mask", False, "the output is off by"),
         ("numbers", False, "the output is off by nan"),
-        ("gradients", True, "RuntimeError: The differentiated Tensor"),
+        ("gradients", True, "differentiated Tensor"),  # which torch words in two ways
         (None, False, "RuntimeError: no such compiler"),
     ],
 )
@@ -298,8 +298,11 @@ def test_wrong_kernels_fail(what, gradients, finding, dense, untried, monkeypatc
     with pytest.warns(UserWarning, match="FlexAttention failed its self-test on cpu") as caught:
         found = [fault(kind("added", gradients=gradients)) for _ in range(2)]
     assert all(finding in each for each in found)
-    assert len(caught) == 1  # not again for the same kind
-    assert finding in str(caught[0].message)
+    # Once for the same kind; of the whole process it may be the first that runs FlexAttention without compiling, which torch warns of.
+    (said,) = [
+        str(each.message) for each in caught if not str(each.message).startswith("flex_attention called without")
+    ]
+    assert finding in said
 
 
 def test_wrong_gradients_fail(dense, untried, monkeypatch):

@@ -5,8 +5,10 @@ A function, a keyword or a hyper-parameter that is new fails here until it has a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
+import io
 import itertools
 from dataclasses import dataclass, fields, replace
 
@@ -346,6 +348,17 @@ def _(folder):
     calibrated(steps=4, state_file=path, save_every=3, on_step=lambda step, value: seen.append(step))
     assert seen == []
     refuses(ValueError, calibrated, save_every=3)
+
+
+@shows("calibrate", "progress")
+def _(folder):
+    def shown(**given):
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            calibrated(**given)
+        return errors.getvalue()
+
+    assert shown() == ""
+    assert "closed forms" in shown(progress=True)
 
 
 @shows("calibrate", "weights", "held_out", "on_step")

@@ -214,6 +214,7 @@ def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert 'model = hf_posenc.from_pretrained("me/long-gpt2")' in card
     assert "`transformer_xl` is for every layer." in card
+    assert "base_model" not in card  # trained on the spot, or a folder, which nobody else has
     for line in (
         "| stages | closed forms, then 50 steps that match the base's attention |",
         "| fitted | the scheme, queries and keys |",
@@ -227,10 +228,12 @@ def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
     # A file's name need not be text, and what a run took hours for is written all the same.
     results["data"]["description"] = results["base"]["name"] = "\udcff.txt"
     results["command"] = ["extend", "--data", "\udcff.txt", "two words"]
+    results["arguments"]["model"], results["base"]["on_hub"] = "gpt2", True
     results["scheme"]["layers"] = [1, 3]
     results["calibration"] = {"method": "none", "why": "--calibrate none"}
     cards.write(tmp_path, results, "me/long-gpt2")
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "\nbase_model: gpt2\n" in card
     assert "held-out tokens of \\\\udcff.txt." in card
     assert "`transformer_xl` is for layers 1, 3. Layers that are not named keep the positions of the base." in card
     assert "The swap was not calibrated: --calibrate none." in card

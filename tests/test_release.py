@@ -10,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = "https://github.com/hf-posenc/hf_posenc/blob/main/"
@@ -99,3 +101,38 @@ def test_the_ten_lines_are_found(script, tmp_path, monkeypatch, capsys):
     module.main()
     assert capsys.readouterr().out == "me/model\n"
     assert (tmp_path / "me/model/model.safetensors").is_file()
+
+
+def declared():
+    """What pyproject.toml asks for: the package itself, and the extras that `recipes` stands for."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    requirements = map(Requirement, [*project["dependencies"], *extras["recipes"], *extras["plots"]])
+    return [each for each in requirements if each.name != "hf_posenc"]
+
+
+def pinned(name):
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    pins = (line.partition("==") for line in lines if not line.startswith("#"))
+    return {package.lower().replace("-", "_"): Version(version) for package, _, version in pins}
+
+
+def test_lower_bounds_are_the_oldest_versions_that_are_tested():
+    """But torch's: constraints-oldest.txt says why."""
+    bounds = {
+        each.name.lower(): Version(part.version)
+        for each in declared()
+        for part in each.specifier
+        if part.operator == ">="
+    }
+    assert len(bounds) == len(declared())
+    oldest = pinned("constraints-oldest.txt")
+    assert {name: oldest[name] for name in bounds if name != "torch"} == {
+        name: bound for name, bound in bounds.items() if name != "torch"
+    }
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-oldest.txt"])
+def test_what_is_tested_is_in_the_declared_ranges(name):
+    pins = pinned(name)
+    assert [each for each in declared() if not each.specifier.contains(pins[each.name.lower()])] == []

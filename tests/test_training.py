@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -331,12 +332,15 @@ def test_quickstart_chooses_the_folder(tmp_path):
         f'say() {{ printf "%s\n" "$*" >&2; }}\nsetup_env() {{ ENV_PYTHON="{project}/python"; }}\n'
     )
     python = project / "python"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "ran $@" >&2\n')
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "$OMP_NUM_THREADS threads ran $@" >&2\n'
+    )
     python.chmod(0o755)
 
-    def quickstart(*words):
+    def quickstart(*words, threads="7"):
         command = ["bash", str(project / "scripts" / "quickstart.sh"), *map(str, words)]
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True)
+        given = os.environ | {"OMP_NUM_THREADS": threads}
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, env=given)
         return done.returncode, done.stderr
 
     status, said = quickstart("--resume")
@@ -359,6 +363,10 @@ def test_quickstart_chooses_the_folder(tmp_path):
     (work / "runs/quickstart-3/progress.json").unlink()
     assert quickstart("--resume")[1].endswith("--resume --output runs/quickstart\n")
     assert quickstart("--steps", "3")[1].endswith("--steps 3 --output runs/quickstart-2\n")
+    assert "7 threads ran" in quickstart()[1]
+    assert int(re.search(r"(\d+) threads ran", quickstart(threads="")[1])[1]) in range(
+        1, len(os.sched_getaffinity(0)) + 1
+    )
     assert quickstart("--resume", "--output", "mine")[1].endswith("--resume --output mine\n")
     file = work / "run.yaml"
     file.write_text("output: elsewhere\n")
@@ -425,6 +433,41 @@ def test_kill_and_resume(recipe, training, recipes, tiny_checkpoints, text):
     assert resumed["training"]["loss"] == pytest.approx(whole["training"]["loss"], abs=1e-5)
     for now, then in zip(resumed["after"], whole["after"], strict=True):
         assert now["sliding"]["nll"] == pytest.approx(then["sliding"]["nll"], rel=1e-5)
+
+
+ENDING = """
+import atexit, os, sys
+import torch.distributed as dist
+from hf_posenc.recipes import program
+
+class Left:  # as a backend's thread is, which still holds what the interpreter takes apart
+    __del__ = lambda self, abort=os.abort: abort()
+
+left = Left()
+atexit.register(print, "asked for")
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+
+def main():
+    print("the work", end=" ")
+    if sys.argv[2] != "nothing":
+        raise SystemExit(int(sys.argv[2]) if sys.argv[2].isdigit() else sys.argv[2])
+
+program.start(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stop", "status", "said"), [("nothing", 0, ""), ("130", 130, ""), ("why", 1, "why")])
+def test_a_process_of_a_group_leaves_out_the_end_of_the_interpreter(recipes, tmp_path, stop, status, said):
+    """What aborts there does not; what was printed, registered and wanted as a status stays."""
+    run = subprocess.run(
+        [sys.executable, "-c", ENDING, tmp_path / "group", stop],
+        env=os.environ | {"PYTHONPATH": str(recipes.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stdout) == (status, "the work asked for\n")
+    assert run.stderr.strip() == said
 
 
 @pytest.mark.parametrize(

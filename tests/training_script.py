@@ -4,6 +4,7 @@ python tests/training_script.py OUTPUT FAMILY SCHEME CONTEXT        CONTEXT: pro
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -64,3 +65,4 @@ if accelerator.is_main_process:
 accelerator.wait_for_everyone()
 if dist.is_initialized():
     dist.destroy_process_group()
+    os._exit(0)  # threads of the backend may outlive the group, and be aborted with the interpreter

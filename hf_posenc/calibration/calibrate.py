@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, NotPatchedError
+from ..hub import CALIBRATION
 from ..modes import evaluation
 from ..patching.state import patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
@@ -123,6 +125,7 @@ def calibrate(
     state_file: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
     on_step: Callable[[int, float], None] | None = None,
+    progress: bool = False,
 ) -> Calibration:
     """Put into a scheme, and into the projections of queries and keys, what the base's positions did.
 
@@ -156,6 +159,7 @@ def calibrate(
         save_every: steps from one state to the next, beside those before the first step, after the last, and after one
             whose `on_step` raises an error; None means 25.
         on_step: called after each step of the second stage with its number, from 1, and the mean loss.
+        progress: show a progress bar of the windows that the closed forms read, and one of the second stage's steps.
 
     Returns:
         What was found, by layer and head.
@@ -209,10 +213,18 @@ def calibrate(
     with evaluation(inner):
         pair = Pair(inner, patch, base, tokens, held_out, keeps_mean=inner is model)
         try:
-            return _run(pair, how, tokens, closed_windows, on_step)
+            found = _run(pair, how, tokens, closed_windows, on_step, progress)
+            write_down(inner, stage, found.tokens)
+            return found
         finally:
             moved = base is not None or any(not weight.equal(before) for weight, before in pair.originals)
             patch.moved = patch.moved or moved
+
+
+def write_down(model: PreTrainedModel, stage: str, tokens: int) -> None:
+    """Say in a patched model's config that it was calibrated: its checkpoints and their cards say so from then on."""
+    config = without_adapter(model).config
+    config.position_encoding = {**config.position_encoding, CALIBRATION: {"stage": stage, "tokens": tokens}}
 
 
 def second_stage(stage: str, **given: Any) -> Matching | None:
@@ -278,6 +290,7 @@ def _run(
     tokens: Tensor,
     windows: int,
     on_step: Callable[[int, float], None] | None,
+    progress: bool,
 ) -> Calibration:
     moved = ([], []) if how is None else movable(pair, how.weights)
     if how is not None and not any(moved):
@@ -289,7 +302,8 @@ def _run(
     if found is None:
         try:
             pair.keep_mean()
-            closed = close(pair, windows)
+            with tqdm(desc="closed forms", unit="window", disable=not progress, leave=False) as pair.bar:
+                closed = close(pair, windows)
         except BaseException:
             pair.restore()
             raise
@@ -300,7 +314,16 @@ def _run(
     if how is not None:
         if state is not None:
             state.first_stage = found
-        match(pair, moved, how, state, on_step)
+        done = 0 if state is None else state.step
+        with tqdm(total=how.steps, initial=done, desc="calibrating", unit="step", disable=not progress) as bar:
+
+            def stepped(step: int, divergence: float) -> None:
+                bar.set_postfix(**{how.loss: f"{divergence:.3f}"}, refresh=False)
+                bar.update()
+                if on_step is not None:
+                    on_step(step, divergence)
+
+            match(pair, moved, how, state, stepped)
         settle(pair, windows)
         try:
             after = pair.divergence()

@@ -36,9 +36,13 @@ class Closed:
 
 def close(pair: Pair, windows: int) -> Closed:
     """Try the closed forms, and keep the best of each head."""
+    windows = min(windows, len(pair.train))
+    pair.bar.reset(2 * (windows + len(pair.held)))
     plain = pair.averages(windows)
     turns = _turns(pair, plain)
     modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
+    if not (turns and modules):  # else what is turned is averaged again
+        pair.bar.total -= windows
     as_it_was = {index: _coefficients(pair, index, plain[index]) for index in modules}
     projections = {id(p): p for turn in turns.values() for p in turn.projection.parameters()}.values()
     placed = {id(p): p for module in modules.values() for p in module.parameters()}.values()
@@ -89,7 +93,8 @@ def _targets(pair: Pair, modules: dict[int, Any], averages: dict[int, Averages])
 def _coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
     """Return what a layer's form has."""
     heads, count = averages.difference.shape
-    found = coefficients(pair.module(index), pair.like(index), count, heads)
+    like = pair.like(index)
+    found = coefficients(pair.module(index), like, torch.arange(count, device=like.device), heads)
     assert found is not None
     return found.detach().double()
 
@@ -132,12 +137,13 @@ def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) ->
 def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tensor) -> Target:
     """Return for each head the target of what it was given, and for the others what the module had."""
     fitted = by_name["fitted"]
-    kept = Target(as_it_was, fitted.weights, fitted.metric)
+    kept = Target(as_it_was, fitted.weights, fitted.metric, fitted.unit)
     picked = [by_name.get(name, kept) for name in names]
     return Target(
         torch.stack([each.values[head] for head, each in enumerate(picked)]),
         torch.stack([each.weights[head] for head, each in enumerate(picked)]),
         torch.stack([each.metric[head] for head, each in enumerate(picked)]),
+        fitted.unit,
     )
 
 

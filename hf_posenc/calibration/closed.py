@@ -20,6 +20,13 @@ from .maps import parts, rows_of
 TAIL = 4
 """A curve is fitted to this many times the distances that were seen; what was not seen goes on as it ended."""
 
+REACH = 16
+"""Vectors that could do anything beyond what was seen are fitted to this many times that."""
+
+FALL = 2
+"""What such vectors add to a score falls, beyond what was seen, as this many times the logarithm of the distance: keys
+that nobody has seen from there, however many, get no more weight together than those that were seen."""
+
 TAIL_WEIGHT = 1e-3
 """Weight of a distance that was not seen, relative to the mean weight of those that were."""
 
@@ -127,11 +134,13 @@ class Target:
         values: (H, T, K).
         weights: (H, T) what each distance weighs.
         metric: (H, K, K) positive: an error `e` of one distance costs `e metric e`.
+        unit: (H,) what the last coefficient is multiplied by in a score, or None where it can do nothing by itself.
     """
 
     values: Tensor
     weights: Tensor
     metric: Tensor
+    unit: Tensor | None = None
 
 
 def takes_queries(form: Any) -> bool:
@@ -139,20 +148,20 @@ def takes_queries(form: Any) -> bool:
     return isinstance(form, (ClippedVectors, RelativeKeys))
 
 
-def coefficients(module: Any, like: Tensor, count: int, heads: int) -> Tensor | None:
-    """Return what a module's form has for the distances 0, 1, ..., (H, count, K); None if it is no such form.
+def coefficients(module: Any, like: Tensor, distances: Tensor, heads: int) -> Tensor | None:
+    """Return what a module's form has for distances (N,), as (H, N, K); None if it is no such form.
 
     For a curve its numbers (K = 1); where the query is multiplied by a vector of the distance that vector and what is
     added beside it (K = D + 1), so that their product with `(scaling q, vector_scaling)` is added to the score.
     """
     form = module.form(like)
     if isinstance(form, (Bias, Slopes, Factors)):
-        return form.table(count)[..., None]
+        return form.table(int(distances.max()) + 1).index_select(1, distances)[..., None]
     if isinstance(form, ClippedVectors):
-        labels = torch.arange(count, device=form.keys.device).clamp(max=form.keys.shape[-2] - 1)
+        labels = distances.clamp(max=form.keys.shape[-2] - 1)
         return F.pad(form.keys.index_select(-2, labels), (0, 1)).expand(heads, -1, -1)
     if isinstance(form, RelativeKeys):
-        vectors = form.table(count)
+        vectors = form.at(distances)
         return torch.cat([vectors, vectors @ form.position_bias[..., None]], -1)
     return None
 
@@ -180,7 +189,8 @@ def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
     # Directions in which there are hardly any queries would get huge vectors from a few of them.
     ridge = RIDGE * metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     metric = metric + ridge * torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
-    return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric)
+    unit = averages.moment[:, -1, -1].div(averages.pairs.sum()).sqrt() if isinstance(form, RelativeKeys) else None
+    return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric, unit)
 
 
 def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
@@ -207,7 +217,8 @@ def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
     with torch.no_grad():
         for mine, theirs in zip(module.parameters(), owner.parameters(), strict=True):
             mine.copy_(theirs)
-        found = coefficients(module, like, seen * TAIL, heads)
+        distances, _ = _reach(owner.form(wide), seen, wide.device)
+        found = coefficients(module, like, distances, heads)
         assert found is not None
         if not torch.isfinite(found).all():  # the search ran off to infinity
             for mine, before in zip(module.parameters(), kept, strict=True):
@@ -223,12 +234,18 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
         targets: see `fit`.
         tail: weight of distances that were not seen; None leaves them out.
     """
-    heads = targets[0].values.shape[0]
-    wanted = torch.stack([each.values if tail is None else _continued(each.values) for each in targets])
-    weights = torch.stack([each.weights if tail is None else _with_tail(each.weights, tail) for each in targets])
+    form = owner.form(like)
+    heads, seen, _ = targets[0].values.shape
+    distances, counts = _reach(form, seen, like.device)
+    if tail is None:
+        distances, counts = distances[:seen], counts[:seen]
+    wanted = torch.stack([_continued(each, distances) for each in targets])
+    weights = torch.stack([each.weights for each in targets])
+    beyond = weights.mean(-1, keepdim=True) * counts[seen:] * (tail or 0.0)
+    weights = torch.cat([weights, beyond], -1)
     weights = weights / weights.sum(-1, keepdim=True)
     metric = torch.stack([each.metric for each in targets])
-    added = not isinstance(owner.form(like), Factors)
+    added = not isinstance(form, Factors)
     optimizer = torch.optim.LBFGS(
         [each for each in owner.parameters() if each.requires_grad],
         max_iter=STEPS,
@@ -240,7 +257,7 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        had = coefficients(owner, like, wanted.shape[2], heads)
+        had = coefficients(owner, like, distances, heads)
         assert had is not None
         off = had - wanted
         if added:
@@ -255,17 +272,27 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
     optimizer.step(loss)
 
 
-def _continued(target: Tensor) -> Tensor:
-    """Return coefficients (H, T, K) with a tail that goes on as they end, (H, TAIL * T, K)."""
-    seen = target.shape[1]
-    end = target[:, -max(1, seen // 4) :].mean(1, keepdim=True)
-    return torch.cat([target, end.expand(-1, seen * (TAIL - 1), -1)], 1)
+def _reach(form: Any, seen: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the distances that a form is fitted to, (N,), those that were seen first, and how many each stands for.
+
+    Of vectors that waves make a few are enough: those waves that differ between neighbours were seen.
+    """
+    if isinstance(form, RelativeKeys):
+        ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
+        beyond = torch.unique(ends.round().long())
+        distances = torch.cat([torch.arange(seen, device=device), beyond[:-1]])
+        return distances, torch.cat([torch.ones(seen, device=device), beyond.diff()])
+    return torch.arange(TAIL * seen, device=device), torch.ones(TAIL * seen, device=device)
 
 
-def _with_tail(weight: Tensor, tail: float) -> Tensor:
-    """Return weights (H, T) with those of the tail, (H, TAIL * T)."""
-    beyond = tail * weight.mean(-1, keepdim=True)
-    return torch.cat([weight, beyond.expand(-1, weight.shape[1] * (TAIL - 1))], -1)
+def _continued(target: Target, distances: Tensor) -> Tensor:
+    """Return coefficients with a tail, (H, N, K), that goes on as they end, or falls from there."""
+    seen = target.values.shape[1]
+    beyond = distances[seen:]
+    tail = target.values[:, -max(1, seen // 4) :].mean(1, keepdim=True).repeat(1, len(beyond), 1)
+    if target.unit is not None:
+        tail[..., -1] -= FALL * (beyond / seen).log() / target.unit[:, None]
+    return torch.cat([target.values, tail], 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ queries

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..call import Call
@@ -79,6 +80,7 @@ class Pair:
         self.at_once = max(1, TOKENS // tokens.shape[1])
         named = {layer for scheme in patch.schemes for layer in self.plan.layers_of(scheme)}
         self.layers = sorted(named & set(self.plan.sizes))
+        self.bar = tqdm(disable=True)  # of the windows that are read
         self._arguments: dict[torch.Size, dict[int, LayerCall]] = {}
         self.originals: Values = []
         with self.as_base() as followed:
@@ -200,7 +202,7 @@ class Pair:
         heads = {index: self.plan.sizes[index].num_heads for index in self.layers}
         sums = {name: {index: torch.zeros(heads[index]) for index in self.layers} for name in candidates}
         with attending(self.model, self.plan):
-            for batch in self.held.split(self.at_once):
+            for batch in self._batches(self.held):
                 theirs, inputs = self.seen(batch)
                 for index, (hidden, seen) in inputs.items():
                     ours, base = {}, theirs[index].call
@@ -230,7 +232,7 @@ class Pair:
         with self.as_base() as followed:
             turns = BaseModel.of(followed).found.rotary is not None  # else nobody asks where the base attends
         with attending(self.model, self.plan):
-            for batch in self.train[:windows].split(self.at_once):
+            for batch in self._batches(self.train[:windows]):
                 theirs, inputs = self.seen(batch)
                 for index, (hidden, seen) in inputs.items():
                     ours, base = self.asked(index, hidden, seen), theirs[index].call
@@ -243,6 +245,12 @@ class Pair:
         self._check_finite({index: each.difference for index, each in found.items()})
         return found
 
+    def _batches(self, tokens: Tensor) -> Iterator[Tensor]:
+        """Yield windows, as many together as are looked at together."""
+        for batch in tokens.split(self.at_once):
+            yield batch
+            self.bar.update(len(batch))
+
     def like(self, index: int) -> Tensor:
         """Return an empty tensor with the dtype and device of a layer's queries."""
         return next(self.plan.found.attention_of[index].parameters()).new_empty(0)
@@ -253,7 +261,9 @@ class Pair:
         if owner is None or not any(True for _ in owner.parameters()):
             return None
         heads = self.plan.sizes[index].num_heads
-        return None if coefficients(owner, self.like(index), 1, heads) is None else owner
+        like = self.like(index)
+        none = coefficients(owner, like, torch.arange(1, device=like.device), heads) is None
+        return None if none else owner
 
     def curve(self, index: int) -> tuple[Tensor | None, bool]:
         """Return a layer's bias or factor by distance, (H, T) float32 on the CPU, and whether it is a factor."""

@@ -10,9 +10,10 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import CheckpointError, HfPosencError
+from ..hub import CALIBRATION, calibration_of
 from ..upstream import NAME
 from ..upstream.derived import revive, stock_class
-from ..version import VERSION
+from ..version import INSTALL, VERSION
 from .digests import DIGESTS, check_saved_config, config_digest, with_floats
 from .entry import named_schemes
 from .guards import ACTIVATIONS, CHECKED, UNREGISTERED, guarded, unguarded
@@ -133,7 +134,8 @@ class PosEncConfigMixin:
         auto_map |= {auto: f"{STUB}.{name}" for auto, name in class_names(self).items()}
         entry = self.position_encoding
         if isinstance(entry, dict):  # what an older version wrote is written anew in the form of this one
-            entry = {"schemes": named_schemes(entry), "hf_posenc_version": VERSION}
+            calibrated = {CALIBRATION: said} if (said := calibration_of(entry)) else {}
+            entry = {"schemes": named_schemes(entry), **calibrated, "hf_posenc_version": VERSION}
         checked = {CHECKED: guarded(getattr(self, CHECKED))} if hasattr(self, CHECKED) else {}
         return {**saved, "position_encoding": entry, "auto_map": auto_map, **checked, **self._guards()}
 
@@ -210,7 +212,7 @@ def class_names(config: PreTrainedConfig) -> dict[str, str]:
 def stub_text(config: PreTrainedConfig) -> str:
     """Return the two lines of the file that `auto_map` points to."""
     names = sorted({type(config).__name__, *class_names(config).values()})
-    return f"# pip install hf_posenc\nfrom {CLASSES} import {', '.join(names)}  # noqa: F401\n"
+    return f"# {INSTALL}\nfrom {CLASSES} import {', '.join(names)}  # noqa: F401\n"
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, UnknownSchemeError
 from ..families.base import base_model_type
 from ..registry import family_for, scheme_class
 from ..schemes.base import EVERY_SCHEME, Scheme
-from ..version import VERSION
+from ..version import INSTALL, VERSION
 
 ENTRY = "position_encoding"
 """Key of a config, and of `auto_mapping` in an adapter_config.json, that holds the entry."""
@@ -88,9 +88,7 @@ def check_version(config: PreTrainedConfig) -> None:
     """
     saved, own = version_of(config), Version(VERSION)
     if saved.major > own.major:
-        raise CheckpointError(
-            f"this checkpoint was saved by hf_posenc {saved}, which {VERSION} cannot know: pip install -U hf_posenc"
-        )
+        raise CheckpointError(f"this checkpoint was saved by hf_posenc {saved}, which {VERSION} cannot know: {INSTALL}")
     if saved.release[:2] > own.release[:2]:
         warnings.warn(f"this checkpoint was saved by hf_posenc {saved}, newer than this one ({VERSION})", stacklevel=3)
 

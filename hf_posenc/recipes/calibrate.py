@@ -178,17 +178,10 @@ def run(arguments: Arguments) -> dict[str, Any]:
         matching |= {"state_file": state, "lengths": tuple(arguments.step_lengths) or None}
         if arguments.weights == "scheme":
             del matching["weight_rate"]
-    unit = " nats" if arguments.loss == "attention" else ""
-
-    def said(step: int, loss: float) -> None:
-        if step == 1 or step == arguments.steps or step % max(1, arguments.steps // 10) == 0:
-            say(f"step {step} of {arguments.steps}: {loss:.4f}{unit}", file=sys.stderr, flush=True)
-
-    with Steps(arguments.steps, accelerator, said) as steps:
+    how = {"stage": arguments.stage, "held_out": arguments.held_out, "progress": accelerator.is_main_process}
+    with Steps(arguments.steps, accelerator) as steps:
         try:
-            report = hf_posenc.calibrate(
-                model, windows, stage=arguments.stage, held_out=arguments.held_out, on_step=steps.made, **matching
-            )
+            report = hf_posenc.calibrate(model, windows, on_step=steps.made, **how, **matching)
         except ValueError as error:
             raise UsageError(str(error)) from None
     found = report.to_dict()

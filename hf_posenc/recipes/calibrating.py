@@ -13,7 +13,6 @@ from typing import Any
 import peft
 from accelerate import Accelerator
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 import hf_posenc
 
@@ -139,30 +138,21 @@ def calibrate(
     adapted = isinstance(model, peft.PeftModel)
     steps = arguments.calibrate_steps if arguments.calibrate == "attention" else 0
     start = time.perf_counter()
-    with tqdm(
-        total=steps, desc="calibrating", unit="step", disable=not steps or not accelerator.is_main_process
-    ) as bar:
-
-        def advance(step: int, divergence: float) -> None:
-            bar.set_postfix(divergence=f"{divergence:.3f}", refresh=False)
-            bar.update(step - bar.n)
-
-        waiting = Steps(steps, accelerator, advance)
-        matching = {
-            "weights": "adapter" if adapted else "query_key",
-            "steps": steps,
-            "batch_size": max(1, BATCH // accelerator.num_processes),
-            "seed": arguments.seed,
-            "state_file": state_file,
-            "on_step": waiting.made,
-        }
-        try:
-            with waiting:
-                report = hf_posenc.calibrate(
-                    model, tokens, stage=arguments.calibrate, held_out=HELD_OUT, **(matching if steps else {})
-                )
-        except (ValueError, hf_posenc.HfPosencError) as error:
-            raise UsageError(f"--calibrate {arguments.calibrate}: {error}; --calibrate none swaps plainly") from None
+    waiting = Steps(steps, accelerator)
+    matching = {
+        "weights": "adapter" if adapted else "query_key",
+        "steps": steps,
+        "batch_size": max(1, BATCH // accelerator.num_processes),
+        "seed": arguments.seed,
+        "state_file": state_file,
+        "on_step": waiting.made,
+    }
+    how = {"stage": arguments.calibrate, "held_out": HELD_OUT, "progress": accelerator.is_main_process}
+    try:
+        with waiting:
+            report = hf_posenc.calibrate(model, tokens, **how, **(matching if steps else {}))
+    except (ValueError, hf_posenc.HfPosencError) as error:
+        raise UsageError(f"--calibrate {arguments.calibrate}: {error}; --calibrate none swaps plainly") from None
     seconds = round(time.perf_counter() - start, 1)
     layers = [
         {
@@ -196,12 +186,11 @@ class Steps:
     Args:
         steps: how many there are.
         accelerator: that runs the processes.
-        said: called with the number of each step and its loss.
     """
 
-    def __init__(self, steps: int, accelerator: Accelerator, said: Callable[[int, float], None]) -> None:
+    def __init__(self, steps: int, accelerator: Accelerator) -> None:
         """Nothing is waited for before the first step."""
-        self.steps, self.waits, self.said = steps, accelerator.num_processes == 1, said
+        self.steps, self.waits = steps, accelerator.num_processes == 1
         self.stopping = False
 
     def __enter__(self) -> "Steps":
@@ -213,7 +202,6 @@ class Steps:
 
     def made(self, step: int, loss: float) -> None:
         """Called after each step; KeyboardInterrupt if one is waiting."""
-        self.said(step, loss)
         if self.stopping:
             raise KeyboardInterrupt
         if self.waits:

@@ -1,5 +1,6 @@
 """The model card of a run, made from its results.json alone: a number that was not measured cannot appear."""
 
+import inspect
 import shlex
 from pathlib import Path
 from string import Template
@@ -37,7 +38,7 @@ def card(results: dict[str, Any], repository: str) -> str:
     base, scheme, training, arguments = (results[key] for key in ("base", "scheme", "training", "arguments"))
     name = Path(base["name"]).name
     title = f"{name} with {scheme['name']}"
-    about = (scheme_class(scheme["name"]).__doc__ or "").split("\n\n    Args:")[0]
+    about = inspect.cleandoc(scheme_class(scheme["name"]).__doc__ or "").partition("\n\nArgs:\n")[0]
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         metadata=metadata(results, title).to_yaml(),
         title=plain(title),
@@ -114,7 +115,7 @@ def metadata(results: dict[str, Any], title: str) -> ModelCardData:
         library_name="hf_posenc",
         pipeline_tag="text-generation",
         tags=["hf_posenc", scheme, "position-encoding"],
-        base_model=arguments["model"] if arguments["model"] and not Path(arguments["model"]).exists() else None,
+        base_model=arguments["model"] if results["base"].get("on_hub") else None,
         license=license_of(arguments["model"]),
         datasets=arguments["data"] if on_the_hub else None,
         eval_results=[

@@ -16,6 +16,7 @@ import jinja2
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from .embedded import standard_library
 from .options import UsageError, at_least, one_of, refuse
@@ -38,6 +39,8 @@ READ_OF = {
 IGNORED = -100
 """Target of a token that nothing should predict: the first of a document, what follows a window's last token, and what
 others than the assistant say."""
+LARGE = 5_000_000
+"""Characters, or tokens of a stream, from which on tokenizing takes seconds and shows a progress bar."""
 Chat = list[dict[str, Any]]
 """Messages with `role` and `content`."""
 
@@ -194,11 +197,13 @@ def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None
     texts = unique(part for text in read(arguments, files) for part in parts(text))
     if arguments.streaming:
         found: list[Document] = []
-        for text in texts:
-            found += encode(tokenizer, [text])
-            enough -= len(found[-1].tokens)
-            if enough <= 0:
-                break
+        with tqdm(total=enough, desc="tokenizing", unit="token", leave=False, disable=enough < LARGE) as bar:
+            for text in texts:
+                found += encode(tokenizer, [text])
+                bar.update(len(found[-1].tokens))
+                enough -= len(found[-1].tokens)
+                if enough <= 0:
+                    break
     else:
         found = encode_and_keep(tokenizer, list(texts), arguments.workers)
     if not found:
@@ -364,12 +369,16 @@ def encode_and_keep(tokenizer: Any, texts: Sequence[str | Chat], workers: int | 
         }
         return named | ({"counted": [document.counted for document in found]} if chats else {})
 
-    datasets.disable_progress_bars()
+    if sum(map(len, said)) < LARGE:
+        datasets.disable_progress_bars()
+    else:
+        datasets.enable_progress_bars()
     rows = datasets.Dataset.from_dict({"text": said}).map(
         columns,
         batched=True,
         num_proc=workers,
         remove_columns="text",
+        desc="tokenizing",
         cache_file_name=str(folder / f"{key.hexdigest()}.arrow"),
         new_fingerprint=key.hexdigest()[:16],
     )

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 import hf_posenc
 
 from ..analysis import plots
+from ..calibration.calibrate import write_down
 from ..families.base import base_model_type
 from ..registry import family_for
 from . import calibrating, card, corpus, identity, measuring, models, page, rates, run_folder, schemes, tables, training
@@ -141,6 +142,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         "data": data,
         "base": {
             "name": arguments.model or "embedded byte-level GPT-2",
+            "on_hub": arguments.model is not None and not Path(arguments.model).exists(),
             "model_type": model.config.model_type,
             "parameters": count(model),
             "trained_length": trained_length,
@@ -193,6 +195,8 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         results["calibration"] = calibrating.skipped(why)
     elif "calibration" in results:
         run_folder.restore_calibrated(model, output)
+        if (found := results["calibration"])["method"] != "none":
+            write_down(model, found["method"], found["tokens"])
     else:
         say(f"Calibrating with {windows.numel():,} tokens of the training text; closed forms come first")
         with stopwatch(seconds, "calibration"):

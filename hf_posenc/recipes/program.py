@@ -1,10 +1,13 @@
 """How a recipe ends as a program: with a sentence and a status, whatever stops it, and outside of its process group."""
 
+import atexit
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from accelerate import PartialState
 
 import hf_posenc
@@ -40,7 +43,25 @@ def ending(parser: ArgumentParser, again: str, kept: Callable[[], str]) -> Itera
 
 
 def start(main: Callable[[], object]) -> None:
-    """Runs a recipe as a program."""
-    main()
-    # A process that leaves its group to the end of the interpreter is aborted there now and then.
-    PartialState().destroy_process_group()
+    """Runs a recipe as a program. One of several processes ends here, with the status that it has by then.
+
+    What a process group's backend leaves to the end of the interpreter aborts the process there now and then, after its
+    work is done. Destroying the group does not always end the backend's threads: torch keeps references to a group
+    over which parameters were sharded. So the interpreter's own end is left out.
+    """
+    status = 0
+    try:
+        main()
+    except SystemExit as stop:
+        if not torch.distributed.is_initialized():
+            raise
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    if torch.distributed.is_initialized():
+        if status == 0:  # else another process may never come to it
+            PartialState().destroy_process_group()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -123,7 +123,10 @@ class RelativeSinusoids(ScoreModule):
             self.kept.drop()
             return self.projected_sinusoids(count, wide)
 
-        return RelativeKeys(table, *self.biases(wide), self.kept_sinusoids)
+        def rows(distances: Tensor) -> Tensor:
+            return self._by_head(self._projected(distances, wide))
+
+        return RelativeKeys(table, *self.biases(wide), self.kept_sinusoids, rows)
 
     def kept_sinusoids(self, count: int, like: Tensor) -> Tensor:
         """Return `W R_d` of distances 0, 1, ..., (H, count, D) in the dtype of `like`, without gradients."""
@@ -139,13 +142,10 @@ class RelativeSinusoids(ScoreModule):
 
     def projected_sinusoids(self, count: int, like: Tensor) -> Tensor:
         """Return `W R_d` for distances 0 .. count-1, (H, count, D), in the dtype of `like`."""
-        size = self.dims.hidden_size
-        frequencies = geometric_frequencies(size, 10000.0, like.device)
-        weight = self.position_projection.to(like.dtype)
+        weight = self.position_projection
 
         def part(first: int, last: int) -> Tensor:
-            sines, cosines = sinusoids(torch.arange(first, last, device=like.device), frequencies)
-            return torch.cat([sines, cosines], -1)[:, :size].to(like.dtype) @ weight.T
+            return self._projected(torch.arange(first, last, device=like.device), like)
 
         # A part at a time: sinusoids are computed in float64, several times the size of what is kept of them.
         if torch.compiler.is_compiling():  # where the number of parts would be fixed
@@ -153,7 +153,18 @@ class RelativeSinusoids(ScoreModule):
         elif torch.is_grad_enabled() and weight.requires_grad:
             projected = torch.cat([part(i, min(i + AT_ONCE, count)) for i in range(0, count, AT_ONCE)])
         else:
-            projected = weight.new_empty(count, weight.shape[0])
+            projected = like.new_empty(count, weight.shape[0])
             for i in range(0, count, AT_ONCE):
                 projected[i : i + AT_ONCE] = part(i, min(i + AT_ONCE, count))
-        return projected.view(count, self.dims.num_heads, self.dims.head_dim).transpose(0, 1)
+        return self._by_head(projected)
+
+    def _projected(self, distances: Tensor, like: Tensor) -> Tensor:
+        """Return `W R_d` of distances (N,), as (N, H D) in the dtype of `like`."""
+        size = self.dims.hidden_size
+        frequencies = geometric_frequencies(size, 10000.0, like.device)
+        sines, cosines = sinusoids(distances, frequencies)
+        return torch.cat([sines, cosines], -1)[:, :size].to(like.dtype) @ self.position_projection.to(like.dtype).T
+
+    def _by_head(self, projected: Tensor) -> Tensor:
+        """Return (N, H D) as (H, N, D)."""
+        return projected.view(-1, self.dims.num_heads, self.dims.head_dim).transpose(0, 1)
