@@ -207,3 +207,17 @@ def test_a_model_is_not_run_by_the_graph_of_another():
         expected = model(tokens(), use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         assert distance(compiled(tokens(), use_cache=False).logits, expected) <= TOLERANCE[torch.float32], window
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_exported_program_computes_every_length(scheme):
+    """torch.export with an open length, then a batch of another size and length."""
+    model = patched_model(scheme, "llama")
+    shapes = {"input_ids": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}, "use_cache": None}
+    inputs = {"input_ids": tokens(2, LENGTH), "use_cache": False}
+    program = torch.export.export(model, (), inputs, dynamic_shapes=shapes, strict=False).module()
+    longer = tokens(3, LENGTH + PROMPT)
+    with torch.no_grad():
+        written, expected = program(input_ids=longer, use_cache=False).logits, model(longer, use_cache=False).logits
+    assert_same(written, expected)

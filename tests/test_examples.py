@@ -94,7 +94,8 @@ def test_qlora_trains_an_adapter_beside_packed_weights(example, tmp_path, bits):
 
 
 def test_the_axolotl_plugin_patches_what_it_is_given(example, monkeypatch):
-    """Against the names that axolotl's plugin interface has; axolotl itself is not installed where tests run."""
+    """Against the names that axolotl's plugin interface has, where axolotl is not installed."""
+    monkeypatch.delitem(sys.modules, "axolotl_plugin", raising=False)
     base = types.ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {})
     monkeypatch.setitem(sys.modules, "axolotl", types.ModuleType("axolotl"))
@@ -107,8 +108,28 @@ def test_the_axolotl_plugin_patches_what_it_is_given(example, monkeypatch):
     model = tiny("llama")
     plugin.post_model_build(types.SimpleNamespace(position_encoding=None), model)
     assert not hf_posenc.is_patched(model)
-    plugin.post_model_build(types.SimpleNamespace(position_encoding="alibi"), model)
+    settings = types.SimpleNamespace(position_encoding="alibi")
+    plugin.post_model_build(settings, model)
     assert hf_posenc.verify(model)
+    plugin.post_model_load(settings, model)
+    monkeypatch.setattr(hf_posenc, "verify", lambda model: "")
+    with pytest.raises(RuntimeError):
+        plugin.post_model_load(settings, model)
+
+
+@noisy
+@pytest.mark.skipif(importlib.util.find_spec("axolotl") is None, reason="pip install --no-deps axolotl runs this")
+def test_the_axolotl_plugin_answers_to_axolotls_manager(example, monkeypatch):
+    """To its own base class and its own registering of plugins, by the hooks that its model loader calls."""
+    monkeypatch.delitem(sys.modules, "axolotl_plugin", raising=False)
+    manager = example("axolotl.integrations.base").PluginManager()
+    monkeypatch.setattr(manager, "plugins", {})
+    manager.register("axolotl_plugin.PositionEncoding")
+    assert manager.get_input_args() == ["axolotl_plugin.PositionEncodingArgs"]
+    settings, model = types.SimpleNamespace(position_encoding="alibi"), tiny("llama")
+    manager.post_model_build(settings, model)
+    manager.post_model_load(settings, model)
+    assert hf_posenc.schemes_of(model)[0].name == "alibi"
 
 
 @pytest.mark.slow

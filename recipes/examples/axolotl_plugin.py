@@ -1,6 +1,7 @@
 """A plugin for axolotl: the model is patched after it is loaded and before an adapter is put around it.
 
-In axolotl's configuration, with this file where Python finds it:
+In axolotl's configuration, with this file where Python finds it (axolotl trains on without a plugin that it cannot
+import, and says so only in its log):
 
     plugins:
       - axolotl_plugin.PositionEncoding
@@ -32,3 +33,10 @@ class PositionEncoding(BasePlugin):
         """Axolotl calls this with the stock model."""
         if cfg.position_encoding is not None:
             hf_posenc.patch_model(model, cfg.position_encoding)
+
+    def post_model_load(self, cfg, model):
+        """Axolotl calls this last, with the adapter around the model: every layer has to answer to the scheme still."""
+        if cfg.position_encoding is not None:
+            report = hf_posenc.verify(model)
+            if not report:
+                raise RuntimeError(str(report))
