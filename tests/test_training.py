@@ -192,6 +192,13 @@ def test_resuming_is_exact(recipe, training, tiny_checkpoints, text, monkeypatch
     assert not (folder / "cut" / "progress.json").exists()
 
 
+def test_states_say_nothing_of_tied_weights(recipe, tiny_checkpoints, text, caplog):
+    """Which are saved once, and which resuming has: accelerate would have users check that."""
+    folder = tiny_checkpoints
+    recipe.main(options(folder, text, folder / "out", model=folder / "gpt2", save_every=2))
+    assert "shared tensor" not in caplog.text
+
+
 def test_resuming_needs_the_same_arguments(recipe, training, tiny_checkpoints, text, monkeypatch, capsys):
     folder = tiny_checkpoints
     with pytest.raises(Stop):

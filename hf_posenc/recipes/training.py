@@ -1,6 +1,7 @@
 """The fine-tuning loop of the recipes: raw accelerate, exact to resume, on one process or many."""
 
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -500,6 +501,7 @@ def save_state(accelerator: Accelerator, folder: Path, step: int) -> Path:
     if accelerator.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
     accelerator.wait_for_everyone()
+    logging.getLogger("accelerate.utils.other").addFilter(_is_no_tie)
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -511,6 +513,11 @@ def save_state(accelerator: Accelerator, folder: Path, step: int) -> Path:
                 shutil.rmtree(folder)
     accelerator.wait_for_everyone()
     return state
+
+
+def _is_no_tie(record: logging.LogRecord) -> bool:
+    """False for what accelerate says where tied weights are saved once: they are read into a model that ties them."""
+    return "Removed shared tensor" not in record.getMessage()
 
 
 def state_name(step: int) -> str:
