@@ -226,6 +226,9 @@ def test_nothing_is_calibrated_where_nothing_is_lost(recipe, tiny_checkpoints, t
     [
         ({"calibrate": "slopes"}, "--calibrate must be one of attention, closed_form, none, not slopes"),
         ({"calibrate_windows": 8}, "--calibrate-windows must be at least 9, not 8"),
+        ({"calibrate_length": 1}, "--calibrate-length must be at least 2, not 1"),
+        ({"calibrate_length": 1000}, "--calibrate-length 1000: the base was trained at"),
+        ({"calibrate": "none", "calibrate_length": 9}, "--calibrate-length is of a calibration, and --calibrate none"),
         ({"calibrate_steps": 0}, "--calibrate-steps must be at least 1, not 0"),
         (
             {"calibrate": "none", "calibrate_windows": 9},

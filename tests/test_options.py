@@ -331,6 +331,9 @@ CALIBRATION = {
     "calibrate": numbers(calibrate="closed_form"),
     "calibrate_steps": numbers({"calibrate": "attention", "calibrate_steps": 2}, calibrate_steps=3),
     "calibrate_windows": numbers({"calibrate": "attention", "calibrate_steps": 2}, calibrate_windows=20),
+    "calibrate_length": numbers(
+        {"calibrate": "attention", "calibrate_steps": 2, "calibrate_windows": 20}, calibrate_length=12
+    ),
 }
 SHARED = {
     **TEXT,

@@ -23,7 +23,8 @@ from .options import UsageError, at_least, one_of, refuse
 
 METHODS = ("attention", "closed_form", "none")
 LONGEST = 256
-"""Tokens of a window, at most: what is calibrated in short windows holds in long ones, and costs less."""
+"""Tokens of a window, at most, where nothing else is asked for: short windows cost less, and what holds in them holds
+in longer ones where a model looks no further back."""
 HELD_OUT = 8
 """Windows that only decide and measure."""
 BATCH = 4
@@ -49,8 +50,16 @@ class CalibrationArguments:
     calibrate_windows: int = field(
         default=400,
         metadata={
-            "help": f"windows of the training text to calibrate with, each as long as the base was trained at, or "
-            f"{LONGEST} tokens if that is less"
+            "help": f"windows of the training text to calibrate with, {HELD_OUT} of which only decide and measure"
+        },
+    )
+    calibrate_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "tokens of each of these windows: the distances at which attention is matched; beyond them "
+            "transformer_xl starts with little weight (default: the length the base was trained at, "
+            f"{LONGEST} at most)",
+            "metavar": "N",
         },
     )
 
@@ -61,7 +70,10 @@ def check(arguments: Any) -> None:
     at_least(arguments, 1, "calibrate_steps")
     at_least(arguments, HELD_OUT + 1, "calibrate_windows")
     if arguments.calibrate == "none":
-        refuse(arguments, "calibrate_windows", "is of a calibration, and --calibrate none makes none")
+        for name in ("calibrate_windows", "calibrate_length"):
+            refuse(arguments, name, "is of a calibration, and --calibrate none makes none")
+    if arguments.calibrate_length is not None:
+        at_least(arguments, 2, "calibrate_length")
     if arguments.calibrate != "attention":
         refuse(arguments, "calibrate_steps", f"is of --calibrate attention, not of {arguments.calibrate}")
     if arguments.learning_rate is None:
@@ -81,9 +93,13 @@ def windows(train: list[Document], trained_length: int, arguments: Any) -> Tenso
     """Windows of the training text, (N, T), drawn at random without one being drawn twice.
 
     Raises:
-        UsageError: if there are too few.
+        UsageError: if there are too few, or they would be longer than the base was trained at.
     """
-    length = min(trained_length, LONGEST)
+    length = arguments.calibrate_length or min(trained_length, LONGEST)
+    if length > trained_length:
+        raise UsageError(
+            f"--calibrate-length {length}: the base was trained at {trained_length} tokens, and is followed there"
+        )
     found = Windows(train, length, "concatenate")
     if len(found) <= HELD_OUT:
         raise UsageError(
