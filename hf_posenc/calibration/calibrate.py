@@ -302,7 +302,8 @@ def _run(
     if found is None:
         try:
             pair.keep_mean()
-            with tqdm(desc="closed forms", unit="window", disable=not progress, leave=False) as pair.bar:
+            reads = 2 * (len(pair.train[:windows]) + len(pair.held))
+            with tqdm(total=reads, desc="closed forms", unit="window", disable=not progress, leave=False) as pair.bar:
                 closed = close(pair, windows)
         except BaseException:
             pair.restore()

@@ -36,13 +36,11 @@ class Closed:
 
 def close(pair: Pair, windows: int) -> Closed:
     """Try the closed forms, and keep the best of each head."""
-    windows = min(windows, len(pair.train))
-    pair.bar.reset(2 * (windows + len(pair.held)))
     plain = pair.averages(windows)
     turns = _turns(pair, plain)
     modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
-    if not (turns and modules):  # else what is turned is averaged again
-        pair.bar.total -= windows
+    if pair.bar.total and not (turns and modules):  # else what is turned is averaged again
+        pair.bar.total -= len(pair.train[:windows])
     as_it_was = {index: _coefficients(pair, index, plain[index]) for index in modules}
     projections = {id(p): p for turn in turns.values() for p in turn.projection.parameters()}.values()
     placed = {id(p): p for module in modules.values() for p in module.parameters()}.values()
