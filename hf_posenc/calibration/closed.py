@@ -24,8 +24,8 @@ REACH = 16
 """Vectors that could do anything beyond what was seen are fitted to this many times that."""
 
 FALL = 2
-"""What such vectors add to a score falls, beyond what was seen, as this many times the logarithm of the distance: keys
-that nobody has seen from there, however many, get no more weight together than those that were seen."""
+"""What such vectors add to a score falls, beyond the T distances that were seen, by this many times the logarithm of
+the distance: by position alone all further keys weigh less than T keys at the end do, `sum_(d > T) (T / d)^2 < T`."""
 
 TAIL_WEIGHT = 1e-3
 """Weight of a distance that was not seen, relative to the mean weight of those that were."""
