@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from .call import Call
 from .engines.dispatch import Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from .families.base import base_model_type
+from .hub import CALIBRATION
 from .model_types.config import PosEncConfigMixin, config_class, register_models, stock_config
 from .model_types.entry import entry_of
 from .model_types.model import PosEncMixin, lacks_loss_type, model_class
@@ -24,12 +26,16 @@ from .patching.place import operate, seeded
 from .patching.plan import BaseModel, check_class_undone, check_forwards, make_plan
 from .patching.state import Patch, patch_of, without_adapter
 from .patching.undo import Undo, set_attribute, set_class
+from .patching.weights import have_moved, samples_of
 from .patching.wrappers import check_in_place, check_unwrapped
 from .positions import Positions
 from .registry import available_schemes, check_registered, family_for, scheme_class
 from .schemes.base import Scheme
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+
+SAMPLES = "_posenc_samples"
+"""Attribute of the base model of a stock model whose weights moved while it was patched: samples of what they were."""
 
 
 def parse_schemes(scheme: str | Scheme | Sequence[Scheme], hyperparameters: dict[str, Any]) -> tuple[Scheme, ...]:
@@ -109,7 +115,8 @@ def patch_model(
             owners = operate(undo, plan)
             _initialize(owners, native, seed, model)
         _rename(undo, model, plan.schemes)
-        patch = Patch(plan.schemes, attention, undo, plan.base.found.layers, plan.limit(), plan.attends)
+        samples = model.base_model.__dict__.get(SAMPLES) or samples_of(model)
+        patch = Patch(plan.schemes, attention, undo, plan.base.found.layers, plan.limit(), plan.attends, samples)
         set_attribute(undo, model.base_model, "_posenc_patch", patch)
     except BaseException:
         undo.roll_back()
@@ -188,7 +195,8 @@ def _rename(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> No
 def unpatch_model(model: Model) -> Model:
     """Undo `patch_model`: modules, classes, config, hooks and attributes are what they were.
 
-    Stock parameters that were trained in between keep their new values; the scheme's parameters are dropped.
+    Stock parameters that were trained in between keep their new values; the scheme's parameters are dropped. Weights
+    that a calibration has moved stay moved as well, and a warning says so.
 
     Args:
         model: a patched model.
@@ -228,7 +236,18 @@ def unpatch_model(model: Model) -> Model:
 
     check_in_place(model, "unpatch the model")
     check_class_undone(model)
+    calibrated = CALIBRATION in model.config.position_encoding
     patch.undo.roll_back()
+    if not have_moved(model, patch.samples):
+        model.base_model.__dict__.pop(SAMPLES, None)
+        return model
+    setattr(model.base_model, SAMPLES, patch.samples)  # what is calibrated next must not take it for the base it was
+    if calibrated:
+        warnings.warn(
+            f"unpatch_model: a calibration has moved weights of this {type(model).__name__}, and they stay moved: load "
+            "the checkpoint again for what it was",
+            stacklevel=2,
+        )
     return model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,92 +18,19 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError, NotPatchedError
 from ..hub import CALIBRATION
 from ..modes import evaluation
+from ..modules import PositionModule
 from ..patching.state import patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
-from .choose import CANDIDATES, close, settle
+from .choose import NOISE, close, settle
 from .match import LOSSES, Matching, match, movable
 from .pair import Pair
+from .report import NOTHING, Calibration, HeldOutLoss, LayerFit
 from .state import FirstStage, StateFile, digest_of, digest_of_tokens
+from .teacher import check_base, check_tokens
 
 STAGES = ("closed_form", "attention")
 WEIGHTS = ("scheme", "query_key", "adapter")
-
-
-@dataclass(frozen=True)
-class LayerFit:
-    """What calibration did to one layer; all numbers on held-out windows.
-
-    Attributes:
-        index: of the layer.
-        before: (H,) mean KL divergence of the scheme's attention from the base's, in nats per query, before.
-        closed: (H,) after the closed forms.
-        after: (H,) at the end.
-        chosen: for each head the closed form that was taken, see `CANDIDATES`.
-        base_curve: (H, T) what the base's positions add to a score, the mean by distance, beside queries and keys as
-            they were before the closed forms.
-        scheme_curve: (H, T) the scheme's bias or factor by distance at the end, or None if it has none.
-        multiplies: whether that is a factor of the score, and no bias.
-    """
-
-    index: int
-    before: Tensor
-    closed: Tensor
-    after: Tensor
-    chosen: tuple[str, ...]
-    base_curve: Tensor
-    scheme_curve: Tensor | None
-    multiplies: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {
-            "index": self.index,
-            "before": self.before.tolist(),
-            "closed": self.closed.tolist(),
-            "after": self.after.tolist(),
-            "chosen": list(self.chosen),
-            "base_curve": self.base_curve.tolist(),
-            "scheme_curve": None if self.scheme_curve is None else self.scheme_curve.tolist(),
-            "multiplies": self.multiplies,
-        }
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What `calibrate` did. Prints as a table.
-
-    Attributes:
-        scheme: names of the schemes.
-        layers: one report for each layer that was calibrated.
-        tokens: number of tokens that were used, held-out ones included.
-    """
-
-    scheme: str
-    layers: tuple[LayerFit, ...]
-    tokens: int
-
-    def unexpressed(self, least: float = 0.1) -> tuple[int, ...]:
-        """Return the layers that still differ from the base by this much, in nats per query and head on average.
-
-        What the scheme cannot do there the base can: leave those layers out of the patch (`layers=`).
-        """
-        return tuple(each.index for each in self.layers if each.after.mean().item() >= least)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {"scheme": self.scheme, "tokens": self.tokens, "layers": [each.to_dict() for each in self.layers]}
-
-    def __str__(self) -> str:
-        """Return a table: KL divergence from the base's attention, the mean over heads."""
-        lines = [
-            f"{self.scheme}: calibrated with {self.tokens:,} tokens",
-            "  layer     before  closed form      after  heads by closed form",
-        ]
-        for each in self.layers:
-            said = ", ".join(f"{each.chosen.count(name)} {name}" for name in CANDIDATES if name in each.chosen)
-            numbers = "  ".join(f"{part.mean().item():>9.4f}" for part in (each.before, each.closed, each.after))
-            lines.append(f"  {each.index:>5}  {numbers}  {said}")
-        return "\n".join(lines)
+JUDGES = ("loss", "attention")
 
 
 def calibrate(
@@ -114,6 +41,7 @@ def calibrate(
     base: PreTrainedModel | None = None,
     closed_windows: int = 24,
     held_out: int = 8,
+    judge: str = "loss",
     weights: str | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
@@ -129,27 +57,35 @@ def calibrate(
 ) -> Calibration:
     """Put into a scheme, and into the projections of queries and keys, what the base's positions did.
 
-    Closed forms first: for each layer and head several are tried, and what leaves the attention closest to the base's
-    on held-out windows is kept. Then, with `stage="attention"`, the attention of each layer is matched to the base's
-    by gradient steps on the base's own hidden states, so that no layer waits for those below, and no language-model
-    loss is seen. Memory grows with the number of distances, not with its square.
+    Closed forms come first: for each layer and head several are tried on held-out windows, and the one whose attention
+    is closest to the base's is kept. With `stage="attention"` gradient steps then match the attention of each layer to
+    the base's, on the base's own hidden states: no layer waits for those below, and no language-model loss is trained.
+
+    The held-out language-model loss is measured before and after each stage, and decides: what predicts worse is put
+    back, and the report says so. Memory grows with the number of distances, not with its square.
 
     Args:
-        model: patched, whole, on one device.
-        tokens: (N, T) integers: windows of text without padding, as long as the base was made for; at least
+        model: patched, whole, on one device; also with an adapter of PEFT, and then only what the adapter holds moves.
+        tokens: (N, T) int64 or int32: windows of text without padding, as long as the base was made for; at least
             `held_out + 1`.
         stage: `closed_form`, or `attention` for both stages.
-        base: what to follow; None means what the model was before it was patched, which is kept for undoing that.
+        base: what to follow: another model of the same type, sizes, vocabulary and dtype. None means what the model was
+            before it was patched, which is kept for undoing that.
         closed_windows: windows that the closed forms average over, at most.
         held_out: windows, the last ones, that only decide and measure.
-        weights: what the second stage moves: `scheme`, its parameters alone; `query_key` (None), with all weights of
-            the attention that make queries and keys; `adapter`, with those of them alone that are trained: of LoRA.
+        judge: what decides on those windows. `loss`: the language-model loss. What raises it by more than 0.01 nats is
+            put back; where heads chosen by their attention predict worse, all get the one form that predicts best.
+            `attention`: how close attention comes to the base's, whatever is predicted.
+        weights: what the second stage moves. `scheme`: the scheme's parameters alone. `query_key` (None): also all
+            weights of the attention that make queries and keys. `adapter` (None under an adapter): also those of them
+            that are trained, such as LoRA's.
         steps: of the second stage; None means 100.
         batch_size: windows in each step; None means 4.
         rate: learning rate of the scheme's parameters in the second stage; it falls to 0 as a cosine. None means 2e-2.
         weight_rate: of weights; None means 1e-3.
-        loss: what the second stage lowers: `attention` (None), the KL divergence from the base's attention; `outputs`,
-            the squared error of what heads read, relative to the mean square of the base's values.
+        loss: what the second stage lowers. `attention`: the KL divergence from the base's attention. `outputs`: the
+            squared error of what heads read, relative to the mean square of the base's values. None means the first,
+            and then the second if the first predicts worse.
         lengths: of the windows that the second stage reads, as many steps of each; they divide T, and
             windows are cut, so that every step reads the same number of tokens. By default all are of T tokens.
         seed: of the order of windows in the second stage; None means 0.
@@ -159,20 +95,23 @@ def calibrate(
         save_every: steps from one state to the next, beside those before the first step, after the last, and after one
             whose `on_step` raises an error; None means 25.
         on_step: called after each step of the second stage with its number, from 1, and the mean loss.
-        progress: show a progress bar of the windows that the closed forms read, and one of the second stage's steps.
+        progress: show progress bars: of the windows that the closed forms read, of the layers that are fitted, and of
+            the second stage's steps.
 
     Returns:
         What was found, by layer and head.
 
     Raises:
-        NotPatchedError: if the model is not patched; or no `base` is given, and the model was loaded patched, or a
-            calibration has moved its own weights.
+        NotPatchedError: if the model is not patched, or no `base` is given and the model was loaded patched.
         UnsupportedModelError: if it is wrapped, sharded, offloaded or quantised, or nobody sees the base's scores.
-        ValueError: for choices that do not exist, numbers out of range, arguments of a stage that is left out, too few
-            windows, windows longer than the base was made for, a second stage that has nothing to move, and attention
-            that is no number. Nothing has changed then, as after any error of the first stage.
+        ValueError: for choices that do not exist, numbers out of range, arguments of a stage that is left out; tokens
+            that are no integers of the vocabulary, too few windows, or windows longer than the base was made for; a
+            base that is the model itself or another kind of model; none given, where the model's own weights have moved
+            since it was patched; under an adapter, what it would not hold; under `torch.inference_mode`; a second stage
+            that has nothing to move; attention that is no number. Nothing has changed then, as after any error of the
+            first stage.
         CheckpointError: if what is in `state_file` is not the state of a calibration with the same arguments, tokens
-            and model, patched in the same way.
+            and model, patched in the same way. Nothing has changed then.
         OSError: if the state cannot be read or written.
     """
     given = {
@@ -189,42 +128,63 @@ def calibrate(
     }
     how = second_stage(stage, **{name: value for name, value in given.items() if value is not None})
     check_positive(closed_windows=closed_windows, held_out=held_out)
+    _check_one_of("judge", judge, JUDGES)
     check_unwrapped(model, "calibrate the model")
     inner = without_adapter(model)
-    patch = patch_of(inner)
+    patch, adapted = patch_of(inner), inner is not model
     if patch is None:
         raise NotPatchedError(f"this {type(inner).__name__} is not patched: there is nothing to calibrate")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("calibrate takes gradients, which torch.inference_mode() forbids: call it outside")
+    if adapted:
+        how = _for_adapter(inner, how, weights)
     check_in_place(inner, "calibrate the model")
     check_unquantized(inner, "calibrate the model")
-    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.shape[1] < 2:
-        raise ValueError(f"tokens must be integers (windows, length), not {tuple(tokens.shape)} of {tokens.dtype}")
+    check_tokens(tokens, inner, held_out)
     if how is not None:
         check_lengths(how.lengths, tokens.shape[1])
-    if len(tokens) <= held_out:
-        raise ValueError(
-            f"{len(tokens)} windows are too few: {held_out} are held out, and at least one is needed beside"
-        )
-    if base is None and patch.undo is None:
-        raise NotPatchedError("this model was loaded patched, which does not hold the stock positions: give the base")
-    if base is None and patch.moved:
-        raise NotPatchedError(
-            "a calibration has moved this model's own weights, so that it is no longer the base it was: give the base"
-        )
-    with evaluation(inner):
-        pair = Pair(inner, patch, base, tokens, held_out, keeps_mean=inner is model)
-        try:
-            found = _run(pair, how, tokens, closed_windows, on_step, progress)
-            write_down(inner, stage, found.tokens)
-            return found
-        finally:
-            moved = base is not None or any(not weight.equal(before) for weight, before in pair.originals)
-            patch.moved = patch.moved or moved
+    check_base(model, inner, patch, base)
+    device = next(inner.parameters()).device
+    with evaluation(inner), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        pair = Pair(inner, patch, base, tokens, held_out, own_weights=not adapted)
+        return _run(pair, stage, how, closed_windows, judge, on_step, progress)
 
 
-def write_down(model: PreTrainedModel, stage: str, tokens: int) -> None:
-    """Say in a patched model's config that it was calibrated: its checkpoints and their cards say so from then on."""
+def write_down(model: PreTrainedModel, stage: str, tokens: int, held_out_loss: HeldOutLoss | None = None) -> None:
+    """Say in a patched model's config that it was calibrated: its checkpoints and their cards say so from then on.
+
+    Args:
+        model: patched, also below an adapter.
+        stage: whose weights it holds, as in `calibrate`.
+        tokens: that were read.
+        held_out_loss: along the way; None where the calibration has not come to its end.
+    """
     config = without_adapter(model).config
-    config.position_encoding = {**config.position_encoding, CALIBRATION: {"stage": stage, "tokens": tokens}}
+    entry: dict[str, Any] = {"stage": stage, "tokens": tokens}
+    if held_out_loss is not None:
+        entry["held_out_loss"] = {name: round(loss, 6) for name, loss in asdict(held_out_loss).items()}
+    config.position_encoding = {**config.position_encoding, CALIBRATION: entry}
+
+
+def _for_adapter(inner: PreTrainedModel, how: Matching | None, weights: str | None) -> Matching | None:
+    """Return how the second stage goes under an adapter, which must hold all that moves.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if weights == "query_key":
+        raise ValueError(
+            "weights='query_key' moves weights that no adapter holds: leave it out (weights='adapter'), or calibrate "
+            "the model before the adapter is added"
+        )
+    placed = [module for module in inner.modules() if isinstance(module, PositionModule)]
+    numbers = [p for module in placed for p in module.parameters()]
+    if numbers and not any(p.requires_grad for p in numbers):
+        raise ValueError(
+            "the adapter neither trains nor saves the scheme's parameters, so that it would lose what calibration puts "
+            "into them: make it with hf_posenc.lora_config(model), or calibrate the model before the adapter is added"
+        )
+    return how if how is None or weights is not None else replace(how, weights="adapter")
 
 
 def second_stage(stage: str, **given: Any) -> Matching | None:
@@ -248,7 +208,8 @@ def second_stage(stage: str, **given: Any) -> Matching | None:
         return None
     how = Matching(**given)
     _check_one_of("weights", how.weights, WEIGHTS)
-    _check_one_of("loss", how.loss, tuple(LOSSES))
+    if how.loss is not None:
+        _check_one_of("loss", how.loss, tuple(LOSSES))
     counts = {"steps": how.steps, "batch_size": how.batch_size, "save_every": how.save_every}
     check_positive(**counts, rate=how.rate, weight_rate=how.weight_rate)
     if how.lengths is not None and not 0 < len(how.lengths) <= how.steps:
@@ -286,9 +247,10 @@ def _check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _run(
     pair: Pair,
+    stage: str,
     how: Matching | None,
-    tokens: Tensor,
     windows: int,
+    judge: str,
     on_step: Callable[[int, float], None] | None,
     progress: bool,
 ) -> Calibration:
@@ -297,46 +259,33 @@ def _run(
         raise ValueError(
             f"weights={how.weights!r} leaves nothing to move: {pair.patch.name} has no parameters of its own"
         )
-    state = None if how is None or how.state_file is None else _state(pair, how, moved, tokens, windows)
+    state = None if how is None or how.state_file is None else _state(pair, how, moved, windows, judge)
     found = None if state is None else state.first_stage
     if found is None:
         try:
-            pair.keep_mean()
-            reads = 2 * (len(pair.train[:windows]) + len(pair.held))
-            with tqdm(total=reads, desc="closed forms", unit="window", disable=not progress, leave=False) as pair.bar:
-                closed = close(pair, windows)
+            found = _first_stage(pair, moved, windows, judge, progress)
         except BaseException:
             pair.restore()
             raise
-        curves = {index: each.mean_difference.float().cpu() for index, each in closed.averages.items()}
-        parameters = [p.detach().clone() for part in moved for p in part]
-        found = FirstStage(closed.before, closed.after, closed.chosen, curves, parameters)
-    after = found.closed
+    said_before = pair.model.config.position_encoding
+    read = set(range(len(pair.train[:windows])))
+    if how is not None:
+        read |= how.read(len(pair.train), _processes())
+    count = (len(read) + len(pair.held)) * pair.held.shape[1]
+    write_down(pair.model, stage, count)
+    kept, after, losses, put_back = "closed_form", found.closed, found.losses, dict(found.put_back)
     if how is not None:
         if state is not None:
             state.first_stage = found
-        done = 0 if state is None else state.step
-        with tqdm(total=how.steps, initial=done, desc="calibrating", unit="step", disable=not progress) as bar:
-
-            def stepped(step: int, divergence: float) -> None:
-                bar.set_postfix(**{how.loss: f"{divergence:.3f}"}, refresh=False)
-                bar.update()
-                if on_step is not None:
-                    on_step(step, divergence)
-
-            match(pair, moved, how, state, stepped)
-        settle(pair, windows)
-        try:
-            after = pair.divergence()
-            ended, began = (sum(each.sum() for each in part.values()) for part in (after, found.closed))
-            worse = how.loss == "attention" and ended > began
-        except ValueError:  # the steps have run off to infinity
-            worse = True
-        if worse:  # a base that was met already, or rates that are too high
-            after = found.closed
-            with torch.no_grad():
-                for p, value in zip((p for part in moved for p in part), found.parameters, strict=True):
-                    p.copy_(value)
+        kept, after, loss = _second_stage(pair, moved, found, how, state, windows, judge, put_back, on_step, progress)
+        losses = losses | {"calibrated": loss}
+    held_out_loss = HeldOutLoss(**({"calibrated": losses["closed_form"]} | losses))
+    if kept == "closed_form" and not pair.has_moved():
+        kept = NOTHING
+    if kept == NOTHING:
+        pair.model.config.position_encoding = said_before
+    else:
+        write_down(pair.model, "closed_form" if kept == "closed_form" else "attention", count, held_out_loss)
     fits = []
     for index in pair.layers:
         shown, multiplies = pair.curve(index)
@@ -352,30 +301,114 @@ def _run(
                 multiplies,
             )
         )
-    return Calibration(pair.patch.name, tuple(fits), tokens.numel())
+    return Calibration(pair.patch.name, tuple(fits), count, held_out_loss, kept, judge, put_back, found.apart)
+
+
+def _first_stage(
+    pair: Pair, moved: tuple[list[nn.Parameter], list[nn.Parameter]], windows: int, judge: str, progress: bool
+) -> FirstStage:
+    """Put the closed forms in, unless the plain swap predicts better."""
+    losses = {"base": pair.loss_of_base(), "swapped": pair.loss()}
+    pair.keep_mean()
+    reads = 2 * (len(pair.train[:windows]) + len(pair.held))
+    with tqdm(total=reads, desc="closed forms", unit="window", disable=not progress, leave=False) as pair.bar:
+        closed = close(pair, windows, judge)
+        if not math.isfinite(losses["base"]):
+            raise ValueError(
+                "the base's loss on the held-out windows is no number: look for weights that are not finite"
+            )
+        after, chosen, losses["closed_form"], put_back = closed.after, closed.chosen, closed.loss, closed.put_back
+        if judge == "loss" and closed.loss > losses["swapped"] + NOISE:
+            put_back = put_back | {"closed_form": closed.loss}
+            pair.restore()
+            pair.bar.total += len(pair.held)
+            after, losses["closed_form"] = pair.divergence(), losses["swapped"]
+            chosen = {index: ("as it was",) * len(names) for index, names in chosen.items()}
+    curves = {index: each.mean_difference.float().cpu() for index, each in closed.averages.items()}
+    parameters = [p.detach().clone() for part in moved for p in part]
+    return FirstStage(closed.before, after, chosen, curves, parameters, losses, put_back, closed.apart)
+
+
+def _second_stage(
+    pair: Pair,
+    moved: tuple[list[nn.Parameter], list[nn.Parameter]],
+    found: FirstStage,
+    how: Matching,
+    state: StateFile | None,
+    windows: int,
+    judge: str,
+    put_back: dict[str, float],
+    on_step: Callable[[int, float], None] | None,
+    progress: bool,
+) -> tuple[str, dict[int, Tensor], float]:
+    """Match, and keep the first trial that the judge accepts; what it does not goes into `put_back`, with its loss.
+
+    Returns:
+        What is kept, the divergences then, and the held-out loss.
+    """
+    if state is not None:
+        put_back |= state.put_back
+    for trial in how.trials(judge):
+        if trial in put_back:  # before the state was written
+            continue
+        if state is not None:
+            state.begin(trial, {name: loss for name, loss in put_back.items() if name in LOSSES})
+        done = 0 if state is None else state.step
+        with tqdm(total=how.steps, initial=done, desc="calibrating", unit="step", disable=not progress) as bar:
+
+            def stepped(step: int, value: float, trial: str = trial, bar: Any = bar) -> None:
+                bar.set_postfix(**{trial: f"{value:.3f}"}, refresh=False)
+                bar.update()
+                if on_step is not None:
+                    on_step(step, value)
+
+            match(pair, moved, how, trial, state, stepped)
+        settle(pair, windows)
+        loss = pair.loss()
+        try:
+            after = pair.divergence()
+            if judge == "loss":
+                worse = loss > min(found.losses["swapped"], found.losses["closed_form"]) + NOISE
+            else:
+                ended, began = (sum(each.sum() for each in part.values()) for part in (after, found.closed))
+                worse = trial == "attention" and bool(ended > began)
+        except ValueError:  # the steps have run off to infinity
+            worse = True
+        if not worse:
+            return trial, after, loss
+        put_back[trial] = loss
+        with torch.no_grad():
+            for p, value in zip((p for part in moved for p in part), found.parameters, strict=True):
+                p.copy_(value)
+    return "closed_form", found.closed, found.losses["closed_form"]
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _state(
-    pair: Pair, how: Matching, moved: tuple[list[nn.Parameter], list[nn.Parameter]], tokens: Tensor, windows: int
+    pair: Pair, how: Matching, moved: tuple[list[nn.Parameter], list[nn.Parameter]], windows: int, judge: str
 ) -> StateFile:
     """Return the state of this calibration, read if there is one; all processes have the same."""
     assert how.state_file is not None
-    processes = dist.get_world_size() if dist.is_initialized() else 1
+    processes = _processes()
     choices = {name: value for name, value in asdict(how).items() if name not in ("state_file", "save_every")}
     of = choices | {
         "scheme": " + ".join(map(str, pair.patch.schemes)),
         "digest of the model": digest_of(pair.model),
         "digest of the base": "that of the model" if pair.other is None else digest_of(pair.other),
-        "tokens": digest_of_tokens(tokens),
+        "tokens": digest_of_tokens(torch.cat([pair.train, pair.held])),
         "held_out": len(pair.held),
         "closed_windows": windows,
+        "judge": judge,
         "number of parameters that move": sum(map(len, moved)),
         "number of processes": processes,
     }
     movables = moved if how.weights == "query_key" else movable(pair, "query_key")  # closed forms move weights too
     reached = {id(p) for part in movables for p in part} | {id(pair.tokens)}
     names = {name: p for name, p in pair.model.named_parameters() if id(p) in reached}
-    state = StateFile(how.state_file, of, names)
+    state = StateFile(how.state_file, of, names, [p for part in moved for p in part])
     if processes > 1:
         steps: list[Any] = [None] * processes
         dist.all_gather_object(steps, (state.step, state.first_stage is None))

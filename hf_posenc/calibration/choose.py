@@ -1,12 +1,14 @@
-"""Closed forms tried on a model: for each head the one that leaves its attention closest to the base's."""
+"""Closed forms tried on a model: for each head the closest, or for all heads the one that predicts best."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from ..patching.plan import BaseModel
 from .closed import Averages, Target, Turn, coefficients, fit, takes_queries, target_of, turn_of
@@ -15,6 +17,9 @@ from .pair import Pair, Values
 CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
 """What is tried: the scheme as it was; its curve, or vectors, fitted to what the base's positions add; queries turned
 by the mean rotation; both."""
+
+NOISE = 0.01
+"""Nats of held-out loss: on a few windows a smaller difference says nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +31,37 @@ class Closed:
         before: divergence of each layer's heads, (H,), before anything was put in.
         after: the same with the chosen forms.
         chosen: name of the form of each head, by layer.
+        loss: held-out loss with the chosen forms, in nats.
+        put_back: held-out loss of what attention would have chosen, if it predicts worse: `heads`.
+        apart: see `Calibration`.
     """
 
     averages: dict[int, Averages]
     before: dict[int, Tensor]
     after: dict[int, Tensor]
     chosen: dict[int, tuple[str, ...]]
+    loss: float
+    put_back: dict[str, float] = field(default_factory=dict)
+    apart: tuple[float, float] | None = None
 
 
-def close(pair: Pair, windows: int) -> Closed:
-    """Try the closed forms, and keep the best of each head."""
+def close(pair: Pair, windows: int, judge: str) -> Closed:
+    """Try the closed forms, and keep for each head the one whose attention is closest to the base's.
+
+    Where that predicts worse than one form for all heads, judged by `loss`, that form is kept.
+
+    Args:
+        pair: a model and its base.
+        windows: how many the forms average over, at most.
+        judge: as in `calibrate`.
+    """
     plain = pair.averages(windows)
     turns = _turns(pair, plain)
     modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
     if pair.bar.total and not (turns and modules):  # else what is turned is averaged again
         pair.bar.total -= len(pair.train[:windows])
+    if pair.bar.total and _shared(modules):
+        pair.bar.total += len(pair.held)
     as_it_was = {index: _coefficients(pair, index, plain[index]) for index in modules}
     projections = {id(p): p for turn in turns.values() for p in turn.projection.parameters()}.values()
     placed = {id(p): p for module in modules.values() for p in module.parameters()}.values()
@@ -75,12 +96,72 @@ def close(pair: Pair, windows: int) -> Closed:
             by_name = {name: target[index] for name, target in targets.items()}
             picked[index] = _picked(chosen[index], by_name, as_it_was[index])
         _fit_all(pair, modules, picked)
-    closed = pair.divergence()
-    if sum(each.sum() for each in closed.values()) > sum(each.sum() for each in before.values()):
-        # Heads that share parameters cannot each have what is best for them.
-        pair.restore([*(turn.projection for turn in turns.values()), *modules.values()])
-        return Closed(plain, before, before, {i: ("as it was",) * len(each) for i, each in chosen.items()})
-    return Closed(plain, before, closed, chosen)
+    closed, loss = pair.divergence(), pair.loss()
+    apart = _apart(pair, modules, targets, candidates, found, _mean(closed))
+    if judge == "attention":
+        if _mean(closed) <= _mean(before):
+            return Closed(plain, before, closed, chosen, loss, apart=apart)
+        uniform = "as it was"  # heads that share parameters cannot each have what is best for them
+    else:
+        losses = {name: pair.loss(values) for name, values in candidates.items()}
+        uniform = min(losses, key=losses.__getitem__)
+        if loss <= losses[uniform] + NOISE:
+            return Closed(plain, before, closed, chosen, loss, apart=apart)
+    with torch.no_grad():
+        for p, value in candidates[uniform]:
+            p.copy_(value)
+    every = {index: (uniform,) * len(names) for index, names in chosen.items()}
+    return Closed(plain, before, found[uniform], every, pair.loss(), {"heads": loss}, apart)
+
+
+def _shared(modules: dict[int, Any]) -> bool:
+    """Return whether one module serves several layers."""
+    return len({id(module) for module in modules.values()}) < len(modules)
+
+
+def _mean(divergences: Mapping[int, Tensor]) -> float:
+    """Return the mean over layers and heads."""
+    return torch.cat(list(divergences.values())).mean().item()
+
+
+def _apart(
+    pair: Pair,
+    modules: dict[int, Any],
+    targets: dict[str, dict[int, Target]],
+    candidates: dict[str, Values],
+    found: dict[str, dict[int, Tensor]],
+    closed: float,
+) -> tuple[float, float] | None:
+    """Return the mean divergence of the closed forms, and of those with a module for each layer; None if each has one.
+
+    Args:
+        pair: a model and its base.
+        modules: of the layers.
+        targets: by the name of a candidate that is fitted, what each layer should have.
+        candidates: values of all parameters.
+        found: their divergences.
+        closed: mean divergence of what was chosen.
+    """
+    if not _shared(modules):
+        return None
+    kept = [(p, p.detach().clone()) for p in {id(p): p for m in modules.values() for p in m.parameters()}.values()]
+    alone, only = {}, {}
+    for name, by_layer in targets.items():
+        beside = [(p, value) for p, value in candidates[name] if all(p is not own for own, _ in kept)]
+        for index, module in modules.items():
+            pair.restore([module])
+            fit(module, pair.like(index), [by_layer[index]])
+            only[f"{name} {index}"] = index
+            alone[f"{name} {index}"] = [*beside, *((p, p.detach().clone()) for p in module.parameters())]
+    with torch.no_grad():
+        for p, value in kept:
+            p.copy_(value)
+    measured = pair.divergences(alone, only)
+    best = {}
+    for index in pair.layers:
+        tried = [each[index] for each in (*found.values(), *measured.values()) if index in each]
+        best[index] = torch.stack(tried).amin(0)
+    return closed, _mean(best)
 
 
 def _targets(pair: Pair, modules: dict[int, Any], averages: dict[int, Averages]) -> dict[int, Target]:
@@ -126,10 +207,12 @@ def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) ->
     owners: dict[int, tuple[Any, Tensor, list[Target]]] = {}
     for index, module in modules.items():
         owners.setdefault(id(module), (module, pair.like(index), []))[2].append(targets[index])
-    for module, like, wanted in owners.values():
-        if not takes_queries(module.form(like)):
-            pair.restore([module])
-        fit(module, like, wanted)
+    with tqdm(total=len(owners), desc="fitting", unit="layer", disable=pair.bar.disable, leave=False) as bar:
+        for module, like, wanted in owners.values():
+            if not takes_queries(module.form(like)):
+                pair.restore([module])
+            fit(module, like, wanted)
+            bar.update()
 
 
 def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tensor) -> Target:
@@ -147,7 +230,9 @@ def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tenso
 
 def _turns(pair: Pair, averages: dict[int, Averages]) -> dict[int, Turn]:
     """Return the mean rotation of each layer's heads, where the base rotates and its queries can take it."""
-    found = {}
+    found: dict[int, Turn] = {}
+    if not pair.own_weights:
+        return found
     with pair.as_base() as model:
         base = BaseModel.of(model)
         rotary = base.found.rotary

@@ -92,7 +92,7 @@ class Averages:
         for part in parts(base):
             theirs, ours = rows_of(base, part), rows_of(scheme, part, content=True)
             shape = theirs.scores.shape
-            visible = theirs.visible.expand(shape)
+            visible = (theirs.visible & ours.visible).expand(shape)
             at = theirs.distance.expand(shape).long()
 
             def by_distance(values: Tensor, at: Tensor = at, visible: Tensor = visible) -> Tensor:

@@ -55,6 +55,17 @@ class Rows:
             scores = torch.cat([scores, sinks], -1)
         return scores.log_softmax(-1)
 
+    def confined(self, visible: Tensor) -> Rows:
+        """Return the same rows with no other keys than these visible: what a base pays within a scheme's window.
+
+        Args:
+            visible: (B|1, 1|H, R, L) bool.
+        """
+        if visible.shape == self.visible.shape and visible.equal(self.visible):
+            return self
+        scores = self.scores.masked_fill(~visible, torch.finfo(self.scores.dtype).min)
+        return replace(self, scores=scores, visible=self.visible & visible)
+
 
 def parts(call: Call) -> Iterator[slice]:
     """Split the queries of a call so that the scores of a part are not more than `SCORES`."""

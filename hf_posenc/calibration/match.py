@@ -28,11 +28,26 @@ class Matching:
     batch_size: int = 4
     rate: float = 2e-2
     weight_rate: float = 1e-3
-    loss: str = "attention"
+    loss: str | None = None
     lengths: tuple[int, ...] | None = None
     seed: int = 0
     state_file: Path | None = None
     save_every: int = 25
+
+    def trials(self, judge: str) -> tuple[str, ...]:
+        """Return what is matched, one after the other until the judge is content."""
+        return (
+            (self.loss,) if self.loss is not None else ("attention", "outputs") if judge == "loss" else ("attention",)
+        )
+
+    def read(self, windows: int, processes: int) -> set[int]:
+        """Return which of the training windows all steps of a trial draw, by index."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return {i for _ in range(self.steps) for i in self.drawn(windows, processes, generator).flatten().tolist()}
+
+    def drawn(self, windows: int, processes: int, generator: torch.Generator) -> Tensor:
+        """Draw the training windows of a step, (processes, batch_size) indices."""
+        return torch.randint(windows, (processes, self.batch_size), generator=generator)
 
     def windows(self, step: int, tokens: Tensor) -> Tensor:
         """Return the windows of a step, counted from 1, cut to its length: (B, T) becomes (B * T / length, length)."""
@@ -61,15 +76,17 @@ def match(
     pair: Pair,
     moved: tuple[list[nn.Parameter], list[nn.Parameter]],
     how: Matching,
+    loss: str,
     state: StateFile | None,
     on_step: Callable[[int, float], None] | None,
 ) -> None:
-    """Match the attention of each layer to the base's by gradient steps on what `movable` returned.
+    """Match each layer to the base's by gradient steps on what `movable` returned.
 
     Args:
         pair: a model and its base.
         moved: from `movable`.
         how: the choices that were made.
+        loss: what is matched, a name in `LOSSES`.
         state: where to go on from, and what to write; None means neither.
         on_step: as in `calibrate`.
     """
@@ -94,9 +111,9 @@ def match(
             for step in range(done + 1, how.steps + 1):
                 for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                     group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * (step - 1) / how.steps))
-                order = torch.randint(len(pair.train), (processes, how.batch_size), generator=generator)
+                order = how.drawn(len(pair.train), processes, generator)
                 drawn = pair.train[order[rank].to(pair.train.device)]
-                value = _gradients(pair, how.windows(step, drawn), parameters, LOSSES[how.loss])
+                value = _gradients(pair, how.windows(step, drawn), parameters, LOSSES[loss])
                 if processes > 1:
                     for p in parameters:
                         if p.grad is not None:

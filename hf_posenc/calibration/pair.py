@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
@@ -21,7 +24,7 @@ from ..patching.plan import BaseModel
 from ..patching.state import Patch
 from ..tracing import LayerCall
 from .closed import Averages, coefficients, curve, takes_queries
-from .maps import Seen, asked, attending, entering, observe, parts, rows_of
+from .maps import Rows, Seen, asked, attending, entering, observe, parts, rows_of
 
 Values = Sequence[tuple[nn.Parameter, Tensor]]
 """Parameters, and what they are to hold."""
@@ -58,7 +61,7 @@ class Pair:
         tokens: Tensor,
         held: int,
         *,
-        keeps_mean: bool = False,
+        own_weights: bool = True,
     ) -> None:
         """Look at both.
 
@@ -68,7 +71,7 @@ class Pair:
             base: another model, or None for what the model was.
             tokens: (N, T).
             held: how many windows, the last ones, only measure.
-            keeps_mean: whether `keep_mean` is going to be called.
+            own_weights: whether closed forms may move weights of the model itself, beside the scheme's parameters.
 
         Raises:
             ValueError: if windows are longer than the base was made for.
@@ -87,7 +90,8 @@ class Pair:
             longest = BaseModel.of(followed).length
         if longest is not None and tokens.shape[1] > longest:
             raise ValueError(f"windows of {tokens.shape[1]} tokens are longer than the {longest} the base was made for")
-        self.tokens = self._tokens() if keeps_mean else None
+        self.own_weights = own_weights
+        self.tokens = self._tokens() if own_weights else None
         self.query_key = self._reaching_scores()
         base_own = {id(p): p for p in (*self.query_key, *([] if self.tokens is None else [self.tokens]))}
         owners = [owner for index in self.layers if (owner := self._owner(index)) is not None]
@@ -102,6 +106,10 @@ class Pair:
         for key in chosen:
             p, value = self.began[key]
             p.copy_(value)
+
+    def has_moved(self) -> bool:
+        """Return whether a parameter that the first stage can change differs from what it was."""
+        return any(not p.equal(value) for p, value in self.began.values())
 
     @contextmanager
     def as_base(self) -> Iterator[PreTrainedModel]:
@@ -184,6 +192,31 @@ class Pair:
         found = self.plan.found
         return asked(found.layers[index], found.attention_of[index], hidden, arguments)
 
+    @torch.no_grad()
+    def loss(self, values: Values = ()) -> float:
+        """Return the mean loss of the next token on the held-out windows, in nats, with some values of parameters.
+
+        All processes get what the first one finds, so that they decide alike. What is no number is infinite.
+        """
+        with _holding(values):
+            return self._loss(self.model)
+
+    @torch.no_grad()
+    def loss_of_base(self) -> float:
+        """Return the same of the base."""
+        with self.as_base() as base:
+            return self._loss(base)
+
+    def _loss(self, model: PreTrainedModel) -> float:
+        total = 0.0
+        for window in self.held:
+            logits = model(window[None], use_cache=False).logits[0, :-1].float()
+            total += F.cross_entropy(logits, window[1:]).item()
+        found = [total / len(self.held)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found)
+        return found[0] if math.isfinite(found[0]) else math.inf
+
     def divergence(self) -> dict[int, Tensor]:
         """Return the KL divergence of each layer's heads from the base's on the held-out windows, (H,) each.
 
@@ -193,27 +226,35 @@ class Pair:
         return self.divergences({"": ()})[""]
 
     @torch.no_grad()
-    def divergences(self, candidates: Mapping[str, Values]) -> dict[str, dict[int, Tensor]]:
+    def divergences(
+        self, candidates: Mapping[str, Values], only: Mapping[str, int] | None = None
+    ) -> dict[str, dict[int, Tensor]]:
         """Return the same for several values of some parameters, by name; the base is run once for all of them.
+
+        Args:
+            candidates: the values.
+            only: for some of them the one layer that is looked at; by default all are.
 
         Raises:
             ValueError: if one of them is no number.
         """
         heads = {index: self.plan.sizes[index].num_heads for index in self.layers}
-        sums = {name: {index: torch.zeros(heads[index]) for index in self.layers} for name in candidates}
+        of = {name: [only[name]] if only and name in only else self.layers for name in candidates}
+        sums = {name: {index: torch.zeros(heads[index]) for index in of[name]} for name in candidates}
         with attending(self.model, self.plan):
             for batch in self._batches(self.held):
                 theirs, inputs = self.seen(batch)
                 for index, (hidden, seen) in inputs.items():
                     ours, base = {}, theirs[index].call
-                    for name, values in candidates.items():
+                    here = {name: values for name, values in candidates.items() if index in of[name]}
+                    for name, values in here.items():
                         with _holding(values):
                             ours[name] = self.asked(index, hidden, seen)
                     for part in parts(base):
-                        weights = rows_of(base, part).log_weights()
-                        for name, values in candidates.items():
+                        rows = rows_of(base, part)
+                        for name, values in here.items():
                             with _holding(values):  # a form reads its parameters when it is asked for scores
-                                sums[name][index] += _kl(weights, ours[name], part).sum((0, 2)).cpu()
+                                sums[name][index] += _kl(rows, ours[name], part).sum((0, 2)).cpu()
         for found in sums.values():
             self._check_finite(found)
         return {name: {i: total / self.held.numel() for i, total in found.items()} for name, found in sums.items()}
@@ -301,16 +342,20 @@ class Pair:
         return [p for p, gradient in zip(candidates, reached, strict=True) if gradient is not None]
 
 
-def _kl(theirs: Tensor, ours: Call, part: slice) -> Tensor:
+def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:
     """Return the KL divergence of some rows of attention weights from the base's, (B, H, R), in nats.
 
+    Where a window hides keys that the base sees, its weights are those of the keys that are left.
+
     Args:
-        theirs: logarithms of the base's attention weights.
+        theirs: the base's rows.
         ours: the scheme's call.
         part: which rows they are.
     """
-    mine, weights = rows_of(ours, part).log_weights(), theirs.exp()
-    return torch.where(weights == 0, 0.0, weights * (theirs - mine)).sum(-1)  # what is no number stays none
+    mine = rows_of(ours, part)
+    base, found = theirs.confined(mine.visible).log_weights(), mine.log_weights()
+    weights = base.exp()
+    return torch.where(weights == 0, 0.0, weights * (base - found)).sum(-1)  # NaN stays NaN
 
 
 def mean_kl(base: Call, ours: Call) -> Tensor:
@@ -319,7 +364,7 @@ def mean_kl(base: Call, ours: Call) -> Tensor:
     total = base.query.new_zeros(())
 
     def piece(part: slice) -> Tensor:
-        return _kl(rows_of(base, part).log_weights(), ours, part).sum()
+        return _kl(rows_of(base, part), ours, part).sum()
 
     for part in pieces:
         total = total + (piece(part) if len(pieces) == 1 else checkpoint(piece, part, use_reentrant=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from .. import files
 from ..errors import CheckpointError
 
 ENTRY = "hf_posenc_calibration"
-"""Key in the file's metadata: JSON with what the state is of, how many steps were made, and which forms were chosen."""
+"""Key in the file's metadata: JSON with what the state is of, the steps made, and the first stage's numbers."""
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
 """What Adam keeps of a parameter."""
@@ -34,6 +35,9 @@ class FirstStage:
         chosen: as well.
         base_curve: as well.
         parameters: what the second stage moves, as it finds it.
+        losses: held-out losses of the base, the swap and the closed forms, by their names in `HeldOutLoss`.
+        put_back: held-out losses of closed forms that were taken back, see `Calibration`.
+        apart: as there.
     """
 
     before: dict[int, Tensor]
@@ -41,6 +45,9 @@ class FirstStage:
     chosen: dict[int, tuple[str, ...]]
     base_curve: dict[int, Tensor]
     parameters: list[Tensor]
+    losses: dict[str, float]
+    put_back: dict[str, float]
+    apart: tuple[float, float] | None
 
 
 class StateFile:
@@ -49,25 +56,32 @@ class StateFile:
     It is written whole or not at all, and replaces the one before.
 
     Attributes:
-        step: how many steps of the second stage were made when it was written; 0 if there is no file yet.
+        trial: what the second stage matches, a name in `LOSSES`; None until it begins.
+        step: how many steps of this trial were made when it was written; 0 if there is no file yet.
+        put_back: held-out losses of trials that came before and were taken back.
         first_stage: what the first stage found; None until that is known.
     """
 
-    def __init__(self, path: Path, of: dict[str, Any], parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self, path: Path, of: dict[str, Any], parameters: dict[str, nn.Parameter], moved: Sequence[nn.Parameter]
+    ) -> None:
         """Look at what is there.
 
         Args:
             path: of the file, which need not exist.
             of: what it must be the state of, in words, for JSON.
             parameters: what either stage can move, by name.
+            moved: what the second stage moves.
 
         Raises:
-            CheckpointError: if the file is no such state, or one of something else.
+            CheckpointError: if the file is no such state, or one of something else; nothing has changed then.
             OSError: if there is no folder for it.
         """
-        self.path, self.parameters = path, parameters
+        self.path, self.parameters, self.moved = path, parameters, moved
         self.of: dict[str, Any] = json.loads(json.dumps(of))
+        self.trial: str | None = None
         self.step = 0
+        self.put_back: dict[str, float] = {}
         self.first_stage: FirstStage | None = None
         self.tensors: dict[str, Tensor] = {}
         if path.exists():
@@ -75,13 +89,18 @@ class StateFile:
         elif not path.absolute().parent.is_dir():
             raise FileNotFoundError(f"{path}: there is no folder {path.absolute().parent}")
 
+    def begin(self, trial: str, put_back: dict[str, float]) -> None:
+        """Begin a trial, unless the state is of this one already."""
+        if trial != self.trial:
+            self.trial, self.step, self.put_back, self.tensors = trial, 0, dict(put_back), {}
+
     def _read(self) -> None:
         try:
             with safe_open(self.path, "pt") as file:
                 entry = json.loads((file.metadata() or {})[ENTRY])
                 of = entry["of"]
                 self.tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except (SafetensorError, KeyError, ValueError) as error:
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.path} is not the state of a calibration") from error
         different = [
             f"{name} was {of.get(name)} and is {self.of.get(name)}"
@@ -90,16 +109,56 @@ class StateFile:
         ]
         if different:
             raise CheckpointError(f"{self.path} is the state of another calibration: {'; '.join(different)}")
-        self.step = entry["step"]
-        chosen = {int(index): tuple(names) for index, names in entry["chosen"].items()}
+        try:
+            chosen = {int(index): tuple(names) for index, names in entry["chosen"].items()}
+            self._check({index: len(names) for index, names in chosen.items()}, int(entry["found"]))
+            self.trial, self.step, self.put_back = str(entry["trial"]), int(entry["step"]), dict(entry["put_back"])
+            first = entry["first_stage"]
+            apart = None if first["apart"] is None else (float(first["apart"][0]), float(first["apart"][1]))
+            self.first_stage = FirstStage(
+                {index: self.tensors[f"before.{index}"] for index in chosen},
+                {index: self.tensors[f"closed.{index}"] for index in chosen},
+                chosen,
+                {index: self.tensors[f"base_curve.{index}"] for index in chosen},
+                [self.tensors[f"found.{number}"] for number in range(len(self.moved))],
+                dict(first["losses"]),
+                dict(first["put_back"]),
+                apart,
+            )
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.path} is not the whole state of a calibration: {error}") from error
 
-        def by_layer(part: str) -> dict[int, Tensor]:
-            return {index: self.tensors[f"{part}.{index}"] for index in chosen}
+    def _check(self, heads: dict[int, int], found: int) -> None:
+        """Check names, shapes, dtypes and numbers of all tensors, so that none is missed once something has changed.
 
-        parameters = [self.tensors[f"found.{number}"] for number in range(entry["found"])]
-        self.first_stage = FirstStage(
-            by_layer("before"), by_layer("closed"), chosen, by_layer("base_curve"), parameters
-        )
+        Raises:
+            ValueError: if one of them is wrong.
+        """
+        likes: dict[str, Tensor] = {"random": torch.Generator().get_state()}
+        likes |= {f"parameter.{name}": each.detach() for name, each in self.parameters.items()}
+        likes |= {f"found.{number}": each.detach() for number, each in enumerate(self.moved)}
+        if found != len(self.moved):
+            raise ValueError(f"it has {found} parameters that move, the model {len(self.moved)}")
+        for index, count in heads.items():
+            for part in ("before", "closed"):
+                likes[f"{part}.{index}"] = torch.empty(count)
+            curve = self.tensors.get(f"base_curve.{index}")
+            likes[f"base_curve.{index}"] = torch.empty(count, curve.shape[-1] if curve is not None else 0)
+        for name, each in self.parameters.items():
+            if any(f"adam.{part}.{name}" in self.tensors for part in ADAM):
+                likes |= {f"adam.{part}.{name}": torch.empty(()) if part == "step" else each.detach() for part in ADAM}
+        if missing := sorted(likes.keys() - self.tensors.keys()):
+            raise ValueError(f"{missing[0]} is missing")
+        if unknown := sorted(self.tensors.keys() - likes.keys()):
+            raise ValueError(f"{unknown[0]} belongs to nothing")
+        for name, like in likes.items():
+            tensor = self.tensors[name]
+            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)} of {tensor.dtype}, not {tuple(like.shape)} of {like.dtype}"
+                )
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise ValueError(f"{name} holds numbers that are not finite")
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
@@ -117,7 +176,7 @@ class StateFile:
         self.tensors = {}
 
     def save(self, step: int, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-        """Write the state after a step, counted from 1; 0 means none was made."""
+        """Write the state after a step of the trial, counted from 1; 0 means none was made."""
         assert self.first_stage is not None
         found = self.first_stage
         tensors = {"random": generator.get_state()}
@@ -127,7 +186,18 @@ class StateFile:
         for name, parameter in self.parameters.items():
             tensors[f"parameter.{name}"] = parameter.detach()
             tensors |= {f"adam.{part}.{name}": each for part, each in optimizer.state.get(parameter, {}).items()}
-        entry = json.dumps({"of": self.of, "step": step, "chosen": found.chosen, "found": len(found.parameters)})
+        first = {"losses": found.losses, "put_back": found.put_back, "apart": found.apart}
+        entry = json.dumps(
+            {
+                "of": self.of,
+                "trial": self.trial,
+                "step": step,
+                "put_back": self.put_back,
+                "chosen": found.chosen,
+                "found": len(found.parameters),
+                "first_stage": first,
+            }
+        )
         with files.replaced(self.path) as partial:
             # Copies: what was left as it was stands in the report twice, and safetensors refuses shared memory.
             save_file({n: each.cpu().contiguous().clone() for n, each in tensors.items()}, partial, {ENTRY: entry})

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..schemes.base import Scheme
 from .undo import Undo
+from .weights import Sample
 
 
 @dataclass
@@ -23,7 +24,7 @@ class Patch:
         layers: the decoder layers that were patched, which need not be those that the model has now.
         limit: number of positions that exist, or None if there is no limit.
         attends: whether the model attends through the attention function of this package.
-        moved: whether a calibration has moved weights that were there before the patch; `undo` leaves them so.
+        samples: of the stock weights, as they were when the model was first patched.
     """
 
     schemes: tuple[Scheme, ...]
@@ -32,7 +33,7 @@ class Patch:
     layers: list[nn.Module] = field(default_factory=list)
     limit: int | None = None
     attends: bool = False
-    moved: bool = False
+    samples: dict[str, Sample] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

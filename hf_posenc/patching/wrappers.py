@@ -89,7 +89,7 @@ def check_unquantized(model: nn.Module, action: str) -> None:
         UnsupportedModelError: for a model that was quantised, by transformers (bitsandbytes, GPTQ and all others) or in
             place (torchao).
     """
-    packed = next((name for name, weight in model.named_parameters() if _is_packed(weight)), None)
+    packed = next((name for name, weight in model.named_parameters() if is_packed(weight)), None)
     if packed is None and not getattr(model, "is_quantized", False):
         return
     where = "" if packed is None else f" ({packed} is one that is packed)"
@@ -99,7 +99,7 @@ def check_unquantized(model: nn.Module, action: str) -> None:
     )
 
 
-def _is_packed(weight: nn.Parameter) -> bool:
+def is_packed(weight: nn.Parameter) -> bool:
     """Return whether a weight is kept as integers, in 8 bits, or by a tensor class that stands for another one."""
     kept = weight.detach()
     plain = type(kept) in (torch.Tensor, nn.Parameter, DTensor)

@@ -1,0 +1,163 @@
+"""What a calibration reports: losses on held-out windows, and how close each layer's attention came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .choose import CANDIDATES
+
+NOTHING = "nothing"
+"""What is kept where nothing predicted better than the plain swap."""
+
+CLOSER = 0.9
+"""Share of a divergence that is worth patching again for."""
+
+TRIED = {
+    "heads": "closed forms chosen head by head",
+    "closed_form": "the best closed forms",
+    "attention": "matching attention",
+    "outputs": "matching outputs",
+}
+"""What can be taken back, in words."""
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Mean loss of the next token on the held-out windows, in nats.
+
+    Attributes:
+        base: of the base.
+        swapped: of the patched model, before anything was calibrated.
+        closed_form: with what was kept of the closed forms.
+        calibrated: at the end.
+    """
+
+    base: float
+    swapped: float
+    closed_form: float
+    calibrated: float
+
+    def __str__(self) -> str:
+        """Return the four numbers with their names."""
+        return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in asdict(self).items())
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """What calibration did to one layer; all numbers on held-out windows.
+
+    Attributes:
+        index: of the layer.
+        before: (H,) mean KL divergence of the scheme's attention from the base's, in nats per query, before.
+        closed: (H,) after the closed forms.
+        after: (H,) at the end.
+        chosen: for each head the closed form that was taken, see `CANDIDATES`.
+        base_curve: (H, T) what the base's positions add to a score, the mean by distance, beside queries and keys as
+            they were before the closed forms.
+        scheme_curve: (H, T) the scheme's bias or factor by distance at the end, or None if it has none.
+        multiplies: whether that is a factor of the score, and no bias.
+    """
+
+    index: int
+    before: Tensor
+    closed: Tensor
+    after: Tensor
+    chosen: tuple[str, ...]
+    base_curve: Tensor
+    scheme_curve: Tensor | None
+    multiplies: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {
+            "index": self.index,
+            "before": self.before.tolist(),
+            "closed": self.closed.tolist(),
+            "after": self.after.tolist(),
+            "chosen": list(self.chosen),
+            "base_curve": self.base_curve.tolist(),
+            "scheme_curve": None if self.scheme_curve is None else self.scheme_curve.tolist(),
+            "multiplies": self.multiplies,
+        }
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` did. Prints as a table.
+
+    Attributes:
+        scheme: names of the schemes.
+        layers: one report for each layer that was calibrated.
+        tokens: number of different tokens that were read, held-out ones included.
+        held_out_loss: language-model losses along the way.
+        kept: what the model holds at the end: `closed_form`, `attention` or `outputs` (the second stage, by what it
+            matched), or `nothing`: the model is the plain swap.
+        judge: what decided, as in `calibrate`.
+        put_back: what the judge took back, with its held-out loss in nats.
+        apart: (closed, apart) if one module of the scheme serves several layers: the mean divergence that closed forms
+            reach with it, and with one for each layer (`share_layers=False`); else None.
+    """
+
+    scheme: str
+    layers: tuple[LayerFit, ...]
+    tokens: int
+    held_out_loss: HeldOutLoss
+    kept: str
+    judge: str = "loss"
+    put_back: Mapping[str, float] = field(default_factory=dict)
+    apart: tuple[float, float] | None = None
+
+    def unexpressed(self, least: float = 0.1) -> tuple[int, ...]:
+        """Return the layers that still differ from the base by this much, in nats per query and head on average.
+
+        What the scheme cannot do there the base can: leave those layers out of the patch (`layers=`).
+        """
+        return tuple(each.index for each in self.layers if each.after.mean().item() >= least)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        return {
+            "scheme": self.scheme,
+            "tokens": self.tokens,
+            "held_out_loss": asdict(self.held_out_loss),
+            "kept": self.kept,
+            "judge": self.judge,
+            "put_back": dict(self.put_back),
+            "apart": None if self.apart is None else list(self.apart),
+            "layers": [each.to_dict() for each in self.layers],
+        }
+
+    def remarks(self) -> list[str]:
+        """Return sentences on what was taken back, and on what would come closer."""
+        found = []
+        if self.put_back:
+            tried = ", ".join(f"{TRIED[name]} ({loss:.3f} nats)" for name, loss in self.put_back.items())
+            why = "the held-out loss rose" if self.judge == "loss" else "attention came no closer"
+            found.append(f"Taken back, because {why}: {tried}.")
+        if self.kept == NOTHING:
+            found.append("Nothing predicted better than the plain swap: the model is as it was.")
+        if self.apart is not None and self.apart[1] < CLOSER * self.apart[0]:
+            together, apart = self.apart
+            found.append(
+                "All layers share the scheme's parameters. With its own for each layer (share_layers=False) closed "
+                f"forms come to a divergence of {apart:.3f} nats in place of {together:.3f}: patch again with that."
+            )
+        return found
+
+    def __str__(self) -> str:
+        """Return the losses, then a table: KL divergence from the base's attention, the mean over heads, in nats."""
+        lines = [
+            f"{self.scheme}: calibrated with {self.tokens:,} tokens; kept: {self.kept.replace('_', ' ')}",
+            f"  held-out loss in nats per token: {self.held_out_loss}",
+            "  divergence of the attention from the base's, in nats per query:",
+            "  layer     before  closed form      after  heads by closed form",
+        ]
+        for each in self.layers:
+            said = ", ".join(f"{each.chosen.count(name)} {name}" for name in CANDIDATES if name in each.chosen)
+            numbers = "  ".join(f"{part.mean().item():>9.4f}" for part in (each.before, each.closed, each.after))
+            lines.append(f"  {each.index:>5}  {numbers}  {said}")
+        return "\n".join([*lines, *(f"  {remark}" for remark in self.remarks())])

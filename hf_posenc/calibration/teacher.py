@@ -1,0 +1,125 @@
+"""What a calibration may listen to: the base a model was, or another model that is like it, and tokens of its text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import NotPatchedError
+from ..families.base import base_model_type
+from ..patching.plan import BaseModel
+from ..patching.state import Patch
+from ..patching.weights import have_moved
+from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
+
+GIVE = "give the base, calibrate(model, tokens, base=...)"
+
+ACTS = 1e-3
+"""Relative change of the logits from which on an adapter counts as trained: some kinds add rounding from the start."""
+
+
+def check_tokens(tokens: Any, model: PreTrainedModel, held_out: int) -> None:
+    """Check windows of tokens.
+
+    Raises:
+        ValueError: if they are no integers of a vocabulary in windows, or too few.
+    """
+    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64) or tokens.ndim != 2:
+        found = (
+            f"{tuple(tokens.shape)} of {tokens.dtype}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+        )
+        raise ValueError(
+            f"tokens must be integers (windows, length), an int64 tensor, not {found}. From a text: "
+            'tokenizer(text, return_tensors="pt").input_ids[0].unfold(0, 256, 256)'
+        )
+    if tokens.shape[1] < 2:
+        raise ValueError("tokens must be integers (windows, length) with a length of at least 2, not 1")
+    if len(tokens) <= held_out:
+        raise ValueError(
+            f"{len(tokens)} windows are too few: {held_out} are held out, and at least one is needed beside"
+        )
+    count = model.get_input_embeddings().weight.shape[0]
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= count:
+        raise ValueError(
+            f"tokens hold the id {least if least < 0 else most}, and the model's vocabulary has the ids 0 to "
+            f"{count - 1}: use the model's own tokenizer"
+        )
+
+
+def check_base(model: Any, inner: PreTrainedModel, patch: Patch, base: Any) -> None:
+    """Check whom a calibration is to follow.
+
+    Args:
+        model: patched, with its adapter if it has one.
+        inner: the same without.
+        patch: what is known of it.
+        base: another model, or None for what the model was.
+
+    Raises:
+        NotPatchedError: if there is no base: none is given, and the model was loaded patched.
+        UnsupportedModelError: if the base is wrapped, sharded, offloaded or quantised.
+        ValueError: if the base is the model itself, shares weights with it, or is of another kind or size; or if none
+            is given, and the model's own weights have moved since it was patched.
+    """
+    if base is None:
+        if patch.undo is None:
+            raise NotPatchedError(f"this model was loaded patched, which does not hold the stock positions: {GIVE}")
+        if have_moved(inner, patch.samples) or (isinstance(model, PeftModel) and _adapter_acts(model, inner, patch)):
+            raise ValueError(
+                "weights of this model have moved since it was patched, by a calibration or in training, so that it is "
+                f"no longer the base it was: {GIVE}"
+            )
+        return
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(
+            f"base must be a transformers model, like the one that was patched, not a {type(base).__name__}"
+        )
+    check_unwrapped(base, "take it as the base")
+    check_in_place(base, "take it as the base")
+    check_unquantized(base, "take it as the base")
+    own = {p.data_ptr() for p in inner.parameters()}
+    if base is inner or any(p.data_ptr() in own for p in base.parameters()):
+        raise ValueError(
+            "base is the model that is calibrated, or shares weights with it: patch_model works in place. Leave base "
+            "out, or load the stock checkpoint once more"
+        )
+    if different := _differences(inner, base):
+        raise ValueError(f"base is no base of this model: {'; '.join(different)}")
+
+
+def _differences(model: PreTrainedModel, base: PreTrainedModel) -> list[str]:
+    """Return what tells a base from a model that it cannot teach; sizes are compared only where types agree."""
+    types = base_model_type(base.config), base_model_type(model.config)
+    if types[0] != types[1]:
+        return [f"it is a {types[0]}, the model a {types[1]}"]
+    theirs, ours = BaseModel.of(base), BaseModel.of(model)
+    pairs = {
+        "number of layers": (len(theirs.found.layers), len(ours.found.layers)),
+        "sizes of the attention": (dict(theirs.sizes), dict(ours.sizes)),
+        "vocabulary": tuple(model.get_input_embeddings().weight.shape[0] for model in (base, model)),
+        "dtype": (base.dtype, model.dtype),
+        "device": (base.device, model.device),
+    }
+    return [f"its {name} is {its}, the model's {own}" for name, (its, own) in pairs.items() if its != own][:1]
+
+
+@torch.no_grad()
+def _adapter_acts(model: PeftModel, inner: PreTrainedModel, patch: Patch) -> bool:
+    """Return whether an adapter changes what the model was before it was patched: one that was trained does."""
+    assert patch.undo is not None
+    tokens = torch.arange(min(16, inner.get_input_embeddings().weight.shape[0]), device=inner.device)[None]
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        with patch.undo.suspended():
+            with_adapter = inner(tokens, use_cache=False).logits
+            with model.disable_adapter():
+                without = inner(tokens, use_cache=False).logits
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+    return bool((with_adapter - without).norm() > ACTS * without.norm())
