@@ -360,7 +360,9 @@ ROWS = {
         "resume": refused("there is no interrupted run in", resume=True),
         "push_to": pushed(),
         "private": pushed(private=True),
-        "base_steps": refused("--base-steps is of the embedded base", base_steps=3),
+        "train_base": refused("--train-base trains the embedded base, and the base is --model", train_base=True),
+        "base_steps": refused("--base-steps is of --train-base", base_steps=3),
+        "base_seed": refused("--base-seed is of --train-base", base_seed=3),
     },
     "compare_schemes": {
         **SHARED,

@@ -329,7 +329,9 @@ WRONG = {
     ),
     "a dataset's option": ({"data_name": "en"}, "--data-name is not for text from"),
     "a table's option": ({"text_column": "story"}, "--text-column is not for text from"),
-    "a base that is not trained": ({"base_steps": 3}, "--base-steps is of the embedded base, and the base is --model"),
+    "another base": ({"train_base": ""}, "--train-base trains the embedded base, and the base is --model"),
+    "a base that is not trained": ({"base_steps": 3}, "--base-steps is of --train-base, and no base is trained"),
+    "the seed of a base": ({"model": None, "base_seed": 3}, "--base-seed is of --train-base, and no base is trained"),
     "no repository": ({"private": ""}, "--private is of the repository that --push-to names, and there is none"),
     "a control on the Hub": (
         {"scheme": "unpatched", "push_to": "me/x", "train_length": 32},
@@ -437,6 +439,21 @@ def test_unreadable_text_is_named(recipe, tiny_checkpoints, text, capsys):
     with pytest.raises(SystemExit):
         recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out"))
     assert f"--data {text}: not readable as UTF-8" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("nothing", ["", " \n\t\n"], ids=["no bytes", "white space"])
+@pytest.mark.parametrize("name", ["extend_context", "calibrate", "evaluate", "compare_schemes", "pretrain"])
+def test_text_without_words_is_refused(recipes, tiny_checkpoints, tmp_path, capsys, name, nothing):
+    text, out = tmp_path / "empty.txt", tmp_path / "out"
+    text.write_text(nothing)
+    words = ["--data", str(text), *(["--model", str(tiny_checkpoints / "gpt2")] if name != "pretrain" else [])]
+    words += ["--json" if name == "evaluate" else "--output", str(out)]
+    words += ["--scheme", "shaw"] if name == "calibrate" else []
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"hf_posenc.recipes.{name}").main(words)
+    assert stop.value.code == 2
+    assert f"error: there is no text in {text}" in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ def options(folder, text, output, **changes):
         for key, value in values.items()
         if value is not None
         for w in (f"--{key.replace('_', '-')}", *str(value).split(" "))
+        if w
     ]
 
 
@@ -259,7 +260,15 @@ def test_ctrl_c_outside_the_training_says_what_is_kept(
 ):
     """And that is then not made again: the base, its measurements, the fine-tuning. The numbers are those of one go."""
     folder = tiny_checkpoints
-    common = {"model": None, "base_steps": 3, "lora_rank": rank, "steps": 2, "recovery_steps": 0, "eval_every": 1}
+    common = {
+        "model": None,
+        "train_base": "",
+        "base_steps": 3,
+        "lora_rank": rank,
+        "steps": 2,
+        "recovery_steps": 0,
+        "eval_every": 1,
+    }
     common |= {"eval_tokens": 300}
     whole = recipe.main(options(folder, text, folder / "whole", **common))
     words, out = options(folder, text, folder / "cut", **common), folder / "cut"
@@ -311,7 +320,7 @@ def test_ctrl_c_outside_the_training_says_what_is_kept(
 def test_a_base_of_another_run_is_not_taken(recipe, tiny_checkpoints, text, monkeypatch):
     """A run that is written over leaves nothing that the new one could go on with."""
     folder = tiny_checkpoints
-    common = {"model": None, "steps": 2, "recovery_steps": 0}
+    common = {"model": None, "train_base": "", "steps": 2, "recovery_steps": 0}
     recipe.main(options(folder, text, folder / "out", **common, base_steps=2))
     expected = recipe.main(options(folder, text, folder / "whole", **common, base_steps=3))
     with pytest.raises(Stop):
@@ -395,6 +404,61 @@ def test_a_loss_that_is_no_number_keeps_the_last_good_state(recipe, training, ti
     with pytest.raises(SystemExit, match=r"the loss became nan at step 5: .*state-000003 is from before"):
         recipe.main(options(folder, text, folder / "out", save_every=3))
     assert (folder / "out" / "state-000003").is_dir()
+
+
+def test_a_weight_that_is_no_number_is_neither_kept_nor_measured(recipe, training, tiny_checkpoints, text, monkeypatch):
+    """The loss of a step is from before the step: it is finite where the step itself ruins the weights."""
+    folder, one_step = tiny_checkpoints, training.one_step
+
+    def ruined(accelerator, wrapped, optimizer, phase, step, *rest):
+        loss = one_step(accelerator, wrapped, optimizer, phase, step, *rest)
+        if step == ruined.at:
+            next(wrapped.parameters()).data[0] = float("nan")
+        return loss
+
+    monkeypatch.setattr(training, "one_step", ruined)
+    for name, ruined.at, last in (("middle", 3, 2), ("end", 5, 4)):
+        with pytest.raises(SystemExit, match=rf"no numbers any more at step {ruined.at + 1}: .*state-00000{last} is f"):
+            recipe.main(options(folder, text, folder / name, save_every=2))
+        assert {path.name for path in (folder / name).iterdir()} == {"progress.json", f"state-00000{last}"}
+
+
+def test_a_base_with_a_weight_that_is_no_number_is_refused(recipe, training, tiny_checkpoints, text):
+    folder = tiny_checkpoints
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    model.lm_head.weight.data[0] = float("nan")
+    model.save_pretrained(folder / "llama")
+    with pytest.raises(SystemExit, match="the loss at 16 tokens is not finite"):
+        recipe.main(options(folder, text, folder / "out"))
+    evaluate = importlib.import_module("hf_posenc.recipes.evaluate")
+    words = ["--model", str(folder / "llama"), "--data", str(text), "--lengths", "16", "--eval-tokens", "64"]
+    with pytest.raises(SystemExit, match="the loss at 16 tokens is not finite"):
+        evaluate.main([*words, "--retrieval-trials", "0", "--json", str(folder / "found.json")])
+    assert not (folder / "found.json").exists()
+
+
+def test_two_runs_do_not_share_a_folder(recipe, recipes, training, tiny_checkpoints, text, monkeypatch, capsys):
+    """The second began before the first had written anything; and again while the first is to be gone on with."""
+    folder, one_step, refused = tiny_checkpoints, training.one_step, []
+    extension = importlib.import_module("hf_posenc.recipes.extension")
+    words = options(folder, text, folder / "out", save_every=1)
+
+    def another(extra):
+        with monkeypatch.context() as patch:
+            patch.setattr(extension.run_folder, "check", lambda _: None)
+            with pytest.raises(SystemExit) as stop:
+                recipe.main([*words, *extra])
+        refused.append((stop.value.code, "another run is writing there" in capsys.readouterr().err))
+
+    def crowded(accelerator, wrapped, optimizer, phase, step, *rest):
+        if step == 1:
+            another([])
+            another(["--resume"])
+        return one_step(accelerator, wrapped, optimizer, phase, step, *rest)
+
+    monkeypatch.setattr(training, "one_step", crowded)
+    recipe.main(words)
+    assert refused == [(2, True)] * 2
 
 
 def test_a_full_disk_keeps_the_state_before(recipe, training, tiny_checkpoints, text, monkeypatch, capsys):

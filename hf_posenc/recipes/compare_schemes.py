@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 import hf_posenc
 
 from ..registry import scheme_class
-from . import extension, many_runs, program, summary, training
+from . import extension, many_runs, program, run_folder, summary, training
 from .calibrating import CalibrationArguments
 from .corpus import read_text
 from .extension import SharedArguments
@@ -72,10 +72,11 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
         accelerator = training.accelerator_for(arguments, folder)
         text = read_text(arguments, load_named(AutoTokenizer, arguments), accelerator)
         identities = many_runs.identify(arguments, text, variants, accelerator)
-        many_runs.check(folder, identities)
-        for runs in many_runs.read(folder).values():
-            before[:] = runs[0]["before"]
-        many_runs.complete(folder, identities, one)
+        with run_folder.alone(accelerator, folder):
+            many_runs.check(folder, identities)
+            for runs in many_runs.read(folder).values():
+                before[:] = runs[0]["before"]
+            many_runs.complete(folder, identities, one)
         found = summary.summarize(folder, f"Schemes on {arguments.model}")
     print(summary.markdown(found))
     return found

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .embedded import standard_library
+from .embedded import library_parts
 from .options import UsageError, at_least, one_of, refuse
 
 FORMATS = {
@@ -349,10 +349,12 @@ def encode_and_keep(tokenizer: Any, texts: Sequence[str | Chat], workers: int | 
 
     The name in the cache is made of every text and of the tokenizer, so it cannot be another's.
     """
+    if not texts:
+        return []
     key = hashlib.sha256(
         tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else pickle.dumps(tokenizer)
     )
-    chats = bool(texts) and not isinstance(texts[0], str)
+    chats = not isinstance(texts[0], str)
     if chats:
         key.update(f"chats {tokenizer.chat_template}".encode())
     said = [as_string(text) for text in texts]
@@ -486,13 +488,20 @@ class Text:
 
 
 def read_text(arguments: Any, tokenizer: Any, accelerator: Accelerator) -> Text:
-    """What a run trains on and what it measures; without `--data` the standard library."""
+    """Read what a run trains on and what it measures.
+
+    Without `--data` both are modules of the standard library. What is measured comes from those that the embedded base
+    has not seen, whatever the seed.
+    """
     per_step = arguments.batch_size * arguments.train_length * arguments.gradient_accumulation
     # Of a stream: what is held out, and every training window once.
     enough = arguments.eval_tokens + arguments.steps * per_step * accelerator.num_processes
     with accelerator.main_process_first():  # the others find its cache
-        found = documents(tokenizer, arguments, None if arguments.data else standard_library(), enough)
-    return Text(len(found), *split(found, tokenizer, arguments))
+        if arguments.data:
+            found = documents(tokenizer, arguments, None, enough)
+            return Text(len(found), *split(found, tokenizer, arguments))
+        train, unseen = (documents(tokenizer, arguments, files, enough) for files in library_parts())
+    return Text(len(train) + len(unseen), train, split(unseen, tokenizer, arguments)[1])
 
 
 class Windows:

@@ -4,7 +4,7 @@ extend_context.py makes one, compare_schemes.py one for each of its variants and
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..registry import family_for
 from . import calibrating, card, corpus, identity, measuring, models, page, rates, run_folder, schemes, tables, training
 from .calibrating import CalibrationArguments
 from .corpus import DataArguments, Text, read_text, stream
-from .embedded import CONTEXT, PROMPT, byte_model, byte_tokenizer, sample, train_base
+from .embedded import CONTEXT, FOLDER, PROMPT, byte_model, byte_tokenizer, sample, train_base, trained_base
 from .measuring import MeasuringArguments, held_out_loss, measure_model
 from .models import ModelArguments, count, load_base, load_named, load_trained_base, position_limit
 from .options import UsageError, as_in, at_least, refuse
@@ -68,9 +68,15 @@ class Arguments(FolderArguments, SchemeArguments, SharedArguments):
     seed: int = field(default=0, metadata={"help": "seed of everything that is random"})
     push_to: str | None = field(default=None, metadata={"help": "repository on the Hub to push the result to"})
     private: bool = field(default=False, metadata={"help": "make that repository private, if it is new"})
-    base_steps: int = field(
-        default=1200, metadata={"help": "optimizer steps of the embedded base model (without --model)"}
+    train_base: bool = field(
+        default=False,
+        metadata={
+            "help": "without --model: train the small base on the training text, instead of taking the one that comes "
+            "with the package"
+        },
     )
+    base_steps: int = field(default=1200, metadata={"help": "with --train-base: its optimizer steps"})
+    base_seed: int = field(default=0, metadata={"help": "with --train-base: seed of its weights and batches"})
 
 
 @dataclass
@@ -96,6 +102,12 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         UsageError: the arguments, the text and the model cannot work together; nothing long has started then.
         Interrupted, Diverged, OSError: as `training.fine_tune`.
     """
+    with ExitStack() as held:
+        return steps(arguments, sweep, held)
+
+
+def steps(arguments: Arguments, sweep: Sweep | None, held: ExitStack) -> dict[str, Any]:
+    """Make the run; `held` keeps the folder until its end."""
     scheme = check_arguments(arguments)
     output = Path(arguments.output)
     accelerator = training.accelerator_for(arguments, output)
@@ -107,16 +119,18 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
     text = sweep.text if sweep else read_text(arguments, tokenizer, accelerator)
     launched = identity.launched(accelerator)
     of = sweep.identity if sweep else identity.of(arguments, text, scheme=schemes.said(scheme), **launched)
+    if arguments.model is None and not arguments.train_base:
+        of["base"] = identity.digest_of(str(FOLDER))
     earlier = run_folder.earlier(arguments, of)
     with models.loaded_whole(accelerator):
-        model = load_base(arguments) if arguments.model else byte_model(tokenizer)
+        model = load_base(arguments) if arguments.model else trained_base()
     trained_length = position_limit(model) or model.config.max_position_embeddings
     if arguments.recovery_steps is None:
         longer = arguments.recovery_length is not None or arguments.train_length > trained_length
         arguments.recovery_steps = arguments.steps // 2 if longer else 0
     plan = training.phases(arguments, text.train, trained_length)
     measuring.check_text(text.held_out, arguments, curve_length=trained_length)
-    if arguments.model is None and len(stream(text.train).tokens) <= CONTEXT:
+    if arguments.train_base and len(stream(text.train).tokens) <= CONTEXT:
         raise UsageError(f"the training text has no more tokens than the embedded base's context, {CONTEXT}")
     training.check_plan(plan, accelerator)
     rates.check_plan(plan[0], arguments, accelerator)
@@ -149,18 +163,24 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
         },
         "seconds": seconds,
     }
+    held.enter_context(run_folder.alone(accelerator, output))
+    if accelerator.is_main_process:
+        run_folder.check(arguments)  # again: another run may have begun since
     if not earlier:
         run_folder.begin(accelerator, output, results, anew=True)
-    if arguments.model is None:
+    if arguments.train_base:
         if earlier and (output / "base" / "config.json").is_file():
             model = load_trained_base(output / "base").to(accelerator.device)
         else:
             say(f"Training the embedded base: {count(model):,} weights, context {model.config.n_positions}")
+            set_seed(arguments.base_seed)
+            model = byte_model(tokenizer).to(accelerator.device)
             with stopwatch(seconds, "base"):
                 tokens = stream(text.train).tokens
                 train_base(model, tokens, steps=arguments.base_steps, progress=accelerator.is_main_process)
             models.save_stock(accelerator, model, tokenizer, output / "base")
-            say(f"The base, given {PROMPT!r}, writes:\n{sample(model, tokenizer)}\n")
+    if arguments.model is None and not earlier:
+        say(f"The base, given {PROMPT!r}, writes:\n{sample(model, tokenizer)}\n")
 
     if earlier:
         known = ("before", "retrieval_before", "calibration", "learning_rates")
@@ -273,6 +293,7 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     measuring.check(arguments)
     models.check(arguments)
     at_least(arguments, 1, "base_steps")
+    at_least(arguments, 0, "base_seed")
     at_least(arguments, 0, "lora_rank", "transfer_steps")
     if arguments.transfer_steps > (arguments.recovery_steps or 0):
         raise UsageError(
@@ -284,7 +305,10 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
             "--context-parallel is not for --distill and --transfer-steps: the base is asked for whole windows"
         )
     if arguments.model is not None:
-        refuse(arguments, "base_steps", f"is of the embedded base, and the base is --model {arguments.model}")
+        refuse(arguments, "train_base", f"trains the embedded base, and the base is --model {arguments.model}")
+    if not arguments.train_base:
+        for name in ("base_steps", "base_seed"):
+            refuse(arguments, name, "is of --train-base, and no base is trained")
     if arguments.push_to is None:
         refuse(arguments, "private", "is of the repository that --push-to names, and there is none")
     elif arguments.scheme == UNPATCHED:

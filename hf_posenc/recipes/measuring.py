@@ -1,5 +1,6 @@
 """What the recipes measure of a model: both perplexities and retrieval, at every context length."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from ..evaluation import induction_copy, measure_context, non_overlapping_perple
 from .corpus import Document, Text, stream
 from .models import position_limit
 from .options import UsageError, at_least
+from .training import Diverged
 
 SHORTEST_RETRIEVAL = 32
 """Tokens that a trial of `induction_copy` needs."""
@@ -102,6 +104,9 @@ def perplexities(
     """Both perplexities and the rest, a row per length, or why there is none; `on_row` is called with each at once.
 
     Held-out documents are measured in a row, or, where they were packed apart, each on its own.
+
+    Raises:
+        Diverged: a loss is not finite.
     """
     found = held_out if arguments.packing == "documents" else [stream(held_out)]
     limit = position_limit(model)
@@ -119,6 +124,10 @@ def perplexities(
                 distributed=accelerator.num_processes > 1,
                 progress=accelerator.is_main_process,
             )
+            if not (math.isfinite(row.sliding.loss) and math.isfinite(row.non_overlapping.loss)):
+                raise Diverged(
+                    f"the loss at {length} tokens is not finite: a weight is no number, or --dtype is too narrow"
+                )
             rows.append(row.to_dict())
         on_row(rows[-1])
     return rows

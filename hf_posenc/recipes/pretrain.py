@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
         def one(name: str, seed: int, target: Path) -> None:
             run(arguments, wanted[name], seed, target, tokenizer, text, identities[name, seed])
 
-        many_runs.complete(folder, identities, one)
+        with run_folder.alone(accelerator, folder):
+            many_runs.complete(folder, identities, one)
         found = summary.summarize(folder, f"From scratch, trained at {arguments.train_length}")
     print(summary.markdown(found))
     return found

@@ -5,8 +5,11 @@ end; beside them are the state of the calibration or the calibrated weights, the
 was trained on the spot, the base.
 """
 
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,30 @@ def check(arguments: FolderArguments) -> None:
     if output.is_dir() and any(output.iterdir()) and not (arguments.overwrite or arguments.resume):
         instead = "--resume" if unfinished else "--overwrite"
         raise UsageError(f"--output {output} is not empty: choose another folder, or {instead}")
+
+
+@contextmanager
+def alone(accelerator: Accelerator, folder: Path) -> Iterator[None]:
+    """Keep every other run out of a folder while the body runs; the folder is made if it does not exist.
+
+    The lock is a `flock` of the folder itself, which leaves no file and ends with the process.
+
+    Raises:
+        UsageError: if another process holds the folder.
+    """
+    if not accelerator.is_main_process:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"--output {folder}: another run is writing there; choose another folder") from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def earlier(arguments: FolderArguments, of: dict[str, Any]) -> dict[str, Any] | None:

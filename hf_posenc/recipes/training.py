@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import get_scheduler
 
@@ -241,7 +242,7 @@ class Interrupted(Exception):
 
 
 class Diverged(Exception):
-    """The loss is no number any more."""
+    """The loss or a weight is no number any more."""
 
 
 def fine_tune(
@@ -278,7 +279,7 @@ def fine_tune(
 
     Raises:
         Interrupted: after SIGINT or SIGTERM; the state is saved first. A second signal ends the program at once.
-        Diverged: the loss is not finite. The newest state is from before.
+        Diverged: the loss or a weight is not finite. The newest state is from before.
         OSError: a state could not be written; the one before is kept.
     """
     groups = parameter_groups(model, arguments.weight_decay)
@@ -314,6 +315,18 @@ def fine_tune(
 
         set_rate(optimizer, schedule, find_rate(wrapped, optimizer, attempt))
 
+    def diverged(what: str, step: int) -> Diverged:
+        state = newest_state(folder)
+        return Diverged(
+            f"{what} at step {step}: try a lower --learning-rate or more --warmup-steps"
+            + (f"; {state} is from before" if state else "")
+        )
+
+    def keep() -> Path:
+        if not all_finite(accelerator, wrapped):
+            raise diverged("the weights are no numbers any more", progress.step)
+        return save_state(accelerator, folder, progress.step)
+
     def measured(step: int) -> None:
         assert evaluate is not None
         found = evaluate(wrapped)
@@ -340,10 +353,7 @@ def fine_tune(
                 loss = one_step(accelerator, wrapped, optimizer, phase, step, arguments, recovery, sharing)
                 schedule.step()
                 if not math.isfinite(loss):
-                    raise Diverged(
-                        f"the loss became {loss} at step {step + 1}: try a lower --learning-rate or more --warmup-steps"
-                        + (f"; {state} is from before" if (state := newest_state(folder)) else "")
-                    )
+                    raise diverged(f"the loss became {loss}", step + 1)
                 progress.step = step + 1
                 progress.tokens += tokens_per_step(phase, arguments, accelerator)
                 progress.losses.append(loss)
@@ -358,11 +368,11 @@ def fine_tune(
                 accelerator.log({"loss": loss, "learning_rate": schedule.get_last_lr()[0]}, step=progress.step)
                 signum = stop.agreed(accelerator)
                 if signum or (arguments.save_every and progress.step % arguments.save_every == 0):
-                    saved = save_state(accelerator, folder, progress.step)
+                    saved = keep()
                     if signum:
                         raise Interrupted(signum, saved)
     if newest_state(folder) != folder / state_name(progress.step):
-        save_state(accelerator, folder, progress.step)  # what comes now takes long too, and may be interrupted
+        keep()  # what comes now takes long too, and may be interrupted
     if evaluate and arguments.eval_every:
         measured(progress.step)
     wrapped.eval()
@@ -476,6 +486,15 @@ def one_step(
             optimizer.zero_grad()
         summed += own.detach()
     return accelerator.reduce(summed, "sum").item() / total
+
+
+def all_finite(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Return whether every weight on every process is a finite number."""
+    wrong = torch.zeros((), device=accelerator.device)
+    for weight in model.parameters():
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        wrong += (~local.detach().isfinite()).sum()
+    return accelerator.reduce(wrong, "sum").item() == 0
 
 
 def tokens_per_step(phase: Phase, arguments: TrainingArguments, accelerator: Accelerator) -> int:
