@@ -425,6 +425,60 @@ def test_wrong_calls(arguments, message, stock, ours, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("extnd", "extend"),
+        ("schemes ALiBi", "alibi"),
+        ("schemes transformer-xl", "transformer_xl"),
+        ("schemes yarn", 'rope with scaling={"rope_type": "yarn", "factor": 2.0}'),
+        ("patch STOCK albi OUT", "alibi"),
+        ("patch STOCK t5 OUT --scheme-args num_bucket=9", "num_buckets"),
+        ("patch STOCK kerple OUT --scheme-args variant=Log", "log"),
+        ("patch STOCK rope OUT --scheme-args scaling=yarn", 'scaling={"rope_type": "yarn", "factor": 2.0}'),
+        ("""patch STOCK rope OUT --scheme-args scaling={"rope_type":"yran","factor":2}""", "yarn"),
+        ("patch STOCK alibi OUT --dtype BFloat16", "bfloat16"),
+        ("families lama", "llama"),
+        ("families kimi-linear", "kimi_linear"),
+        ("inspect STOCK --revison v1", "--revision"),
+        ("plot bias HERE/a.png alibi", "biases"),
+        ("plot biases HERE/a.png albi", "alibi"),
+        ("calibrate --stage closed-form --model STOCK --scheme t5 --data HERE/a.yaml --output OUT", "closed_form"),
+        ("compare --schemes alibi t5", "--variants"),
+        ("compare --model STOCK --data HERE/a.yaml --variants yarn", "rope-yarn"),
+        ("compare --model STOCK --data HERE/a.yaml --variants rope-liner", "rope-linear"),
+        ("compare --model STOCK --data HERE/a.yaml --variants nope+destil", "distill"),
+        ("pretrain --variants alibi", "--schemes"),
+        ("extend --shceme t5", "--scheme"),
+        ("extend --Learning_Rate 1e-4", "--learning-rate"),
+        ("extend --data HERE/a.yaml --tracker tensorbord", "tensorboard"),
+        ("extend --config HERE/a.yaml", "steps"),
+    ],
+)
+def test_misspellings_get_the_name_that_was_meant(words, meant, stock, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("stps: 3\n")
+    places = {"STOCK": stock, "OUT": str(tmp_path / "out"), "HERE": str(tmp_path)}
+    given = [re.sub(r"^[A-Z]{3,}(?=/|$)", lambda found: places[found[0]], word) for word in words.split()]
+    try:
+        status = main(given)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == (1 if given[0] == "families" else 2)
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).endswith(f". Did you mean {meant}?\n")
+
+
+def test_what_is_close_to_no_name_gets_no_guess(capsys):
+    assert main(["schemes", "fourier"]) == 2
+    assert "Did you mean" not in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_no_model_type(stock, capsys):
+    for name in ("meta-llama/Llama-3.2-1B", stock):
+        assert main(["families", name]) == 2
+        assert f"`hf-posenc inspect {name}` says its base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--windows", "200"], "windows of 32 tokens, 200 were asked for"),
@@ -452,9 +506,10 @@ def test_patch_sets_only_hyperparameters(setting, stock, tmp_path, capsys, monke
     name = setting.partition("=")[0]
     expected = (
         f"hf-posenc patch: shaw has no hyper-parameter {name}; it has max_distance, share_heads, share_layers, values, "
-        "layers, window\n"
+        "layers, window"
     )
-    assert capsys.readouterr().err == expected
+    meant = ". Did you mean max_distance?" if name == "max_distanc" else ""
+    assert capsys.readouterr().err == f"{expected}{meant}\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about a machine without CUDA")

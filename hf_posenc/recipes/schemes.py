@@ -27,6 +27,7 @@ class SchemeArguments:
             "help": f"position encoding to patch in (`hf-posenc schemes` lists them); where a recipe allows it "
             f"also {UNPATCHED}: the base as it is, as a control",
             "metavar": "NAME",
+            "guesses": ("variants",),
         },
     )
     scheme_args: list[str] = field(
