@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from hf_posenc.calibration.calibrate import WEIGHTS
 from hf_posenc.calibration.match import Matching
 from hf_posenc.cli import main
 from hf_posenc.evaluation import sliding_window_perplexity
-from hf_posenc.recipes import calibrate, measuring
+from hf_posenc.recipes import calibrate, corpus, measuring, options
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_help_of_a_recipe(name, recipes, capsys):
 
 
 def test_names_of_0_1_0_are_read(recipes):
-    from hf_posenc.recipes import evaluate, extension, options
+    from hf_posenc.recipes import evaluate, extension
 
     words = ["--eval_lengths", "8", "16", "--train_length", "9", "--batch-size", "3"]
     read, _ = options.parse(extension.Arguments, words, "")
@@ -350,10 +351,10 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         ([*CALIBRATE, "--stage", "closed_form", "--resume"], "--resume changes nothing with --stage closed_form"),
         (
             [*CALIBRATE, "--step-lengths", "100"],
-            "windows of 512 tokens cannot be cut into windows of 100: lengths must divide",
+            "tokens cannot be cut into windows of 100: lengths must divide",
         ),
         (
-            [*CALIBRATE, "--step-lengths", "64", "128", "--steps", "1"],
+            [*CALIBRATE, "--step-lengths", "8", "16", "--steps", "1"],
             "--steps 1 cannot be divided among 2 --step-lengths",
         ),
         ([*CALIBRATE, "--resume"], "--resume: there is no"),
@@ -443,6 +444,7 @@ def test_wrong_calls(arguments, message, stock, ours, tmp_path, capsys):
         ("plot bias HERE/a.png alibi", "biases"),
         ("plot biases HERE/a.png albi", "alibi"),
         ("calibrate --stage closed-form --model STOCK --scheme t5 --data HERE/a.yaml --output OUT", "closed_form"),
+        ("calibrate --train-lenght 9", "--length"),
         ("compare --schemes alibi t5", "--variants"),
         ("compare --model STOCK --data HERE/a.yaml --variants yarn", "rope-yarn"),
         ("compare --model STOCK --data HERE/a.yaml --variants rope-liner", "rope-linear"),
@@ -491,11 +493,30 @@ def test_calibrate_needs_enough_text(more, message, readable, capsys, monkeypatc
     assert message.replace("TEXT", readable[6]) in capsys.readouterr().err
 
 
-def test_windows_longer_than_the_base_was_made_for(readable, tmp_path, capsys):
+def test_windows_longer_than_the_base_was_made_for(readable, tmp_path, capsys, monkeypatch):
+    """The config says so: no text is read, no weights."""
+    monkeypatch.setattr(corpus, "documents", lambda *_: pytest.fail("read"))
     assert main([*readable, "--length", "33"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said == "hf-posenc calibrate: windows of 33 tokens are longer than the 32 the base was made for"
+    captured = capsys.readouterr()
+    assert captured.err == (
+        f"hf-posenc calibrate: --length 33: {readable[2]} was made for 32 tokens, and is followed there: --length 32 is "
+        "the longest\n"
+    )
+    assert captured.out == ""
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("longest", "length"), [(48, 48), (1024, 512)])
+def test_windows_are_as_long_as_the_base_was_made_for(longest, length, readable, tiny_checkpoints, tmp_path):
+    """By default, and no longer than 512 tokens, which cost memory."""
+    base = shutil.copytree(tiny_checkpoints / "llama", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | {"max_position_embeddings": longest}
+    (base / "config.json").write_text(json.dumps(config))
+    words = readable[: readable.index("--length")]
+    words[words.index("--model") + 1] = str(base)
+    arguments, _ = options.parse(calibrate.Arguments, words[1:], "")
+    calibrate.check_arguments(arguments)
+    assert arguments.length == length
 
 
 @pytest.mark.parametrize("setting", ["trust_remote_code=True", "dtype=bfloat16", "device_map=auto", "max_distanc=3"])
