@@ -1,6 +1,7 @@
 """The command: what it prints, what it returns, and that it says what is wrong without a traceback."""
 
 import dataclasses
+import importlib
 import inspect
 import json
 import os
@@ -21,7 +22,7 @@ import hf_posenc
 from hf_posenc import commands
 from hf_posenc.calibration.calibrate import WEIGHTS
 from hf_posenc.calibration.match import Matching
-from hf_posenc.cli import main
+from hf_posenc.cli import RECIPES, main
 from hf_posenc.evaluation import sliding_window_perplexity
 from hf_posenc.recipes import calibrate, corpus, measuring, options
 
@@ -77,6 +78,27 @@ def test_help_of_a_recipe(name, recipes, capsys):
     assert groups[-1] == "examples"
     assert len(groups) > 4
     assert out.count(f"  hf-posenc {name} ") >= 2
+
+
+def test_the_bare_command_prints_its_help(capsys):
+    with pytest.raises(SystemExit) as asked:
+        main(["--help"])
+    expected = capsys.readouterr()
+    assert "\n  hf-posenc calibrate " in expected.out
+    with pytest.raises(SystemExit) as bare:
+        main([])
+    assert (capsys.readouterr(), bare.value.code) == (expected, asked.value.code)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_is_about_this_recipe_and_says_every_default(name, recipes, capsys):
+    main([name, "--help"])
+    listed = {said.split()[0]: " ".join(said.split()) for said in re.split(r"\n  (?=-)", capsys.readouterr().out)}
+    assert not [said for said in listed.values() if "where a recipe allows it" in said]
+    module = importlib.import_module(f"hf_posenc.recipes.{RECIPES[name][0]}")
+    for field in dataclasses.fields(module.Arguments):
+        if type(field.default) in (int, float):
+            assert f"(default: {field.default:g})" in listed[options.option(field.name)]
 
 
 def test_names_of_0_1_0_are_read(recipes):

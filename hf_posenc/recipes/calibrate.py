@@ -224,6 +224,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
 def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator) -> Tensor:
     """Windows of the text in its order, (N, T) int64; what does not fill one is left out."""
     length, wanted = arguments.length, arguments.windows
+    assert length is not None  # check_arguments has set it
     enough = sys.maxsize if wanted is None else wanted * length
     with accelerator.main_process_first():  # the others find its cache
         tokens = stream(corpus.documents(tokenizer, arguments, None, enough)).tokens

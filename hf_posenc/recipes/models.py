@@ -36,8 +36,7 @@ class ModelArguments:
     model: str | None = field(
         default=None,
         metadata={
-            "help": "checkpoint folder or Hub id; without it, where a recipe allows it: a small byte-level GPT-2, "
-            "trained first",
+            "help": "checkpoint folder or Hub id; `extend` without it takes a small byte-level GPT-2",
             "metavar": "DIR_OR_ID",
         },
     )

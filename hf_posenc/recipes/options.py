@@ -102,7 +102,7 @@ def add(group: Any, known: Field[Any], kind: Any) -> None:
     optional = [each for each in get_args(kind) if each is not type(None)]
     one = optional[0] if get_origin(kind) in (Union, types.UnionType) or several else kind
     default = default_of(known)
-    said = known.metadata["help"] + ("" if default in (None, False, [], "") else f" (default: {shown(default)})")
+    said = known.metadata["help"] + ("" if default is None or default in ([], "") else f" (default: {shown(default)})")
     keywords: dict[str, Any] = {"default": default, "help": said.replace("%", "%%"), "dest": known.name}
     if one is bool:
         keywords |= {"nargs": "?", "const": True, "type": truth, "metavar": "BOOL"}
