@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import sys
 import textwrap
 from functools import partial
@@ -135,6 +136,11 @@ def patch_checkpoint(options: argparse.Namespace) -> int:
         model.save_pretrained(folder, tokenizer=tokenizer)
     print(describe(model))
     print(f"saved in {options.output}" + ("" if tokenizer else ", without a tokenizer: the checkpoint has none"))
+    given = f" --scheme-args {shlex.join(options.scheme_args)}" if options.scheme_args else ""
+    print(
+        "It is not calibrated, and most schemes make a model predict badly until they are. This swaps and calibrates:\n"
+        f"hf-posenc calibrate --model {options.checkpoint} --scheme {options.scheme}{given} --data TEXT --output FOLDER"
+    )
     return 0
 
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -195,6 +196,27 @@ def test_patch_then_verify(stock, tmp_path, capsys):
     assert "2/2 layers answer to positions" in capsys.readouterr().out
     assert main(arguments) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_patch_says_how_to_calibrate(tiny_checkpoints, text, tmp_path, capsys):
+    """By a command that works as it is printed, for the same scheme on the same base."""
+    words = [
+        "patch",
+        str(tiny_checkpoints / "llama"),
+        "kerple",
+        str(tmp_path / "out"),
+        "--scheme-args",
+        'variant="power"',
+    ]
+    assert main(words) == 0
+    *_, said, command = capsys.readouterr().out.splitlines()
+    assert said.startswith("It is not calibrated")
+    places = {"TEXT": str(text), "FOLDER": str(tmp_path / "calibrated")}
+    program, name, *given = [places.get(word, word) for word in shlex.split(command)]
+    assert (program, name) == ("hf-posenc", "calibrate")
+    arguments, _ = options.parse(calibrate.Arguments, given, "")
+    (patched,) = hf_posenc.schemes_of(hf_posenc.from_pretrained(tmp_path / "out"))
+    assert calibrate.check_arguments(arguments) == patched
 
 
 CALIBRATE = ["calibrate", "--model", "STOCK", "--scheme", "t5", "--data", "TEXT", "--output", "OUT"]
@@ -389,6 +411,7 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         ([*CALIBRATE, "--output", "HERE"], "exists already"),
         ([*CALIBRATE, "--device", "toaster"], "--device toaster cannot be used here"),
         ([*CALIBRATE, "--model", "NOWHERE"], "there is no folder"),
+        ([*CALIBRATE, "--model", "OURS"], "is patched already: give the stock checkpoint"),
         (CALIBRATE[:-2], "--output DIR is missing"),
         ([*CALIBRATE, "--revision", "main"], "--revision is of a checkpoint on the Hub"),
         (["calibrate", "--lenght", "3"], "unknown option or stray value: --lenght 3"),

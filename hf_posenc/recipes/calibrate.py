@@ -141,6 +141,8 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
         if not getattr(arguments, name) > 0:
             raise UsageError(f"{option(name)} must be positive, not {getattr(arguments, name):g}")
     base = models.load_named(AutoConfig, arguments)
+    if base.model_type != base_model_type(base):
+        raise UsageError(f"--model {arguments.model} is patched already: give the stock checkpoint it was made from")
     longest = getattr(base, family_for(base_model_type(base)).length, None)
     if arguments.length is None:
         arguments.length = min(LENGTH, longest or LENGTH)
