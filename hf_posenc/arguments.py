@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from .spelling import did_you_mean
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviations, keeps the lines of its examples, and says in one line what is wrong."""
@@ -15,6 +17,29 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **keywords: Any) -> None:
         """Take the arguments of an ArgumentParser; `epilog` is printed as it stands."""
         super().__init__(**{"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter, **keywords})
+        self.guesses: dict[str, str] = {}
+        """Spellings that are no options -> the option that is meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Read all words. A word that nobody knows ends the program, also in a sub-command: argparse reads it here."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            visible = {
+                action.dest: action.option_strings[0] for action in reversed(self._actions) if action.option_strings
+            }
+            spellings = {each: visible[action.dest] for action in self._actions for each in action.option_strings}
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            meant = did_you_mean(options[0], spellings | self.guesses) if options else ""
+            self.error(f"unknown option or stray value: {' '.join(unknown)} (--help lists the options){meant}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse what is none of the choices; argparse has no public place for this."""
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action, f"there is no {value}; choose from {', '.join(known)}{did_you_mean(value, known)}"
+            )
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2."""

@@ -12,6 +12,7 @@ from typing import Any
 import accelerate
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from . import files
 from .api import parse_schemes, patch_model
@@ -27,6 +28,13 @@ from .registry import family_for, scheme_class
 from .schemes.base import EVERY_SCHEME, Scheme
 from .upstream.attention import check_engine
 
+logger = logging.get_logger(f"transformers.{__name__}")  # below transformers' own: its verbosity decides
+
+UNCALIBRATED = (
+    "This model is patched, not calibrated: most schemes make it predict badly until hf_posenc.calibrate(model, "
+    "windows) has fitted them to what the base's positions did."
+)
+
 # Options of transformers' from_pretrained that say where a checkpoint is; its config is found with the same.
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "force_download", "local_files_only", "proxies")
 
@@ -41,7 +49,8 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Load a patched checkpoint, or a stock one and patch it.
 
-    A stock checkpoint is loaded once and patched in place. With a `device_map` of several places it is first loaded to
+    A stock checkpoint is loaded once and patched in place. It is not calibrated then, which transformers' logger says
+    once. With a `device_map` of several places it is first loaded to
     the CPU, patched, and then dispatched, so that new modules are placed like the rest.
 
     Args:
@@ -74,7 +83,9 @@ def from_pretrained(
         named = dataclasses.fields(scheme_class(scheme)) if isinstance(scheme, str) else ()
         wanted = parse_schemes(scheme, {field.name: kwargs.pop(field.name) for field in named if field.name in kwargs})
         family_for(_meant(model_type))  # before the weights are read
-        return _load_and_patch(name_or_path, raw, wanted, attention, seed, kwargs)
+        model = _load_and_patch(name_or_path, raw, wanted, attention, seed, kwargs)
+        logger.warning_once(UNCALIBRATED)
+        return model
     if scheme is not None:
         raise CheckpointError(f"hf_posenc: {name_or_path} is patched already: load it without scheme")
     if seed is not None:

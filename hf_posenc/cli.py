@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0; 1 where the answer is no (`inspect` of what cannot be loaded, `verify` that fails, `families` of
         a model type that cannot be patched); 2 for an error; 130 after Ctrl-C.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     name = words[0] if words else ""
     options = None if name in RECIPES else _parser().parse_args(words)
     name = name if options is None else options.command

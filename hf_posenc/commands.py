@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import sys
 import textwrap
 from functools import partial
@@ -29,6 +30,7 @@ from .errors import PluginError, UnsupportedModelError
 from .pictures import KINDS, OPTIONS_OF, Asked, Numbers, schedule
 from .registry import available_schemes, scheme_class, supported_model_types
 from .schemes.base import EVERY_SCHEME, Scheme
+from .spelling import did_you_mean
 from .verification import verify
 
 logging.set_verbosity_error()
@@ -70,6 +72,11 @@ def list_families(options: argparse.Namespace) -> int:
     """Print what is known of model types: of those that were asked for, or of all, those that can be patched first."""
     refused = 0
     for model_type in options.model_types or supported_model_types():
+        if "/" in model_type or Path(model_type).is_dir():
+            raise ValueError(
+                f"{model_type} is a checkpoint, not a model type: `hf-posenc inspect {model_type}` says its base, and "
+                "whether that can be patched"
+            )
         try:
             said = str(served_type(model_type))
         except UnsupportedModelError as error:
@@ -129,6 +136,11 @@ def patch_checkpoint(options: argparse.Namespace) -> int:
         model.save_pretrained(folder, tokenizer=tokenizer)
     print(describe(model))
     print(f"saved in {options.output}" + ("" if tokenizer else ", without a tokenizer: the checkpoint has none"))
+    given = f" --scheme-args {shlex.join(options.scheme_args)}" if options.scheme_args else ""
+    print(
+        "It is not calibrated, and most schemes make a model predict badly until they are. This swaps and calibrates:\n"
+        f"hf-posenc calibrate --model {options.checkpoint} --scheme {options.scheme}{given} --data TEXT --output FOLDER"
+    )
     return 0
 
 
@@ -199,6 +211,8 @@ def _numbers_of(kind: str, source: str) -> tuple[str, Numbers]:
         sort = "schedule"
     else:
         sort = "model"
+        if "/" not in source and not Path(source).is_dir() and (meant := did_you_mean(source, available_schemes())):
+            raise ValueError(f"{source} is no scheme and no folder; a checkpoint on the Hub is OWNER/NAME{meant}")
     numbers = KINDS[kind].numbers(sort)
     if numbers is None:
         others = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from . import analysis
 from .analysis import Decay, integrals, plots, probe
+from .api import schemes_of
 from .evaluation import measure_recurrence
 from .schemes.base import Scheme
 
@@ -149,6 +150,26 @@ def _segments(model: PreTrainedModel, asked: Asked) -> list[Any]:
     ]
 
 
+def _on_scores(name: str, schemes: Sequence[Scheme]) -> None:
+    """Raise ValueError unless one of the schemes changes attention scores."""
+    if not any(scheme.acts_on.attends for scheme in schemes):
+        where = " and ".join(scheme.acts_on.words for scheme in schemes) or "as the stock model does"
+        raise ValueError(
+            f"biases are what a scheme adds to attention scores, and {name} adds nothing: it acts {where}. "
+            "`hf-posenc plot decay` draws how its scores fall with the distance"
+        )
+
+
+def _biases(scheme: Scheme, asked: Asked) -> Decay:
+    _on_scores(scheme.name, [scheme])
+    return CURVES.compute(scheme, asked)
+
+
+def _model_biases(model: PreTrainedModel, asked: Asked) -> Decay:
+    _on_scores(f"this {type(model).__name__}", schemes_of(model))
+    return MODEL_CURVES.compute(model, asked)
+
+
 def _losses(found: dict[str, Any], title: str) -> Any:
     return plots.loss_by_position(
         {
@@ -193,7 +214,9 @@ KINDS = {
         model=Numbers(_curves, READING),
         several=True,
     ),
-    "biases": Kind(_one(plots.bias_maps), CURVES, MODEL_CURVES),
+    "biases": Kind(
+        _one(plots.bias_maps), Numbers(_biases, CURVES.options), Numbers(_model_biases, MODEL_CURVES.options)
+    ),
     "wavelengths": Kind(
         lambda found, title: plots.wavelengths([each for group in found.values() for each in group], title=title),
         scheme=Numbers(

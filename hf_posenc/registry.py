@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import PluginError, UnknownSchemeError, UnsupportedModelError
+from .spelling import did_you_mean
 
 if TYPE_CHECKING:
     from .families.base import Family
@@ -130,7 +131,12 @@ def scheme_class(name: str) -> type[Scheme]:
     try:
         return _SCHEMES[name]
     except KeyError:
-        raise UnknownSchemeError(f"unknown scheme {name!r}; choose from {', '.join(available_schemes())}") from None
+        known = available_schemes()
+        other = {other: asked for cls in _SCHEMES.values() for other, asked in cls.known_as.items()}
+        raise UnknownSchemeError(
+            f"unknown scheme {name!r}; choose from {', '.join(known)}"
+            f"{did_you_mean(name, other | {each: each for each in known})}"
+        ) from None
 
 
 def check_registered(cls: type[Scheme]) -> None:
@@ -211,7 +217,7 @@ def family_for(model_type: str) -> Family:
     """The family that serves models whose `config.model_type` is `model_type`.
 
     Raises:
-        UnsupportedModelError: no family serves it; the message says why, or lists the model types that are served.
+        UnsupportedModelError: no family serves it; the message says why, or how to list what is served.
         PluginError: the package that offers it cannot be imported, or does not have it; or several packages offer it.
     """
     _offers(FAMILIES)
@@ -228,8 +234,8 @@ def family_for(model_type: str) -> Family:
     if (reason := reason_against(model_type)) is not None:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}")
     raise UnsupportedModelError(
-        f"model type {model_type!r} is not supported; choose from {', '.join(supported_model_types())}, or install "
-        "or import the package that brings its family"
+        f"model type {model_type!r} is not supported (`hf-posenc families` lists those that are; a package that brings "
+        f"another has to be installed or imported){did_you_mean(model_type, {*supported_model_types(), *_REFUSED})}"
     )
 
 

@@ -44,7 +44,7 @@ def decay_of_schemes() -> Any:
             "sinusoidal": decay("sinusoidal"),
             "rope": decay("rope"),
             "rope, YaRN 4x": decay("rope", scaling={"rope_type": "yarn", "factor": 4.0}),
-            "alibi, head 8 of 8": _one_head(decay("alibi"), 7),
+            "alibi, head 7": _one_head(decay("alibi"), 7),
         },
         title="What a scheme gives to a distance",
     )

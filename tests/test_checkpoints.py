@@ -1,6 +1,7 @@
 """Saved models load as what they are, or not at all: round trips, ways to load, bad checkpoints, kills, stock export."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -121,6 +122,22 @@ def test_a_stock_checkpoint_is_patched_while_loading(family, tmp_path):
     assert logits(loaded).equal(logits(tiny(family)))
     low = from_pretrained(tmp_path, scheme=hf_posenc.registry.scheme_class("alibi")(), dtype=torch.bfloat16)
     assert low.dtype == torch.bfloat16
+
+
+def test_a_fresh_swap_says_once_that_it_is_not_calibrated(tmp_path, monkeypatch):
+    """By transformers' logger, as of weights that are new; a checkpoint that was patched before says nothing."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    monkeypatch.setattr(hf_posenc.checkpoint, "logger", logger := logging.getLogger("transformers.hf_posenc.fresh"))
+    monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.WARNING)
+    logger.addHandler(handler)
+    tiny("llama").save_pretrained(tmp_path / "stock")
+    from_pretrained(tmp_path / "stock", scheme="t5").save_pretrained(tmp_path / "patched")
+    from_pretrained(tmp_path / "stock", scheme="alibi")
+    from_pretrained(tmp_path / "patched")
+    assert len(said) == 1
+    assert "hf_posenc.calibrate(model, windows)" in said[0]
 
 
 def test_a_stock_checkpoint_is_patched_and_dispatched(tmp_path):

@@ -1,10 +1,13 @@
 """The command: what it prints, what it returns, and that it says what is wrong without a traceback."""
 
 import dataclasses
+import importlib
 import inspect
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +23,9 @@ import hf_posenc
 from hf_posenc import commands
 from hf_posenc.calibration.calibrate import WEIGHTS
 from hf_posenc.calibration.match import Matching
-from hf_posenc.cli import main
+from hf_posenc.cli import RECIPES, main
 from hf_posenc.evaluation import sliding_window_perplexity
-from hf_posenc.recipes import calibrate, measuring
+from hf_posenc.recipes import calibrate, corpus, measuring, options
 
 
 @pytest.fixture
@@ -78,8 +81,29 @@ def test_help_of_a_recipe(name, recipes, capsys):
     assert out.count(f"  hf-posenc {name} ") >= 2
 
 
+def test_the_bare_command_prints_its_help(capsys):
+    with pytest.raises(SystemExit) as asked:
+        main(["--help"])
+    expected = capsys.readouterr()
+    assert "\n  hf-posenc calibrate " in expected.out
+    with pytest.raises(SystemExit) as bare:
+        main([])
+    assert (capsys.readouterr(), bare.value.code) == (expected, asked.value.code)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_is_about_this_recipe_and_says_every_default(name, recipes, capsys):
+    main([name, "--help"])
+    listed = {said.split()[0]: " ".join(said.split()) for said in re.split(r"\n  (?=-)", capsys.readouterr().out)}
+    assert not [said for said in listed.values() if "where a recipe allows it" in said]
+    module = importlib.import_module(f"hf_posenc.recipes.{RECIPES[name][0]}")
+    for field in dataclasses.fields(module.Arguments):
+        if type(field.default) in (int, float):
+            assert f"(default: {field.default:g})" in listed[options.option(field.name)]
+
+
 def test_names_of_0_1_0_are_read(recipes):
-    from hf_posenc.recipes import evaluate, extension, options
+    from hf_posenc.recipes import evaluate, extension
 
     words = ["--eval_lengths", "8", "16", "--train_length", "9", "--batch-size", "3"]
     read, _ = options.parse(extension.Arguments, words, "")
@@ -172,6 +196,27 @@ def test_patch_then_verify(stock, tmp_path, capsys):
     assert "2/2 layers answer to positions" in capsys.readouterr().out
     assert main(arguments) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_patch_says_how_to_calibrate(tiny_checkpoints, text, tmp_path, capsys):
+    """By a command that works as it is printed, for the same scheme on the same base."""
+    words = [
+        "patch",
+        str(tiny_checkpoints / "llama"),
+        "kerple",
+        str(tmp_path / "out"),
+        "--scheme-args",
+        'variant="power"',
+    ]
+    assert main(words) == 0
+    *_, said, command = capsys.readouterr().out.splitlines()
+    assert said.startswith("It is not calibrated")
+    places = {"TEXT": str(text), "FOLDER": str(tmp_path / "calibrated")}
+    program, name, *given = [places.get(word, word) for word in shlex.split(command)]
+    assert (program, name) == ("hf-posenc", "calibrate")
+    arguments, _ = options.parse(calibrate.Arguments, given, "")
+    (patched,) = hf_posenc.schemes_of(hf_posenc.from_pretrained(tmp_path / "out"))
+    assert calibrate.check_arguments(arguments) == patched
 
 
 CALIBRATE = ["calibrate", "--model", "STOCK", "--scheme", "t5", "--data", "TEXT", "--output", "OUT"]
@@ -350,10 +395,10 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         ([*CALIBRATE, "--stage", "closed_form", "--resume"], "--resume changes nothing with --stage closed_form"),
         (
             [*CALIBRATE, "--step-lengths", "100"],
-            "windows of 512 tokens cannot be cut into windows of 100: lengths must divide",
+            "tokens cannot be cut into windows of 100: lengths must divide",
         ),
         (
-            [*CALIBRATE, "--step-lengths", "64", "128", "--steps", "1"],
+            [*CALIBRATE, "--step-lengths", "8", "16", "--steps", "1"],
             "--steps 1 cannot be divided among 2 --step-lengths",
         ),
         ([*CALIBRATE, "--resume"], "--resume: there is no"),
@@ -366,6 +411,7 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         ([*CALIBRATE, "--output", "HERE"], "exists already"),
         ([*CALIBRATE, "--device", "toaster"], "--device toaster cannot be used here"),
         ([*CALIBRATE, "--model", "NOWHERE"], "there is no folder"),
+        ([*CALIBRATE, "--model", "OURS"], "is patched already: give the stock checkpoint"),
         (CALIBRATE[:-2], "--output DIR is missing"),
         ([*CALIBRATE, "--revision", "main"], "--revision is of a checkpoint on the Hub"),
         (["calibrate", "--lenght", "3"], "unknown option or stray value: --lenght 3"),
@@ -425,6 +471,61 @@ def test_wrong_calls(arguments, message, stock, ours, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("extnd", "extend"),
+        ("schemes ALiBi", "alibi"),
+        ("schemes transformer-xl", "transformer_xl"),
+        ("schemes yarn", 'rope with scaling={"rope_type": "yarn", "factor": 2.0}'),
+        ("patch STOCK albi OUT", "alibi"),
+        ("patch STOCK t5 OUT --scheme-args num_bucket=9", "num_buckets"),
+        ("patch STOCK kerple OUT --scheme-args variant=Log", "log"),
+        ("patch STOCK rope OUT --scheme-args scaling=yarn", 'scaling={"rope_type": "yarn", "factor": 2.0}'),
+        ("""patch STOCK rope OUT --scheme-args scaling={"rope_type":"yran","factor":2}""", "yarn"),
+        ("patch STOCK alibi OUT --dtype BFloat16", "bfloat16"),
+        ("families lama", "llama"),
+        ("families kimi-linear", "kimi_linear"),
+        ("inspect STOCK --revison v1", "--revision"),
+        ("plot bias HERE/a.png alibi", "biases"),
+        ("plot biases HERE/a.png albi", "alibi"),
+        ("calibrate --stage closed-form --model STOCK --scheme t5 --data HERE/a.yaml --output OUT", "closed_form"),
+        ("calibrate --train-lenght 9", "--length"),
+        ("compare --schemes alibi t5", "--variants"),
+        ("compare --model STOCK --data HERE/a.yaml --variants yarn", "rope-yarn"),
+        ("compare --model STOCK --data HERE/a.yaml --variants rope-liner", "rope-linear"),
+        ("compare --model STOCK --data HERE/a.yaml --variants nope+destil", "distill"),
+        ("pretrain --variants alibi", "--schemes"),
+        ("extend --shceme t5", "--scheme"),
+        ("extend --Learning_Rate 1e-4", "--learning-rate"),
+        ("extend --data HERE/a.yaml --tracker tensorbord", "tensorboard"),
+        ("extend --config HERE/a.yaml", "steps"),
+    ],
+)
+def test_misspellings_get_the_name_that_was_meant(words, meant, stock, tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("stps: 3\n")
+    places = {"STOCK": stock, "OUT": str(tmp_path / "out"), "HERE": str(tmp_path)}
+    given = [re.sub(r"^[A-Z]{3,}(?=/|$)", lambda found: places[found[0]], word) for word in words.split()]
+    try:
+        status = main(given)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == (1 if given[0] == "families" else 2)
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).endswith(f". Did you mean {meant}?\n")
+
+
+def test_what_is_close_to_no_name_gets_no_guess(capsys):
+    assert main(["schemes", "fourier"]) == 2
+    assert "Did you mean" not in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_no_model_type(stock, capsys):
+    for name in ("meta-llama/Llama-3.2-1B", stock):
+        assert main(["families", name]) == 2
+        assert f"`hf-posenc inspect {name}` says its base" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--windows", "200"], "windows of 32 tokens, 200 were asked for"),
@@ -437,11 +538,30 @@ def test_calibrate_needs_enough_text(more, message, readable, capsys, monkeypatc
     assert message.replace("TEXT", readable[6]) in capsys.readouterr().err
 
 
-def test_windows_longer_than_the_base_was_made_for(readable, tmp_path, capsys):
+def test_windows_longer_than_the_base_was_made_for(readable, tmp_path, capsys, monkeypatch):
+    """The config says so: no text is read, no weights."""
+    monkeypatch.setattr(corpus, "documents", lambda *_: pytest.fail("read"))
     assert main([*readable, "--length", "33"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said == "hf-posenc calibrate: windows of 33 tokens are longer than the 32 the base was made for"
+    captured = capsys.readouterr()
+    assert captured.err == (
+        f"hf-posenc calibrate: --length 33: {readable[2]} was made for 32 tokens, and is followed there: --length 32 is "
+        "the longest\n"
+    )
+    assert captured.out == ""
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("longest", "length"), [(48, 48), (1024, 512)])
+def test_windows_are_as_long_as_the_base_was_made_for(longest, length, readable, tiny_checkpoints, tmp_path):
+    """By default, and no longer than 512 tokens, which cost memory."""
+    base = shutil.copytree(tiny_checkpoints / "llama", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | {"max_position_embeddings": longest}
+    (base / "config.json").write_text(json.dumps(config))
+    words = readable[: readable.index("--length")]
+    words[words.index("--model") + 1] = str(base)
+    arguments, _ = options.parse(calibrate.Arguments, words[1:], "")
+    calibrate.check_arguments(arguments)
+    assert arguments.length == length
 
 
 @pytest.mark.parametrize("setting", ["trust_remote_code=True", "dtype=bfloat16", "device_map=auto", "max_distanc=3"])
@@ -452,9 +572,10 @@ def test_patch_sets_only_hyperparameters(setting, stock, tmp_path, capsys, monke
     name = setting.partition("=")[0]
     expected = (
         f"hf-posenc patch: shaw has no hyper-parameter {name}; it has max_distance, share_heads, share_layers, values, "
-        "layers, window\n"
+        "layers, window"
     )
-    assert capsys.readouterr().err == expected
+    meant = ". Did you mean max_distance?" if name == "max_distanc" else ""
+    assert capsys.readouterr().err == f"{expected}{meant}\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about a machine without CUDA")

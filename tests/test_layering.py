@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_posenc"
 
 LAYERS = (
-    ("errors", "version", "deferred", "arguments"),
-    ("positions", "files", "modes", "tracing", "waves", "kept"),
+    ("errors", "version", "deferred", "spelling"),
+    ("arguments", "positions", "files", "modes", "tracing", "waves", "kept"),
     ("registry",),
     ("call",),
     ("forms", "placement"),
@@ -38,6 +38,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # What the core may import besides torch and the standard library.
 CORE = {
     "errors": set(),
+    "spelling": set(),
     "arguments": set(),
     "positions": set(),
     "modes": set(),

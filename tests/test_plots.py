@@ -5,14 +5,16 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from families import tiny, tokens
 
+import hf_posenc
 from hf_posenc import analysis
-from hf_posenc.analysis import plots
+from hf_posenc.analysis import plots, probe
 from hf_posenc.calibration import Calibration, LayerFit
 from hf_posenc.cli import main
 
@@ -324,6 +326,39 @@ def test_command(arguments, source, tmp_path, capsys):
     written = json.loads(numbers.read_text())
     assert written["kind"] == kind
     assert written["sources"][source]
+
+
+@pytest.mark.parametrize(
+    ("source", "acts"),
+    [
+        ("rope", "on queries and keys"),
+        ("nope", "nowhere"),
+        ("sinusoidal", "on the hidden states, input"),
+        ("STOCK", "as the stock model does"),
+        ("ROTATED", "on queries and keys"),
+    ],
+)
+def test_biases_are_refused_of_what_adds_nothing_to_scores(source, acts, tmp_path, capsys):
+    """Instead of a picture of the products that rotations make; the plot that is named draws those."""
+    if source.isupper():
+        model = tiny("llama") if source == "STOCK" else hf_posenc.patch_model(tiny("llama"), "rope")
+        model.save_pretrained(tmp_path / "model")
+        source = str(tmp_path / "model")
+    picture = tmp_path / "a.png"
+    assert main(["plot", "biases", str(picture), source, "--length", "8"]) == 2
+    said = capsys.readouterr().err
+    assert f"adds nothing: it acts {acts}" in said
+    assert "`hf-posenc plot decay`" in said
+    assert not picture.exists()
+    assert main(["plot", "decay", str(picture), source, "--length", "8"]) == 0
+
+
+def test_the_label_of_the_colours_is_no_longer_than_they_are():
+    """In the least of its pictures, of one row of heads."""
+    figure = plots.bias_maps(analysis.decay("alibi", 8, dims=replace(probe.DIMS, num_heads=4, num_key_value_heads=4)))
+    figure.draw_without_rendering()
+    bar = figure.axes[-1]
+    assert bar.yaxis.label.get_window_extent().height < bar.get_window_extent().height
 
 
 def test_waves_and_recurrence_of_a_model_that_rotates(tmp_path, capsys):

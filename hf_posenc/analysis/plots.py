@@ -315,7 +315,7 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
         figure.supylabel("query (position)", fontsize=10)
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        label = f"added to the score (nats)\nlogarithmic scale beyond ±{limit / 100:.2g}"
+        label = f"added to the score (nats),\nlogarithmic beyond ±{limit / 100:.2g}"
         pen.colour_bar(figure, image, list(grid.flat), label)
         ticks = [
             0.0,

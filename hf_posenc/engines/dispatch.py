@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
+from ..spelling import did_you_mean
 from . import cpu
 from .banded import Banded
 from .base import Engine
@@ -67,7 +68,9 @@ def named(name: str) -> Engine:
     for engine in ENGINES:
         if engine.name == name:
             return engine
-    raise ValueError(f"unknown attention {name!r}; choose from auto, {', '.join(NAMES)}")
+    raise ValueError(
+        f"unknown attention {name!r}; choose from auto, {', '.join(NAMES)}{did_you_mean(name, ('auto', *NAMES))}"
+    )
 
 
 def choose(wanted: str, call: Call) -> Choice:

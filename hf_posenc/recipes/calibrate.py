@@ -15,7 +15,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
 
@@ -23,6 +23,8 @@ from .. import files
 from ..analysis import plots
 from ..calibration.calibrate import STAGES, Calibration, check_lengths, ignored
 from ..calibration.match import LOSSES
+from ..families.base import base_model_type
+from ..registry import family_for
 from . import corpus, models, program, schemes
 from .calibrating import Steps
 from .corpus import TextArguments, stream
@@ -37,6 +39,8 @@ EXAMPLES = """
   {prog} --model gpt2 --scheme shaw --scheme-args max_distance=64 --data book.txt --output runs/gpt2-shaw
   {prog} --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5 --resume
 """
+LENGTH = 512
+"""Tokens in a window, at most, where nothing else is asked for."""
 MOVED = ("scheme", "query_key")
 """What the second stage moves; the function also knows adapters, which are not put on here."""
 
@@ -53,7 +57,14 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
         metadata={"help": "picture of every layer to write: png, svg or pdf by its suffix", "metavar": "FILE"},
     )
     resume: bool = as_in(FolderArguments, "resume")
-    length: int = field(default=512, metadata={"help": "tokens in a window of the text"})
+    length: int | None = field(
+        default=None,
+        metadata={
+            "guesses": ("train_length", "calibrate_length"),
+            "help": f"tokens in a window of the text (default: the length the base was trained at, {LENGTH} at most)",
+            "metavar": "N",
+        },
+    )
     windows: int | None = field(
         default=None, metadata={"help": "windows to use, held-out ones included; by default all that the text has"}
     )
@@ -117,7 +128,8 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
     one_of(arguments, "weights", MOVED)
     one_of(arguments, "loss", tuple(LOSSES))
     at_least(arguments, 1, "held_out", "steps")
-    at_least(arguments, 2, "length")
+    if arguments.length is not None:
+        at_least(arguments, 2, "length")
     if arguments.windows is not None:
         at_least(arguments, 1, "windows")
     by = "stage" if arguments.stage == "closed_form" else "weights"
@@ -128,6 +140,17 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
     for name in ("rate", "weight_rate"):
         if not getattr(arguments, name) > 0:
             raise UsageError(f"{option(name)} must be positive, not {getattr(arguments, name):g}")
+    base = models.load_named(AutoConfig, arguments)
+    if base.model_type != base_model_type(base):
+        raise UsageError(f"--model {arguments.model} is patched already: give the stock checkpoint it was made from")
+    longest = getattr(base, family_for(base_model_type(base)).length, None)
+    if arguments.length is None:
+        arguments.length = min(LENGTH, longest or LENGTH)
+    if longest is not None and arguments.length > longest:
+        raise UsageError(
+            f"--length {arguments.length}: {arguments.model} was made for {longest} tokens, and is followed there: "
+            f"--length {longest} is the longest"
+        )
     try:
         check_lengths(tuple(arguments.step_lengths), arguments.length)
     except ValueError as error:
@@ -203,6 +226,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
 def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator) -> Tensor:
     """Windows of the text in its order, (N, T) int64; what does not fill one is left out."""
     length, wanted = arguments.length, arguments.windows
+    assert length is not None  # check_arguments has set it
     enough = sys.maxsize if wanted is None else wanted * length
     with accelerator.main_process_first():  # the others find its cache
         tokens = stream(corpus.documents(tokenizer, arguments, None, enough)).tokens

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
 
-from ..registry import scheme_class
+from ..registry import available_schemes, scheme_class
+from ..spelling import did_you_mean
 from . import extension, many_runs, program, run_folder, summary, training
 from .calibrating import CalibrationArguments
 from .corpus import read_text
@@ -34,6 +35,7 @@ EXAMPLES = """
   accelerate launch -m hf_posenc.recipes.compare_schemes --config compare.yaml      # on many GPUs
 """
 SCALINGS = ("linear", "dynamic", "yarn")
+STRETCHED = {kind: f"rope-{kind}" for kind in SCALINGS}
 OPTIONS = ("trainable", "uncalibrated", "distill", "transfer")
 
 
@@ -44,10 +46,11 @@ class Arguments(SweepArguments, SharedArguments):
     variants: list[str] = field(
         default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
         metadata={
-            "help": f"schemes; {UNPATCHED}; {', '.join('rope-' + kind for kind in SCALINGS)} (RoPE stretched to "
+            "guesses": ("schemes", "scheme"),
+            "help": f"schemes; {UNPATCHED}; {', '.join(STRETCHED.values())} (RoPE stretched to "
             "--train-length); any of them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain "
             "swap), +distill (KL to the base, weight --distill) or +transfer (attention outputs matched for the first "
-            "quarter of the recovery steps, then KL)"
+            "quarter of the recovery steps, then KL)",
         },
     )
     distill: float = as_in(RecoveryArguments, "distill", 1.0)
@@ -105,11 +108,14 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
     name, *options = variant.split("+")
     scheme, _, scaling = name.partition("-")
     if strange := [word for word in options if word not in OPTIONS]:
-        raise UsageError(f"--variants {variant}: +{strange[0]} is none of +{', +'.join(OPTIONS)}")
-    # `scheme_class` names the schemes there are, if this is none.
+        raise UsageError(
+            f"--variants {variant}: +{strange[0]} is none of +{', +'.join(OPTIONS)}{did_you_mean(strange[0], OPTIONS)}"
+        )
+    names = (UNPATCHED, *available_schemes(), *STRETCHED.values())
+    if name not in names:
+        meant = did_you_mean(name, STRETCHED | {each: each for each in names})
+        raise UsageError(f"--variants {variant}: unknown {name!r}; choose from {', '.join(names)}{meant}")
     known = {} if scheme == UNPATCHED else {one.name: one.default for one in fields(scheme_class(scheme))}
-    if scaling and ("scaling" not in known or scaling not in SCALINGS):
-        raise UsageError(f"--variants {variant}: scalings are {', '.join('rope-' + kind for kind in SCALINGS)}")
     same = {field.name: getattr(arguments, field.name) for field in fields(SharedArguments)}
     longest = max(arguments.train_length, *arguments.lengths)
     extra: list[str] = []

@@ -53,8 +53,7 @@ class TextArguments:
         default_factory=list,
         metadata={
             "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one "
-            "folder of save_to_disk, or one dataset id of the Hub; without any, where a recipe allows it: the standard "
-            "library's sources",
+            "folder of save_to_disk, or one dataset id of the Hub; `extend` without --model, and `pretrain`, have one",
             "metavar": "FILE",
         },
     )

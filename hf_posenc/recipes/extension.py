@@ -63,7 +63,10 @@ class Arguments(FolderArguments, SchemeArguments, SharedArguments):
     steps: int = as_in(TrainingArguments, "steps", 60)
     transfer_steps: int = field(
         default=0,
-        metadata={"help": "of the recovery steps, the first ones match the base's attention outputs layer by layer"},
+        metadata={
+            "help": "how many of --recovery-steps, the first ones, train each layer's attention to give out what the "
+            "base's gives out, before training on the text begins"
+        },
     )
     seed: int = field(default=0, metadata={"help": "seed of everything that is random"})
     push_to: str | None = field(default=None, metadata={"help": "repository on the Hub to push the result to"})

@@ -36,8 +36,7 @@ class ModelArguments:
     model: str | None = field(
         default=None,
         metadata={
-            "help": "checkpoint folder or Hub id; without it, where a recipe allows it: a small byte-level GPT-2, "
-            "trained first",
+            "help": "checkpoint folder or Hub id; `extend` without it takes a small byte-level GPT-2",
             "metavar": "DIR_OR_ID",
         },
     )
@@ -96,15 +95,10 @@ def load_named(cls: Any, arguments: Any, **more: Any) -> Any:
 
 def load_patched(arguments: Any, scheme: hf_posenc.Scheme, seed: int) -> Any:
     """The stock checkpoint that `--model` names, in `--dtype`, with a scheme patched in; UsageError if it cannot be."""
+    model = load_named(AutoModelForCausalLM, arguments, dtype=dtype_of(arguments))
     try:
-        return hf_posenc.from_pretrained(
-            hub.checkpoint_name(arguments.model),
-            scheme=scheme,
-            seed=seed,
-            dtype=dtype_of(arguments),
-            **revision_of(arguments),
-        )
-    except (OSError, ValueError, hf_posenc.HfPosencError) as error:
+        return hf_posenc.patch_model(model, scheme, seed=seed)
+    except (ValueError, hf_posenc.HfPosencError) as error:
         raise UsageError(f"--model {arguments.model}: {str(error).removeprefix('hf_posenc: ')}") from None
 
 

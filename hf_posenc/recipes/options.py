@@ -11,6 +11,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from ..arguments import Parser
+from ..spelling import did_you_mean
 
 T = TypeVar("T")
 
@@ -32,7 +33,8 @@ def parse(
     """Reads `--config FILE` first, then the other options, which win.
 
     Args:
-        cls: a dataclass; a field's metadata hold its `help`, and may hold a `metavar` and `was`, an older name.
+        cls: a dataclass; a field's metadata hold its `help`, and may hold a `metavar`, `was`, an older name, and
+            `guesses`, what people type in its place.
         argv: words of the command line; None takes those of the process.
         description: of the program, whose first line is shown.
         prog: its name; None takes the file that was started.
@@ -47,9 +49,7 @@ def parse(
     parser = parser_of(cls, description, prog=prog, examples=examples)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        named, unknown = parser.parse_known_args(from_file(cls, words) + words)
-        if unknown:
-            raise UsageError(f"unknown option or stray value: {' '.join(unknown)} (--help lists the options)")
+        named = parser.parse_args(from_file(cls, words) + words)
     except UsageError as error:
         parser.error(str(error))
     given = {name: value for name, value in vars(named).items() if name != "config"}
@@ -68,10 +68,16 @@ def parser_of(cls: type, description: str | None, *, prog: str | None = None, ex
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         add(groups[title], known, kinds[known.name])
+    parser.guesses = {option(guess): option(name) for guess, name in guesses(cls).items()}
     general = parser.add_argument_group("general")
     general.add_argument("--config", metavar="FILE", help="YAML file with any of these options; the command line wins")
     general.add_argument("-h", "--help", action="help", help="show this and stop")
     return parser
+
+
+def guesses(cls: type) -> dict[str, str]:
+    """Names that people try for a field, by its metadata -> the field's name."""
+    return {guess: known.name for known in fields(cls) for guess in known.metadata.get("guesses", ())}
 
 
 def grouped(cls: type) -> list[tuple[str, Field[Any]]]:
@@ -96,7 +102,7 @@ def add(group: Any, known: Field[Any], kind: Any) -> None:
     optional = [each for each in get_args(kind) if each is not type(None)]
     one = optional[0] if get_origin(kind) in (Union, types.UnionType) or several else kind
     default = default_of(known)
-    said = known.metadata["help"] + ("" if default in (None, False, [], "") else f" (default: {shown(default)})")
+    said = known.metadata["help"] + ("" if default is None or default in ([], "") else f" (default: {shown(default)})")
     keywords: dict[str, Any] = {"default": default, "help": said.replace("%", "%%"), "dest": known.name}
     if one is bool:
         keywords |= {"nargs": "?", "const": True, "type": truth, "metavar": "BOOL"}
@@ -168,7 +174,10 @@ def from_file(cls: type, words: list[str]) -> list[str]:
     known = {one.name: one for one in fields(cls)}
     known |= {one.metadata["was"]: one for one in fields(cls) if "was" in one.metadata}
     if strange := [str(key) for key in content if key not in known]:
-        raise UsageError(f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}")
+        raise UsageError(
+            f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}"
+            f"{did_you_mean(strange[0], {name: one.name for name, one in known.items()} | guesses(cls))}"
+        )
     said: list[str] = []
     for key, value in content.items():
         default = default_of(known[key])
@@ -207,9 +216,9 @@ def at_least(arguments: Any, minimum: float, *names: str) -> None:
 
 def one_of(arguments: Any, name: str, choices: tuple[Any, ...]) -> None:
     """UsageError unless it is one of the choices."""
-    if getattr(arguments, name) not in choices:
-        known = ", ".join(str(choice) for choice in choices if choice is not None)
-        raise UsageError(f"{option(name)} must be one of {known}, not {getattr(arguments, name)}")
+    if (value := getattr(arguments, name)) not in choices:
+        known = [str(choice) for choice in choices if choice is not None]
+        raise UsageError(f"{option(name)} must be one of {', '.join(known)}, not {value}{did_you_mean(value, known)}")
 
 
 def each_once(arguments: Any, *names: str) -> None:

@@ -43,7 +43,10 @@ class Arguments(SweepArguments, DataArguments, MeasuringArguments, TrainingArgum
 
     schemes: list[str] = field(
         default_factory=lambda: ["sinusoidal", "rope", "alibi", "nope"],
-        metadata={"help": "schemes to compare; learned gets a table of --train-length positions, as usual"},
+        metadata={
+            "guesses": ("variants", "scheme"),
+            "help": "schemes to compare; learned gets a table of --train-length positions, as usual",
+        },
     )
     scheme_args: list[str] = as_in(SchemeArguments, "scheme_args")  # noqa: RUF009 (a field, made anew)
     tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id; by default bytes"})

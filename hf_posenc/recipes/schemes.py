@@ -24,9 +24,10 @@ class SchemeArguments:
     scheme: str = field(
         default="alibi",
         metadata={
-            "help": f"position encoding to patch in (`hf-posenc schemes` lists them); where a recipe allows it "
-            f"also {UNPATCHED}: the base as it is, as a control",
+            "help": f"position encoding to patch in (`hf-posenc schemes` lists them); `extend` also takes "
+            f"{UNPATCHED}: the base as it is, as a control",
             "metavar": "NAME",
+            "guesses": ("variants",),
         },
     )
     scheme_args: list[str] = field(

@@ -6,6 +6,7 @@ head size, `E` hidden size, `N` layers; `d = i - j >= 0` distance of query `i` f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from ..modules import (
     parameter,
 )
 from ..placement import Layers, Nowhere, OnHidden, OnRotary, OnScores, Placement
+from ..spelling import did_you_mean
 from ..waves import compute_dtype, geometric_frequencies, sinusoids, wide_dtype
 
 
@@ -65,6 +67,8 @@ class Scheme:
 
     name: ClassVar[str]
     """Registered name."""
+    known_as: ClassVar[Mapping[str, str]] = {}
+    """Names under which people look for it -> how to ask for that, which the error of an unknown scheme suggests."""
 
     layers: Layers = None
     window: int | None = None
@@ -106,7 +110,10 @@ class Scheme:
     def one_of(self, field: str, choices: tuple[str, ...]) -> None:
         """Raise ValueError, naming the choices, unless the field has one of the given values."""
         if getattr(self, field) not in choices:
-            raise ValueError(f"{self.name}: {field} must be one of {', '.join(choices)}, not {getattr(self, field)!r}")
+            value = getattr(self, field)
+            raise ValueError(
+                f"{self.name}: {field} must be one of {', '.join(choices)}, not {value!r}{did_you_mean(value, choices)}"
+            )
 
     def positive(self, field: str, kind: Any = (int, float)) -> None:
         """Raise TypeError or ValueError unless the field is a number of this kind above 0."""
@@ -148,8 +155,8 @@ class Scheme:
         unknown = sorted(set(hyperparameters) - set(known))
         if unknown:
             raise TypeError(
-                f"{cls.name} has no hyper-parameter {', '.join(unknown)}; it has "
-                f"{', '.join(known) if known else 'none'}"
+                f"{cls.name} has no hyper-parameter {', '.join(unknown)}; it has {', '.join(known)}"
+                f"{did_you_mean(unknown[0], known)}"
             )
         values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in hyperparameters.items()}
         return cls(**values)

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from ..registry import register_scheme
+from ..spelling import did_you_mean
 from .base import Dims, RotaryScheme, by_layer_type, compute_dtype
 
 _LENGTH = "original_max_position_embeddings"
 
 WITH_LENGTH = ("yarn", "longrope", "llama3")
 """The `rope_type` values of transformers that know the length which a model was trained for, and need it."""
+
+_EXAMPLES = {kind: f'scaling={{"rope_type": "{kind}", "factor": 2.0}}' for kind in ("linear", "dynamic", "yarn")}
+"""Scalings that need no more than a factor -> how to ask for them."""
 
 _BESIDE = ("rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that are hyper-parameters of their own here."""
@@ -49,6 +53,9 @@ class Rope(RotaryScheme):
     """
 
     name: ClassVar[str] = "rope"
+    known_as: ClassVar[Mapping[str, str]] = {"rotary": "rope"} | {
+        kind: f"rope with {example}" for kind, example in _EXAMPLES.items()
+    }
     rope_theta: float | dict[str, float] | None = None
     layout: Literal["half", "interleaved"] | None = None
     partial_rotary_factor: float | dict[str, float] | None = None
@@ -89,6 +96,7 @@ class Rope(RotaryScheme):
         if not isinstance(scaling, dict):
             raise TypeError(
                 f"rope: scaling must be a dict like transformers' rope_parameters, 'none' or None, not {scaling!r}"
+                f"{did_you_mean(scaling, _EXAMPLES)}"
             )
         kind = scaling.get("rope_type")
         if beside := sorted(set(_BESIDE) & set(scaling)):
@@ -141,7 +149,7 @@ class Rope(RotaryScheme):
             if (kind := scaling.get("rope_type")) not in types:
                 raise ValueError(
                     f"rope: scaling['rope_type'] must be one of {', '.join(types)}, not {kind!r}; "
-                    "scaling='none' switches scaling off"
+                    f"scaling='none' switches scaling off{did_you_mean(kind, types)}"
                 )
         if self.layout is None:
             own: Any = {"layout": pairs}
