@@ -259,6 +259,22 @@ def test_weights_of_another_save_are_noticed(tmp_path):
     from_pretrained(tmp_path / "model")
 
 
+def test_a_shard_of_another_training_step_is_noticed(tmp_path):
+    """Names, shapes and dtypes are the same in every step of a training."""
+    model = patched_model("alibi", "llama")
+    model.save_pretrained(tmp_path / "later", max_shard_size="20KB")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    shards = sorted(path.name for path in (tmp_path / "model").glob("*.safetensors"))
+    assert len(shards) > 2
+    shutil.copy(tmp_path / "later" / shards[1], tmp_path / "model")
+    for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match=f"{shards[1]} in .*: not what was saved with its config"):
+            loader(tmp_path / "model")
+
+
 def test_a_file_in_front_of_the_shards_is_noticed(tmp_path):
     patched_model("alibi", "llama").save_pretrained(tmp_path / "model", max_shard_size="20KB")
     patched_model("alibi", "llama", seed=3).save_pretrained(tmp_path / "other")

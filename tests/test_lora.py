@@ -250,13 +250,32 @@ def test_where_the_adapter_is_reaches_the_check(tmp_path, monkeypatch):
         asked.append((repo_id, where))
         return str(tmp_path / filename)
 
-    monkeypatch.setattr(hf_posenc.lora, "hf_hub_download", download)
+    monkeypatch.setattr(hf_posenc.model_types.adapters, "hf_hub_download", download)
     options = {"subfolder": "sub", "revision": "v1", "token": "hf_x", "cache_dir": "/tmp/x", "local_files_only": True}
     with pytest.raises(CheckpointError, match="was trained on"):
         load_adapter(tiny("llama"), "me/adapter", **options)
     assert asked == [("me/adapter", options)]
     with pytest.raises(TypeError, match="have no option adaptr_name"):
         load_adapter(tiny("llama"), "me/adapter", adaptr_name="x")
+
+
+@pytest.mark.parametrize("kind", ["lora", "posenc", "ia3"])
+def test_transformers_own_load_adapter_refuses_another_base(kind, tmp_path):
+    wrapped = drawn(patched_model("shaw", "llama"), INSIDE[kind]())
+    wrapped.save_pretrained(tmp_path / "here/adapter")
+    for other in ("alibi", "nope"):
+        model = patched_model(other, "llama")
+        before = logits(model)
+        with pytest.raises(CheckpointError, match=rf"was trained on .*'shaw'.*, this model has .*'{other}'"):
+            model.load_adapter(tmp_path / "here/adapter")
+        with pytest.raises(CheckpointError, match="was trained on"):
+            model.load_adapter(str(tmp_path / "here"), "second", adapter_kwargs={"subfolder": "adapter"})
+        with pytest.raises(CheckpointError, match="was trained on"):
+            model.load_adapter(peft_config=wrapped.peft_config["default"], adapter_state_dict={})
+        assert logits(model).equal(before)
+    same = patched_model("shaw", "llama")
+    same.load_adapter(tmp_path / "here/adapter")
+    assert logits(same).equal(logits(wrapped))
 
 
 def edit(folder, **values):

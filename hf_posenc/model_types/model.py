@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -31,10 +34,12 @@ from ..upstream import NAME
 from ..upstream.attention import SPLIT_HEADS
 from ..upstream.channel import carrying_forward
 from ..upstream.derived import revive, stock_class
+from .adapters import WHERE, check_adapter, name_base, require_same_base
 from .config import CLASSES, READ, STUB, PosEncConfigMixin, config_class, name_of, stock_config, stub_text
 from .digests import check_saved_weights, config_digest, write_digests
 from .entry import ENTRY, check_version, entry_of, is_older, schemes_of_config, write_out
 from .guards import UNREGISTERED
+from .stamp import stamped
 
 _PUSH_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
@@ -205,8 +210,9 @@ class PosEncMixin:
             **kw: of `save_pretrained` in transformers, and of `push_to_hub`.
 
         Raises:
-            UnsupportedModelError: if FSDP or ZeRO-3 has spread the parameters and no `state_dict` is given, or if
-                layers were added, changed or removed since the model was patched, so that it could not be loaded again.
+            UnsupportedModelError: if what would be saved could not be loaded again. Layers were added, changed or
+                removed since the model was patched; FSDP or ZeRO-3 has spread the parameters and no `state_dict` is
+                given; or the `state_dict` lacks tensors of this model, or has others.
         """
         self._check_layers()
         directory = Path(save_directory)
@@ -232,8 +238,10 @@ class PosEncMixin:
                 "model would find when loading: compile in place (module.compile()), or save accelerate's "
                 "unwrap_model(model, keep_torch_compile=False)"
             )
+        if state is not None:
+            self._check_state(state, directory)
         with files.staged(directory) as folder:
-            super().save_pretrained(folder, *args, **kw)  # type: ignore[misc]
+            super(PosEncMixin, stamped(self, state)).save_pretrained(folder, *args, **kw)  # type: ignore[misc]
             if (folder / "config.json").is_file():  # not where only an adapter is saved, or another process writes
                 (folder / f"{STUB}.py").write_text(stub_text(self.config), encoding="utf-8")
                 if not (directory / "README.md").exists():
@@ -248,6 +256,35 @@ class PosEncMixin:
                 write_digests(folder)
         if push_to_hub:
             hub.push(directory, repo_id, **options)
+
+    def _check_state(self, state: dict[str, Any], directory: Path) -> None:
+        """Raise UnsupportedModelError unless a state dict has exactly the tensors of this model.
+
+        Tied weights may be there once. transformers' Trainer saves an empty one where DeepSpeed keeps the weights.
+        """
+        if getattr(self, "_hf_peft_config_loaded", False):  # it holds an adapter
+            return
+        if not state and not any(files.is_default_weights(path.name) for path in directory.glob("*.safetensors*")):
+            return
+        tied: dict[int, set[str]] = {}
+        for name, tensor in tensors_of(self):
+            tied.setdefault(id(tensor), set()).add(name)
+        ignored = set(self._keys_to_ignore_on_save or ())
+        lacking = sorted(min(names) for names in tied.values() if not names & (ignored | state.keys()))
+        strange = sorted(state.keys() - {name for names in tied.values() for name in names})
+        if getattr(self, "hf_quantizer", None) is not None:  # it has names of its own beside the weights
+            strange = []
+        problems = [
+            f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+            for what, names in (("lacks", lacking), ("has", strange))
+            if names
+        ]
+        if problems:
+            raise UnsupportedModelError(
+                f"this state_dict is not of this {type(self).__name__}, and what is saved could not be loaded: it "
+                f"{', and '.join(problems)}. Give model.state_dict() of this model, without a wrapper around it, or "
+                "leave it out"
+            )
 
     def _check_layers(self) -> None:
         """Raise UnsupportedModelError unless the layers are patched, and as many as the config says."""
@@ -287,6 +324,41 @@ class PosEncMixin:
     def is_custom_code(cls) -> bool:
         """Return False: transformers would leave modules without parameters of their own out of initialisation."""
         return False
+
+    def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter as transformers does, if it was trained on a base that is patched like this model.
+
+        Args:
+            peft_model_id: the adapter's directory, or a Hub id.
+            *args: as transformers has them.
+            **kwargs: as transformers has them.
+
+        Returns:
+            What transformers' method returns.
+
+        Raises:
+            CheckpointError: if the adapter was trained on another base, or does not say on which.
+            OSError: if there is no such adapter, or it cannot be read.
+        """
+        load: Any = super().load_adapter  # type: ignore[misc]  # the stock class is behind us
+        given = inspect.signature(load).bind(peft_model_id, *args, **kwargs).arguments
+        options, config = given.get("kwargs", {}), given.get("peft_config")
+        whole = vars(given.get("load_config") or SimpleNamespace())
+        adapter = peft_model_id or whole.get("pretrained_model_name_or_path")
+        if config is not None:
+            said = config if isinstance(config, dict) else config.to_dict()
+            if ENTRY in (said.get("auto_mapping") or {}):
+                require_same_base(self, said, adapter or "peft_config", {})
+        elif adapter is not None:
+            where = {
+                **(whole.get("download_kwargs") or {}),
+                **(options.get("download_kwargs") or {}),
+                **(given.get("adapter_kwargs") or {}),
+            }
+            if given.get("local_files_only"):
+                where["local_files_only"] = True
+            check_adapter(self, adapter, **{key: value for key, value in where.items() if key in WHERE})
+        return load(peft_model_id, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; where PEFT leaves the configs of its adapters, have each name the base, to be saved."""
@@ -333,30 +405,6 @@ class PosEncMixin:
         """Do nothing: transformers would copy our source into the next checkpoint."""
 
 
-def name_base(model: PreTrainedModel, config: Any) -> Any:
-    """Return a PEFT config that says which patched base its adapter is trained on; `load_adapter` compares it.
-
-    PEFT keeps what it says for configs with a `task_type`, and drops it for others. Configs of adapters that sit inside
-    the model get it by themselves; those of prompts and prefixes are given to this function before `get_peft_model`.
-
-    Args:
-        model: patched.
-        config: of any class of PEFT; it stays as it is. One that names a base already keeps it.
-
-    Returns:
-        A copy of the config.
-    """
-    said = config.auto_mapping or {}
-    config = copy.copy(config)
-    config.auto_mapping = {
-        "base_model_class": type(model).__name__,
-        "parent_library": type(model).__module__,
-        ENTRY: dict(model.config.position_encoding),
-        **said,
-    }
-    return config
-
-
 def would_drop(schemes: Sequence[Scheme], attn_implementation: str | None) -> str:
     """Return why schemes on attention scores refuse an attention implementation."""
     attending = [scheme for scheme in schemes if scheme.attends]
@@ -379,6 +427,20 @@ def lacks_loss_type(model: Any) -> bool:
     It then takes the right one and warns, which breaks `torch.compile(fullgraph=True)`: GPT2LMHeadModel.
     """
     return model.loss_type is None and model.can_generate()
+
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What FSDP1 and activation checkpointing put into names of modules, and leave out of those in a state dict."""
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a model's state dict holds, by name, tied weights by each of their names; nothing is gathered."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for wrapper in _WRAPPERS:
+            prefix = f"{prefix}.".replace(wrapper, "").removesuffix(".")
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 def position_keys(model: nn.Module) -> set[str]:
