@@ -217,6 +217,10 @@ def test_list_of_families_is_current(script, monkeypatch):
     module = script("make_family_table")
     monkeypatch.setattr(sys, "argv", ["make_family_table.py", "--check"])
     assert module.main() == 0, "run python scripts/make_family_table.py"
+    rows = module.served()
+    assert [row.split("|")[1].strip() for row in rows[2:4]] == ["`gpt2`", "`llama`"]
+    assert {row.count("|") for row in rows} == {4}
+    assert not any("| - |" in row for row in rows)
     assert (
         module.updated(module.PAGE.read_text(encoding="utf-8").replace("`cohere`", "`coherent`")).count("`cohere`") == 1
     )
