@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/calibrate.md from docs/measured/calibration_*.json, which measure_calibration.py makes.
+"""Writes the tables of docs/calibrate_measured.md from docs/measured/calibration_*.json, which measure_calibration.py makes.
 
 python scripts/make_calibration_tables.py            # write them
 python scripts/make_calibration_tables.py --check    # exit 1 if they are not what was measured
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import marked
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/calibrate.md"
+PAGE = ROOT / "docs/calibrate_measured.md"
 BASES = ("stories260K", "stories260K_few", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 STARTS = {"plain": "plain swap", "closed_form": "closed forms", "attention": "both stages"}
 SCHEMES = {"mixture": "`t5` in every other layer", "nope": "no positions"}
@@ -87,7 +87,7 @@ def main() -> int:
         begin = f"<!-- calibration {name}: written by scripts/make_calibration_tables.py -->"
         current &= marked.write(PAGE, begin, f"<!-- end of {name} -->", table(name), check=check)
     if check and not current:
-        print("docs/calibrate.md: its tables are out of date; run python scripts/make_calibration_tables.py")
+        print("docs/calibrate_measured.md: its tables are out of date; run python scripts/make_calibration_tables.py")
         return 1
     return 0
 

@@ -27,18 +27,25 @@ def code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+FIRST = ("gpt2", "llama")
+"""Model types whose rows come first: what a reader looks for."""
+
+
 def served() -> list[str]:
     """The table of what can be patched: model types of which the same is known share a row, the largest row first."""
     alike: dict[str, tuple[ServedType, list[str]]] = {}
     for model_type in supported_model_types():
         known = served_type(model_type)
         alike.setdefault(repr(known), (known, []))[1].append(model_type)
-    rows = ["| model types | their own positions | what is special | schemes | refused |", "|---|---|---|---|---|"]
-    for known, model_types in sorted(alike.values(), key=lambda row: (-len(row[1]), row[1])):
-        special = "; ".join(known.special) or "-"
-        schemes = f"all but {code(known.without)}" if known.without else "all"
-        refused = "; ".join(f"`config.{name}`: {reason}" for name, reason in known.refused.items()) or "-"
-        rows.append(f"| {code(model_types)} | {known.positions} | {special} | {schemes} | {refused} |")
+    rows = ["| model types | their own positions | what to know |", "|---|---|---|"]
+    for known, model_types in sorted(
+        alike.values(), key=lambda row: (not set(row[1]) & set(FIRST), -len(row[1]), row[1])
+    ):
+        notes = list(known.special)
+        if known.without:
+            notes.append(f"takes no {code(known.without)}")
+        notes += (f"refused with `config.{name}`: {reason}" for name, reason in known.refused.items())
+        rows.append(f"| {code(model_types)} | {known.positions} | {'<br>'.join(notes)} |")
     return rows
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the table of results into README.md, from what scripts/measure_calibration.py measured.
+"""Writes results into pages: README.md's table, from what scripts/measure_calibration.py measured, and the quickstart's.
 
 python scripts/make_result_table.py            # write it
-python scripts/make_result_table.py --check    # exit 1 if it is not what was measured
+python scripts/make_result_table.py --check    # exit 1 if one is not what was measured
 """
 
 import argparse
@@ -14,12 +14,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import marked
+from measure_calibration import SCHEMES as OPTIONS
 from plot_schemes import CALIBRATION, loss_by_length
 
-README = Path(__file__).parents[1] / "README.md"
+from hf_posenc.recipes.tables import as_text
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 BEGIN = "<!-- results: written by scripts/make_result_table.py -->"
 END = "<!-- end of results -->"
 SCHEMES = ("transformer_xl", "shaw", "t5", "alibi")
+RUN = ("<!-- quickstart: written by scripts/make_result_table.py -->", "<!-- end of quickstart -->")
+"""In docs/fine_tune.md: what a run prints at its end."""
 
 
 def table() -> str:
@@ -28,8 +34,9 @@ def table() -> str:
     lengths = measured["settings"]["lengths"]
     shown = {"the base, untouched": ("control", False), "the base, fine-tuned": ("control", True)}
     for scheme in SCHEMES:
-        shown[f"`{scheme}`, plain swap, fine-tuned"] = (f"{scheme}, plain", True)
-        shown[f"`{scheme}`, calibrated, fine-tuned"] = (f"{scheme}, attention", True)
+        options = "".join(f", `{name}={value}`" for name, value in OPTIONS[scheme][1].items())
+        shown[f"`{scheme}`{options}, plain swap, fine-tuned"] = (f"{scheme}, plain", True)
+        shown[f"`{scheme}`{options}, calibrated, fine-tuned"] = (f"{scheme}, attention", True)
     rows = ["| perplexity at | seeds | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
     rows.append("|---" * (2 + len(lengths)) + "|")
     for label, (name, tuned) in shown.items():
@@ -39,13 +46,21 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def quickstart() -> str:
+    """What the quickstart's run printed, as a block of text; what calibration did is a long line, and left out."""
+    results = json.loads((ROOT / "docs/measured/quickstart.json").read_text(encoding="utf-8"))
+    return f"```text\n{as_text(results).rpartition(chr(10) * 2)[0]}\n```"
+
+
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Write the table of results into README.md.")
+    parser = argparse.ArgumentParser(description="Write results into README.md and docs/fine_tune.md.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the table is out of date")
     check = parser.parse_args().check
-    if not marked.write(README, BEGIN, END, table(), check=check) and check:
-        print("README.md: the table of results is out of date; run python scripts/make_result_table.py")
+    current = marked.write(README, BEGIN, END, table(), check=check)
+    current &= marked.write(ROOT / "docs/fine_tune.md", *RUN, quickstart(), check=check)
+    if check and not current:
+        print("README.md, docs/fine_tune.md: results are out of date; run python scripts/make_result_table.py")
         return 1
     return 0
 

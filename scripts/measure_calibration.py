@@ -43,6 +43,7 @@ SCHEMES = {
     "nope": ("nope", {}),
     "learned": ("learned", {"num_positions": 4096}),
     "sinusoidal": ("sinusoidal", {"trainable": True}),
+    "yarn": ("rope", {"scaling": {"rope_type": "yarn", "factor": 8.0}}),
     "mixture": ([T5(share_layers=False, layers="1::2")], {}),  # every other layer keeps what the base has
 }
 NOT_SETTINGS = (
@@ -54,7 +55,8 @@ NOT_SETTINGS = (
     "seeds",
     "untrained",
 )  # the runs say these
-TABLES = ("learned", "sinusoidal")  # on a base that rotates, calibration does not help them; measured where asked for
+ASKED_FOR = ("learned", "sinusoidal", "yarn")
+"""Measured only where asked for: on a base that rotates, calibration does not help the tables, and YaRN needs none."""
 STARTS = ("plain", "closed_form", "attention")
 EMBEDDED = "embedded"
 FITTED, HELD_OUT, MATCHED = 24, 8, 4
@@ -178,7 +180,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help=f"folder or Hub id of a pretrained causal language model, or {EMBEDDED}")
     parser.add_argument("text", nargs="?", type=Path, help="text file, documents separated by blank lines")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=[s for s in SCHEMES if s not in TABLES])
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=[s for s in SCHEMES if s not in ASKED_FOR])
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     parser.add_argument(
         "--untrained", nargs="*", choices=STARTS, default=[], help="starts that are only measured, not fine-tuned"

@@ -44,7 +44,7 @@ def decay_of_schemes() -> Any:
             "sinusoidal": decay("sinusoidal"),
             "rope": decay("rope"),
             "rope, YaRN 4x": decay("rope", scaling={"rope_type": "yarn", "factor": 4.0}),
-            "alibi, head 7": _one_head(decay("alibi"), 7),
+            "alibi, head 7 of heads 0 to 7": _one_head(decay("alibi"), 7),
         },
         title="What a scheme gives to a distance",
     )
@@ -132,7 +132,9 @@ def reach_of_swaps() -> Any:
         for label, (name, tuned) in shown.items()
     }
     figure = plots.perplexity_by_length(
-        curves, trained_length=measured["settings"]["length"], title="stories260K: rope replaced by transformer_xl"
+        curves,
+        trained_length=measured["settings"]["length"],
+        title="A LLaMA trained at 512 tokens: RoPE replaced by Transformer-XL",
     )
     (axes,) = figure.axes
     axes.lines[len(curves) - 1].set(markersize=9, markerfacecolor="none")  # it lies on the line before

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes again what is made from code and results: the tables of schemes, results and calibrations, the gallery, the committed sweeps and model cards.
+# Makes again what is made from code and results: the tables of schemes, results and calibrations, the gallery, the committed sweeps and model cards,
+# and what the notebooks show.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
@@ -10,3 +11,4 @@ setup_env dev
 "$ENV_PYTHON" scripts/plot_schemes.py docs/images
 "$ENV_PYTHON" recipes/sweep.py model_cards/results/books model_cards/results/stories260K >/dev/null
 "$ENV_PYTHON" scripts/make_model_card.py --committed
+"$ENV_PYTHON" scripts/run_notebooks.py

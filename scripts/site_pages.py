@@ -1,10 +1,11 @@
 """Hook of mkdocs.yml: pages that are no Markdown in docs/, and links that lead out of it.
 
-README.md is the home page, other files become pages too (`PAGES`), and so do notebooks, without what they print. On every page a relative link to a file that is a page
+README.md is the home page, other files become pages too (`PAGES`), and so do notebooks, with what they print and draw. On every page a relative link to a file that is a page
 leads to that page, one to any other file of the repository leads to its place on the web. A link to nothing is a warning,
 which `--strict` makes an error.
 """
 
+import base64
 import json
 import logging
 import os
@@ -33,21 +34,35 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are no Markdown in docs/."""
     for name, page in PAGES.items():
         if name.endswith(".ipynb"):
-            files.append(File.generated(config, page, content=notebook(ROOT / name, config)))
+            text, pictures = notebook(ROOT / name, config)
+            files.append(File.generated(config, page, content=text))
+            for picture, content in pictures.items():
+                files.append(File.generated(config, f"notebooks/{picture}", content=content))
         else:
             files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
     return files
 
 
-def notebook(path: Path, config: Any) -> str:
-    """A notebook as Markdown: its text and its code."""
-    parts = []
+def notebook(path: Path, config: Any) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and the pictures in it by file name."""
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+        for output in cell.get("outputs", []):
+            shown = output.get("data", {})
+            if "image/png" in shown:
+                name = f"{path.stem}-{len(pictures) + 1}.png"
+                pictures[name] = base64.b64decode(shown["image/png"])
+                parts.append(f"![What the cell above draws]({name})")
+            else:
+                printed = "".join(output.get("text") or shown["text/plain"])
+                parts.append(f"```text\n{printed.rstrip()}\n```")
     where = f"{config.extra['repository']}/blob/main/{path.relative_to(ROOT).as_posix()}"
     title, text = parts[0].split("\n", 1)
-    return "\n\n".join([title, f"[This page as a notebook]({where}), to be run.", text, *parts[1:]])
+    page = "\n\n".join([title, f"[This page as a notebook]({where}), to be run.", text, *parts[1:]])
+    return page, pictures
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -52,6 +53,12 @@ def test_notebooks_have_one_title_and_sections(path):
     assert [len(hashes) for hashes in re.findall(r"^(#+) ", text, flags=re.MULTILINE)].count(1) == 1
 
 
+def test_the_extra_of_the_site_formats_signatures():
+    """Without ruff or black, mkdocstrings leaves each signature on one line, which is cut off, and says so only as information."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert any(re.match(r"(ruff|black)\b", requirement) for requirement in extras["docs"])
+
+
 @pytest.fixture
 def project(tmp_path):
     """A copy of what the site is made from."""
@@ -70,6 +77,15 @@ def test_it_builds_without_a_warning_and_needs_nothing_else(tmp_path):
     built = build(ROOT, tmp_path)
     assert built.returncode == 0, built.stderr[-3000:]
     assert "WARNING" not in built.stderr
+    assert "Formatting signatures" not in built.stderr
+    signature = re.search(
+        r"patch_model</span>.*?</code>", (tmp_path / "reference/patching.html").read_text(), re.DOTALL
+    )
+    assert signature[0].count("\n") > 5
+    read = (tmp_path / "notebooks/read_a_report.html").read_text(encoding="utf-8")
+    assert "4/4 layers answer to positions" in read
+    assert 'src="read_a_report-1.png"' in read
+    assert (tmp_path / "notebooks/read_a_report-1.png").read_bytes().startswith(b"\x89PNG")
     loaded = (
         r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"([^\"]+)|<link\b(?=[^>]*stylesheet|[^>]*icon)[^>]*href=\"([^\"]+)"
     )
