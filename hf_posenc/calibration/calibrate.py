@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError, NotPatchedError
 from ..hub import CALIBRATION
 from ..modes import evaluation
-from ..patching.state import patch_of, without_adapter
+from ..patching.state import alone, patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
 from .choose import CANDIDATES, close, settle
 from .match import LOSSES, Matching, match, movable
@@ -210,7 +210,7 @@ def calibrate(
         raise NotPatchedError(
             "a calibration has moved this model's own weights, so that it is no longer the base it was: give the base"
         )
-    with evaluation(inner):
+    with alone(inner, "calibrate the model"), evaluation(inner):
         pair = Pair(inner, patch, base, tokens, held_out, keeps_mean=inner is model)
         try:
             found = _run(pair, how, tokens, closed_windows, on_step, progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -263,40 +264,35 @@ class BaseModel:
         return torch.arange(0, weight.shape[0], max(1, weight.shape[0] // 4096), device=weight.device)
 
     def _entering_tokens(self) -> torch.Tensor:
-        """Return the hidden states that enter the first layer: many families scale their embeddings on the way."""
+        """Return the hidden states that enter the first layer: many families scale their embeddings on the way.
+
+        A forward pass of the decoder stops at the first layer, which stays in its place: transformers may install
+        hooks in this pass that record outputs, once and for all, on the layers that it finds.
+        """
         decoder: Any = self.found.decoder
-        layers: Any = decoder.get_submodule(self.family.layers)
-        first = layers._modules["0"]
-        layers._modules["0"] = _Entrance(self.found.layers[0])
+        looking = {threading.get_ident()}
+
+        def stop(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() in looking:  # other threads compute on; so does a copy that has this hook
+                raise _Entered(args[0] if args else kwargs["hidden_states"])
+
+        hook = self.found.layers[0].register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
         try:
             with evaluation(decoder), torch.no_grad():  # dropout would change their size
                 decoder.forward(input_ids=self._sample()[:, None], use_cache=False)
         except _Entered as entered:
             return entered.hidden_states
         finally:
-            layers._modules["0"] = first
+            hook.remove()
+            looking.clear()
         raise UnsupportedModelError(f"{type(decoder).__name__} never calls its first layer")
 
 
-class _Entered(BaseException):
+class _Entered(Exception):  # no error: it stops a forward pass
     """Carries what entered the first layer out of a forward pass."""
 
     def __init__(self, hidden_states: torch.Tensor) -> None:
         self.hidden_states = hidden_states
-
-
-class _Entrance(nn.Module):
-    """Stands in for the first layer: takes what enters it, and goes no further."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "layer", layer)  # not a child: it is looked at only
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "layer"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        raise _Entered(args[0] if args else kwargs["hidden_states"])
 
 
 @dataclass(frozen=True)
