@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from ..families.base import Family, Resolved, base_model_type, resolve
 from ..modes import evaluation
 from ..modules import Native
 from ..placement import select
+from ..positions import NO_WINDOW
 from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme, by_layer_type
 from ..schemes.rope import Rope
@@ -419,7 +421,10 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     base = BaseModel.of(model)
     types = getattr(base.config, "layer_types", None)
     chosen = [
-        replace(scheme, layers=select(scheme.name, scheme.layers, base.dims.num_layers, types)) for scheme in schemes
+        replace(
+            scheme, layers=select(scheme.name, scheme.layers, base.dims.num_layers, types), window=_window_of(scheme)
+        )
+        for scheme in schemes
     ]
     taken: dict[int, Scheme] = {}
     for scheme in chosen:
@@ -466,14 +471,25 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     return plan
 
 
+def _window_of(scheme: Scheme) -> int | None:
+    """Return a scheme's window as a number of Python; TypeError or ValueError if it is no number of tokens."""
+    if scheme.window is None:
+        return None
+    if isinstance(scheme.window, bool) or not isinstance(scheme.window, SupportsIndex):
+        raise TypeError(f"{scheme.name}: window must be a number of tokens or None, not {scheme.window!r}")
+    window = operator.index(scheme.window)
+    if not 1 <= window < NO_WINDOW:
+        raise ValueError(
+            f"{scheme.name}: window must be at least 1, the token itself, and below {NO_WINDOW}, not {window}"
+        )
+    return window
+
+
 def _check_window(scheme: Scheme, base: BaseModel) -> None:
+    """Raise ValueError if a window would change nothing."""
     window = scheme.window
     if window is None:
         return
-    if isinstance(window, bool) or not isinstance(window, int):
-        raise TypeError(f"{scheme.name}: window must be a number of tokens or None, not {window!r}")
-    if window < 1:
-        raise ValueError(f"{scheme.name}: window must be at least 1, the token itself, not {window}")
     for layer in base.layers_of(scheme):
         if (own := base.window_of(layer)) is not None and own <= window:
             raise ValueError(
