@@ -24,7 +24,7 @@ from .modules import PositionEmbedding, PositionModule, Shared
 from .patching.layers import MARKER
 from .patching.place import operate, seeded
 from .patching.plan import BaseModel, check_class_undone, check_forwards, make_plan
-from .patching.state import Patch, patch_of, without_adapter
+from .patching.state import Patch, alone, patch_of, without_adapter
 from .patching.undo import Undo, set_attribute, set_class
 from .patching.weights import have_moved, samples_of
 from .patching.wrappers import check_in_place, check_unwrapped
@@ -92,7 +92,7 @@ def patch_model(
         UnknownSchemeError: if there is no such scheme, or the class of an instance is not registered.
         UnsupportedModelError: if the model, a setting of it or its attention backend cannot carry the scheme, or
             somebody has replaced the forward that would have to carry it; if it is wrapped, sharded, offloaded or
-            spread over devices.
+            spread over devices; if another call is patching, unpatching or calibrating it.
         AlreadyPatchedError: if the model, or another one that has a layer in common with it, is patched;
             `unpatch_model` that first.
         TypeError: for wrong hyper-parameters.
@@ -102,6 +102,14 @@ def patch_model(
     _check_model(model)
     if seed is not None and not isinstance(seed, int):
         raise TypeError(f"seed must be an integer or None, not {seed!r}")
+    with alone(model, "patch the model"):
+        _check_stock(model)
+        _patch(model, wanted, attention, seed)
+    return model
+
+
+def _patch(model: PreTrainedModel, wanted: Sequence[Scheme], attention: str, seed: int | None) -> None:
+    """Plan and put in the schemes of `patch_model`."""
     plan = make_plan(model, wanted, attention)
     native = plan.base.native()
     plan = plan.resolved(native)
@@ -121,7 +129,6 @@ def patch_model(
     except BaseException:
         undo.roll_back()
         raise
-    return model
 
 
 def _check_model(model: Any) -> None:
@@ -134,6 +141,9 @@ def _check_model(model: Any) -> None:
         )
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(model).__name__}")
+
+
+def _check_stock(model: PreTrainedModel) -> None:
     if patch_of(model) is not None or isinstance(model, PosEncMixin):
         name = "another scheme" if (patch := patch_of(model)) is None else patch.name
         raise AlreadyPatchedError(f"this {type(model).__name__} is patched with {name}; unpatch_model(model) first")
@@ -208,8 +218,8 @@ def unpatch_model(model: Model) -> Model:
         NotPatchedError: if it is not patched, or was loaded from a patched checkpoint, which does not hold the stock
             positions.
         UnsupportedModelError: if it is wrapped (DistributedDataParallel), sharded (FSDP), offloaded or spread over
-            devices, has copies of layers that were made after it was patched, or if somebody has replaced a forward
-            that would have to be taken away.
+            devices, has copies of layers that were made after it was patched, if somebody has replaced a forward that
+            would have to be taken away, or if another call is patching, unpatching or calibrating it.
     """
     check_unwrapped(model, "unpatch the model")
     if without_adapter(model) is not model:
@@ -218,6 +228,13 @@ def unpatch_model(model: Model) -> Model:
             "it off first with model = model.merge_and_unload(), or model.unload() (which drops it; for prompts "
             "model.get_base_model()), then unpatch what that returns"
         )
+    with alone(model, "unpatch the model"):
+        _unpatch(model)
+    return model
+
+
+def _unpatch(model: PreTrainedModel) -> None:
+    """Check that nothing stands in the way, and undo the patch."""
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched")
@@ -240,15 +257,14 @@ def unpatch_model(model: Model) -> Model:
     patch.undo.roll_back()
     if not have_moved(model, patch.samples):
         model.base_model.__dict__.pop(SAMPLES, None)
-        return model
+        return
     setattr(model.base_model, SAMPLES, patch.samples)  # what is calibrated next must not take it for the base it was
     if calibrated:
         warnings.warn(
             f"unpatch_model: a calibration has moved weights of this {type(model).__name__}, and they stay moved: load "
             "the checkpoint again for what it was",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return model
 
 
 @contextmanager

@@ -104,7 +104,8 @@ class PositionEmbedding(PositionModule):
         """Return one vector per position.
 
         It may stand in for a base's own table, so it takes what those are called with: GPT-2 passes the positions
-        first, OPT passes a mask first and `position_ids` by name. Positions of padding (negative in OPT) count as 0.
+        first, OPT passes a mask first and `position_ids` by name. Positions of padding (negative in OPT) count as 0;
+        the decoder refuses other negative ones.
 
         Args:
             *args: position ids (B|1, T) first, unless given by name.

@@ -7,6 +7,7 @@ says what there is, `Site` changes it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -247,7 +248,7 @@ def select(name: str, layers: Any, count: int, layer_types: Sequence[str] | None
 
     Args:
         name: of the scheme, for messages.
-        layers: see `Layers`; negative indices count from the last layer.
+        layers: see `Layers`; any sequence of integers will do. Negative indices count from the last layer.
         count: number of layers of the model.
         layer_types: the config's type of each layer, or None.
 
@@ -276,19 +277,29 @@ def select(name: str, layers: Any, count: int, layer_types: Sequence[str] | None
                     f"{name}: layers={layers!r} is neither a layer type of this model nor a slice: give {choices}a "
                     "slice like '3::4', or a list of indices"
                 )
-    elif isinstance(layers, (list, tuple)) and all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
-        if wrong := [index for index in layers if not -count <= index < count]:
+    else:
+        indices = _indices(name, layers)
+        if wrong := [index for index in indices if not -count <= index < count]:
             raise ValueError(
                 f"{name}: there is no layer {', '.join(map(str, wrong))}: the model has {count}, counted from 0"
             )
-        chosen = sorted(index % count for index in layers)
+        chosen = sorted(index % count for index in indices)
         if len(set(chosen)) < len(chosen):
-            raise ValueError(f"{name}: layers={list(layers)} names a layer twice")
-    else:
-        raise TypeError(f"{name}: layers must be a list of indices, a slice as text, a layer type or None: {layers!r}")
+            raise ValueError(f"{name}: layers={indices} names a layer twice")
     if not chosen:
         raise ValueError(f"{name}: layers={layers!r} selects none of the {count} layers")
     return None if len(chosen) == count else tuple(chosen)
+
+
+def _indices(name: str, layers: Any) -> list[int]:
+    """Return indices of layers as numbers of Python; TypeError if they are no integers."""
+    try:
+        given = list(layers)
+        if not any(isinstance(index, bool) for index in given):
+            return [operator.index(index) for index in given]
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: layers must be a list of indices, a slice as text, a layer type or None: {layers!r}")
 
 
 __all__ = ["Base", "Layers", "Nowhere", "OnHidden", "OnRotary", "OnScores", "Placement", "Site", "select"]

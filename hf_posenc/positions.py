@@ -37,6 +37,8 @@ INTEGER_MASK = (
     "or a float mask (added to the scores)"
 )
 
+FRACTIONS = "position_ids count tokens, so they must be integers, not {dtype}"
+
 SHOWS_FUTURE = (
     "the attention mask shows a query keys that come after it, and no scheme here defines distances to those: pass a "
     "causal mask (False, the dtype's minimum or -inf wherever the key comes later), or unpatch the model"
@@ -54,6 +56,13 @@ def ensure(holds: Tensor, message: str) -> None:
         torch._assert_async(holds, message)
     elif not bool(holds):
         raise ValueError(message)
+
+
+def _counts(position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return position ids in another integer dtype; ValueError if they are no integers."""
+    if position_ids.is_floating_point() or position_ids.is_complex() or position_ids.dtype == torch.bool:
+        raise ValueError(FRACTIONS.format(dtype=position_ids.dtype))
+    return position_ids.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -136,10 +145,10 @@ class Positions:
     def follow(self, position_ids: Tensor | None) -> Positions:
         """Let position ids that the caller chose himself (gapped, randomised) replace the counted ones.
 
-        Ids that equal the counted positions, the slot index (what a model fills in when it was given none) or the
-        resumed count (what `generate` fills in behind a right-padded prompt) change nothing: so a full forward, chunked
-        prefill and decoding agree. Chosen ids are known for the queries only; they stand for the keys too as long as
-        queries and keys are the same tokens (no cache yet).
+        A row changes nothing if all of its ids equal the counted positions, or all of them the slot index (what a model
+        fills in when it was given none), or all of them the resumed count (what `generate` fills in behind a
+        right-padded prompt): so a full forward, chunked prefill and decoding agree. Chosen ids are known for the
+        queries only; they stand for the keys too as long as queries and keys are the same tokens (no cache yet).
 
         Args:
             position_ids: (B|1, Q) or None.
@@ -148,16 +157,18 @@ class Positions:
             Positions; `self` if there are no position ids.
 
         Raises:
-            ValueError: for chosen ids with a filled cache (`RuntimeError`, raised by the device, while compiling or on
-                CUDA).
+            ValueError: for ids that are no integers; for chosen ids with a filled cache (`RuntimeError`, raised by the
+                device, while compiling or on CUDA).
         """
         if position_ids is None:
             return self
-        chosen = position_ids.to(self.query_positions.dtype)
-        differs = (chosen != self.query_positions) & (chosen != self.query_index) & self.query_valid
-        differs &= chosen != self.query_resumed
+        chosen = _counts(position_ids, self.query_positions.dtype)
+
+        def other_than(candidate: Tensor) -> Tensor:
+            return ((chosen != candidate) & self.query_valid).any(-1, keepdim=True)
+
+        differs = other_than(self.query_positions) & other_than(self.query_index) & other_than(self.query_resumed)
         if self.query_index.shape[-1] == self.key_index.shape[-1]:
-            differs = differs.any(-1, keepdim=True)
             return replace(
                 self,
                 query_positions=torch.where(differs, chosen, self.query_positions),
@@ -212,10 +223,15 @@ class DensePositions:
 
         Returns:
             DensePositions. With a cache the distances stay those of the slots that the mask shows.
+
+        Raises:
+            ValueError: for ids that are no integers.
         """
-        if position_ids is None or self.pairs.shape[-2] != self.pairs.shape[-1]:
+        if position_ids is None:
             return self
-        ids = position_ids.to(self.pairs.dtype)
+        ids = _counts(position_ids, self.pairs.dtype)
+        if self.pairs.shape[-2] != self.pairs.shape[-1]:
+            return self
         return replace(self, pairs=(ids[:, :, None] - ids[:, None, :])[:, None])
 
 

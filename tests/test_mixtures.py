@@ -6,8 +6,10 @@ rotations written out here.
 
 import copy
 import itertools
+import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from families import tiny, tokens
@@ -364,11 +366,15 @@ def test_a_compiled_mixture(name):
         ("llama", [Alibi(layers="::0")], ValueError, "neither a layer type"),
         ("llama", [Alibi(layers=[1.0])], TypeError, "layers must be a list of indices"),
         ("llama", [Alibi(layers=2)], TypeError, "layers must be a list of indices"),
+        ("llama", [Alibi(layers=[True])], TypeError, "layers must be a list of indices"),
+        ("llama", [Alibi(layers=np.array([0.0]))], TypeError, "layers must be a list of indices"),
         ("llama", [Sinusoidal(layers=[1])], ValueError, "layers is for placement='every_layer'"),
         ("gpt2", [Nope(layers=[1])], UnsupportedModelError, "positions of gpt2 enter at the input"),
         ("llama", [Alibi(window=0)], ValueError, "window must be at least 1"),
         ("llama", [Alibi(window=True)], TypeError, "window must be a number of tokens"),
         ("llama", [Alibi(window="8")], TypeError, "window must be a number of tokens"),
+        ("llama", [Alibi(window=2.0)], TypeError, "window must be a number of tokens"),
+        ("llama", [Alibi(window=2**31 - 1)], ValueError, "below 2147483647"),
         ("mistral", [Alibi(window=8)], ValueError, "would change nothing in layer 0, which has a sliding window of 8"),
         ("llama", [], TypeError, "a list of Schemes"),
         ("llama", ["alibi"], TypeError, "a list of Schemes"),
@@ -387,6 +393,48 @@ def test_layer_types_are_selected_by_name():
     model = patch_model(base("gemma3"), "alibi", layers="full_attention")
     assert schemes_of(model)[0].layers == (1, 3)
     assert hf_posenc.describe(model).kept == (0, 2)
+
+
+@pytest.mark.parametrize("layers", [[np.int64(0), 2], np.array([0, 2]), range(0, 4, 2), torch.tensor([0, 2]), (0, -2)])
+def test_any_integers_select_layers_and_are_written_as_numbers(layers, tmp_path):
+    model = patch_model(base("llama"), "alibi", layers=layers, window=np.int64(4))
+    assert repr((schemes_of(model)[0].layers, schemes_of(model)[0].window)) == "((0, 2), 4)"
+    expected = patch_model(base("llama"), "alibi", layers=[0, 2], window=4)
+    model.save_pretrained(tmp_path)
+    expected.load_state_dict(model.state_dict())
+    ids = tokens()
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert loaded(ids).logits.equal(expected(ids).logits)
+
+
+def test_a_window_beyond_all_lags_is_refused_at_load(tmp_path):
+    patch_model(base("llama"), "alibi", window=4).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    del written["hf_posenc_digests"]
+    written["position_encoding"]["schemes"][0]["window"] = 2**31
+    file.write_text(json.dumps(written))
+    with pytest.raises(CheckpointError, match="below 2147483647"):
+        hf_posenc.from_pretrained(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # torch.jit reads every attribute
+@pytest.mark.parametrize("schemes", [[Nope(window=5)], [Alibi(layers=[0])], [Rope(window=3, layers=[1])]])
+def test_torch_jit_traces_layers_without_a_scheme_on_their_scores(schemes):
+    model, ids = patch_model(base("llama"), schemes), tokens(1, 12)
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, use_cache=False).logits
+
+    traced = torch.jit.trace(Logits(), ids)
+    other = tokens(1, 12, seed=5)
+    assert_same(traced(other), model(other, use_cache=False).logits)
 
 
 def test_all_layers_named_is_no_selection():

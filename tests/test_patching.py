@@ -6,10 +6,12 @@ import json
 import os
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers
+from decoders import decoder
 from families import FAMILIES, LENGTH, tiny, tokens
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from matrix import matrix
@@ -17,7 +19,17 @@ from snapshots import assert_same, logits, snapshot
 from transformers import AutoModelForCausalLM
 
 import hf_posenc
-from hf_posenc import AlreadyPatchedError, NotPatchedError, api, available_schemes, patch_model, patched, unpatch_model
+from hf_posenc import (
+    AlreadyPatchedError,
+    NotPatchedError,
+    UnsupportedModelError,
+    api,
+    available_schemes,
+    calibrate,
+    patch_model,
+    patched,
+    unpatch_model,
+)
 from hf_posenc.patching.undo import Undo
 from hf_posenc.registry import scheme_class
 
@@ -243,6 +255,77 @@ def test_hooks_that_were_there_stay_and_ours_go(family, scheme):
     assert_same(snapshot(model), before)
     early.remove()
     assert not layer._forward_pre_hooks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal"])
+def test_outputs_that_the_config_asks_for_are_all_there(scheme):
+    """transformers installs the hooks that record outputs once, in the first forward that is asked for any."""
+    model, ids = tiny("llama", output_hidden_states=True), tokens()
+    expected = tiny("llama", output_hidden_states=True)(ids).hidden_states
+    patch_model(model, scheme)
+    left = []  # by each layer
+    watches = [layer.register_forward_hook(lambda _, args, output: left.append(output)) for layer in model.model.layers]
+    states = model(ids).hidden_states
+    assert len(states) == len(expected) == 3
+    assert states[1].equal(left[0])
+    if scheme != "sinusoidal":
+        assert states[0].equal(expected[0])
+    for watch in watches:
+        watch.remove()
+    unpatch_model(model)
+    after = model(ids).hidden_states
+    assert len(after) == 3
+    assert all(one.equal(other) for one, other in zip(after, expected, strict=True))
+
+
+@torch.no_grad()
+def test_the_auxiliary_loss_of_experts_is_the_stock_models():
+    stock, model = (decoder("mixtral", output_router_logits=True) for _ in range(2))
+    ids = tokens()
+    patch_model(model, "rope")
+    output, expected = model(ids, labels=ids), stock(ids, labels=ids)
+    assert len(output.router_logits) == 2
+    assert output.aux_loss.equal(expected.aux_loss)
+    assert output.loss.equal(expected.loss)
+
+
+def test_two_threads_on_one_model():
+    """One call changes it, the other is refused; who only runs the model meanwhile runs the stock one."""
+    model = tiny("llama")
+    before, found = snapshot(model), []
+
+    def meanwhile():
+        found.append(logits(model))
+        found.append(copy.deepcopy(model))
+        for change in (lambda: patch_model(model.model, "t5"), lambda: unpatch_model(model)):
+            with pytest.raises(UnsupportedModelError, match="another call is patching, unpatching or calibrating"):
+                change()
+
+    def on_embedding(*_):
+        watch.remove()
+        with ThreadPoolExecutor(1) as other:
+            other.submit(meanwhile).result()
+
+    watch = model.model.embed_tokens.register_forward_hook(on_embedding)
+    patch_model(model, "alibi")
+    alone = patch_model(tiny("llama"), "alibi")
+    assert found[0].equal(before.logits)
+    assert logits(model).equal(logits(alone))
+    unpatch_model(model)
+    assert_same(snapshot(model), before)
+    assert logits(patch_model(found[1], "alibi")).equal(logits(alone))
+
+
+def test_a_model_that_is_being_calibrated_is_not_unpatched():
+    model = patch_model(tiny("llama"), "t5", seed=0)
+
+    def on_step(*_):
+        unpatch_model(model)
+
+    with pytest.raises(UnsupportedModelError, match="another call is patching, unpatching or calibrating"):
+        calibrate(model, tokens(3, 8), steps=1, held_out=1, batch_size=1, on_step=on_step)
+    unpatch_model(model)
 
 
 def test_nothing_is_left_of_the_scheme_in_memory():

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from decoders import decoder
 from families import WINDOW, tiny, tokens
 from matrix import matrix
 from situations import SCORE_SCHEMES
@@ -483,6 +484,72 @@ def test_what_generate_counts_behind_padding_is_none_of_the_callers_choice(case,
     after = where.follow(ids[:, -queries:])
     assert after.query_positions.tolist() == expected[:, -queries:].tolist()
     assert after.key_positions.tolist() == expected.tolist()
+
+
+PIECEWISE = [0, 1, 2, 3, 7, 8, 9, 10]
+"""Chosen positions of which each, behind three tokens of padding, is the counted position or the slot."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("scheme", ["alibi", "shaw", "t5"])
+def test_chosen_ids_that_change_from_counted_positions_to_slots_are_chosen(scheme, family):
+    model, ids = patch_model(tiny(family), scheme, seed=0), tokens(1, 8)
+    # The same tokens among others that nobody can see: the mask says so, and positions are those of the slots.
+    shown = torch.zeros(11, dtype=torch.bool)
+    shown[PIECEWISE] = True
+    mask = torch.ones(11, 11, dtype=torch.bool).tril() & (shown | torch.eye(11, dtype=torch.bool))
+    among = torch.zeros(1, 11, dtype=torch.long)
+    among[:, PIECEWISE] = ids
+    expected = model(among, attention_mask=mask[None, None], use_cache=False).logits[:, PIECEWISE]
+
+    padded = torch.nn.functional.pad(ids, (3, 0))
+    attention_mask = (torch.arange(11) > 2).long()[None]
+    position_ids = torch.tensor([[0, 0, 0, *PIECEWISE]])
+    arguments = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+    actual = model(padded, **arguments).logits[:, 3:]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+    cache = DynamicCache(config=model.config)
+    model(padded[:, :6], attention_mask=attention_mask[:, :6], past_key_values=cache, use_cache=True)
+    rest = {"attention_mask": attention_mask, "position_ids": position_ids[:, 6:], "use_cache": True}
+    with pytest.raises(ValueError, match="position_ids do not continue"):
+        model(padded[:, 6:], past_key_values=cache, **rest)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()], ids=["compact", "dense"])
+@pytest.mark.parametrize("cast", [torch.Tensor.double, torch.Tensor.half], ids=["double", "half"])
+def test_position_ids_that_are_no_integers_are_refused(cast, mask):
+    model, ids = patch_model(tiny("llama"), "alibi"), tokens(1, 8)
+    with pytest.raises(ValueError, match="must be integers, not torch"):
+        model(ids, attention_mask=mask, position_ids=cast(torch.arange(8)[None] * 0.5), use_cache=False)
+
+
+NEGATIVE = {
+    "gpt2": ("gpt2", "learned", {}),
+    "gpt2-sinusoidal": ("gpt2", "sinusoidal", {}),
+    "opt": ("opt", "learned", {}),
+    "llama": ("llama", "sinusoidal", {}),
+    "llama-every-layer": ("llama", "sinusoidal", {"placement": "every_layer"}),
+    "bloom": ("bloom", "sinusoidal", {}),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", NEGATIVE)
+def test_negative_positions_are_for_padding(case):
+    family, scheme, options = NEGATIVE[case]
+    base, ids = decoder(family) if family == "bloom" else tiny(family), tokens(1, 8)
+    model = patch_model(base, scheme, seed=0, **options)
+    expected = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    padded, mask = torch.nn.functional.pad(ids, (2, 0)), (torch.arange(10) > 1).long()[None]
+    counted = mask.cumsum(-1) - 1  # -1 at the padding
+    actual = model(padded, attention_mask=mask, position_ids=counted, use_cache=False).logits[:, 2:]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    for mask in (torch.ones_like(padded), None):
+        with pytest.raises(ValueError, match="position_ids are negative"):
+            model(padded, attention_mask=mask, position_ids=torch.arange(10)[None] - 1, use_cache=False)
 
 
 def test_chosen_ids_are_no_resumed_count_where_no_padding_is_between():

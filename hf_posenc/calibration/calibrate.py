@@ -19,7 +19,7 @@ from ..errors import CheckpointError, NotPatchedError
 from ..hub import CALIBRATION
 from ..modes import evaluation
 from ..modules import PositionModule
-from ..patching.state import patch_of, without_adapter
+from ..patching.state import alone, patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
 from .choose import NOISE, close, settle
 from .match import LOSSES, Matching, match, movable
@@ -144,8 +144,8 @@ def calibrate(
     if how is not None:
         check_lengths(how.lengths, tokens.shape[1])
     check_base(model, inner, patch, base)
-    device = next(inner.parameters()).device
-    with evaluation(inner), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+    exact = torch.autocast(next(inner.parameters()).device.type, enabled=False)
+    with alone(inner, "calibrate the model"), evaluation(inner), torch.enable_grad(), exact:
         pair = Pair(inner, patch, base, tokens, held_out, own_weights=not adapted)
         return _run(pair, stage, how, closed_windows, judge, on_step, progress)
 

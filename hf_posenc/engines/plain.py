@@ -45,7 +45,7 @@ class Plain(Engine):
             dropout_p=call.dropout,
             is_causal=causal,
             scale=call.scaling,
-            enable_gqa=call.groups != 1,
+            enable_gqa=bool(call.groups != 1),  # sizes are tensors in torch.jit.trace
         )
         return output.transpose(1, 2).to(call.query.dtype).contiguous(), None
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared, WithoutPositions
-from ..positions import ensure
+from ..positions import ROWS, ensure, unpack
 from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream import NAME, POSITION_IDS
@@ -38,6 +38,12 @@ UNLIMITED = 2**17
 SEVERAL_COORDINATES = (
     "position_ids give a token several coordinates (time, height and width), and the scheme counts positions by one "
     "number: pass position_ids (B, T), or take a scheme that leaves that to the base (rope or nope in all layers)"
+)
+
+
+NEGATIVE = (
+    "position_ids are negative where attention_mask shows a token, and there are no vectors of negative positions: "
+    "count from 0"
 )
 
 
@@ -112,6 +118,29 @@ def require_one_coordinate(decoder: nn.Module, args: tuple[Any, ...], kwargs: di
     if len(args) > at:
         return (*args[:at], position_ids[0], *args[at + 1 :]), kwargs
     return args, {**kwargs, "position_ids": position_ids[0]}
+
+
+def require_counts(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a decoder to which vectors of positions are added: refuses negative position ids.
+
+    Padding may have any: which tokens are padding a 2-D mask says, or the compact position channel.
+    """
+    names: Any = decoder.posenc_arguments
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    position_ids, mask = given.get("position_ids"), given.get("attention_mask")
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    if tokens is None:
+        return  # which the decoder refuses
+    shown = torch.ones((), dtype=torch.bool, device=tokens.device)
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        shown = mask[:, -tokens.shape[1] :] != 0
+    elif isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.shape[-2] == ROWS:
+        channel = unpack(mask, tokens.shape[1])
+        shown = channel.query_valid
+        if position_ids is None:
+            position_ids = channel.query_positions
+    if position_ids is not None:
+        ensure(~((position_ids < 0) & shown).any(), NEGATIVE)
 
 
 def require_attention(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -428,6 +457,10 @@ def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
         set_attribute(undo, found.decoder, "posenc_position_ids_at", order.index("position_ids") - 1)
         one = plan.needs_one_coordinate
         add_pre_hook(undo, found.decoder, require_one_coordinate if one else hand_down_position_ids)
+    if any(scheme.acts_on.adds_vectors for scheme in plan.schemes):
+        names = tuple(signature(type(found.decoder).forward).parameters)[1:]
+        set_attribute(undo, found.decoder, "posenc_arguments", names)
+        add_pre_hook(undo, found.decoder, require_counts)
     layers = PatchedLayers(
         plan.base.family.layers,
         plan.base.family.attention,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from ..families.base import Family, Resolved, base_model_type, resolve
 from ..modes import evaluation
 from ..modules import Native
 from ..placement import select
+from ..positions import NO_WINDOW
 from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme, by_layer_type
 from ..schemes.rope import Rope
@@ -263,40 +266,35 @@ class BaseModel:
         return torch.arange(0, weight.shape[0], max(1, weight.shape[0] // 4096), device=weight.device)
 
     def _entering_tokens(self) -> torch.Tensor:
-        """Return the hidden states that enter the first layer: many families scale their embeddings on the way."""
+        """Return the hidden states that enter the first layer: many families scale their embeddings on the way.
+
+        A forward pass of the decoder stops at the first layer, which stays in its place: transformers may install
+        hooks in this pass that record outputs, once and for all, on the layers that it finds.
+        """
         decoder: Any = self.found.decoder
-        layers: Any = decoder.get_submodule(self.family.layers)
-        first = layers._modules["0"]
-        layers._modules["0"] = _Entrance(self.found.layers[0])
+        looking = {threading.get_ident()}
+
+        def stop(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() in looking:  # other threads compute on; so does a copy that has this hook
+                raise _Entered(args[0] if args else kwargs["hidden_states"])
+
+        hook = self.found.layers[0].register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
         try:
             with evaluation(decoder), torch.no_grad():  # dropout would change their size
                 decoder.forward(input_ids=self._sample()[:, None], use_cache=False)
         except _Entered as entered:
             return entered.hidden_states
         finally:
-            layers._modules["0"] = first
+            hook.remove()
+            looking.clear()
         raise UnsupportedModelError(f"{type(decoder).__name__} never calls its first layer")
 
 
-class _Entered(BaseException):
+class _Entered(Exception):  # no error: it stops a forward pass
     """Carries what entered the first layer out of a forward pass."""
 
     def __init__(self, hidden_states: torch.Tensor) -> None:
         self.hidden_states = hidden_states
-
-
-class _Entrance(nn.Module):
-    """Stands in for the first layer: takes what enters it, and goes no further."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        object.__setattr__(self, "layer", layer)  # not a child: it is looked at only
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "layer"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        raise _Entered(args[0] if args else kwargs["hidden_states"])
 
 
 @dataclass(frozen=True)
@@ -423,7 +421,10 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     base = BaseModel.of(model)
     types = getattr(base.config, "layer_types", None)
     chosen = [
-        replace(scheme, layers=select(scheme.name, scheme.layers, base.dims.num_layers, types)) for scheme in schemes
+        replace(
+            scheme, layers=select(scheme.name, scheme.layers, base.dims.num_layers, types), window=_window_of(scheme)
+        )
+        for scheme in schemes
     ]
     taken: dict[int, Scheme] = {}
     for scheme in chosen:
@@ -470,14 +471,25 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     return plan
 
 
+def _window_of(scheme: Scheme) -> int | None:
+    """Return a scheme's window as a number of Python; TypeError or ValueError if it is no number of tokens."""
+    if scheme.window is None:
+        return None
+    if isinstance(scheme.window, bool) or not isinstance(scheme.window, SupportsIndex):
+        raise TypeError(f"{scheme.name}: window must be a number of tokens or None, not {scheme.window!r}")
+    window = operator.index(scheme.window)
+    if not 1 <= window < NO_WINDOW:
+        raise ValueError(
+            f"{scheme.name}: window must be at least 1, the token itself, and below {NO_WINDOW}, not {window}"
+        )
+    return window
+
+
 def _check_window(scheme: Scheme, base: BaseModel) -> None:
+    """Raise ValueError if a window would change nothing."""
     window = scheme.window
     if window is None:
         return
-    if isinstance(window, bool) or not isinstance(window, int):
-        raise TypeError(f"{scheme.name}: window must be a number of tokens or None, not {window!r}")
-    if window < 1:
-        raise ValueError(f"{scheme.name}: window must be at least 1, the token itself, not {window}")
     for layer in base.layers_of(scheme):
         if (own := base.window_of(layer)) is not None and own <= window:
             raise ValueError(

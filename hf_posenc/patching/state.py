@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from peft import PeftMixedModel, PeftModel
 from torch import nn
 
+from ..errors import UnsupportedModelError
 from ..schemes.base import Scheme
 from .undo import Undo
 from .weights import Sample
+
+CHANGING = "_posenc_changing"
+"""Attribute of a base model while a call changes it: `(id of the base model, the call)`."""
 
 
 @dataclass
@@ -52,3 +58,31 @@ def without_adapter(model: Any) -> Any:
     if isinstance(model, PeftMixedModel):
         return model.base_model.model
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+@contextmanager
+def alone(model: nn.Module, action: str) -> Iterator[None]:
+    """Keep other calls from changing a model for the length of a `with` block.
+
+    Args:
+        model: with or without head; the two are one model.
+        action: what is done to it, as in "patch the model".
+
+    Raises:
+        UnsupportedModelError: if another call, as a rule of another thread, is changing the model.
+    """
+    model = without_adapter(model)
+    owner = getattr(model, "base_model", model)
+    mine = (id(owner), object())
+    holder = owner.__dict__.setdefault(CHANGING, mine)
+    if holder[0] != id(owner):  # of the model that this one was copied from meanwhile
+        holder = owner.__dict__[CHANGING] = mine
+    if holder is not mine:
+        raise UnsupportedModelError(
+            f"another call is patching, unpatching or calibrating this {type(model).__name__}: {action} when it has "
+            "returned"
+        )
+    try:
+        yield
+    finally:
+        del owner.__dict__[CHANGING]
