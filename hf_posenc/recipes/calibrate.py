@@ -21,8 +21,9 @@ import hf_posenc
 
 from .. import files
 from ..analysis import plots
-from ..calibration.calibrate import STAGES, Calibration, check_lengths, ignored
+from ..calibration.calibrate import JUDGES, STAGES, check_lengths, ignored
 from ..calibration.match import LOSSES
+from ..calibration.report import Calibration
 from ..families.base import base_model_type
 from ..registry import family_for
 from . import corpus, models, program, schemes
@@ -85,9 +86,19 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
     weight_rate: float = field(
         default=1e-3, metadata={"help": "learning rate of the weights that make queries and keys"}
     )
-    loss: str = field(
-        default="attention",
-        metadata={"help": "attention | outputs: what the steps match, what heads pay or what they read"},
+    judge: str = field(
+        default="loss",
+        metadata={
+            "help": "loss | attention: what decides what is kept, the held-out loss or how close attention comes"
+        },
+    )
+    loss: str | None = field(
+        default=None,
+        metadata={
+            "help": "attention | outputs: what the steps match, what heads pay or what they read (default: attention, "
+            "then outputs if that predicts worse)",
+            "metavar": "NAME",
+        },
     )
     step_lengths: list[int] = field(
         default_factory=list,
@@ -126,7 +137,9 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
     models.check(arguments)
     one_of(arguments, "stage", STAGES)
     one_of(arguments, "weights", MOVED)
-    one_of(arguments, "loss", tuple(LOSSES))
+    one_of(arguments, "judge", JUDGES)
+    if arguments.loss is not None:
+        one_of(arguments, "loss", tuple(LOSSES))
     at_least(arguments, 1, "held_out", "steps")
     if arguments.length is not None:
         at_least(arguments, 2, "length")
@@ -201,7 +214,8 @@ def run(arguments: Arguments) -> dict[str, Any]:
         matching |= {"state_file": state, "lengths": tuple(arguments.step_lengths) or None}
         if arguments.weights == "scheme":
             del matching["weight_rate"]
-    how = {"stage": arguments.stage, "held_out": arguments.held_out, "progress": accelerator.is_main_process}
+    how = {name: getattr(arguments, name) for name in ("stage", "held_out", "judge")}
+    how["progress"] = accelerator.is_main_process
     with Steps(arguments.steps, accelerator) as steps:
         try:
             report = hf_posenc.calibrate(model, windows, on_step=steps.made, **how, **matching)

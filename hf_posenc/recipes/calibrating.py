@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import hf_posenc
 
+from ..calibration.calibrate import write_down as note
+from ..calibration.report import NOTHING, HeldOutLoss
 from ..registry import family_for
 from .corpus import Document, Text, Windows, order
 from .measuring import held_out_loss
@@ -156,7 +158,6 @@ def calibrate(
     start = time.perf_counter()
     waiting = Steps(steps, accelerator)
     matching = {
-        "weights": "adapter" if adapted else "query_key",
         "steps": steps,
         "batch_size": max(1, BATCH // accelerator.num_processes),
         "seed": arguments.seed,
@@ -190,7 +191,19 @@ def calibrate(
         },
         "layers": layers,
         "held_out_loss": losses | {"calibrated": loss(model)},
+        "kept": report.kept,
+        "windows_loss": asdict(report.held_out_loss),
+        "remarks": report.remarks(),
     }
+
+
+def write_down(model: nn.Module, found: dict[str, Any]) -> None:
+    """Say in the config of a model that was calibrated earlier what its results say."""
+    if found["method"] == "none" or found.get("kept") == NOTHING:
+        return
+    stage = "closed_form" if found.get("kept") == "closed_form" else found["method"]
+    losses = HeldOutLoss(**found["windows_loss"]) if "windows_loss" in found else None
+    note(model, stage, found["tokens"], losses)
 
 
 class Steps:

@@ -100,7 +100,10 @@ def calibration(found: dict[str, Any] | None) -> str:
             ),
         ]
     )
-    return f"Before the fine-tuning the scheme took over what the base's positions did.\n\n{table}"
+    said = " ".join(plain(each) for each in found.get("remarks", ()))
+    return (
+        f"Before the fine-tuning the scheme took over what the base's positions did. {said}".rstrip() + f"\n\n{table}"
+    )
 
 
 def metadata(results: dict[str, Any], title: str) -> ModelCardData:

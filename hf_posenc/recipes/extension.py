@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoTokenizer
 import hf_posenc
 
 from ..analysis import plots
-from ..calibration.calibrate import write_down
 from ..families.base import base_model_type
 from ..registry import family_for
 from . import calibrating, card, corpus, identity, measuring, models, page, rates, run_folder, schemes, tables, training
@@ -218,8 +217,7 @@ def steps(arguments: Arguments, sweep: Sweep | None, held: ExitStack) -> dict[st
         results["calibration"] = calibrating.skipped(why)
     elif "calibration" in results:
         run_folder.restore_calibrated(model, output)
-        if (found := results["calibration"])["method"] != "none":
-            write_down(model, found["method"], found["tokens"])
+        calibrating.write_down(model, results["calibration"])
     else:
         say(f"Calibrating with {windows.numel():,} tokens of the training text; closed forms come first")
         with stopwatch(seconds, "calibration"):

@@ -44,8 +44,14 @@ def calibration_line(found: dict[str, Any]) -> str:
     return (
         f"calibrated: attention {divergence['before']:.3f} nats from the base's before, {divergence['after']:.3f} "
         f"after; held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, "
-        f"swapped {losses['swapped']:.3f}, calibrated {losses['calibrated']:.3f}"
+        f"swapped {losses['swapped']:.3f}, calibrated {losses['calibrated']:.3f}" + remarks(found)
     )
+
+
+def remarks(found: dict[str, Any]) -> str:
+    """What a calibration took back, and what would come closer, each sentence after a blank; none of older versions."""
+    said = " ".join(each.rstrip(".") + "." for each in found.get("remarks", ()))
+    return f". {said}".rstrip(".") if said else ""
 
 
 SAME = 0.02
