@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import marked
 from measure_calibration import SCHEMES as OPTIONS
-from plot_schemes import CALIBRATION, loss_by_length
+from plot_schemes import CALIBRATION, YARN, loss_by_length
 
 from hf_posenc.recipes.tables import as_text
 
@@ -30,9 +30,11 @@ RUN = ("<!-- quickstart: written by scripts/make_result_table.py -->", "<!-- end
 
 def table() -> str:
     """Perplexity of the base, and of each swap after all of its fine-tuning: exp of the mean loss of the seeds."""
-    measured = json.loads(CALIBRATION.read_text(encoding="utf-8"))
+    measured, yarn = (json.loads(path.read_text(encoding="utf-8")) for path in (CALIBRATION, YARN))
     lengths = measured["settings"]["lengths"]
     shown = {"the base, untouched": ("control", False), "the base, fine-tuned": ("control", True)}
+    factor = OPTIONS["yarn"][1]["scaling"]["factor"]
+    shown[f"`rope` with YaRN, factor {factor:g}, fine-tuned"] = ("yarn, plain", True)
     for scheme in SCHEMES:
         options = "".join(f", `{name}={value}`" for name, value in OPTIONS[scheme][1].items())
         shown[f"`{scheme}`{options}, plain swap, fine-tuned"] = (f"{scheme}, plain", True)
@@ -40,7 +42,7 @@ def table() -> str:
     rows = ["| perplexity at | seeds | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
     rows.append("|---" * (2 + len(lengths)) + "|")
     for label, (name, tuned) in shown.items():
-        found = loss_by_length(measured["runs"], name, tuned=tuned)
+        found = loss_by_length(measured["runs"] | yarn["runs"], name, tuned=tuned)
         cells = [f"{math.exp(statistics.fmean(found[length])):.2f}" for length in lengths]
         rows.append(" | ".join([f"| {label}", str(len(found[lengths[0]])), *cells]) + " |")
     return "\n".join(rows)
