@@ -193,7 +193,8 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=150, help="of the second stage of calibration")
     parser.add_argument("--weight-rate", type=float, default=2e-3, help="of weights in the second stage")
-    parser.add_argument("--loss", choices=("attention", "outputs"), default="attention", help="of the second stage")
+    parser.add_argument("--loss", choices=("attention", "outputs"), help="of the second stage")
+    parser.add_argument("--judge", choices=("loss", "attention"), default="loss", help="what decides what is kept")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 4096], help="at which is measured")
     parser.add_argument("--held-out-tokens", type=int, default=40_000, help="to measure on at each length, at most")
     parser.add_argument("--tokens", nargs="+", type=int, default=[25_000, 50_000, 100_000, 250_000])
@@ -257,7 +258,7 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
                     continue
                 given, hyperparameters = SCHEMES[scheme]
                 swapped = patch_model(load(checkpoint), given, seed=seed, **hyperparameters)
-                began, report, used = time.perf_counter(), None, 0
+                began, report = time.perf_counter(), None
                 if start != "plain":
                     second = {
                         "steps": options.steps,
@@ -266,15 +267,13 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
                         "loss": options.loss,
                         "seed": seed,
                     }
-                    for_all = {"closed_windows": FITTED, "held_out": HELD_OUT}
+                    for_all = {"closed_windows": FITTED, "held_out": HELD_OUT, "judge": options.judge}
                     report = calibrate(
                         swapped,
                         short[: options.calibrate_windows],
                         stage=start,
                         **(for_all | second if start == "attention" else for_all),
                     )
-                    drawn = options.steps * MATCHED if start == "attention" else 0
-                    used = min(FITTED + HELD_OUT + drawn, options.calibrate_windows) * options.calibrate_length
                 seconds = time.perf_counter() - began
                 before = measure(swapped, held)
                 rate = options.plain_rate if start == "plain" else options.rate
@@ -285,7 +284,8 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
                 if report is not None:
                     found["calibration"] = {
                         "seconds": round(seconds, 1),
-                        "tokens": used,
+                        "tokens": report.tokens,
+                        "kept": report.kept,
                         "divergence": [round(each.after.mean().item(), 4) for each in report.layers],
                         "chosen": [list(each.chosen) for each in report.layers],
                     }
