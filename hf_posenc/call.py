@@ -73,6 +73,14 @@ class Call:
         """Return query position minus key position, integers (B|1, 1, Q, L), 0 where the key comes later."""
         return self.positions.distance().clamp(min=0)
 
+    def query_position(self) -> Tensor:
+        """Return the position of each query, counted from 0, integers (B|1, 1, Q, 1); 0 for padding.
+
+        It is the position that the model counts, or that `position_ids` give: neither padding nor a sliding window nor
+        a cache changes it. Under a 4-D mask of the user's own a query sits in the slot of the last key that it sees.
+        """
+        return self.positions.query_positions[:, None, :, None].clamp(min=0)
+
     def visible(self) -> Tensor:
         """Return which keys each query may attend to, bool (B|1, 1|H, Q, L)."""
         return self.positions.visible()

@@ -5,8 +5,9 @@ through checkpointing, device hooks, caches and `generate`. We use it to carry p
 tensor of shape (B|1, 1, ROWS, Q + L): the first Q columns describe the queries, the last L the keys. It grows linearly
 with the sequence; nothing of shape (Q, L) exists until an engine asks for it.
 
-Mask functions that no such description fits travel in a dense form, (B|1, 1, Q + 1, L) int32: Q rows of
-`(distance << 1) | visible`. The last row of either form is a tag, which no mask of a user's own has.
+Mask functions that no such description fits travel in a dense form, (B|1, 1, Q + 1, L + 1) int32: Q rows of
+`(distance << 1) | visible`, and behind them the position of the query. The last row of either form is a tag, which no
+mask of a user's own has.
 """
 
 from __future__ import annotations
@@ -185,10 +186,12 @@ class DensePositions:
     Attributes:
         pairs: (B|1, 1, Q, L) distances, int32.
         seen: (B|1, 1|H, Q, L) bool, True where the key is visible; or a float mask that is added to the logits.
+        query_positions: (B|1, Q) int32.
     """
 
     pairs: Tensor
     seen: Tensor
+    query_positions: Tensor
 
     def distance(self) -> Tensor:
         """Return query position minus key position, (B|1, 1, Q, L) int32."""
@@ -232,7 +235,7 @@ class DensePositions:
         ids = _counts(position_ids, self.pairs.dtype)
         if self.pairs.shape[-2] != self.pairs.shape[-1]:
             return self
-        return replace(self, pairs=(ids[:, :, None] - ids[:, None, :])[:, None])
+        return replace(self, pairs=(ids[:, :, None] - ids[:, None, :])[:, None], query_positions=ids)
 
 
 def pack(
@@ -312,15 +315,18 @@ def unpack(channel: Tensor, query_length: int) -> Positions:
     )
 
 
-def pack_dense(distance: Tensor, visible: Tensor) -> Tensor:
-    """Write the dense form: int32 (B|1, 1, Q + 1, L), rows of `(distance << 1) | visible` and the tag.
+def pack_dense(query_positions: Tensor, key_positions: Tensor, visible: Tensor) -> Tensor:
+    """Write the dense form, int32 (B|1, 1, Q + 1, L + 1).
 
     Args:
-        distance: (B|1, 1, Q, L) integers.
+        query_positions: (B|1, Q) integers.
+        key_positions: (B|1, L) integers.
         visible: (B|1, 1, Q, L) bool.
     """
-    pairs = (distance.to(torch.int32) << 1) | visible.to(torch.int32)
-    return torch.nn.functional.pad(pairs, (0, 0, 0, 1), value=TAG)
+    own, others = (each.to(torch.int32)[:, None] for each in (query_positions, key_positions))
+    pairs = ((own[..., None] - others[..., None, :]) << 1) | visible.to(torch.int32)
+    rows = torch.cat([pairs, own[..., None].expand(*pairs.shape[:-1], 1)], -1)
+    return torch.nn.functional.pad(rows, (0, 0, 0, 1), value=TAG)
 
 
 def check(mask: Tensor, before: int | Tensor) -> None:
@@ -368,15 +374,16 @@ def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DenseP
     if mask.ndim == 4 and mask.dtype == torch.int32:
         if mask.shape[-2:] == (ROWS, query_length + key_length):
             return unpack(mask, query_length)
-        if mask.shape[-2:] == (query_length + 1, key_length):
-            return DensePositions(mask[:, :, :-1] >> 1, (mask[:, :, :-1] & 1).bool())
+        if mask.shape[-2:] == (query_length + 1, key_length + 1):
+            pairs = mask[:, :, :-1, :-1]
+            return DensePositions(pairs >> 1, (pairs & 1).bool(), mask[:, 0, :-1, -1])
     if mask.ndim == 4 and mask.shape[-2] == query_length and mask.shape[-1] >= key_length:
         mask = mask[..., :key_length]
         if mask.dtype == torch.bool or mask.is_floating_point():
             seen = _seen(mask)
             slots = torch.arange(key_length, dtype=torch.int32, device=mask.device)
             last_seen = torch.where(seen.any(1, keepdim=True), slots, -1).amax(-1, keepdim=True)
-            return DensePositions(last_seen - slots, mask)
+            return DensePositions(last_seen - slots, mask, last_seen[:, 0, :, 0])
     raise ValueError(
         f"an attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype} does not fit {query_length} "
         "queries and "

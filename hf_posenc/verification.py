@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from .upstream.rotary import IdentityRotary
 NOTICES = 1e-7
 """Smallest relative change that counts: a layer that ignores positions repeats the same arithmetic, change 0."""
 
+SPANS = (2**8, 2**12, 2**16)
+"""Over so many positions the tokens are spread, one after the other, while a layer ignores closer ones."""
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -37,8 +41,9 @@ class LayerReport:
     Attributes:
         index: of the layer.
         response: relative change of the layer's output, as the model stands.
-        live_response: the same with the scheme's parameters drawn at random: a scheme that starts neutral
-            (DA-Transformer) does not respond as it stands, a dead one does not respond at all.
+        live_response: the same with the scheme's parameters drawn at random, and then with positions further and
+            further apart, until the layer responds. A scheme that starts neutral (DA-Transformer) does not respond as
+            it stands, one that acts from 8192 tokens on not to close positions, and a dead one not at all.
         expected: whether the scheme acts in this layer.
     """
 
@@ -112,8 +117,8 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
 
     Each layer is run again on the hidden states it had, with only its position inputs changed (the positions reversed),
     so an answer cannot leak from one layer to the next. Where the scheme changes attention scores, attention without it
-    is compared with the model's own eager attention first. Costs about six short forward passes; parameters, mode and
-    caches are left as they were.
+    is compared with the model's own eager attention first. Costs about six short forward passes, and up to six more
+    where a layer does not answer to close positions. Parameters, mode and caches are left as they were.
 
     Args:
         model: patched, on any device, in any mode; with an adapter of PEFT around it, the adapter's layers take part.
@@ -151,22 +156,27 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
         standing = _Measurement(model, found.layers, tokens)
         trial = standing
         owners = [module for module in model.modules() if isinstance(module, PositionModule)]
+        expected, at_input = _answering(patch, base), _answers_at_input(patch, base)
         if min(standing.layers) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
             with _random_parameters(owners, generator):
                 trial = _Measurement(model, found.layers, tokens)
+        for span in SPANS:
+            if trial.input > NOTICES or not at_input:
+                if all(response > NOTICES for response, wanted in zip(trial.layers, expected, strict=True) if wanted):
+                    break
+            apart = (min(span, limit or span) - 1) // (length - 1)
+            with _random_parameters(owners, generator):
+                trial = trial.or_more(_Measurement(model, found.layers, tokens, apart))
         swapped = tokens.clone()
         swapped[0, [0, 1]] = swapped[0, [1, 0]]
         if swapped.equal(tokens):
             swapped[0, 0] = (swapped[0, 0] + 1) % vocabulary
         order = _change(_output(model, swapped)[:, -1], standing.output[:, -1])
 
-    expected = _answering(patch, base)
     layers = tuple(
         LayerReport(i, response, live, expected[i])
         for i, (response, live) in enumerate(zip(standing.layers, trial.layers, strict=True))
     )
-    kept = all(scheme.layers is not None for scheme in patch.schemes) and isinstance(found.position_table, nn.Embedding)
-    at_input = kept or (base.has_table and any(scheme.acts_on.enters_at_input for scheme in patch.schemes))
     problems = [
         f"layer {index}: attention without the scheme differs from the model's own eager attention by {error:.1%}: "
         "something that belongs to the model's attention is left out"
@@ -196,6 +206,12 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
     silenced = not any(scheme.acts_on.rotates or scheme.layers is not None for scheme in patch.schemes)
     if silenced and found.rotary is not None and not isinstance(found.rotary, IdentityRotary):
         problems.append("queries and keys are rotated: the base's own rotary embedding is still there")
+    problems += [
+        f"layer {layer}: another rotation than that of {scheme.name} turns queries and keys"
+        for scheme in patch.schemes
+        if scheme.acts_on.rotates
+        for layer in _turned_otherwise(scheme, base)
+    ]
     return Report(patch.name, layers, standing.input, standing.model, order, tuple(problems))
 
 
@@ -210,11 +226,38 @@ def _answering(patch: Patch, base: BaseModel) -> list[bool]:
     return expected
 
 
+def _answers_at_input(patch: Patch, base: BaseModel) -> bool:
+    """Return whether the hidden states that enter the first layer must answer to positions."""
+    kept = all(scheme.layers is not None for scheme in patch.schemes)
+    if kept and isinstance(base.found.position_table, nn.Embedding):
+        return True
+    return base.has_table and any(scheme.acts_on.enters_at_input for scheme in patch.schemes)
+
+
+def _turned_otherwise(scheme: Any, base: BaseModel) -> list[int]:
+    """Return the layers whose rotary module does not hold the rotation that a scheme builds itself."""
+    if scheme.rope_parameters() is not None:  # transformers' own modules make its angles
+        return []
+    with torch.device("meta"):
+        kind = type(scheme.build(base.rotary_dims))
+    wrong = []
+    for layer in base.layers_of(scheme):
+        for holder in (base.found.layers[layer], base.found.attention_of[layer]):
+            if (own := holder.__dict__.get("posenc_rotation")) is not None:
+                rotary = own()
+                break
+        else:
+            rotary = base.found.rotary
+        if rotary is None or not any(isinstance(each, kind) for each in rotary.modules()):
+            wrong.append(layer)
+    return wrong
+
+
 class _Measurement:
     """Responses of one model as it stands."""
 
-    def __init__(self, model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor) -> None:
-        forward = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    def __init__(self, model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, apart: int = 1) -> None:
+        forward = torch.arange(tokens.shape[1], device=tokens.device)[None] * apart
         inputs, self.output = _trace(model, layers, tokens, forward)
         moved_inputs, moved_output = _trace(model, layers, tokens, forward.flip(-1))
         self.model = _change(moved_output, self.output)
@@ -223,6 +266,13 @@ class _Measurement:
         for layer, call, moved in zip(layers, inputs, moved_inputs, strict=True):
             original = first(layer(call.hidden_states, *call.args, **call.kwargs))
             self.layers.append(_change(first(layer(call.hidden_states, *moved.args, **moved.kwargs)), original))
+
+    def or_more(self, other: _Measurement) -> _Measurement:
+        """Return these responses, with the other ones where those are larger."""
+        both = copy.copy(self)
+        both.input = max(self.input, other.input)
+        both.layers = [max(pair) for pair in zip(self.layers, other.layers, strict=True)]
+        return both
 
 
 def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int, float], dict[int, float]]:
@@ -239,7 +289,8 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
     order = torch.arange(tokens.shape[1], device=tokens.device)[None]
     calls, _ = _trace(model, list(attentions.values()), tokens, order)
     moved, _ = _trace(model, list(attentions.values()), tokens, order.flip(-1))
-    silenced = {layer for scheme in patch.schemes if scheme.acts_on.attends for layer in base.layers_of(scheme)}
+    silencing = [scheme for scheme in patch.schemes if scheme.acts_on.attends and not scheme.acts_on.rotates]
+    silenced = {layer for scheme in silencing for layer in base.layers_of(scheme)}
     lost, left = {}, {}
     for (index, attention), call, other in zip(attentions.items(), calls, moved, strict=True):
         hidden, args, kwargs = call.hidden_states, call.args, call.kwargs

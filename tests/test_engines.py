@@ -30,10 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import NotPatchedError, patch_model, which_engine
 from hf_posenc.call import Call
-from hf_posenc.engines import banded, chunked, clipped, decode, dispatch, reference, rescaled, skewed, toeplitz
+from hf_posenc.engines import banded, chunked, clipped, decode, dispatch, plain, reference, rescaled, skewed, toeplitz
 from hf_posenc.engines.dispatch import choose, named
 from hf_posenc.engines.spans import SpanEngine
 from hf_posenc.forms import Factors, RelativeKeys
+from hf_posenc.modules import WithoutPositions
 from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import Dims
@@ -53,6 +54,8 @@ def never_short(monkeypatch):
     for engine in (clipped, rescaled, skewed):
         monkeypatch.setattr(engine, "ROWS", 32)
     monkeypatch.setattr(chunked, "SCORES", 2**12)
+    monkeypatch.setattr(plain, "WHOLE", 0)
+    monkeypatch.setattr(plain, "ROWS", 32)
     monkeypatch.setattr(decode, "SHORT", 0)
 
 
@@ -235,6 +238,18 @@ def test_against_the_reference(row, situation, heads_and_groups):
         expected,
         {"transformer_xl": 4e-5, "da_transformer": 2e-4, "da_transformer-signed": 2e-4}.get(case, 1e-5),
     )
+
+
+@matrix(situation=SITUATIONS, heads_and_groups=[(4, 1), (6, 3)], window=[None, 17])
+def test_attention_without_positions(situation, heads_and_groups, window):
+    heads, groups = heads_and_groups
+    positions, shown = SITUATIONS[situation]()
+    positions = positions if window is None else positions.within(window)
+    tensors = inputs(positions, heads, groups, torch.float32)
+    weight = seeded(2, tensors[0].shape[2], heads, HEAD_DIM)
+    actual = results("sdpa", WithoutPositions(), positions, tensors, shown, weight)
+    wide = [each.detach().double().requires_grad_() for each in tensors]
+    compare(actual, results("reference", WithoutPositions(), positions, wide, shown, weight), 1e-5)
 
 
 @pytest.mark.parametrize("engine", ["reference", "chunked", "rescaled", "decode"])
@@ -650,6 +665,20 @@ def test_nothing_grows_with_the_square_of_the_length(engine, case):
         with Largest() as probe:
             results("reference", MODULES[case](4), positions, tensors, None, torch.ones(()))
         assert probe.numel >= 4 * 512 * 512  # what the probe would see
+
+
+@pytest.mark.parametrize("where", [lambda n: windowed(n, 9), lambda n: left_padded(n, 13)], ids=["window", "padding"])
+def test_masks_of_attention_without_positions_do_not_grow_with_the_square_of_the_length(where, monkeypatch):
+    monkeypatch.undo()  # the sizes as they are
+
+    def largest(length):
+        positions, shown = where(length)
+        tensors = inputs(positions, 4, 1, torch.float32)
+        with Largest() as probe:
+            results("sdpa", WithoutPositions(), positions, tensors, shown, torch.ones(()))
+        return probe.numel
+
+    assert largest(2048) <= 2.2 * largest(1024)
 
 
 @pytest.mark.parametrize(("engine", "case"), [*(row for row in ROWS if row[0] != "chunked"), ("rounded", "alibi")])

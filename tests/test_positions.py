@@ -1,6 +1,8 @@
 """The position channel: pair by pair what it must be, what transformers' own masks say, and never of size T x T."""
 
 import itertools
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from hf_posenc import patch_model, positions
+from hf_posenc import ScoreModule, ScoreScheme, patch_model, positions, registry
 from hf_posenc.positions import DensePositions, Positions
 from hf_posenc.upstream.attention import scheme_attention
 from hf_posenc.upstream.masks import describe_mask, position_channel
@@ -251,7 +253,7 @@ def test_an_unknown_mask_function_travels_densely(name, padding):
     assert shape is None or "causal" not in shape
     arguments = call(mask_function=UNKNOWN[name], attention_mask=padding)
     channel = position_channel(**arguments)
-    assert channel.shape[-2:] == (LENGTH + 1, LENGTH)
+    assert channel.shape[-2:] == (LENGTH + 1, LENGTH + 1)
     where = unpacked(arguments)
     assert isinstance(where, DensePositions)
     theirs = sdpa_mask(**arguments, allow_is_causal_skip=False)
@@ -259,6 +261,7 @@ def test_an_unknown_mask_function_travels_densely(name, padding):
     counted = (torch.ones(1, LENGTH, dtype=torch.long) if padding is None else padding.long()).cumsum(-1)
     expected = (counted[:, :, None] - counted[:, None, :])[:, None]
     assert where.distance().expand_as(theirs)[theirs].long().equal(expected.expand_as(theirs)[theirs])
+    assert (where.query_positions + 1).equal(counted.to(torch.int32).expand(where.query_positions.shape))
 
 
 def test_a_bidirectional_mask_is_refused():
@@ -557,6 +560,100 @@ def test_chosen_ids_are_no_resumed_count_where_no_padding_is_between():
         where = unpacked(call(batch_size=1, q_length=6, kv_length=6, attention_mask=mask.bool()))
         ids = torch.tensor([[0, 0, 0, 1, 2, 4]])  # counted from the left padding, the last would be 4
         assert not where.follow(ids).query_positions.equal(where.query_positions)
+
+
+# ----------------------------------------------------------------------------------------------- a query's own position
+
+SLOPES = torch.tensor([0.5, 3.0, 0.0, -2.0], dtype=torch.float64)
+
+
+class Shares(ScoreModule):
+    """Each distance as a share of all tokens up to the query: `q . k / sqrt(D) - m_h (i - j) / (i + 1)`."""
+
+    def scores(self, call):
+        share = call.distance() / (call.query_position() + 1)
+        return call.products() - SLOPES.to(call.query)[:, None, None] * share
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPosition(ScoreScheme):
+    name: ClassVar[str] = "own_position"
+
+    def build(self, dims):
+        return Shares()
+
+
+@pytest.fixture
+def own_position(monkeypatch):
+    monkeypatch.setitem(registry._SCHEMES, "own_position", OwnPosition)
+
+
+def run_padded(model, ids):
+    mask = LEFT.long()
+    model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False)
+    return [(range(LENGTH), [range(-3, LENGTH - 3), range(LENGTH)])]
+
+
+def run_in_chunks(model, ids, cache, mask=None):
+    chunks = [range(7), range(7, 11), range(11, LENGTH)]
+    for chunk in chunks:
+        given = None if mask is None else mask[:, : chunk.stop]
+        model(ids[:, chunk.start : chunk.stop], attention_mask=given, past_key_values=cache, use_cache=True)
+    padding = [0, 0] if mask is None else [3, 0]
+    return [(chunk, [range(-lost, LENGTH - lost) for lost in padding]) for chunk in chunks]
+
+
+def run_gapped(model, ids):
+    places = [3 * slot + slot // 2 for slot in range(LENGTH)]
+    model(ids, attention_mask=torch.ones_like(ids), position_ids=torch.tensor([places]), use_cache=False)
+    return [(range(LENGTH), [places, places])]
+
+
+def run_by_a_mask_of_the_users(model, ids):
+    model(ids, attention_mask=torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril(), use_cache=False)
+    return [(range(LENGTH), [range(LENGTH), range(LENGTH)])]
+
+
+def run_at_once(model, ids):
+    model(ids, use_cache=False)
+    return [(range(LENGTH), [range(LENGTH), range(LENGTH)])]
+
+
+# name -> runs the model; returns for each forward the slots of its queries, and of each row the positions of its slots
+OWN = {
+    "at once": run_at_once,
+    "left-padded": run_padded,
+    "chunks": lambda model, ids: run_in_chunks(model, ids, DynamicCache(config=model.config)),
+    "chunks, left-padded": lambda model, ids: run_in_chunks(model, ids, DynamicCache(config=model.config), LEFT.long()),
+    "static cache": lambda model, ids: run_in_chunks(model, ids, StaticCache(config=model.config, max_cache_len=16)),
+    "gapped": run_gapped,
+    "mask of the user's": run_by_a_mask_of_the_users,
+}
+
+
+@torch.no_grad()
+@matrix(situation=OWN, window=[None, 5], attention=["auto", "chunked"])
+def test_the_position_of_a_query_from_the_formula(own_position, situation, window, attention):
+    if attention == "chunked" and situation == "mask of the user's":
+        pytest.skip("the engine takes compact positions only")
+    model = patch_model(tiny("llama", num_hidden_layers=1), "own_position", window=window, attention=attention)
+    found = []
+    model.model.layers[0].self_attn.posenc.register_forward_hook(
+        lambda module, args, output: found.append((args[0], output[0]))
+    )
+    forwards = OWN[situation](model, tokens(2, LENGTH))
+    for (call, output), (slots, places) in zip(found, forwards, strict=True):
+        query, key, value = (each.double() for each in (call.query, call.key, call.value))
+        key, value = (each.repeat_interleave(2, 1) for each in (key, value))  # two heads share them
+        for row, at in itertools.product(range(2), range(len(slots))):
+            slot, i = slots[at], places[row][slots[at]]
+            if i < 0:
+                continue
+            seen = [s for s in range(slot + 1) if places[row][s] >= 0 and (window is None or slot - s < window)]
+            share = torch.tensor([(i - places[row][s]) / (i + 1) for s in seen], dtype=torch.float64)
+            scores = (key[row][:, seen] @ query[row, :, at, :, None])[..., 0] / 8**0.5 - SLOPES[:, None] * share
+            expected = (scores.softmax(-1)[:, None] @ value[row][:, seen])[:, 0]
+            torch.testing.assert_close(output[row, at].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------- no T x T

@@ -140,6 +140,22 @@ def full(model, ids):
     return model(input_ids=ids, use_cache=False).logits
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("case", ["fixed", "one-layer"])
+def test_verify_tells_one_rotation_from_another(family, case):
+    stock = base(family)
+    native = stock.model.rotary_emb
+    model = patch_model(stock, CASES[case](), seed=0)
+    assert verify(model)
+    if case == "fixed":
+        model.model.rotary_emb = native
+    else:
+        model.model.posenc_rotary = native
+    report = verify(model)
+    turned = "another rotation than that of linear_rotation turns queries and keys"
+    assert report.problems == tuple(f"layer {layer}: {turned}" for layer in ((0, 1) if case == "fixed" else (1,)))
+
+
 # ------------------------------------------------------------------------------------------------------------- the formula
 
 

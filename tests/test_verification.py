@@ -1,5 +1,8 @@
 """verify says yes to every working patch, says what is wrong with a dead one, and leaves no trace."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from families import tiny
@@ -12,12 +15,15 @@ from hf_posenc import (
     available_schemes,
     from_pretrained,
     patch_model,
+    registry,
     unpatch_model,
     verify,
 )
 from hf_posenc.families import resolve
+from hf_posenc.placement import OnRotary
 from hf_posenc.registry import family_for, scheme_class
-from hf_posenc.schemes.base import PositionModule, ScoreModule
+from hf_posenc.schemes.base import PositionModule, ScoreModule, ScoreScheme
+from hf_posenc.schemes.rope import Rope
 
 FAMILIES = ("gpt2", "llama", "gemma2", "opt")
 SCORES = tuple(name for name in available_schemes() if scheme_class(name)().acts_on.attends)
@@ -82,6 +88,69 @@ def test_a_fresh_da_transformer_is_neutral_but_alive(family):
     report = verify(patch_model(tiny(family), "da_transformer"))
     assert report.ok, str(report)
     assert all(layer.response == 0 < layer.live_response for layer in report.layers)
+
+
+class FromFarOn(ScoreModule):
+    """Keys more than 8192 tokens away cost something, or queries from 8192 on attend more sharply (Llama 4)."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def scores(self, call):
+        if self.of == "distance":
+            return call.products() - 0.01 * (call.distance() - 8192).clamp(min=0)
+        return call.products() * (1 + 0.1 * (1 + call.query_position() // 8192).log())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActsFromFarOn(ScoreScheme):
+    name: ClassVar[str] = "from_far_on"
+    of: str = "distance"
+
+    def build(self, dims):
+        return FromFarOn(self.of)
+
+
+@pytest.mark.parametrize("of", ["distance", "position"])
+def test_a_scheme_that_acts_from_far_on_is_no_false_alarm(of, monkeypatch):
+    monkeypatch.setitem(registry._SCHEMES, "from_far_on", ActsFromFarOn)
+    model = patch_model(tiny("llama"), "from_far_on", of=of)
+    report = verify(model)
+    assert report.ok, str(report)
+    assert all(layer.response == 0 < layer.live_response for layer in report.layers)
+    model.model.layers[1].self_attn.posenc = ScoreModule()
+    assert verify(model).problems == ("layer 1 ignores positions",)
+
+
+class OnBoth(OnRotary):
+    attends = True
+
+    def fit(self, scheme, base):
+        base.require_own_attention(scheme.name)
+        return super().fit(scheme, base)
+
+    def put(self, scheme, site):
+        super().put(scheme, site)
+        for layer in site.layers:
+            site.on_attention(layer, FromFarOn("position"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsAndAttends(Rope):
+    name: ClassVar[str] = "turns_and_attends"
+
+    @property
+    def acts_on(self):
+        return OnBoth()
+
+
+@pytest.mark.parametrize("theta", [None, 50.0])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_scheme_on_scores_that_rotates_as_well(family, theta, monkeypatch):
+    monkeypatch.setitem(registry._SCHEMES, "turns_and_attends", TurnsAndAttends)
+    report = verify(patch_model(tiny(family), "turns_and_attends", rope_theta=theta))
+    assert report.ok, str(report)
 
 
 # ------------------------------------------------------------------------------------------------------ what it must catch

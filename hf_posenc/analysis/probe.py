@@ -289,7 +289,8 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
         (B, H, 1, n), float32 or float64.
     """
     pairs = distances.to(query.device)[None, None, None]
-    positions = DensePositions(pairs, torch.ones_like(pairs, dtype=torch.bool))
+    # The query sits where the furthest key is the first token.
+    positions = DensePositions(pairs, torch.ones_like(pairs, dtype=torch.bool), pairs[0, 0].amax(-1, keepdim=True))
     call = Call(query, key, key, positions, scaling=scaling, module=module, form=module.form(query)).widened()
     scores: Tensor = call.formula.scores(call)
     return scores

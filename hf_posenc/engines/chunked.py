@@ -9,6 +9,7 @@ Accuracy class: that of the reference.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -49,15 +50,29 @@ def attend(call: Call) -> Tensor:
     Returns:
         output (B, Q, H, V) in the query's dtype.
     """
-    positions = call.positions
+    batch, heads, queries, _ = call.query.shape
+    rows = max(16, min(queries, SCORES // (batch * heads * call.key.shape[2])))
+    return by_rows(call, rows, lambda part: reference.attend(part)[0])
+
+
+def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
+    """Compute a call a few queries at a time, on the keys that some of them may see.
+
+    Args:
+        call: with compact positions.
+        rows: queries at a time.
+        compute: returns the output of such a part; in training it runs again in the backward pass.
+
+    Returns:
+        output (B, Q, H, V), as `compute` returns it.
+    """
+    positions, queries = call.positions, call.query.shape[2]
     assert isinstance(positions, Positions)
 
     def part(query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
-        return reference.attend(replace(call, query=query, key=key, value=value, positions=positions))[0]
+        return compute(replace(call, query=query, key=key, value=value, positions=positions))
 
     training = torch.is_grad_enabled()
-    batch, heads, queries, _ = call.query.shape
-    rows = max(16, min(queries, SCORES // (batch * heads * call.key.shape[2])))
     parts = []
     for start in range(0, queries, rows):
         here = slice(start, min(start + rows, queries))

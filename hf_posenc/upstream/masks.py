@@ -174,8 +174,8 @@ def position_channel(
         **kwargs: the rest of the interface.
 
     Returns:
-        The compact int32 channel (B|1, 1, ROWS, Q + L), or the dense form (B|1, 1, Q + 1, L) for mask functions that it
-        cannot express.
+        The compact int32 channel (B|1, 1, ROWS, Q + L), or the dense form (B|1, 1, Q + 1, L + 1) for mask functions
+        that it cannot express.
 
     Raises:
         ValueError: for a mask function that shows later keys.
@@ -229,8 +229,7 @@ def position_channel(
         positions.ensure(
             ~(visible & (key_index[:, None, None] > query_index[:, None, :, None])).any(), positions.SHOWS_FUTURE
         )
-        distance = (query_positions[:, :, None] - key_positions[:, None, :])[:, None]
-        return positions.pack_dense(distance, visible)
+        return positions.pack_dense(query_positions, key_positions, visible)
 
     segments = shape.get("segments")
     if segments is not None:  # queries and keys are the same tokens; count positions from the start of each document
