@@ -2,15 +2,24 @@
 
 import importlib
 import importlib.util
+import re
+import runpy
+import shutil
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from families import tiny
+from transformers import AutoModelForCausalLM
 
 import hf_posenc
 from hf_posenc.recipes.embedded import byte_tokenizer
+
+PAGE = (Path(__file__).parents[1] / "docs/trainers.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+"""What docs/trainers.md shows: Trainer, TRL, QLoRA, and how to ask whether a patch still works."""
 
 # What trl, bitsandbytes and torchao say of themselves while they are imported and run.
 noisy = pytest.mark.filterwarnings("ignore")
@@ -20,7 +29,7 @@ def needs(*packages):
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     return pytest.mark.skipif(
         bool(missing),
-        reason=f"pip install 'hf_posenc[trl,qlora]', or 'transformers[serving]', which has {missing}, runs this",
+        reason=f"pip install -e '.[trl,qlora]', or 'transformers[serving]', which has {missing}, runs this",
     )
 
 
@@ -35,19 +44,87 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.fixture
+def at_home(tiny_checkpoints, text, monkeypatch):
+    """A working folder in which a checkpoint `gpt2` and a text `book.txt` lie."""
+    monkeypatch.chdir(tiny_checkpoints)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    shutil.copy(text, "book.txt")
+    return tiny_checkpoints
+
+
+def test_the_page_shows_the_trainer_script(recipes):
+    docstring, _, code = (recipes / "trainer_example.py").read_text(encoding="utf-8").partition('\n"""\n\n')
+    assert docstring.startswith('"""')
+    assert code == BLOCKS[0]
+
+
+@noisy
+def test_trainer_script(at_home, recipes):
+    """It calibrates before it trains, its checkpoints go on exactly, and what it saves is the patched model."""
+    source = (recipes / "trainer_example.py").read_text(encoding="utf-8")
+    steps = "max_steps=100, save_steps=50, logging_steps=10"
+    assert steps in source
+    Path("script.py").write_text(source.replace(steps, "max_steps=12, save_steps=6, logging_steps=3"))
+    made = runpy.run_path("script.py")
+    trainer, model = made["trainer"], made["model"]
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert max(entry.get("learning_rate", 0) for entry in trainer.state.log_history) <= 3e-4
+    saved = hf_posenc.inspect("runs/trainer/model")
+    assert (saved.scheme, saved.calibration["stage"]) == ("transformer_xl", "attention")
+    tokens = torch.randint(256, (1, 50))
+    assert hf_posenc.from_pretrained("runs/trainer/model")(tokens).logits.equal(model.eval()(tokens).logits)
+
+    shutil.rmtree("runs/trainer/checkpoint-12")
+    fresh = hf_posenc.from_pretrained("gpt2", scheme="transformer_xl", seed=1)
+    resumed = type(trainer)(fresh, made["settings"], train_dataset=trainer.train_dataset)
+    resumed.train(resume_from_checkpoint=True)
+    for (name, one), (_, other) in zip(model.named_parameters(), fresh.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.slow
+@noisy
+@pytest.mark.parametrize(
+    ("block", "folder"),
+    [
+        pytest.param(BLOCKS[1], "runs/sft/model", marks=needs("trl"), id="TRL"),
+        pytest.param(BLOCKS[2], "runs/qlora/model", marks=needs("trl", "bitsandbytes"), id="QLoRA"),
+    ],
+)
+def test_what_the_page_shows_of_trl(block, folder, at_home):
+    names = {"__name__": "__main__"}
+    exec(compile(block, "trainers.md", "exec"), names)
+    assert losses(names["trainer"])[-1] < losses(names["trainer"])[0]
+    assert names["trainer"].args.learning_rate == 3e-4
+    saved = hf_posenc.inspect(folder)
+    assert (saved.scheme, saved.calibration["stage"]) == ("transformer_xl", "attention")
+    assert hf_posenc.verify(hf_posenc.from_pretrained(folder))
+
+
 @pytest.mark.slow
 @noisy
 @needs("trl")
-def test_sft_trainer_trains_a_patched_model(example, tmp_path):
-    trainer = example("sft_trainer").main(["--output", str(tmp_path / "out")])
+def test_sft_trainer_trains_a_calibrated_model(example, tmp_path, monkeypatch):
+    found, calibrate = [], hf_posenc.calibrate
+    monkeypatch.setattr(
+        hf_posenc, "calibrate", lambda *given, **how: found.append(calibrate(*given, **how)) or found[0]
+    )
+    trainer = example("sft_trainer").main(["--scheme", "t5", "--learning-rate", "1e-2", "--output", str(tmp_path)])
     assert len(losses(trainer)) == 10
     assert losses(trainer)[-1] < 0.7 * losses(trainer)[0]
-    again = hf_posenc.from_pretrained(tmp_path / "out")
+    again = hf_posenc.from_pretrained(tmp_path)
     assert hf_posenc.schemes_of(again)[0].name == "t5"
+    assert hf_posenc.inspect(tmp_path).calibration == {"stage": "attention", "tokens": found[0].tokens}
     tokens = torch.randint(200, (1, 30))
     assert torch.equal(again(tokens).logits, trainer.model.eval()(tokens).logits)
-    fresh = torch.zeros_like(again.model.posenc.biases)
-    assert not torch.allclose(again.model.posenc.biases, fresh, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sft_trainer", "qlora"])
+def test_the_examples_train_as_gently_as_a_calibration_needs(name, recipes):
+    """The rate that docs/fine_tune.md names: more would undo the calibration."""
+    assert 'default=3e-4, help="more would undo' in (recipes / "examples/sft_trainer.py").read_text(encoding="utf-8")
+    assert "calibrate(" in (recipes / f"examples/{name}.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -55,7 +132,9 @@ def test_sft_trainer_trains_a_patched_model(example, tmp_path):
 @needs("trl")
 def test_packed_documents_see_only_themselves(example, tmp_path):
     """As each of them alone computes: TRL says where they begin by positions, and there is a mask for none of it."""
-    trainer = example("sft_trainer").main(["--packing", "--steps", "1", "--output", str(tmp_path / "out")])
+    trainer = example("sft_trainer").main(
+        ["--scheme", "t5", "--packing", "--steps", "1", "--output", str(tmp_path / "out")]
+    )
     model = trainer.model.eval()
     with torch.no_grad():
         model.model.posenc.biases.normal_(std=2.0)
@@ -78,7 +157,8 @@ def test_packed_documents_see_only_themselves(example, tmp_path):
     "bits", [pytest.param(4, marks=needs("trl", "bitsandbytes")), pytest.param(8, marks=needs("trl", "torchao"))]
 )
 def test_qlora_trains_an_adapter_beside_packed_weights(example, tmp_path, bits):
-    trainer = example("qlora").main(["--bits", str(bits), "--steps", "25", "--output", str(tmp_path / "out")])
+    words = ["--scheme", "t5", "--bits", str(bits), "--steps", "25", "--learning-rate", "1e-2"]
+    trainer = example("qlora").main([*words, "--output", str(tmp_path / "out")])
     assert losses(trainer)[-1] < 0.9 * losses(trainer)[0]
     model = trainer.model
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -88,12 +168,13 @@ def test_qlora_trains_an_adapter_beside_packed_weights(example, tmp_path, bits):
     packed = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.base_layer").weight
     assert type(packed) is not torch.nn.Parameter
 
+    assert hf_posenc.inspect(tmp_path / "out" / "model").calibration["stage"] == "attention"
     merged = hf_posenc.from_pretrained(tmp_path / "out" / "model")
     biases = next(weight for name, weight in model.named_parameters() if "modules_to_save" in name and "biases" in name)
     assert torch.equal(merged.model.posenc.biases, biases)
 
 
-def test_the_axolotl_plugin_patches_what_it_is_given(example, monkeypatch):
+def test_the_axolotl_plugin_calibrates_what_it_is_given(example, at_home, monkeypatch):
     """Against the names that axolotl's plugin interface has, where axolotl is not installed."""
     monkeypatch.delitem(sys.modules, "axolotl_plugin", raising=False)
     base = types.ModuleType("axolotl.integrations.base")
@@ -105,12 +186,17 @@ def test_the_axolotl_plugin_patches_what_it_is_given(example, monkeypatch):
     plugin = module.PositionEncoding()
     where, _, name = plugin.get_input_args().rpartition(".")
     assert getattr(importlib.import_module(where), name)(position_encoding="alibi").position_encoding == "alibi"
-    model = tiny("llama")
+    model = AutoModelForCausalLM.from_pretrained("gpt2")
     plugin.post_model_build(types.SimpleNamespace(position_encoding=None), model)
     assert not hf_posenc.is_patched(model)
-    settings = types.SimpleNamespace(position_encoding="alibi")
+    asked = {"position_encoding": "kerple", "base_model": "gpt2", "tokenizer_config": None}
+    with pytest.raises(ValueError, match="position_encoding_text is missing"):
+        plugin.post_model_build(types.SimpleNamespace(**asked, position_encoding_text=None), model)
+    assert not hf_posenc.is_patched(model)
+    settings = types.SimpleNamespace(**asked, position_encoding_text="book.txt")
     plugin.post_model_build(settings, model)
     assert hf_posenc.verify(model)
+    assert model.config.position_encoding["calibration"]["stage"] == "attention"
     plugin.post_model_load(settings, model)
     monkeypatch.setattr(hf_posenc, "verify", lambda model: "")
     with pytest.raises(RuntimeError):
@@ -119,14 +205,16 @@ def test_the_axolotl_plugin_patches_what_it_is_given(example, monkeypatch):
 
 @noisy
 @pytest.mark.skipif(importlib.util.find_spec("axolotl") is None, reason="pip install --no-deps axolotl runs this")
-def test_the_axolotl_plugin_answers_to_axolotls_manager(example, monkeypatch):
+def test_the_axolotl_plugin_answers_to_axolotls_manager(example, at_home, monkeypatch):
     """To its own base class and its own registering of plugins, by the hooks that its model loader calls."""
     monkeypatch.delitem(sys.modules, "axolotl_plugin", raising=False)
     manager = example("axolotl.integrations.base").PluginManager()
     monkeypatch.setattr(manager, "plugins", {})
     manager.register("axolotl_plugin.PositionEncoding")
     assert manager.get_input_args() == ["axolotl_plugin.PositionEncodingArgs"]
-    settings, model = types.SimpleNamespace(position_encoding="alibi"), tiny("llama")
+    asked = {"position_encoding": "alibi", "base_model": "gpt2", "tokenizer_config": None}
+    settings = types.SimpleNamespace(**asked, position_encoding_text="book.txt")
+    model = AutoModelForCausalLM.from_pretrained("gpt2")
     manager.post_model_build(settings, model)
     manager.post_model_load(settings, model)
     assert hf_posenc.schemes_of(model)[0].name == "alibi"

@@ -23,8 +23,8 @@ SAME: dict = {}
 
 
 def module_of(recipe):
-    """The recipe of this name: in the package, but for the example, which is in the checkout alone."""
-    return importlib.import_module(recipe if recipe == "trainer_example" else f"hf_posenc.recipes.{recipe}")
+    """The recipe of this name."""
+    return importlib.import_module(f"hf_posenc.recipes.{recipe}")
 
 
 @dataclasses.dataclass
@@ -81,10 +81,6 @@ class Run:
         if self.recipe == "calibrate":
             assert json.loads((self.folder / f"{output.name}.json").read_text()) == found
             return found, hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
-        if self.recipe == "trainer_example":
-            numbers = [[entry.get("loss"), entry.get("grad_norm")] for entry in found.state.log_history]
-            numbers += [weight.sum().item() for weight in found.model.parameters()]
-            return numbers, json.loads((output / "progress.json").read_text())["identity"]
         paths = sorted(output.rglob("results.json")) if self.recipe != "evaluate" else [output / "a.json"]
         results = [json.loads(path.read_text()) for path in paths]
         keys = ("before", "retrieval_before", "after", "retrieval_after", "measured", "retrieval")
@@ -113,7 +109,6 @@ EXTRA = {
     "pretrain": lambda folder: {"schemes": "shaw", "seeds": "0", "layers": 1, "width": 16, "heads": 2},
     "evaluate": lambda folder: {"model": folder / "llama"},
     "calibrate": lambda folder: {"model": folder / "llama", "scheme": "shaw", **CALIBRATE},
-    "trainer_example": lambda folder: {"model": folder / "llama", "scheme": "shaw"},
 }
 
 
@@ -422,18 +417,6 @@ ROWS = {
         "json": output,
         "plot": drawn,
         "output": output,
-    },
-    "trainer_example": {
-        **TEXT,
-        "model": numbers(model=lambda run: run.folder / "gpt2"),
-        "revision": REVISION,
-        "scheme": numbers(scheme="alibi"),
-        "scheme_args": numbers(scheme_args="max_distance=4"),
-        "train_length": numbers(train_length=40),
-        "steps": numbers(steps=3),
-        "learning_rate": numbers(learning_rate=1e-3),
-        "output": output,
-        "resume": refused("there is no checkpoint in", resume=True),
     },
 }
 SLOW = ("compare_schemes", "pretrain")  # a run for each option, as for extend_context.py

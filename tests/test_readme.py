@@ -20,7 +20,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page):
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    """Those that train with a Trainer take long; tests/test_examples.py runs them."""
+    found = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [block for block in found if "Trainer(" not in block]
 
 
 WITH_PYTHON = [page for page in PAGES if blocks(page)]

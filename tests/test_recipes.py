@@ -872,22 +872,6 @@ def test_eval_tokens_says_at_most_how_many_are_measured_everywhere(recipes, reci
         assert "max_eval_tokens" not in names
 
 
-def test_trainer_example(recipes, tiny_checkpoints, text):
-    """Trains, resumes exactly, and what it saves is the patched model."""
-    example = importlib.import_module("trainer_example")
-
-    words = ["--model", str(tiny_checkpoints / "llama"), "--data", str(text), "--separator", r"\f"]
-    words += ["--scheme", "shaw", "--scheme-args", "max_distance=8", "--train-length", "32", "--learning-rate", "1e-2"]
-    trainer = example.main([*words, "--steps", "60", "--output", str(tiny_checkpoints / "whole")])
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0]
-    saved = hf_posenc.from_pretrained(tiny_checkpoints / "whole")
-    assert saved.config.position_encoding["schemes"][0]["scheme"] == "shaw"
-    resumed = example.main([*words, "--steps", "60", "--output", str(tiny_checkpoints / "whole"), "--resume"])
-    for (name, one), (_, other) in zip(trainer.model.named_parameters(), resumed.model.named_parameters(), strict=True):
-        assert torch.equal(one, other), name
-
-
 def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
     """What is drawn are the means and the deviations; no two lines of a panel look the same, though two lie on each other."""
     figures = importlib.import_module("hf_posenc.recipes.sweep_figures")

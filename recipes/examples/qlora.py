@@ -1,19 +1,18 @@
-"""QLoRA on a patched model: a base kept in 4 or 8 bits, and an adapter with the scheme's parameters in it.
+"""Swap, calibrate, quantise, and train an adapter: QLoRA with TRL's SFTTrainer.
 
     python recipes/examples/qlora.py --bits 8                       # a tiny model, made on the spot; on a CPU as well
     python recipes/examples/qlora.py --model meta-llama/Llama-3.2-1B --data lines.txt --output runs/qlora
 
-Needs `pip install 'hf_posenc[recipes,trl,qlora]'`. The adapter is what is saved. At the end it is put onto the base in
-full precision and merged, which gives a checkpoint for whoever has no use for an adapter.
+Run it in a clone, after `pip install -e '.[recipes,trl,qlora]'` there. Calibration writes into the projections of queries
+and keys, so it comes before they are packed into few bits. The adapter holds the scheme's parameters too. At the end it is
+put onto the calibrated model in full precision and merged, which gives a checkpoint without an adapter.
 """
 
-import tempfile
 from pathlib import Path
 
-import torch
 from peft import prepare_model_for_kbit_training
-from sft_trainer import arguments, settings, stock, texts
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from sft_trainer import arguments, settings, stock, texts, windows
+from transformers import BitsAndBytesConfig, TorchAoConfig
 from trl import SFTTrainer
 
 import hf_posenc
@@ -29,7 +28,7 @@ def quantization(bits):
 
 
 def main(argv=None):
-    """Quantises, patches, trains an adapter, saves and merges it; returns the trainer."""
+    """Patches, calibrates, quantises, trains an adapter, saves and merges it; returns the trainer."""
     parser = arguments(argv, __doc__.split("\n")[0])
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--rank", type=int, default=8, help="of the adapter")
@@ -38,27 +37,26 @@ def main(argv=None):
     tokenizer, whole = stock(options.model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    with tempfile.TemporaryDirectory() as folder:
-        name = options.model
-        if name is None:
-            name = folder
-            whole.save_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(name, quantization_config=quantization(options.bits))
-    torch.manual_seed(0)
-    hf_posenc.patch_model(model, options.scheme)
+    data = texts(options.data)
+    text = windows(whole, tokenizer, data)
+    hf_posenc.patch_model(whole, options.scheme, seed=0)
+    print(hf_posenc.calibrate(whole, text, steps=50))
+    calibrated = Path(options.output) / "calibrated"
+    whole.save_pretrained(calibrated, tokenizer=tokenizer)
+
+    model = hf_posenc.from_pretrained(calibrated, quantization_config=quantization(options.bits))
     prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     trainer = SFTTrainer(
         model,
         args=settings(options),
-        train_dataset=texts(options.data),
+        train_dataset=data,
         processing_class=tokenizer,
-        peft_config=hf_posenc.lora_config(model, r=options.rank),  # before the adapter the model has to be patched
+        peft_config=hf_posenc.lora_config(model, r=options.rank),
     )
     trainer.train()
     adapter = Path(options.output) / "adapter"
     trainer.save_model(str(adapter))
 
-    hf_posenc.patch_model(whole, options.scheme)
     merged = hf_posenc.load_adapter(whole, adapter).merge_and_unload()
     merged.save_pretrained(Path(options.output) / "model", tokenizer=tokenizer)
     print(hf_posenc.inspect(Path(options.output) / "model"))

@@ -1,10 +1,10 @@
-"""TRL's SFTTrainer on a patched model: patch first, then train as always.
+"""Swap, calibrate and fine-tune with TRL's SFTTrainer.
 
     python recipes/examples/sft_trainer.py                                             # a tiny model, made on the spot
     python recipes/examples/sft_trainer.py --model gpt2 --data lines.txt --output runs/sft
 
-Needs `pip install 'hf_posenc[recipes,trl]'`. A base that has a chat template and a data set with a column `messages` work
-in the same way: what SFTTrainer does with text is its own affair, and it sees an ordinary transformers model.
+Run it in a clone, after `pip install -e '.[recipes,trl]'` there. SFTTrainer sees an ordinary transformers model, so chats
+(a base with a chat template, a data set with a column `messages`) work in the same way; calibrate with their text.
 """
 
 import argparse
@@ -26,6 +26,7 @@ def stock(name):
         return AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name)
     tokenizer = byte_tokenizer()
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes["max_position_embeddings"] = 64
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     return tokenizer, LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ids, **sizes))
 
@@ -34,6 +35,13 @@ def texts(path):
     """One example for each line of a file; without a file, a few lines many times."""
     lines = LINES * 16 if path is None else Path(path).read_text(encoding="utf-8").splitlines()
     return Dataset.from_dict({"text": [line for line in lines if line.strip()]})
+
+
+def windows(model, tokenizer, data):
+    """Text to calibrate with, (N, T) token ids, in windows no longer than the base was trained at. Ask before patching."""
+    length = min(256, model.config.max_position_embeddings)
+    tokens = tokenizer("\n".join(data["text"]), return_tensors="pt", verbose=False).input_ids[0]
+    return tokens.unfold(0, length, length)[:400]
 
 
 def settings(options):
@@ -57,22 +65,25 @@ def arguments(argv, description):
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", help="folder or Hub id of a stock checkpoint; a tiny one by default")
     parser.add_argument("--data", help="text file, one example in each line")
-    parser.add_argument("--scheme", default="t5", help="position encoding to patch in")
+    parser.add_argument("--scheme", default="transformer_xl", help="position encoding to patch in")
     parser.add_argument("--packing", action="store_true", help="several examples in a window, each seeing only itself")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="more would undo the calibration")
     parser.add_argument("--output", default="runs/sft")
     return parser
 
 
 def main(argv=None):
-    """Patches, trains, saves; returns the trainer."""
+    """Patches, calibrates, trains, saves; returns the trainer."""
     options = arguments(argv, __doc__.split("\n")[0]).parse_args(argv)
     tokenizer, model = stock(options.model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    hf_posenc.patch_model(model, options.scheme)
-    trainer = SFTTrainer(model, args=settings(options), train_dataset=texts(options.data), processing_class=tokenizer)
+    data = texts(options.data)
+    text = windows(model, tokenizer, data)
+    hf_posenc.patch_model(model, options.scheme, seed=0)
+    print(hf_posenc.calibrate(model, text, steps=50))
+    trainer = SFTTrainer(model, args=settings(options), train_dataset=data, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()
     print(hf_posenc.inspect(options.output))  # hf_posenc.from_pretrained(options.output) loads it
