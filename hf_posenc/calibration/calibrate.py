@@ -162,7 +162,8 @@ def write_down(model: PreTrainedModel, stage: str, tokens: int, held_out_loss: H
     config = without_adapter(model).config
     entry: dict[str, Any] = {"stage": stage, "tokens": tokens}
     if held_out_loss is not None:
-        entry["held_out_loss"] = {name: round(loss, 6) for name, loss in asdict(held_out_loss).items()}
+        losses = {name: round(loss, 6) for name, loss in asdict(held_out_loss).items()}
+        entry["held_out_loss"] = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
     config.position_encoding = {**config.position_encoding, CALIBRATION: entry}
 
 
