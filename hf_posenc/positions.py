@@ -5,8 +5,8 @@ through checkpointing, device hooks, caches and `generate`. We use it to carry p
 tensor of shape (B|1, 1, ROWS, Q + L): the first Q columns describe the queries, the last L the keys. It grows linearly
 with the sequence; nothing of shape (Q, L) exists until an engine asks for it.
 
-Mask functions that no such description fits travel in a dense form, (B|1, 1, Q + 1, L + 1) int32: Q rows of
-`(distance << 1) | visible`, and behind them the position of the query. The last row of either form is a tag, which no
+Mask functions that no such description fits travel in a dense form, (B|1, 1, Q + 1, L + 1) int32. Each of Q rows holds
+`(distance << 1) | visible` for the keys, then the position of the query. The last row of either form is a tag, which no
 mask of a user's own has.
 """
 
@@ -146,10 +146,10 @@ class Positions:
     def follow(self, position_ids: Tensor | None) -> Positions:
         """Let position ids that the caller chose himself (gapped, randomised) replace the counted ones.
 
-        A row changes nothing if all of its ids equal the counted positions, or all of them the slot index (what a model
-        fills in when it was given none), or all of them the resumed count (what `generate` fills in behind a
-        right-padded prompt): so a full forward, chunked prefill and decoding agree. Chosen ids are known for the
-        queries only; they stand for the keys too as long as queries and keys are the same tokens (no cache yet).
+        A row of ids changes nothing if the whole row equals one of three: the counted positions; the slot index, which
+        a model fills in when it was given no ids; the resumed count, which `generate` fills in behind a right-padded
+        prompt. So a full forward, chunked prefill and decoding agree. Chosen ids are known for the queries only. They
+        stand for the keys too as long as queries and keys are the same tokens (no cache yet).
 
         Args:
             position_ids: (B|1, Q) or None.

@@ -42,8 +42,8 @@ class LayerReport:
         index: of the layer.
         response: relative change of the layer's output, as the model stands.
         live_response: the same with the scheme's parameters drawn at random, and then with positions further and
-            further apart, until the layer responds. A scheme that starts neutral (DA-Transformer) does not respond as
-            it stands, one that acts from 8192 tokens on not to close positions, and a dead one not at all.
+            further apart, until the layer responds. A scheme that starts neutral (DA-Transformer) needs the first, a
+            scheme that acts from 8192 tokens on the second. A dead scheme never responds.
         expected: whether the scheme acts in this layer.
     """
 
