@@ -37,6 +37,8 @@ LOSSES = ("base", "swapped", "closed_form", "calibrated")
 """What `held_out_loss` of a calibration can hold, in nats per token."""
 
 _LOADED = re.compile(r"""hf_posenc\.from_pretrained\(\s*(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""")
+# What looks like an absolute path within a card: it begins a word, so that it is no part of an address.
+_ABSOLUTE = re.compile(r"""(?<![^\s"'`(\[=,])/[^\s"'`)\],;|<>]+""")
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
 # The card is made anew, the rest is a trainer's state.
 _NOT_UPLOADED = (
@@ -407,6 +409,7 @@ def _commit(
         # The example loads what it is a card of, and shows nobody a folder of this machine.
         arguments = json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else "")
         text = _LOADED.sub(lambda _: f"hf_posenc.from_pretrained({arguments})", text)
+        text = _ABSOLUTE.sub(_without_folders, text)
     content = ModelCard(text, ignore_metadata_errors=True)
     assert isinstance(content.data, ModelCardData)
     ours = _metadata(_schemes_of(config["position_encoding"]))
@@ -430,6 +433,12 @@ def _commit(
         revision=revision,
         create_pr=create_pr,
     )
+
+
+def _without_folders(found: re.Match[str]) -> str:
+    """Return the last name of a path of this machine; anything else that looks like a path as it is."""
+    path = Path(re.sub(r"\\(.)", r"\1", found[0]))  # without the escapes of Markdown
+    return found[0].rpartition("/")[2] if path.is_relative_to(Path.home()) or path.exists() else found[0]
 
 
 def _remote_card(repo: str, revision: str | None, token: bool | str | None) -> str | None:
