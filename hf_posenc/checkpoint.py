@@ -18,10 +18,11 @@ from . import files
 from .api import parse_schemes, patch_model
 from .errors import CheckpointError, HfPosencError
 from .families.base import base_model_type
-from .hub import calibration_of
+from .hub import calibration_of, calibration_words, one_line
 from .model_types.config import heads_of, name_of
-from .model_types.entry import ENTRY, check_version, named_schemes, schemes_of_config
-from .model_types.model import model_class
+from .model_types.digests import check_no_adapter, check_saved_weights
+from .model_types.entry import ENTRY, named_schemes, schemes_of_config
+from .model_types.model import check_sizes, model_class
 from .modules import WithoutPositions
 from .patching.state import patch_of, without_adapter
 from .registry import family_for, scheme_class
@@ -82,7 +83,7 @@ def from_pretrained(
             )
         named = dataclasses.fields(scheme_class(scheme)) if isinstance(scheme, str) else ()
         wanted = parse_schemes(scheme, {field.name: kwargs.pop(field.name) for field in named if field.name in kwargs})
-        family_for(_meant(model_type))  # before the weights are read
+        family_for(_language_type(model_type))  # before the weights are read
         model = _load_and_patch(name_or_path, raw, wanted, attention, seed, kwargs)
         logger.warning_once(UNCALIBRATED)
         return model
@@ -166,9 +167,17 @@ def _stock_model(base: str, name: str) -> type[PreTrainedModel] | None:
     return stock if getattr(stock, "config_class", None) is config or name in heads_of(config).values() else None
 
 
-def _meant(model_type: str) -> str:
-    """Return what models of a stock model type say they are: a few types are another name of one."""
-    return str(CONFIG_MAPPING[model_type].model_type) if model_type in CONFIG_MAPPING else model_type
+def _language_type(model_type: str) -> str:
+    """Return the model type of what `AutoModelForCausalLM` makes of a stock checkpoint.
+
+    It is that of the language model inside for a few multimodal types, and for a few that are another name of one.
+    """
+    if model_type not in CONFIG_MAPPING:
+        return model_type
+    config: Any = CONFIG_MAPPING[model_type]
+    head = getattr(transformers, heads_of(config).get("AutoModelForCausalLM", ""), None)
+    inner = getattr(head, "config_class", None)
+    return str(inner.model_type if inner in config.sub_configs.values() else config.model_type)
 
 
 def _stock_loader(base: str, name: str) -> Any:
@@ -178,6 +187,8 @@ def _stock_loader(base: str, name: str) -> Any:
     not.
     """
     stock, config = _stock_model(base, name), CONFIG_MAPPING[base]
+    if _language_type(base) != config.model_type:
+        return transformers.AutoModelForCausalLM
     if stock is not None and stock.config_class is config:
         return stock
     autos = (auto for auto, head in heads_of(config).items() if head == name)
@@ -222,7 +233,7 @@ class Inspection:
         base: model type of the stock family.
         architecture: class that it was saved from.
         schemes: what the config says of each, `scheme` being its name; none for a stock checkpoint.
-        calibration: `stage` and `tokens` of its last calibration, or None without one.
+        calibration: `stage` and `tokens` of its last calibration, and `held_out_loss` where it was measured; or None.
         version: of hf_posenc that saved it, or None.
         problem: why this installation cannot load it, or None if it can.
     """
@@ -241,19 +252,17 @@ class Inspection:
         return " + ".join(each["scheme"] for each in self.schemes) or None
 
     def __str__(self) -> str:
-        """Return a few readable lines."""
+        """Return a few readable lines; what cannot be printed is shown as escapes, since a config may be anybody's."""
         what = " + ".join(map(_said, self.schemes)) or "stock positions"
-        lines = [
-            f"{self.source}: {what}",
-            f"  base        {self.base} ({self.architecture})",
-            f"  saved by    {'hf_posenc ' + self.version if self.version else 'no hf_posenc'}",
-            f"  loadable    {'yes' if self.problem is None else 'no: ' + self.problem}",
-        ]
-        if self.schemes:
-            found = self.calibration
-            said = "no" if found is None else f"with {found['tokens']} tokens, stage {found['stage']}"
-            lines.insert(2, f"  calibrated  {said}")
-        return "\n".join(lines)
+        calibration = "no" if self.calibration is None else calibration_words(self.calibration)
+        rows = {
+            "base": f"{self.base} ({self.architecture})",
+            "calibrated": calibration if self.schemes else None,
+            "saved by": f"hf_posenc {self.version}" if self.version else "no hf_posenc",
+            "loadable": "yes" if self.problem is None else f"no: {self.problem}",
+        }
+        lines = [f"  {name:<12}{one_line(text)}" for name, text in rows.items() if text is not None]
+        return "\n".join([f"{one_line(self.source)}: {one_line(what)}", *lines])
 
 
 def _said(scheme: dict[str, Any]) -> str:
@@ -280,27 +289,55 @@ def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
     """
     if unknown := sorted(set(kwargs) - set(_WHERE)):
         raise TypeError(f"inspect takes {', '.join(_WHERE)}, not {', '.join(unknown)}")
-    raw = _raw_config(name_or_path, kwargs)
+    directory = Path(name_or_path) / (kwargs.get("subfolder") or "")
+    if directory.is_dir():
+        raw, problem = files.read(directory, lambda folder: _examined(folder, directory))
+    else:
+        raw = _raw_config(name_or_path, kwargs)
+        problem = _problem(raw, None, name_or_path)
     model_type = str(raw.get("model_type", "unknown"))
     entry = raw.get(ENTRY) if model_type.startswith("posenc_") else None
     version = entry.get("hf_posenc_version") if isinstance(entry, dict) else None
-    problem = None
     try:
-        if model_type.startswith("posenc_"):
-            cls = _saved_class(raw)
-            config = cls.config_class.from_dict(raw)
-            schemes_of_config(config)
-            check_version(config)
-        else:
-            family_for(_meant(model_type))
-    except HfPosencError as error:
-        problem = str(error)
+        calibration = calibration_of(entry)
+    except CheckpointError:  # named by `problem`
+        calibration = None
     return Inspection(
         source=str(name_or_path),
         base=model_type.removeprefix("posenc_"),
         architecture=_architecture(raw) or "?",
         schemes=tuple(named_schemes(entry)),
-        calibration=calibration_of(entry),
+        calibration=calibration,
         version=version if isinstance(version, str) else None,
         problem=problem,
     )
+
+
+def _examined(folder: Path, directory: Path) -> tuple[dict[str, Any], str | None]:
+    raw = _config_in(folder)
+    return raw, _problem(raw, folder, directory)
+
+
+def _problem(raw: dict[str, Any], folder: Path | None, source: Any) -> str | None:
+    """Return why a checkpoint cannot be loaded, or None; no weight is read or allocated.
+
+    Args:
+        raw: its config.json.
+        folder: that it lies in, or None for one on the Hub, of which only the config is looked at.
+        source: how to call it.
+    """
+    model_type = str(raw.get("model_type", "unknown"))
+    try:
+        if not model_type.startswith("posenc_"):
+            family_for(_language_type(model_type))
+            return None
+        cls = _saved_class(raw)
+        config = cls.config_class.from_dict(raw)
+        schemes_of_config(config)
+        if folder is not None:
+            check_no_adapter(folder, Path(source))
+            check_saved_weights(raw, folder, Path(source))
+        check_sizes(cls, config, {} if folder is None else files.tensors(folder), source)
+    except HfPosencError as error:
+        return str(error)
+    return None

@@ -500,6 +500,32 @@ def weight_digests(directory: Path) -> dict[str, str]:
     return found
 
 
+def tensors(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return what the headers of a checkpoint's weight files say of each tensor, without reading the weights.
+
+    Args:
+        directory: of a checkpoint.
+
+    Returns:
+        By name its `dtype`, as safetensors calls it, its `shape` and its `data_offsets`; empty without weights.
+
+    Raises:
+        CheckpointError: if a header cannot be read.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        if is_default_weights(path.name):
+            found.update({name: each for name, each in _header(path).items() if name != "__metadata__"})
+    for name, each in found.items():
+        if (
+            not isinstance(each, dict)
+            or not isinstance(each.get("dtype"), str)
+            or not isinstance(each.get("shape"), list)
+        ):
+            raise CheckpointError(f"hf_posenc: the weights in {directory} say no dtype and shape of {name!r}")
+    return found
+
+
 def _header(path: Path) -> dict[str, Any]:
     """Read the header of a safetensors file."""
     with open(path, "rb") as file:

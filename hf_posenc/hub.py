@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,6 +20,7 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError
 
 from . import files
+from .errors import CheckpointError
 from .registry import scheme_class
 from .version import INSTALL
 
@@ -26,9 +28,17 @@ LIBRARY = "hf_posenc"
 """`library_name` and tag of our checkpoints on the Hub."""
 
 CALIBRATION = "calibration"
-"""Key of the entry that holds the `stage` and the `tokens` of the model's last calibration; absent without one."""
+"""Key of the entry that holds what is known of the model's last calibration; absent without one."""
+
+STAGES = ("closed_form", "attention")
+"""What `stage` of a calibration can be."""
+
+LOSSES = ("base", "swapped", "closed_form", "calibrated")
+"""What `held_out_loss` of a calibration can hold, in nats per token."""
 
 _LOADED = re.compile(r"""hf_posenc\.from_pretrained\(\s*(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""")
+# What looks like an absolute path within a card: it begins a word, so that it is no part of an address.
+_ABSOLUTE = re.compile(r"""(?<![^\s"'`(\[=,])/[^\s"'`)\],;|<>]+""")
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
 # The card is made anew, the rest is a trainer's state.
 _NOT_UPLOADED = (
@@ -89,21 +99,68 @@ def _about(scheme: dict[str, Any]) -> str:
 
 
 def calibration_of(entry: Any) -> dict[str, Any] | None:
-    """Return what an entry says of the model's last calibration, `stage` and `tokens`, or None if it says nothing.
+    """Return what an entry says of the model's last calibration, or None if it says nothing.
 
     Args:
         entry: of a config of any version.
+
+    Returns:
+        `stage`, one of `STAGES`; `tokens`, how many were read; and, where they were measured, `held_out_loss`, some of
+        `LOSSES` in nats per token.
+
+    Raises:
+        CheckpointError: if it holds anything else.
     """
-    said = entry.get(CALIBRATION) if isinstance(entry, dict) else None
-    return dict(said) if isinstance(said, dict) and {"stage", "tokens"} <= set(said) else None
+    if not isinstance(entry, dict) or CALIBRATION not in entry:
+        return None
+    found = entry[CALIBRATION]
+    if not isinstance(found, dict) or not {"stage", "tokens"} <= set(found) <= {"stage", "tokens", "held_out_loss"}:
+        raise _malformed("must hold stage and tokens, and may hold held_out_loss", found)
+    if found["stage"] not in STAGES:
+        raise _malformed(f"stage must be one of {', '.join(STAGES)}", found["stage"])
+    if type(found["tokens"]) is not int or found["tokens"] < 0:
+        raise _malformed("tokens must be a whole number, 0 or more", found["tokens"])
+    losses = found.get("held_out_loss", {})
+    if not isinstance(losses, dict) or not set(losses) <= set(LOSSES):
+        raise _malformed(f"held_out_loss can hold {', '.join(LOSSES)}", losses)
+    for name, loss in losses.items():
+        if type(loss) not in (int, float) or not math.isfinite(loss):
+            raise _malformed(f"held_out_loss.{name} must be a finite number", loss)
+    return dict(found)
+
+
+def _malformed(rule: str, found: Any) -> CheckpointError:
+    return CheckpointError(f"hf_posenc: config.json: position_encoding.{CALIBRATION}: {rule}, not {found!r:.80}")
+
+
+def calibration_words(found: dict[str, Any]) -> str:
+    """Return in words what `calibration_of` found.
+
+    Args:
+        found: what it returned, not None.
+    """
+    return f"with {found['tokens']:,} tokens, stage {found['stage']}{_losses(found)}"
+
+
+def _losses(found: dict[str, Any]) -> str:
+    """Return the end of a sentence that says the losses of a calibration, as far as they were measured."""
+    losses = {name: f"{loss:.2f}" for name, loss in found.get("held_out_loss", {}).items()}
+    base = losses.pop("base", None)
+    if not losses:
+        return f"; held-out loss of the base {base} nats per token" if base else ""
+    path = " -> ".join(losses[name] for name in LOSSES if name in losses)
+    return f"; held-out loss {path} nats per token{f' (base {base})' if base else ''}"
 
 
 def _calibration(entry: dict[str, Any]) -> str:
     """Return the sentence that says whether a swap was calibrated."""
-    said = calibration_of(entry)
-    if said is None:
+    found = calibration_of(entry)
+    if found is None:
         return "The swap was not calibrated."
-    return f"The swap was calibrated to its base with {plain(said['tokens'])} tokens, stage {code(said['stage'])}."
+    return (
+        f"The swap was calibrated to its base with {found['tokens']:,} tokens, stage {code(found['stage'])}"
+        f"{plain(_losses(found))}."
+    )
 
 
 def loading(repository: str) -> str:
@@ -160,14 +217,14 @@ def plain(value: object) -> str:
     Args:
         value: shown as `str` does.
     """
-    text = _line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = one_line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"(?<![^\W_])_|_(?![^\W_])|[\\`*\[\]|~#$!]", lambda found: "\\" + found[0], text)
     # At the beginning of a line these would begin a list.
     return re.sub(r"^(\d*)([-+.)])(?= |$)", r"\1\\\2", text)
 
 
-def _line(value: object) -> str:
-    """Return a value as `str` does, in one line; what cannot be printed, as in names of files, as escapes."""
+def one_line(value: object) -> str:
+    """Return a value as `str` does, in one line; what cannot be printed, such as control characters, as escapes."""
     return "".join(map(_printable, " ".join(str(value).split())))
 
 
@@ -182,7 +239,7 @@ def code(value: object, *, cell: bool = False) -> str:
         value: shown as `str` does, in one line.
         cell: for a cell of a table, where a pipe would end it.
     """
-    text = _line(value) or " "
+    text = one_line(value) or " "
     fence = "`" * (_backticks(text) + 1)
     pad = " " if "`" in (text[0], text[-1]) else ""
     span = f"{fence}{pad}{text}{pad}{fence}"
@@ -352,6 +409,7 @@ def _commit(
         # The example loads what it is a card of, and shows nobody a folder of this machine.
         arguments = json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else "")
         text = _LOADED.sub(lambda _: f"hf_posenc.from_pretrained({arguments})", text)
+        text = _ABSOLUTE.sub(_without_folders, text)
     content = ModelCard(text, ignore_metadata_errors=True)
     assert isinstance(content.data, ModelCardData)
     ours = _metadata(_schemes_of(config["position_encoding"]))
@@ -375,6 +433,12 @@ def _commit(
         revision=revision,
         create_pr=create_pr,
     )
+
+
+def _without_folders(found: re.Match[str]) -> str:
+    """Return the last name of a path of this machine; anything else that looks like a path as it is."""
+    path = Path(re.sub(r"\\(.)", r"\1", found[0]))  # without the escapes of Markdown
+    return found[0].rpartition("/")[2] if path.is_relative_to(Path.home()) or path.exists() else found[0]
 
 
 def _remote_card(repo: str, revision: str | None, token: bool | str | None) -> str | None:

@@ -19,7 +19,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?", help="results.json of recipes/extend_context.py")
     parser.add_argument("--folder", type=Path, help="where README.md goes; by default the model folder beside it")
-    parser.add_argument("--repository", help="what from_pretrained is given; by default the folder")
+    parser.add_argument(
+        "--repository", help="what from_pretrained is given; by default a placeholder, which a push fills in"
+    )
     parser.add_argument("--committed", action="store_true", help="every folder of model_cards/ that has a source.json")
     options = parser.parse_args()
     if (options.results is None) is not options.committed:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -405,6 +406,44 @@ def test_a_model_type_whose_models_are_those_of_another(model_type, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path / "exported").model_type == model_type
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_a_type_whose_checkpoints_have_other_names_than_its_models(model_type, tmp_path):
+    """transformers renames and joins weights of such a checkpoint when it is loaded, and undoes that when it is saved."""
+    decoder(model_type).save_pretrained(tmp_path / "stock")
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "stock"), "alibi")
+    model.save_pretrained(tmp_path / "patched")
+    for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
+        assert logits(loader(tmp_path / "patched")).equal(logits(model))
+
+
+SMALL = {name: 16 for name in ("hidden_size", "projector_input_dim", "projector_output_dim", "vision_output_dim")}
+SMALL |= {"depth": 1, "num_hidden_layers": 1, "intermediate_size": 32, "num_heads": 2, "num_attention_heads": 2}
+SMALL |= {"out_hidden_size": 32, "image_size": 28, "patch_size": 14, "num_position_embeddings": 16}
+
+
+def multimodal(model_type):
+    """A tiny multimodal model around a tiny language model."""
+    config = transformers.CONFIG_MAPPING[model_type](text_config=decoder(f"{model_type}_text").config.to_dict())
+    for name, value in SMALL.items():
+        if hasattr(config.vision_config, name):
+            setattr(config.vision_config, name, value)
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return getattr(transformers, names[model_type])(config).eval()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe", "llama4"])
+def test_the_language_model_of_a_multimodal_checkpoint_is_patched(model_type, tmp_path):
+    multimodal(model_type).save_pretrained(tmp_path / "stock")
+    assert inspect(tmp_path / "stock").problem is None
+    model = from_pretrained(tmp_path / "stock", scheme="alibi")
+    assert model.config.model_type == f"posenc_{model_type}_text"
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    assert logits(model).equal(logits(patch_model(stock, "alibi")))
+    model.save_pretrained(tmp_path / "patched")
+    for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
+        assert logits(loader(tmp_path / "patched")).equal(logits(model))
+
+
 def test_another_name_of_a_model_type(tmp_path):
     """GPT-SW3 is GPT-2: transformers has one config class for both, which says so."""
     stock = decoder("gpt-sw3")
@@ -506,6 +545,120 @@ def test_bad_configs(what, loader, tmp_path):
     found = inspect(tmp_path)
     assert found.problem is not None
     assert message in found.problem
+
+
+def overlap(config):
+    config["position_encoding"]["schemes"] = [
+        {**config["position_encoding"]["schemes"][0], "layers": layers} for layers in ([0, 1], [1])
+    ]
+
+
+HUGE = 2 * 10**12
+WITHOUT_DIGESTS = {
+    "overlapping layers": ("t5", "llama", overlap, "both name layer 1"),
+    "a layer that is not there": ("t5", "llama", with_entry(layers=[7]), "there is no layer 7"),
+    "layer types that are too few": (
+        "t5",
+        "gemma2",
+        lambda config: config.update(layer_types=["full_attention"]),
+        "IndexError",
+    ),
+    "more layers": ("t5", "llama", lambda config: config.update(num_hidden_layers=3), "3 layers|model.layers.2"),
+    "a table beyond any memory": (
+        "t5",
+        "llama",
+        with_entry(num_buckets=HUGE, max_distance=2 * HUGE),
+        f"model.posenc.bias.*{HUGE}",
+    ),
+    "embeddings beyond any memory": ("t5", "llama", lambda config: config.update(vocab_size=HUGE), f"{HUGE}, 32"),
+    "no activation": ("t5", "llama", lambda config: config.update(hidden_act="hf_posenc:none"), "KeyError: 'none'"),
+    "an unknown stage": (
+        "t5",
+        "llama",
+        lambda config: config["position_encoding"].update(calibration={"stage": "x\x1b[2J", "tokens": 3}),
+        "stage must be one of closed_form, attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_DIGESTS)
+def test_loading_and_inspecting_give_the_same_verdict(what, tmp_path):
+    case, family, change, message = WITHOUT_DIGESTS[what]
+    patched_model(case, family).save_pretrained(tmp_path)
+    edit_config(tmp_path, change)
+    for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match=message):
+            loader(tmp_path)
+    found = inspect(tmp_path)
+    assert found.problem is not None
+    assert re.search(message, found.problem)
+
+
+def test_inspecting_notices_weights_of_another_save(tmp_path):
+    patched_model("t5", "llama").save_pretrained(tmp_path)
+    patched_model("t5", "llama").save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "other/model.safetensors", tmp_path)
+    assert "model.safetensors in " in inspect(tmp_path).problem
+
+
+CALIBRATIONS = {
+    "no stage": {"tokens": 3},
+    "an unknown key": {"stage": "attention", "tokens": 3, "x": 1},
+    "a strange stage": {"stage": ["attention"], "tokens": 3},
+    "text for tokens": {"stage": "attention", "tokens": "<b>"},
+    "fewer than no tokens": {"stage": "attention", "tokens": -5},
+    "true for tokens": {"stage": "attention", "tokens": True},
+    "a list": ["attention", 3],
+    "another loss": {"stage": "attention", "tokens": 3, "held_out_loss": {"after": 1.0}},
+    "a loss that is text": {"stage": "attention", "tokens": 3, "held_out_loss": {"base": "1.0"}},
+    "a loss that is not finite": {"stage": "attention", "tokens": 3, "held_out_loss": {"base": float("inf")}},
+}
+
+
+@pytest.mark.parametrize("what", CALIBRATIONS)
+def test_what_a_config_says_of_a_calibration_is_checked(what, tmp_path):
+    patched_model("alibi", "llama").save_pretrained(tmp_path)
+    edit_config(tmp_path, lambda config: config["position_encoding"].update(calibration=CALIBRATIONS[what]))
+    for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError, match=r"position_encoding\.calibration"):
+            loader(tmp_path)
+    assert "position_encoding.calibration" in inspect(tmp_path).problem
+    assert inspect(tmp_path).calibration is None
+
+
+def test_losses_of_a_calibration_are_kept_and_shown(tmp_path):
+    found = {
+        "stage": "attention",
+        "tokens": 81234,
+        "held_out_loss": {"base": 1.34, "swapped": 2.81, "calibrated": 1.93},
+    }
+    model = patched_model("alibi", "llama")
+    model.config.position_encoding["calibration"] = found
+    model.save_pretrained(tmp_path)
+    from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    for folder in (tmp_path, tmp_path / "again"):
+        assert inspect(folder).calibration == found
+        losses = "held-out loss 2.81 -> 1.93 nats per token (base 1.34)"
+        assert f"\n  calibrated  with 81,234 tokens, stage attention; {losses}\n" in str(inspect(folder))
+        assert losses.replace("->", "-&gt;") in (folder / "README.md").read_text()
+    assert hf_posenc.hub.STAGES == sys.modules["hf_posenc.calibration.calibrate"].STAGES
+
+
+def test_inspect_prints_nothing_that_a_terminal_obeys(tmp_path):
+    nasty = "x\x1b[2J\n  loadable    yes\u202e"
+    patched_model("shaw", "llama").save_pretrained(tmp_path)
+
+    def spoil(config):
+        config["architectures"] = [nasty]
+        config["position_encoding"]["hf_posenc_version"] = nasty
+        config["position_encoding"]["calibration"] = {"stage": nasty, "tokens": 3}
+        config["position_encoding"]["schemes"][0].update({"scheme": nasty, nasty: nasty})
+
+    edit_config(tmp_path, spoil)
+    lines = str(inspect(tmp_path)).split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert [line[:14] for line in lines[1:]] == ["  base        ", "  calibrated  ", "  saved by    ", "  loadable    "]
+    assert lines[4].startswith("  loadable    no: ")
 
 
 def change_weights(folder, change):

@@ -286,7 +286,10 @@ def test_a_pushed_card_loads_from_where_it_is(hub, client, tmp_path):
     """A recipe's card and the package's own: no folder of this machine, and no placeholder."""
     patched_model("alibi", "llama").save_pretrained(tmp_path / "model")
     folder = str(tmp_path / "model")
-    (tmp_path / "model/README.md").write_text(f'Mine\n\nmodel = hf_posenc.from_pretrained("{folder}")\n')
+    (tmp_path / "model/README.md").write_text(
+        f"Trained on {folder}/config.json, see https://a.b/usr and /no/such, by `{tmp_path}`.\n\n"
+        f'model = hf_posenc.from_pretrained("{folder}")\n'
+    )
     run(
         client(
             f"""
@@ -299,7 +302,8 @@ def test_a_pushed_card_loads_from_where_it_is(hub, client, tmp_path):
         )
     )
     own = hub.files("tester/own")["README.md"].decode()
-    assert own.endswith('Mine\n\nmodel = hf_posenc.from_pretrained("tester/own")\n')
+    said = f"Trained on config.json, see https://a.b/usr and /no/such, by `{tmp_path.name}`."
+    assert own.endswith(f'{said}\n\nmodel = hf_posenc.from_pretrained("tester/own")\n')
     branched = hub.files("tester/branched", "trial")["README.md"].decode()
     assert 'hf_posenc.from_pretrained("tester/branched", revision="trial")' in branched
     made = hub.files("tester/made")["README.md"].decode()

@@ -242,6 +242,46 @@ def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
     assert "extend --data &#x27;\\udcff.txt&#x27; &#x27;two words&#x27;" in report
 
 
+def test_a_card_a_report_and_a_table_name_no_folder_of_this_machine(tmp_path):
+    """The run's own results.json keeps them: a run goes on by it."""
+    from hf_posenc.recipes import card as cards
+    from hf_posenc.recipes import page
+    from hf_posenc.recipes.results import without_paths
+
+    results = json.loads(QUICKSTART.read_text(encoding="utf-8"))
+    base, texts, windows = "/home/me/bases/tiny", ["/home/me/some texts/emma.txt", "~/b.txt"], "C:\\Users\\me\\c.txt"
+    results["base"]["name"] = results["arguments"]["model"] = base
+    results["arguments"] |= {"data": texts, "output": "/home/me/runs/x", "calibrate_data": [windows]}
+    results["data"]["description"] = " and ".join([*texts, windows])
+    results["command"] = ["/home/me/.venv/bin/hf-posenc", "extend", f"--model={base}", "--data", *texts, "-c", "me/y/z"]
+    kept = json.dumps(results)
+    cards.write(tmp_path, results)
+    page.write(tmp_path / "report.html", results)
+    shared = without_paths(results)
+    assert json.dumps(results) == kept
+    card, report = ((tmp_path / name).read_text(encoding="utf-8") for name in ("README.md", "report.html"))
+    for text in (card, report, json.dumps(shared)):
+        assert not re.search(r"home|Users|~/|some texts|\.venv|bases", text.replace("at home", "")), text
+        assert "tiny with transformer" in text.replace("\\", "") or text == json.dumps(shared)
+        assert "emma.txt" in text
+    assert "hf-posenc extend --model=tiny --data emma.txt b.txt -c me/y/z" in card
+    assert "of emma.txt and b.txt and c.txt." in card
+    assert str(tmp_path) not in card
+    assert 'from_pretrained("FOLDER_OR_HUB_ID")' in card
+
+
+def test_a_card_has_the_license_and_the_language_of_its_base(tmp_path):
+    from hf_posenc.recipes import card as cards
+
+    results = json.loads(QUICKSTART.read_text(encoding="utf-8"))
+    (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# Base\n", encoding="utf-8")
+    results["arguments"]["model"] = str(tmp_path)
+    head = yaml.safe_load(cards.card(results, "me/x").split("---")[1])
+    assert (head["license"], head["language"]) == ("mit", "en")
+    (tmp_path / "README.md").unlink()
+    assert not {"license", "language"} & set(yaml.safe_load(cards.card(results, "me/x").split("---")[1]))
+
+
 def without_code(markdown):
     """Without code blocks and spans, which show what they hold as it is (CommonMark 4.5 and 6.1)."""
     lines, fence = [], None

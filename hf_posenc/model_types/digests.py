@@ -61,6 +61,15 @@ def check_saved_config(config: dict[str, Any]) -> None:
         )
 
 
+def check_no_adapter(folder: Path, directory: Path) -> None:
+    """Raise CheckpointError if an adapter lies beside a model: transformers would load the base that it names."""
+    if (folder / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"hf_posenc: {directory} holds a whole model and an adapter, which may name another base: load the model "
+            "from a folder of its own, then the adapter with hf_posenc.load_adapter"
+        )
+
+
 def check_saved_weights(config: dict[str, Any], folder: Path, directory: Path) -> None:
     """Raise CheckpointError unless the weights in a folder are those that were saved with its config."""
     saved, found = _digests(config), files.weight_digests(folder)

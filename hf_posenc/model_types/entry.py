@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError, UnknownSchemeError
 from ..families.base import base_model_type
+from ..hub import calibration_of
 from ..registry import family_for, scheme_class
 from ..schemes.base import EVERY_SCHEME, Scheme
 from ..version import INSTALL, VERSION
@@ -49,7 +50,8 @@ def schemes_of_config(config: PreTrainedConfig) -> tuple[Scheme, ...]:
     """Return the schemes that a config of ours names.
 
     Raises:
-        CheckpointError: if it names none, or hyper-parameters are not exactly those of a scheme.
+        CheckpointError: if it names none, hyper-parameters are not exactly those of a scheme, or what it says of a
+            calibration is malformed.
         UnknownSchemeError: if a scheme is not registered; the message lists those that are.
     """
     entry = getattr(config, ENTRY, None)
@@ -58,6 +60,7 @@ def schemes_of_config(config: PreTrainedConfig) -> tuple[Scheme, ...]:
     listed = entry.get("schemes") if isinstance(entry, dict) else None
     if not named or (listed is not None and (not isinstance(listed, list) or len(named) != len(listed))):
         raise CheckpointError(f"hf_posenc: {source} has no {ENTRY}.schemes that name schemes")
+    calibration_of(entry)
     return tuple(_scheme(each, source) for each in named)
 
 

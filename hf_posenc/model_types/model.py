@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,7 @@ from ..upstream.channel import carrying_forward
 from ..upstream.derived import revive, stock_class
 from .adapters import WHERE, check_adapter, name_base, require_same_base
 from .config import CLASSES, READ, STUB, PosEncConfigMixin, config_class, name_of, stock_config, stub_text
-from .digests import check_saved_weights, config_digest, write_digests
+from .digests import check_no_adapter, check_saved_weights, config_digest, write_digests
 from .entry import ENTRY, check_version, entry_of, is_older, schemes_of_config, write_out
 from .guards import UNREGISTERED
 from .stamp import stamped
@@ -55,7 +55,7 @@ class PosEncMixin:
             *args: handed on.
             **kwargs: handed on.
         """
-        config.__dict__.pop(READ, None)
+        read = config.__dict__.pop(READ, None)
         schemes_of_config(config)
         check_version(config)
         write_out(config)
@@ -66,7 +66,15 @@ class PosEncMixin:
             raise ValueError(would_drop(schemes, backend))
         if backend in (NAME, UNREGISTERED):  # the stock constructor refuses them, as it should
             config._attn_implementation_internal = None
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        try:
+            super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            if read is None or isinstance(error, HfPosencError):
+                raise
+            raise CheckpointError(
+                f"hf_posenc: config.json of {config.model_type!r} makes no {type(self).__name__}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         if lacks_loss_type(self):
             self.loss_type = "ForCausalLM"
         base = self.base_model
@@ -75,7 +83,7 @@ class PosEncMixin:
                 plan = make_plan(base, schemes, "auto")
             except HfPosencError:
                 raise
-            except (TypeError, ValueError) as error:
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
                 raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
             patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit(), plan.attends)
             object.__setattr__(base, "_posenc_patch", patch)
@@ -133,11 +141,8 @@ class PosEncMixin:
             **kwargs: as for `from_pretrained`.
         """
         raw = files.json_object(folder / "config.json") if (folder / "config.json").exists() else {}
-        if (folder / "adapter_config.json").exists() and raw:
-            raise CheckpointError(
-                f"hf_posenc: {directory} holds a whole model and an adapter, which may name another base: load the "
-                "model from a folder of its own, then the adapter with hf_posenc.load_adapter"
-            )
+        if raw:
+            check_no_adapter(folder, directory)
         if kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
             check_saved_weights(raw, folder, directory)
         if isinstance(config := kwargs.get("config"), PosEncConfigMixin):
@@ -168,26 +173,34 @@ class PosEncMixin:
             *args: as for `from_pretrained`.
             **kwargs: as for `from_pretrained`.
         """
-        accept = kwargs.pop("ignore_mismatched_sizes", False)
         kwargs.setdefault("use_safetensors", True)  # what we save; other formats are read by unpickling
         try:
-            # Ignored here and checked below, where they are named; transformers would only log their names.
-            model, info = super().from_pretrained(  # type: ignore[misc]
-                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
+            model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         except SafetensorError as error:
             raise CheckpointError(f"hf_posenc: the weights of {source} cannot be read: {error}") from error
-        if info["mismatched_keys"] and not accept:
-            said = ", ".join(str(each) for each in sorted(info["mismatched_keys"], key=str))
-            raise WeightShapeError(
-                f"hf_posenc: weights of {source} have another shape than {model.config.position_encoding} and the rest "
-                f"of its config ask for (key, found, wanted): {said}"
-            )
         check_loaded(model, info, source)
         if model._posenc_attends() and (model.tp_size or 1) > 1:
             names = " and ".join(scheme.name for scheme in schemes_of_config(model.config))
             raise UnsupportedModelError(f"{names}: {SPLIT_HEADS}")
         return model, info
+
+    @classmethod
+    def _finalize_model_loading(cls, model: Any, load_config: Any, loading_info: Any) -> Any:
+        """Check the sizes of what was loaded before transformers takes memory for what was not.
+
+        Args:
+            model: what was not loaded is still on the meta device.
+            load_config: transformers' record of the call.
+            loading_info: transformers' account of the keys so far.
+        """
+        source, mismatched = load_config.pretrained_model_name_or_path, loading_info.mismatched_keys
+        if not load_config.ignore_mismatched_sizes:
+            check_shapes(model, mismatched, source)
+        missing = position_keys(model) & set(loading_info.missing_keys)
+        unexpected = loading_info.unexpected_keys
+        info = {"missing_keys": missing, "mismatched_keys": mismatched, "unexpected_keys": unexpected}
+        check_loaded(model, info, source)
+        return super()._finalize_model_loading(model, load_config, loading_info)  # type: ignore[misc]
 
     def save_pretrained(
         self,
@@ -241,6 +254,7 @@ class PosEncMixin:
         if state is not None:
             self._check_state(state, directory)
         with files.staged(directory) as folder:
+            kw["save_original_format"] = False  # our classes read the names and shapes that the model has
             super(PosEncMixin, stamped(self, state)).save_pretrained(folder, *args, **kw)  # type: ignore[misc]
             if (folder / "config.json").is_file():  # not where only an adapter is saved, or another process writes
                 (folder / f"{STUB}.py").write_text(stub_text(self.config), encoding="utf-8")
@@ -451,6 +465,68 @@ def position_keys(model: nn.Module) -> set[str]:
         for key in {**module._parameters, **module._buffers}
         if isinstance(module, PositionModule) or key.startswith(MARKER)
     }
+
+
+def check_shapes(model: PreTrainedModel, mismatched: Iterable[Any], source: Any) -> None:
+    """Raise WeightShapeError if weights have other shapes than the config asks for.
+
+    Args:
+        model: that the config makes.
+        mismatched: of each such weight its name, its shape, and the one that is wanted.
+        source: of the weights, for the message.
+    """
+    if said := ", ".join(str(each) for each in sorted(mismatched, key=str)):
+        raise WeightShapeError(
+            f"hf_posenc: weights of {source} have another shape than {model.config.position_encoding} and the rest "
+            f"of its config ask for (key, found, wanted): {said}"
+        )
+
+
+def check_sizes(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, found: dict[str, dict[str, Any]], source: Any
+) -> None:
+    """Check that a config makes a model, and the headers of the weights beside it; no weight is read or allocated.
+
+    Args:
+        cls: our class that the config names.
+        config: as it was read.
+        found: what the headers of its weights say, by `files.tensors`; if empty, the config alone is checked.
+        source: how to call it in messages.
+
+    Raises:
+        CheckpointError: if the config makes no model, or position parameters are missing, unexpected or no floats.
+        WeightShapeError: if weights have other shapes than the config asks for.
+    """
+    layers = config.num_hidden_layers
+    marked = {name.split(f".{MARKER}")[0] for name in found if f".{MARKER}" in name}
+    if found and not is_older(config) and len(marked) != layers:  # a loop over that many layers could take for ever
+        raise CheckpointError(
+            f"hf_posenc: config.json of {source} says {layers} layers, its weights have {len(marked)}"
+        )
+    try:
+        with torch.device("meta"):
+            model = cls(config)
+    except HfPosencError:
+        raise
+    except Exception as error:  # whatever a stock class finds wrong, of any type
+        raise CheckpointError(
+            f"hf_posenc: config.json of {source} makes no {cls.__name__}: {type(error).__name__}: {error}"
+        ) from error
+    if not found:
+        return
+    own, wanted = position_keys(model), dict(tensors_of(model))
+    shapes = {name: list(tensor.shape) for name, tensor in wanted.items()}
+    check_shapes(
+        model,
+        [
+            (name, each["shape"], shapes[name])
+            for name, each in found.items()
+            if shapes.get(name, each["shape"]) != each["shape"]
+        ],
+        source,
+    )
+    info = {"missing_keys": own - set(found), "mismatched_keys": (), "unexpected_keys": set(found) - set(wanted)}
+    check_loaded(model, info, source)
 
 
 def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> None:

@@ -2,27 +2,29 @@
 
 import inspect
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 
 from ..analysis import plots
 from ..hub import code, fenced, hyperparameters, layers_of_schemes, loading, plain
 from ..registry import scheme_class
-from .results import write_whole
+from .results import last_name, without_paths, write_whole
 from .tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows, rate_of
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 PICTURE = "loss_by_position.png"
+PLACE = "FOLDER_OR_HUB_ID"  # where the checkpoint will be; a push writes the repository
 
 
 def write(folder: Path, results: dict[str, Any], repository: str | None = None) -> None:
     """Writes README.md and its picture beside a checkpoint."""
     drawn = plots.loss_by_position(curves_by_position(results), trained_length=results["base"]["trained_length"])
     plots.save(drawn, folder / PICTURE)
-    write_whole(folder / "README.md", card(results, repository or str(folder)))
+    write_whole(folder / "README.md", card(results, repository or PLACE))
 
 
 def card(results: dict[str, Any], repository: str) -> str:
@@ -35,13 +37,14 @@ def card(results: dict[str, Any], repository: str) -> str:
     Raises:
         KeyError: a number that the template names is missing from the results.
     """
+    head = metadata(results)
+    results = without_paths(results)  # a card is for others
     base, scheme, training, arguments = (results[key] for key in ("base", "scheme", "training", "arguments"))
     name = Path(base["name"]).name
-    title = f"{name} with {scheme['name']}"
     about = inspect.cleandoc(scheme_class(scheme["name"]).__doc__ or "").partition("\n\nArgs:\n")[0]
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        metadata=metadata(results, title).to_yaml(),
-        title=plain(title),
+        metadata=head.to_yaml(),
+        title=plain(title_of(results)),
         base_name=plain(name),
         scheme=code(scheme["name"]),
         train_length=plain(arguments["train_length"]),
@@ -106,20 +109,27 @@ def calibration(found: dict[str, Any] | None) -> str:
     )
 
 
-def metadata(results: dict[str, Any], title: str) -> ModelCardData:
-    """What a page of the Hub reads."""
+def title_of(results: dict[str, Any]) -> str:
+    """The base's name, without its folder or organisation, and the scheme's."""
+    return f"{Path(last_name(results['base']['name'])).name} with {results['scheme']['name']}"
+
+
+def metadata(results: dict[str, Any]) -> ModelCardData:
+    """What a page of the Hub reads: of the base's own card, where that is at hand, its license and its language."""
     arguments = results["arguments"]
+    own = card_of(arguments["model"], arguments.get("revision"))
     scheme = results["scheme"]["name"]
     measured = [row for row in results["after"] if "sliding" in row]
     on_the_hub = results["data"].get("kind") == "hub"
     description = arguments["data"][0] if on_the_hub else "held-out text of the run"
     return ModelCardData(
-        model_name=title,
+        model_name=title_of(results),
         library_name="hf_posenc",
         pipeline_tag="text-generation",
         tags=["hf_posenc", scheme, "position-encoding"],
         base_model=arguments["model"] if results["base"].get("on_hub") else None,
-        license=license_of(arguments["model"]),
+        license=own.license,
+        language=own.language,
         datasets=arguments["data"] if on_the_hub else None,
         eval_results=[
             EvalResult(
@@ -136,10 +146,18 @@ def metadata(results: dict[str, Any], title: str) -> ModelCardData:
     )
 
 
-def license_of(model: str | None) -> str | None:
-    """What the base's own card says, where it is at hand; a license is never guessed."""
-    own = Path(model) / "README.md" if model else None
-    return ModelCard.load(own).data.license if own is not None and own.is_file() else None
+def card_of(model: str | None, revision: str | None = None) -> ModelCardData:
+    """What the base's own card says, from its folder or the cache of downloads; empty without. Nothing is guessed."""
+    path = None
+    if model is not None:
+        path = Path(model) / "README.md"
+        if not path.is_file():
+            with suppress(OSError, ValueError):  # not downloaded, or no name of a repository
+                path = Path(hf_hub_download(model, "README.md", revision=revision, local_files_only=True))
+    if path is None or not path.is_file():
+        return ModelCardData()
+    found: Any = ModelCard.load(path, ignore_metadata_errors=True).data
+    return found
 
 
 def retrieval(results: dict[str, Any]) -> str:

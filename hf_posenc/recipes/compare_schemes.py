@@ -26,6 +26,7 @@ from .extension import SharedArguments
 from .many_runs import SweepArguments
 from .models import load_named
 from .options import UsageError, as_in, each_once, parse, refuse
+from .results import last_name
 from .schemes import UNPATCHED
 from .training import RecoveryArguments
 
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
             for runs in many_runs.read(folder).values():
                 before[:] = runs[0]["before"]
             many_runs.complete(folder, identities, one)
-        found = summary.summarize(folder, f"Schemes on {arguments.model}")
+        found = summary.summarize(folder, f"Schemes on {last_name(arguments.model)}")
     print(summary.markdown(found))
     return found
 

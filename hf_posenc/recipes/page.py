@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis import plots
-from .results import write_whole
+from .results import without_paths, write_whole
 from .tables import (
     calibration_line,
     calibration_rows,
@@ -41,6 +41,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 def page(results: dict[str, Any]) -> str:
     """The report as HTML."""
+    results = without_paths(results)  # a report is shown to others
     base, scheme, training = results["base"], results["scheme"], results["training"]
     trained = base["trained_length"]
     title = f"{base['name']} with {scheme['name']}"

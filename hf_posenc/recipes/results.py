@@ -3,11 +3,13 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import accelerate
@@ -75,6 +77,54 @@ def origin(recipe: str, arguments: Any, accelerator: Accelerator) -> dict[str, A
             "threads": torch.get_num_threads(),
         },
     }
+
+
+def without_paths(results: dict[str, Any]) -> dict[str, Any]:
+    """Return results in which folders of this machine are not named: of each absolute path the last name is left.
+
+    Args:
+        results: of a recipe; they stay as they are, since a run goes on by them.
+    """
+    words = [
+        word
+        for text in strings([results["command"], results["arguments"], results["base"]])
+        for word in (text, text.partition("=")[2])
+    ]
+    paths = sorted({word for word in words if is_absolute(word)}, key=len, reverse=True)
+    return replaced_in(results, {path: last_name(path) for path in paths})
+
+
+def last_name(path: str) -> str:
+    """Return the last name of an absolute path; anything else, such as a Hub id, as it is."""
+    if not is_absolute(path):
+        return path
+    return (PureWindowsPath(path) if PureWindowsPath(path).drive else PurePosixPath(path)).name
+
+
+def is_absolute(text: str) -> bool:
+    """Return whether a text is an absolute path, of any operating system, or begins at somebody's home."""
+    path = PureWindowsPath(text)
+    return bool(path.name) and (text.startswith(("/", "~")) or path.is_absolute())
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Yield every text in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from strings(each)
+
+
+def replaced_in(value: Any, names: dict[str, str]) -> Any:
+    """Return a JSON value with each text that is a key, also within another text, exchanged for what belongs to it."""
+    if isinstance(value, str):
+        for old, new in names.items():
+            value = re.sub(rf"(?<![\w/\\.]){re.escape(old)}(?!\w)", lambda _, new=new: new, value)
+        return value
+    if isinstance(value, dict):
+        return {key: replaced_in(each, names) for key, each in value.items()}
+    return [replaced_in(each, names) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 class stopwatch:

@@ -12,7 +12,7 @@ from . import identity
 from . import sweep_figures as figures
 from .many_runs import Runs, read
 from .options import UsageError
-from .results import write_json, write_whole
+from .results import without_paths, write_json, write_whole
 from .schemes import UNPATCHED
 from .tables import METHODS, accuracy_by_length
 
@@ -24,7 +24,7 @@ def summarize(folder: Path, title: str) -> dict[str, Any]:
         raise UsageError(f"there are no results in {folder / 'runs'}")
     check_one_sweep(folder, runs)
     first = next(iter(runs.values()))[0]
-    summary: dict[str, Any] = {"title": title, "base": first["base"], "variants": {}}
+    summary: dict[str, Any] = {"title": title, "base": without_paths(first)["base"], "variants": {}}
     if first.get("before"):
         summary["before"] = first["before"]
     for variant, found in runs.items():
