@@ -121,7 +121,7 @@ def _completion(shell: str) -> int:
     try:
         import shtab
     except ImportError:
-        raise ImportError("completion needs shtab: pip install 'hf_posenc[completion]'") from None
+        raise ImportError("completion needs shtab: pip install shtab") from None
     print(shtab.complete(_parser(recipes=True), shell=shell))
     return 0
 

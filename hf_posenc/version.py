@@ -2,5 +2,5 @@
 
 VERSION = "0.2.0.dev0"
 
-INSTALL = "pip install git+https://github.com/hf-posenc/hf_posenc"
+INSTALL = "hf_posenc is installed from a clone of its repository: pip install PATH_OF_THE_CLONE"
 """From its source: it is on no package index yet."""

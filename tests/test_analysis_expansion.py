@@ -222,7 +222,7 @@ def test_wrong_calls():
 
 @pytest.mark.slow
 def test_the_script_measures_a_checkpoint(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="pip install 'hf_posenc[plots]'")
+    pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
     import measure_theory
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 def needs(package):
     missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"pip install 'hf_posenc[qlora]', which has {package}, runs this")
+    return pytest.mark.skipif(missing, reason=f"pip install {package} runs this")
 
 
 class Packed(torch.Tensor):

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -234,6 +235,41 @@ def test_changelog_says_nothing_twice():
 
 
 COMMAND_PAGES = [*PAGES, ROOT / "recipes" / "README.md"]
+
+
+def published():
+    """Every text file that a user may read, with its text."""
+    folders = ("docs", "hf_posenc", "recipes", "model_cards", "scripts", ".github")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    for path in [*files, ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:
+        if path.suffix in (".md", ".py", ".ipynb", ".yaml", ".yml", ".sh"):
+            yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+def test_no_line_installs_what_is_nowhere():
+    """Nothing is on a package index or a server yet: a clone, or packages of others, are what can be installed."""
+    nowhere = re.compile(r"hf[_-]posenc\[|git\+http|git clone http|pip install[^`#\n]*?[ '\"]hf[_-]posenc\b")
+    found = [f"{name}: {match[0]}" for name, text in published() for match in nowhere.finditer(text)]
+    assert found == []
+
+
+def test_extras_that_are_named_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = {
+        each for _, text in published() for names in re.findall(r"'\.\[([\w,]+)\]'", text) for each in names.split(",")
+    }
+    assert named > {"recipes", "trl", "qlora"}
+    assert named <= set(extras)
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_that_only_a_clone_has_say_so(page):
+    """An installed package has no recipes/ and no scripts/."""
+    text = page.read_text(encoding="utf-8")
+    if re.search(r"\b(?:bash|python|launch|--config|--config_file) (?:scripts|recipes)/", text):
+        assert re.search(r"\bclone\b", text)
+
+
 RECIPE = re.compile(r"(?:accelerate launch|python) (?:-m hf_posenc\.recipes\.|recipes/)(\w+)(?:\.py)?\b")
 """How a recipe is started in one process or in many."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-MISSING = "plots need matplotlib, which is not installed: pip install 'hf_posenc[plots]'. The numbers need no plots"
+MISSING = "plots need matplotlib, which is not installed: pip install matplotlib. The numbers need no plots"
 
 FORMATS = ("png", "svg", "pdf")
 """What `save` can write."""

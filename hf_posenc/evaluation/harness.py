@@ -37,7 +37,7 @@ def harness_model(model: nn.Module, tokenizer: Any, *, max_length: int | None = 
     try:
         from lm_eval.models.huggingface import HFLM
     except ImportError:
-        raise ImportError("this needs lm_eval: pip install 'hf_posenc[harness]'") from None
+        raise ImportError("this needs lm_eval: pip install 'lm_eval>=0.4.9,<0.5'") from None
     patch = patch_of(model)
     if patch is not None:
         limit = patch.limit

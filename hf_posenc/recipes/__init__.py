@@ -2,5 +2,5 @@
 
 Each entry point runs as `hf-posenc COMMAND` in one process, or as `accelerate launch -m hf_posenc.recipes.NAME` in
 many.
-They need what `pip install 'hf_posenc[recipes]'` installs.
+They need what the extra `recipes` of the package installs: `pip install '.[recipes]'` in a clone.
 """

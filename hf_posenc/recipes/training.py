@@ -122,7 +122,7 @@ def check(arguments: TrainingArguments) -> None:
     one_of(arguments, "tracker", TRACKERS)
     # Accelerate itself would go on without a tracker that is missing.
     if arguments.tracker != "none" and importlib.util.find_spec(arguments.tracker) is None:
-        raise UsageError(f"--tracker {arguments.tracker}: pip install 'hf_posenc[{arguments.tracker}]'")
+        raise UsageError(f"--tracker {arguments.tracker}: pip install {arguments.tracker}")
 
 
 def check_recovery(arguments: Any) -> None:

@@ -3,7 +3,7 @@
     python recipes/harness/run.py runs/gpt2-alibi/model                                  # the offline example
     python recipes/harness/run.py runs/gpt2-alibi/model --tasks lambada_openai --max-length 2048
 
-Needs `pip install 'hf_posenc[harness]'`.
+Run it in a clone, after `pip install 'lm_eval>=0.4.9,<0.5'`.
 """
 
 import argparse
