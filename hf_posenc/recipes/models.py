@@ -36,8 +36,8 @@ class ModelArguments:
     model: str | None = field(
         default=None,
         metadata={
-            "help": "checkpoint folder or Hub id; without it, where a recipe allows it: a small byte-level GPT-2, "
-            "trained first",
+            "help": "checkpoint folder or Hub id; without it, where a recipe allows it: a small trained "
+            "byte-level GPT-2 that comes with the package",
             "metavar": "DIR_OR_ID",
         },
     )
