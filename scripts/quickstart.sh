@@ -2,8 +2,8 @@
 # From a bare clone to a model with a longer context: environment, installation, then measure, patch, calibrate, fine-tune,
 # measure again, report.
 #
-#   bash scripts/quickstart.sh                                    the embedded default: about four minutes on two idle
-#                                                                 cores, no download but the installation
+#   bash scripts/quickstart.sh                                    the small base of the package: about three minutes on two
+#                                                                 idle cores, no download but the installation
 #   bash scripts/quickstart.sh --resume                           goes on with the newest run that was interrupted
 #   bash scripts/quickstart.sh --model DIR --data FILE...         your checkpoint and text
 #   bash scripts/quickstart.sh --help                             every option of `hf-posenc extend`
@@ -12,7 +12,7 @@
 set -euo pipefail
 PROJECT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 source "$PROJECT/scripts/setup_env.sh"
-embedded=yes # no checkpoint was named: the small one is trained first
+embedded=yes # no checkpoint was named: the one of the package is taken
 for word in "$@"; do
     case "$word" in --model | --model=* | --config | --config=*) embedded="" ;; esac
 done
@@ -20,8 +20,8 @@ case " $* " in
     *" --help "* | *" -h "* | *" --resume "*) ;;
     *)
         if [ -n "$embedded" ]; then
-            say "This takes about four minutes on two idle cores: one or two to install (the first time only), then" \
-                "about one to train a small base, and about one to swap its positions, calibrate, fine-tune and measure." \
+            say "This takes about three minutes on two idle cores: one or two to install (the first time only), then" \
+                "about one and a half to swap the positions of a small base, calibrate, fine-tune and measure." \
                 "On a busy machine it takes longer; every step below says how far it is."
         fi
         ;;
@@ -77,8 +77,8 @@ elif [ -z "$output" ]; then
 fi
 
 if [ -n "$embedded" ]; then
-    # Fewer steps than the recipe's own default: the base is there to be swapped, and nobody is to wait for it.
-    arguments=(--base-steps 800 ${arguments[@]+"${arguments[@]}"})
+    # The base is too small to copy what it has read, with its own positions too: its retrieval is at chance.
+    arguments=(--retrieval-trials 0 ${arguments[@]+"${arguments[@]}"})
 fi
 # Threads that wait do so asleep. OpenMP's own choice is that they spin, which is a little faster on an idle machine; where
 # another process wants the core, a thread that has work waits for one that spins, and a step of 0.1 s takes many seconds.
@@ -114,7 +114,7 @@ fi
 cat <<NEXT
 
 To look at:
-  $output/report.html    tables, loss curve, loss by position, retrieval, configuration: one file
+  $output/report.html    tables, loss curve, loss by position, configuration: one file
   $output/model          the checkpoint, with its model card
   $output/results.json   every number
 

@@ -492,24 +492,24 @@ def test_text_without_words_is_refused(recipes, tiny_checkpoints, tmp_path, caps
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(f"hf_posenc.recipes.{name}").main(words)
     assert stop.value.code == 2
-    assert f"error: there is no text in {text}" in " ".join(capsys.readouterr().err.split())
+    assert f": there is no text in {text}" in " ".join(capsys.readouterr().err.split())
     assert not out.exists()
 
 
 @pytest.mark.slow
 def test_embedded_default_under_accelerate_launch(recipes, tmp_path):
-    """The default, with fewer steps: base trained on the spot, its table's end reported, patched and reloaded."""
+    """The default, with fewer steps: the base of the package, its table's end reported, patched and reloaded."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu", str(recipes / "extend_context.py")]
-    command += ["--base-steps", "20", "--steps", "4", "--batch-size", "1", "--train-length", "512"]
+    command += ["--steps", "4", "--batch-size", "1", "--train-length", "512"]
     command += ["--lengths", "256", "512", "--eval-tokens", "1024", "--output", str(tmp_path / "out")]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "fine-tuning: 100%" in run.stderr
     assert "its table ends at 256 positions" in run.stdout
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    # It has learnt something: 257 symbols are 5.5 nats at random.
-    assert results["before"][0]["sliding"]["loss"] < 4
+    # It was trained: 257 symbols are 5.5 nats at random.
+    assert results["before"][0]["sliding"]["loss"] < 2
     model = hf_posenc.from_pretrained(tmp_path / "out" / "model")
     assert model.config.position_encoding["schemes"][0]["scheme"] == "transformer_xl"
     assert results["calibration"]["method"] == "attention"

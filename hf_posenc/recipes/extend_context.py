@@ -1,6 +1,6 @@
 """Extends the context of a causal language model by another position encoding, and measures how far it reaches.
 
-    accelerate launch recipes/extend_context.py                        # the embedded default, minutes on a laptop
+    accelerate launch recipes/extend_context.py                        # the embedded base, minutes on a laptop
     accelerate launch recipes/extend_context.py --config recipes/configs/gpt2_alibi.yaml --output runs/gpt2-alibi
 
 Measure, patch, calibrate, fine-tune, measure again, report, save: OUTPUT/report.html, OUTPUT/results.json and

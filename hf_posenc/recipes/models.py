@@ -36,7 +36,7 @@ class ModelArguments:
     model: str | None = field(
         default=None,
         metadata={
-            "help": "checkpoint folder or Hub id; `extend` without it takes a small byte-level GPT-2",
+            "help": "checkpoint folder or Hub id; `extend` without it takes the small byte-level GPT-2 of the package",
             "metavar": "DIR_OR_ID",
         },
     )

@@ -120,7 +120,7 @@ def replaced_in(value: Any, names: dict[str, str]) -> Any:
     """Return a JSON value with each text that is a key, also within another text, exchanged for what belongs to it."""
     if isinstance(value, str):
         for old, new in names.items():
-            value = re.sub(rf"(?<![\w/\\.]){re.escape(old)}(?!\w)", lambda _, new=new: new, value)
+            value = re.sub(rf"(?<![\w/\\.]){re.escape(old)}(?!\w)", new.replace("\\", r"\\"), value)
         return value
     if isinstance(value, dict):
         return {key: replaced_in(each, names) for key, each in value.items()}

@@ -1,8 +1,8 @@
 """The folder of a run: free when it begins, telling all the while what can be gone on with, tidy when it ends.
 
 `progress.json` says what an unfinished run is of and what it has measured, `results.json` stands in its place at the
-end; beside them are the state of the calibration or the calibrated weights, the states of the fine-tuning and, where it
-was trained on the spot, the base.
+end; beside them are the state of the calibration or the calibrated weights, the states of the fine-tuning and, with
+`--train-base`, the base.
 """
 
 import fcntl
