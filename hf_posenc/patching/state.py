@@ -23,6 +23,9 @@ class Patch:
         layers: the decoder layers that were patched, which need not be those that the model has now.
         limit: number of positions that exist, or None if there is no limit.
         attends: whether the model attends through the attention function of this package.
+        started: by its name in the base model, how often each position parameter had been written when the model was
+            patched, as torch counts it: one that still has that count was never trained. Empty for a model that was
+            loaded patched.
         moved: whether a calibration has moved weights that were there before the patch; `undo` leaves them so.
     """
 
@@ -33,6 +36,7 @@ class Patch:
     limit: int | None = None
     attends: bool = False
     moved: bool = False
+    started: dict[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
