@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from .families.base import base_model_type
 from .hub import CALIBRATION
 from .model_types.config import PosEncConfigMixin, config_class, register_models, stock_config
-from .model_types.entry import entry_of
+from .model_types.entry import check_served, entry_of
 from .model_types.model import PosEncMixin, lacks_loss_type, model_class
 from .modules import PositionEmbedding, PositionModule, Shared
 from .patching.layers import MARKER
@@ -125,10 +127,43 @@ def _patch(model: PreTrainedModel, wanted: Sequence[Scheme], attention: str, see
         _rename(undo, model, plan.schemes)
         samples = model.base_model.__dict__.get(SAMPLES) or samples_of(model)
         patch = Patch(plan.schemes, attention, undo, plan.base.found.layers, plan.limit(), plan.attends, samples)
-        set_attribute(undo, model.base_model, "_posenc_patch", patch)
+        base = model.base_model
+        patch.started = {name: p._version for name, p in base.named_parameters() if _owned(base, name)}
+        set_attribute(undo, base, "_posenc_patch", patch)
+        for around in _models_around(model):
+            set_attribute(undo, around, "save_pretrained", partial(_refuse_to_save, type(around).__name__, patch.name))
     except BaseException:
         undo.roll_back()
         raise
+
+
+def _models_around(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models of transformers that a bare model is a part of, such as a multimodal one around its decoder.
+
+    Nothing in a module leads to what is around it, so that the garbage collector is asked.
+    """
+    if model.base_model is not model:  # with a head it is whole
+        return []
+    found: list[PreTrainedModel] = []
+    inner: list[Any] = [model]
+    while inner:
+        tables = [each for each in gc.get_referrers(*inner) if isinstance(each, dict)]
+        owners = [each for each in gc.get_referrers(*tables) if isinstance(each, dict) and "_modules" in each]
+        # Its attributes are a module's __dict__, or are in the module itself, as Python likes.
+        referrers = (*gc.get_referrers(*tables), *gc.get_referrers(*owners))
+        holders = [each for each in referrers if isinstance(each, nn.Module)]
+        known = {id(each) for each in (model, *found, *inner)}
+        inner = [each for each in holders if id(each) not in known and any(child is model for child in each.modules())]
+        found += [each for each in inner if isinstance(each, PreTrainedModel)]
+    return found
+
+
+def _refuse_to_save(around: str, schemes: str, *args: Any, **kwargs: Any) -> None:
+    """Stand in for `save_pretrained` of a stock model around a patched one: nobody could load what it writes."""
+    raise UnsupportedModelError(
+        f"a part of this {around} is patched with {schemes}, and as a whole it could not be loaded again: save the "
+        "part that was given to patch_model by its own save_pretrained, or unpatch_model it first"
+    )
 
 
 def _check_model(model: Any) -> None:
@@ -152,6 +187,7 @@ def _check_stock(model: PreTrainedModel) -> None:
             f"the config of this {type(model).__name__} is the same object as that of a model that is patched: make "
             "each model from a config of its own, copy.deepcopy(config)"
         )
+    check_served(model.config)
     for name, module in model.named_modules():
         if any(key.startswith(MARKER) for key in module._buffers):
             raise AlreadyPatchedError(

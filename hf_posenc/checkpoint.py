@@ -16,12 +16,12 @@ from transformers.utils import logging
 
 from . import files
 from .api import parse_schemes, patch_model
-from .errors import CheckpointError, HfPosencError
+from .errors import CheckpointError, HfPosencError, UnsupportedModelError
 from .families.base import base_model_type
 from .hub import calibration_of, calibration_words, one_line
 from .model_types.config import heads_of, name_of
 from .model_types.digests import check_no_adapter, check_saved_weights
-from .model_types.entry import ENTRY, named_schemes, schemes_of_config
+from .model_types.entry import ENTRY, check_served, named_schemes, schemes_of_config
 from .model_types.model import check_sizes, model_class
 from .modules import WithoutPositions
 from .patching.state import patch_of, without_adapter
@@ -83,7 +83,7 @@ def from_pretrained(
             )
         named = dataclasses.fields(scheme_class(scheme)) if isinstance(scheme, str) else ()
         wanted = parse_schemes(scheme, {field.name: kwargs.pop(field.name) for field in named if field.name in kwargs})
-        family_for(_language_type(model_type))  # before the weights are read
+        _check_stock(raw)  # before the weights are read
         model = _load_and_patch(name_or_path, raw, wanted, attention, seed, kwargs)
         logger.warning_once(UNCALIBRATED)
         return model
@@ -178,6 +178,18 @@ def _language_type(model_type: str) -> str:
     head = getattr(transformers, heads_of(config).get("AutoModelForCausalLM", ""), None)
     inner = getattr(head, "config_class", None)
     return str(inner.model_type if inner in config.sub_configs.values() else config.model_type)
+
+
+def _check_stock(raw: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if what `AutoModelForCausalLM` makes of a stock checkpoint is not served."""
+    model_type = str(raw.get("model_type", "unknown"))
+    try:
+        family_for(_language_type(model_type))
+    except UnsupportedModelError:
+        if model_type not in CONFIG_MAPPING:
+            raise
+        check_served(CONFIG_MAPPING[model_type].from_dict(raw))
+        raise
 
 
 def _stock_loader(base: str, name: str) -> Any:
@@ -329,7 +341,7 @@ def _problem(raw: dict[str, Any], folder: Path | None, source: Any) -> str | Non
     model_type = str(raw.get("model_type", "unknown"))
     try:
         if not model_type.startswith("posenc_"):
-            family_for(_language_type(model_type))
+            _check_stock(raw)
             return None
         cls = _saved_class(raw)
         config = cls.config_class.from_dict(raw)

@@ -92,7 +92,7 @@ def list_families(options: argparse.Namespace) -> int:
 
 def inspect_checkpoint(options: argparse.Namespace) -> int:
     """Print what a checkpoint is."""
-    checkpoint = hub.checkpoint_name(options.checkpoint)
+    checkpoint = hub.find_checkpoint(options.checkpoint, options.revision)
     found = read_config(checkpoint, **_where(options, checkpoint))
     print(found)
     return 0 if found.problem is None else 1
@@ -235,7 +235,7 @@ def _computed(options: argparse.Namespace, source: str, sort: str, numbers: Numb
     elif sort == "schedule":
         subject = schedule(source)
     else:
-        checkpoint = hub.checkpoint_name(source)
+        checkpoint = hub.find_checkpoint(source, options.revision)
         where = _where(options, checkpoint)
         _loading(source)
         subject = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=_dtype(options), **where)

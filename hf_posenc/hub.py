@@ -16,8 +16,14 @@ from huggingface_hub import (
     ModelCard,
     ModelCardData,
     hf_hub_download,
+    try_to_load_from_cache,
 )
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from . import files
 from .errors import CheckpointError
@@ -271,6 +277,31 @@ def checkpoint_name(name: str) -> str:
         raise FileNotFoundError(f"{name} is a file: name the folder of a checkpoint")
     if not path.is_dir() and (name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1):
         raise FileNotFoundError(f"there is no folder {name} (on the Hub it would be NAME or ORGANIZATION/NAME)")
+    return name
+
+
+def find_checkpoint(name: str, revision: str | None = None) -> str:
+    """Return a checkpoint's name once there is one: a folder, or a repository that is in the cache or on the Hub.
+
+    The Hub is asked once, for five seconds at most, where loading would try again and again.
+
+    Args:
+        name: a folder or a Hub id.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        FileNotFoundError: if there is no such folder, and no such repository or no answer.
+    """
+    if Path(checkpoint_name(name)).is_dir():
+        return name
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            HfApi().model_info(name, revision=revision, timeout=5.0)
+    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError):
+        raise FileNotFoundError(f"there is no folder {name}, and the Hub has no such checkpoint for you") from None
+    except Exception as error:  # whatever the library raises by which huggingface_hub asks
+        why = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise FileNotFoundError(f"there is no folder {name}, and the Hub has not answered: {why}") from None
     return name
 
 

@@ -23,19 +23,27 @@ __all__ = ["check_adapter", "load_adapter", "lora_config", "name_base"]
 
 
 def lora_config(
-    model: PreTrainedModel, *, norms: bool = True, embeddings: bool = True, positions: bool = True, **options: Any
+    model: PreTrainedModel,
+    *,
+    norms: bool = True,
+    embeddings: bool | None = None,
+    positions: bool = True,
+    **options: Any,
 ) -> LoraConfig:
     """Return a LoRA config for a patched model.
 
-    A model with new positions needs more than low-rank updates of its attention: with its normalisation layers and
+    A model with new positions needs more than low-rank updates of its attention. With its normalisation layers and
     embeddings trained as well, LoRA comes close to full fine-tuning (Chen et al. 2024, LongLoRA, arXiv:2309.12307,
-    table 2: perplexity 11.44 without, 8.12 with both).
+    table 2: perplexity 11.44 without, 8.12 with both). Embeddings are a large part of many models, so they are trained
+    by default only where the swap changes what is added to them.
 
     Args:
         model: patched.
         norms: train and save the normalisation layers whole.
-        embeddings: train and save the token embeddings whole. Output embeddings that are tied to them follow where PEFT
-            can tie them (not on GPT-2, where they stay as they were).
+        embeddings: train and save the token embeddings whole. None does so only where the swap needs it: where the
+            vectors that are added to them were taken away (the table of GPT-2 or OPT) or are new (`learned`,
+            `sinusoidal`). Output embeddings that are tied to them follow where PEFT can tie them (not on GPT-2, where
+            they stay as they were).
         positions: train and save the scheme's parameters whole.
         **options: of `peft.LoraConfig`. `target_modules` defaults to the attention projections, `modules_to_save` are
             added to those above.
@@ -46,7 +54,8 @@ def lora_config(
     Raises:
         NotPatchedError: if the model is not patched: adapt a stock model with `peft.LoraConfig`.
     """
-    if patch_of(model) is None:
+    patch = patch_of(model)
+    if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: use peft.LoraConfig")
     base = BaseModel.of(model)
     family, found = base.family, base.found
@@ -63,12 +72,15 @@ def lora_config(
             continue
         if (norms and type(module).__name__.endswith("Norm")) or (positions and isinstance(module, PositionModule)):
             whole.append(name)
+    table = found.position_table
+    taken_away = family.position_table is not None and table is not None and not any(True for _ in table.parameters())
+    if embeddings is None:
+        embeddings = taken_away or any(scheme.acts_on.adds_vectors for scheme in patch.schemes)
     if embeddings:
         whole.append(family.token_embedding)
-    table = found.position_table
-    if family.position_table is not None and table is not None and not any(True for _ in table.parameters()):
+    if taken_away:
         # It has nothing to save, but on a stock base it has: PEFT itself then refuses the adapter.
-        whole.append(family.position_table)
+        whole.append(str(family.position_table))
     options.setdefault("target_modules", sorted(projections))
     options.setdefault("fan_in_fan_out", any(isinstance(child, Conv1D) for child in projections.values()))
     # PEFT keeps tied what it knows by name; GPT-2's `wte` it does not: its output embeddings then stay as they were.

@@ -197,14 +197,23 @@ def reason_against(model_type: str) -> str | None:
     refusal = None if model_type in supported_model_types() else _REFUSED.get(model_type)
     if refusal is None:
         return None
-    if (text := refusal.text_type) is None:
-        return refusal.reason
+    return refusal.reason if refusal.text_type is None else reason_around(refusal.reason, refusal.text_type)
+
+
+def reason_around(reason: str, text: str) -> str:
+    """Why a model is not served that has a language model inside, a clause, and what to do where that one is.
+
+    Args:
+        reason: against the model, a clause.
+        text: model type of its language model.
+    """
     if text in supported_model_types():
         return (
-            f"{refusal.reason}; its language model is of type {text!r}, which is served: copy it into an "
+            f"{reason}; its language model is of type {text!r}, which is served: copy it into an "
             "AutoModelForCausalLM.from_config(config.text_config) and patch that"
         )
-    return f"{refusal.reason}; and its language model, of type {text!r}, is not served either: {reason_against(text)}"
+    why = reason_against(text)
+    return f"{reason}; and its language model, of type {text!r}, is not served either" + (f": {why}" if why else "")
 
 
 def refusals() -> dict[str, Refusal]:

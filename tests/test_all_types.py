@@ -126,6 +126,34 @@ def test_a_language_model_inside_is_named(monkeypatch):
     assert "of type 'gemma3_text', is not served either: it has no attention" in reason_against("gemma3")
 
 
+MULTIMODAL = "it is multimodal, .* its language model is of type 'qwen2', which is served: copy it into"
+OTHERS = {
+    "llava": (transformers.LlavaConfig, {"text_config": {"model_type": "qwen2"}}, MULTIMODAL),
+    "clip": (
+        transformers.CLIPConfig,
+        {},
+        "it is multimodal, .* and its language model, of type 'clip_text_model', is not served either",
+    ),
+    "t5": (transformers.T5Config, {}, "it is an encoder-decoder, whose layers also attend to another sequence"),
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_what_is_inside_a_model_of_no_known_type_is_said(model_type, tmp_path):
+    """By its own config, since checkpoints of one multimodal type have language models of several types."""
+    cls, settings, message = OTHERS[model_type]
+    cls(**settings).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"'{model_type}' cannot be patched: {message}"):
+        hf_posenc.from_pretrained(tmp_path, scheme="alibi")
+    assert f"{model_type!r} cannot be patched" in hf_posenc.inspect(tmp_path).problem
+
+
+def test_what_to_do_with_a_model_of_no_known_type_is_said():
+    config = transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4, vocab_size=9)
+    with pytest.raises(UnsupportedModelError, match="it is an encoder-decoder"):
+        patch_model(transformers.T5ForConditionalGeneration(config), "alibi")
+
+
 def test_whoever_has_a_family_for_a_refused_type_can_register_it(monkeypatch):
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     family = registry.register_family(Family(model_types=("mamba",)))

@@ -1,5 +1,6 @@
 """Saved models load as what they are, or not at all: round trips, ways to load, bad checkpoints, kills, stock export."""
 
+import copy
 import json
 import logging
 import os
@@ -442,6 +443,26 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_patched(model_type, tm
     model.save_pretrained(tmp_path / "patched")
     for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
         assert logits(loader(tmp_path / "patched")).equal(logits(model))
+
+
+@pytest.mark.parametrize("whole", ["multimodal", "head"])
+def test_a_stock_model_around_a_patched_one_is_not_saved(whole, tmp_path):
+    model = multimodal("qwen3_5") if whole == "multimodal" else tiny("llama")
+    model.save_pretrained(tmp_path / "stock")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "stock").iterdir()}
+    inner = patch_model(model.base_model.language_model if whole == "multimodal" else model.model, "alibi")
+    for around in (model, copy.deepcopy(model)):
+        with pytest.raises(
+            hf_posenc.UnsupportedModelError, match=r"patched with alibi.*save the part .* unpatch_model"
+        ):
+            around.save_pretrained(tmp_path / "stock")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "stock").iterdir()} == before
+    inner.save_pretrained(tmp_path / "part")
+    assert logits(from_pretrained(tmp_path / "part")).equal(logits(inner))
+    hf_posenc.unpatch_model(inner)
+    model.save_pretrained(tmp_path / "again")
+    assert "save_pretrained" not in vars(model)
+    assert "posenc" not in (tmp_path / "again/config.json").read_text()
 
 
 def test_another_name_of_a_model_type(tmp_path):

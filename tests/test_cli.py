@@ -451,6 +451,8 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         (["push", "STOCK", "me/stock", "--dry-run"], "is a stock llama checkpoint"),
         (["push", "STOCK", "me/stock"], "is a stock llama checkpoint"),
         (["inspect", "./nowhere"], "nowhere"),
+        (["inspect", "nowhere"], "there is no folder nowhere, and the Hub has not answered: "),
+        (["plot", "biases", "HERE/a.png", "nosuch"], "there is no folder nosuch, and the Hub has not answered: "),
     ],
 )
 def test_wrong_calls(arguments, message, stock, ours, tmp_path, capsys):

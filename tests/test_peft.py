@@ -20,7 +20,11 @@ from hf_posenc import (
 )
 
 # peft 0.21 asks for it by the name that transformers 5.23 renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    # Plain adapters on models that are patched and not trained: what they warn of is tested in test_lora.py.
+    pytest.mark.filterwarnings("ignore:this adapter neither trains nor saves the position parameters:UserWarning"),
+]
 
 LENGTH = 20
 # The projections that make queries and keys: what a scheme on queries and keys must see the update of.

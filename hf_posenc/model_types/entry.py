@@ -10,10 +10,11 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 from transformers import PreTrainedConfig
 
-from ..errors import CheckpointError, UnknownSchemeError
+from ..errors import CheckpointError, UnknownSchemeError, UnsupportedModelError
 from ..families.base import base_model_type
+from ..families.refused import DECODER_HALF, MULTIMODAL
 from ..hub import calibration_of
-from ..registry import family_for, scheme_class
+from ..registry import family_for, reason_against, reason_around, scheme_class
 from ..schemes.base import EVERY_SCHEME, Scheme
 from ..version import INSTALL, VERSION
 
@@ -105,6 +106,28 @@ def version_of(config: PreTrainedConfig) -> Version:
         raise CheckpointError(
             f"hf_posenc: position_encoding.hf_posenc_version is {stamp!r}, which is no version"
         ) from None
+
+
+def check_served(config: PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError if no family serves the models of a config; it names a language model inside.
+
+    Args:
+        config: stock or ours. What is inside differs between checkpoints of a type, so the config is asked for it.
+    """
+    model_type = base_model_type(config)
+    try:
+        family_for(model_type)
+        return
+    except UnsupportedModelError:
+        inner = config.get_text_config(decoder=True)
+        if reason_against(model_type) is not None or (inner is config and not config.is_encoder_decoder):
+            raise
+    reason = (
+        f"it is an encoder-decoder, {DECODER_HALF.partition(', ')[2]}"
+        if config.is_encoder_decoder
+        else reason_around(MULTIMODAL, inner.model_type)
+    )
+    raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}")
 
 
 def write_out(config: Any) -> None:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from ..modules import PositionModule
 from ..patching.layers import MARKER
 from ..patching.place import operate
 from ..patching.plan import decoder_of, make_plan, needs_own_attention
-from ..patching.state import Patch
+from ..patching.state import Patch, patch_of
 from ..patching.undo import Undo
 from ..patching.wrappers import gathered, is_spread
 from ..registry import family_for, supported_model_types
@@ -375,9 +376,13 @@ class PosEncMixin:
         return load(peft_model_id, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; where PEFT leaves the configs of its adapters, have each name the base, to be saved."""
+        """Set an attribute; PEFT leaves the configs of its adapters here, and each is made to name the base.
+
+        Warns (UserWarning) of an adapter that neither trains nor saves position parameters which nothing has trained.
+        """
         if name == "peft_config" and isinstance(value, dict):
             for adapter, config in value.items():
+                warn_of_frozen_positions(self, config)
                 value[adapter] = name_base(self, config)
         super().__setattr__(name, value)
 
@@ -417,6 +422,39 @@ class PosEncMixin:
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Do nothing: transformers would copy our source into the next checkpoint."""
+
+
+def warn_of_frozen_positions(model: PreTrainedModel, config: Any) -> None:
+    """Warn if an adapter leaves position parameters at the values that they started with.
+
+    Args:
+        model: patched, with the adapter inside.
+        config: of the adapter. One that names its base is of `lora_config` or `name_base`, whose user chose.
+    """
+    base: Any = model.base_model
+    patch, calibrated = patch_of(model), hub.CALIBRATION in model.config.position_encoding
+    if patch is None or calibrated or config.inference_mode or ENTRY in (config.auto_mapping or {}):
+        return
+    whole = tuple(getattr(config, "modules_to_save", None) or ())
+    frozen = [
+        name
+        for name, parameter in base.named_parameters()
+        if patch.started.get(name) == parameter._version and not parameter.requires_grad and not _within(name, whole)
+    ]
+    if frozen:
+        owners = sorted({name.split(".")[-2] for name in frozen})
+        warnings.warn(
+            f"this adapter neither trains nor saves the position parameters of {patch.name} ({len(frozen)} tensors, "
+            f"{frozen[0]} the first), which nothing has trained or calibrated yet: take hf_posenc.lora_config(model), "
+            f"name modules_to_save={owners} in the config, or calibrate the model first",
+            stacklevel=3,
+        )
+
+
+def _within(parameter: str, modules: tuple[str, ...]) -> bool:
+    """Return whether a parameter is in one of the modules that PEFT finds by the ends of their names."""
+    parts = parameter.split(".")[:-1]
+    return bool(modules) and any(".".join(parts[:end]).endswith(modules) for end in range(1, len(parts) + 1))
 
 
 def would_drop(schemes: Sequence[Scheme], attn_implementation: str | None) -> str:

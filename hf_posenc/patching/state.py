@@ -31,6 +31,9 @@ class Patch:
         limit: number of positions that exist, or None if there is no limit.
         attends: whether the model attends through the attention function of this package.
         samples: of the stock weights, as they were when the model was first patched.
+        started: by its name in the base model, how often each position parameter had been written when the model was
+            patched, as torch counts it: one that still has that count was never trained. Empty for a model that was
+            loaded patched.
     """
 
     schemes: tuple[Scheme, ...]
@@ -40,6 +43,7 @@ class Patch:
     limit: int | None = None
     attends: bool = False
     samples: dict[str, Sample] = field(default_factory=dict)
+    started: dict[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -49,7 +49,10 @@ class SharedArguments(
 
     lora_rank: int = field(
         default=0,
-        metadata={"help": "train LoRA of this rank with norms, embeddings and positions; 0 trains every weight"},
+        metadata={
+            "help": "train LoRA of this rank with norms, positions, and embeddings where the swap needs it; 0 trains "
+            "every weight"
+        },
     )
 
 

@@ -119,9 +119,8 @@ def strings(value: Any) -> Iterator[str]:
 def replaced_in(value: Any, names: dict[str, str]) -> Any:
     """Return a JSON value with each text that is a key, also within another text, exchanged for what belongs to it."""
     if isinstance(value, str):
-        for old, new in names.items():
-            value = re.sub(rf"(?<![\w/\\.]){re.escape(old)}(?!\w)", new.replace("\\", r"\\"), value)
-        return value
+        found = "|".join(map(re.escape, names))  # the longest first, each where it begins and ends
+        return re.sub(rf"(?<![\w/\\.])({found})(?!\w)", lambda path: names[path[0]], value) if names else value
     if isinstance(value, dict):
         return {key: replaced_in(each, names) for key, each in value.items()}
     return [replaced_in(each, names) for each in value] if isinstance(value, (list, tuple)) else value
