@@ -222,7 +222,7 @@ def test_families_are_frozen_and_survive_copying():
 
 
 def scheme(title, name):
-    return dataclass(frozen=True, kw_only=True)(type(title, (), {"name": name}))
+    return dataclass(frozen=True, kw_only=True)(type(title, (), {"name": name, "known_as": {}}))
 
 
 class TestRegistry:
