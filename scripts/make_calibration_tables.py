@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/calibrate_measured.md from docs/measured/calibration_*.json, which measure_calibration.py makes.
+"""Writes the tables of docs/calibrate_measured.md from docs/measured: calibration_*.json, which measure_calibration.py
+makes, and check_*.json, which check_calibration.py makes.
 
 python scripts/make_calibration_tables.py            # write them
 python scripts/make_calibration_tables.py --check    # exit 1 if they are not what was measured
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/calibrate_measured.md"
 BASES = ("stories260K", "stories260K_few", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 STARTS = {"plain": "plain swap", "closed_form": "closed forms", "attention": "both stages"}
+CHECKED = ("embedded", "craftgpt-5M", "stories260K", "bitllama2-3M")
 SCHEMES = {"mixture": "`t5` in every other layer", "nope": "no positions"}
 
 
@@ -78,14 +80,31 @@ def table(name: str) -> str:
     return "\n".join(lines)
 
 
+def checked() -> str:
+    """The table of all schemes on all bases: the held-out loss of the plain swap and of the calibrated model."""
+    found = {name: json.loads((ROOT / f"docs/measured/check_{name}.json").read_text("utf-8")) for name in CHECKED}
+    lines = [f"| scheme | {' | '.join(CHECKED)} |", "|" + "---|" * (1 + len(CHECKED))]
+    bases = [next(iter(each["rows"].values()))["held_out"]["base"] for each in found.values()]
+    lines.append(f"| the base | {' | '.join(f'{loss:.2f}' for loss in bases)} |")
+    for scheme in found[CHECKED[0]]["rows"]:
+        cells = []
+        for each in found.values():
+            row = each["rows"][scheme]
+            losses, kept = row["held_out"], row["kept"].replace("_", " ")
+            cells.append(f"{losses['swapped']:.2f} to {losses['calibrated']:.2f}, {kept}")
+        lines.append(f"| {scheme} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is out of date")
     check, current = parser.parse_args().check, True
-    for name in BASES:
+    for name in ("checked", *BASES):
+        part = checked() if name == "checked" else table(name)
         begin = f"<!-- calibration {name}: written by scripts/make_calibration_tables.py -->"
-        current &= marked.write(PAGE, begin, f"<!-- end of {name} -->", table(name), check=check)
+        current &= marked.write(PAGE, begin, f"<!-- end of {name} -->", part, check=check)
     if check and not current:
         print("docs/calibrate_measured.md: its tables are out of date; run python scripts/make_calibration_tables.py")
         return 1

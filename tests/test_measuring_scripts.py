@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_posenc import analysis
+from hf_posenc import analysis, patch_model
 from hf_posenc.evaluation import measure_recurrence, sliding_window_perplexity
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +23,7 @@ def script(monkeypatch):
     """`(name, *arguments)`: run scripts/name.py on a command line, and return its module."""
 
     def run(name, *arguments):
+        monkeypatch.syspath_prepend(ROOT / "scripts")
         specification = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
         module = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(module)
@@ -36,6 +37,27 @@ def script(monkeypatch):
 def shape_of(value):
     """Keys of dictionaries, down to what is in a list or no dictionary."""
     return {key: shape_of(each) for key, each in value.items()} if isinstance(value, dict) else None
+
+
+def test_calibrations_are_checked(script, tiny_checkpoints, capsys):
+    """Losses of the script are those of the model that calibrate leaves; a row that is there is not made again."""
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("\n\n".join("It was a bright cold day in April, and the clocks were striking." for _ in range(40)))
+    arguments = (text, "--length", 24, "--windows", 12, "--unseen", 3, "--steps", 1, "--json", found, "--schemes", "t5")
+    script("check_calibration", tiny_checkpoints / "llama", *arguments)
+    (row,) = json.loads(found.read_text())["rows"].values()
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama"), "t5", seed=0).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")
+    ids = [i for part in text.read_text().split("\n\n") for i in tokenizer(part).input_ids]
+    windows = torch.tensor(ids[: 15 * 24]).view(15, 24)
+    with torch.no_grad():
+        swapped = [model(each, labels=each).loss.item() for each in (windows[4:12], windows[12:])]
+    assert [row["held_out"]["swapped"], row["unseen"]["swapped"]] == pytest.approx(swapped, abs=1e-3)
+    committed = json.loads((ROOT / "docs/measured/check_stories260K.json").read_text())
+    assert shape_of(row) == shape_of(committed["rows"]["t5"]) | {"put_back": shape_of(row["put_back"])}
+    capsys.readouterr()
+    script("check_calibration", tiny_checkpoints / "llama", *arguments)
+    assert f"| t5 | {row['held_out']['swapped']:.3f} |" in capsys.readouterr().out
 
 
 def test_decay(script, tiny_checkpoints):

@@ -235,7 +235,11 @@ def unsupported(name):
     return transformers.T5ForConditionalGeneration(config)
 
 
-SAID = {"diffllama": ("difference of two softmaxes",), "bert": ("it is an encoder",), "t5": ("`hf-posenc families` lists",)}
+SAID = {
+    "diffllama": ("difference of two softmaxes",),
+    "bert": ("it is an encoder",),
+    "t5": ("`hf-posenc families` lists",),
+}
 
 
 @pytest.mark.parametrize("scheme", available_schemes())

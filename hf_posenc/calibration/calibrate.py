@@ -21,6 +21,7 @@ from ..modes import evaluation
 from ..modules import PositionModule
 from ..patching.state import alone, patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
+from ..spelling import did_you_mean
 from .choose import NOISE, close, settle
 from .match import LOSSES, Matching, match, movable
 from .pair import Pair
@@ -243,7 +244,7 @@ def check_positive(**numbers: float) -> None:
 
 def _check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}{did_you_mean(value, choices)}")
 
 
 def _run(
