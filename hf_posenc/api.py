@@ -22,7 +22,7 @@ from .hub import CALIBRATION
 from .model_types.config import PosEncConfigMixin, config_class, register_models, stock_config
 from .model_types.entry import check_served, entry_of
 from .model_types.model import PosEncMixin, lacks_loss_type, model_class
-from .modules import PositionEmbedding, PositionModule, Shared
+from .modules import PositionEmbedding, PositionModule, owner_of
 from .patching.layers import MARKER
 from .patching.place import operate, seeded
 from .patching.plan import BaseModel, check_class_undone, check_forwards, make_plan
@@ -493,7 +493,7 @@ def which_engine(
         like.new_empty(()).expand(1, dims.num_key_value_heads, keys or length, size)
         for size in (dims.head_dim, dims.value_dim or dims.head_dim)
     )
-    module = attention.posenc.owner() if isinstance(attention.posenc, Shared) else attention.posenc
+    module = owner_of(attention.posenc)
     positions = Positions.causal(length, keys or length, device)
     if (window := attention.__dict__.get("posenc_window")) is not None:
         positions = positions.within(window)

@@ -17,7 +17,7 @@ from .errors import CheckpointError, NotPatchedError, UnsupportedModelError
 from .model_types.adapters import WHERE, check_adapter, name_base, read_adapter_config, require_same_base
 from .modules import PositionModule
 from .patching.plan import BaseModel
-from .patching.state import patch_of, without_adapter
+from .patching.state import adapted_parts, patch_of, without_adapter
 
 __all__ = ["check_adapter", "load_adapter", "lora_config", "name_base"]
 
@@ -53,10 +53,16 @@ def lora_config(
 
     Raises:
         NotPatchedError: if the model is not patched: adapt a stock model with `peft.LoraConfig`.
+        UnsupportedModelError: if the model has an adapter already.
     """
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: use peft.LoraConfig")
+    if without_adapter(model) is not model or adapted_parts(model):
+        raise UnsupportedModelError(
+            f"this {type(model).__name__} has an adapter, whose layers have other names: call lora_config before the "
+            "first adapter is added, and give that config to each"
+        )
     base = BaseModel.of(model)
     family, found = base.family, base.found
     projections = {

@@ -195,6 +195,16 @@ class Shared(nn.Module):
         return self.owner()(*args, **kwargs)
 
 
+def owner_of(module: Any) -> Any:
+    """Return the module that another one calls for it, where layers share one; itself otherwise.
+
+    Args:
+        module: of a layer; a wrapper that PEFT put around it hands attributes on.
+    """
+    owner = getattr(module, "owner", None)
+    return owner() if isinstance(owner, Reference) else module
+
+
 def parameter(*shape: int) -> nn.Parameter:
     """Return an uninitialised parameter of this shape, in torch's default dtype."""
     return nn.Parameter(torch.empty(*shape))

@@ -765,6 +765,14 @@ def test_adapters_and_dtypes():
         ({"tokens": windows().bool()}, "tokens must be integers .*, not .* of torch.bool"),
         ({"tokens": windows().numpy()}, "tokens must be integers .*, not a ndarray"),
         ({"tokens": ["a text", "another"]}, "tokens must be integers .*, not a list. From a text: tokenizer"),
+        ({"steps": 2.5}, "steps must be an integer, not 2.5"),
+        ({"batch_size": "4"}, "batch_size must be an integer, not '4'"),
+        ({"held_out": 2.5}, "held_out must be an integer, not 2.5"),
+        ({"closed_windows": 1e1}, "closed_windows must be an integer, not 10.0"),
+        ({"held_out": True}, "held_out must be an integer, not True"),
+        ({"seed": "a"}, "seed must be an integer, not 'a'"),
+        ({"lengths": "8"}, "lengths must be an integer, not '8'"),
+        ({"rate": "fast"}, "rate must be a number, not 'fast'"),
         ({"tokens": windows() + 97}, "tokens hold the id .*, and the model's vocabulary has the ids 0 to 96"),
         ({"tokens": -1 - windows()}, "tokens hold the id -97, and the model's vocabulary"),
         ({"judge": "me"}, "judge must be one of loss, attention, not 'me'"),
@@ -864,6 +872,22 @@ def test_models_that_cannot_be():
     model = patch_model(decoder("bloom"), "t5", seed=0)
     with pytest.raises(UnsupportedModelError, match="cannot be the base of a calibration"):
         calibrate(model, windows())
+    with pytest.raises(UnsupportedModelError, match="a PosEncLlamaModel predicts none"):
+        calibrate(patch_model(tiny("llama").model, "t5", seed=0), windows())
+    with pytest.raises(UnsupportedModelError, match="a LlamaModel predicts none"):
+        calibrate(patch_model(tiny("llama"), "t5", seed=0), windows(), base=tiny("llama").model)
+    with torch.inference_mode():
+        model = tiny("llama").double().float()
+    with pytest.raises(ValueError, match="take no gradients: make it outside"):
+        calibrate(patch_model(model, "t5", seed=0), windows())
+
+
+def test_tokens_of_either_integer_type():
+    found = []
+    for dtype in (torch.int32, torch.int64):
+        model = patch_model(tiny("llama"), "t5", seed=0)
+        found.append(calibrate(model, windows().to(dtype), steps=1).to_dict())
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -258,6 +258,32 @@ def test_an_adapter_holds_all_that_calibration_moved(scheme, written, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
+@pytest.mark.parametrize("put", ["wrapped", "inside"])
+@pytest.mark.parametrize("scheme", ["t5", "shaw", "alibi"])
+def test_an_adapter_that_saves_the_schemes_modules_by_name(scheme, put, written):
+    """Also one that transformers put inside the model, with no wrapper around: nothing else moves then."""
+    from peft import LoraConfig, get_peft_model
+
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["posenc"])
+    if put == "wrapped":
+        adapted = get_peft_model(model, config)
+    else:
+        model.add_adapter(config)
+        adapted = model
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in adapted.named_parameters()}
+    report = calibrate(adapted, written("llama"), steps=3, judge="attention", rate=1e-3)
+    assert report.kept == "attention"
+    now = dict(adapted.named_parameters())
+    moved = {name for name, (value, _) in before.items() if not now[name].equal(value)}
+    assert moved
+    assert all(before[name][1] for name in moved)
+    assert {name: p.requires_grad for name, p in now.items()} == {name: flag for name, (_, flag) in before.items()}
+    with pytest.raises(ValueError, match="have moved since it was patched"):
+        calibrate(adapted, written("llama"))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
 @pytest.mark.filterwarnings("ignore:.*scheme's parameters:UserWarning")
 def test_an_adapter_that_would_lose_the_scheme_is_refused(written):
     from peft import LoraConfig, get_peft_model

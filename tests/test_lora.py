@@ -79,6 +79,16 @@ def test_an_adapter_comes_back(case, family, tmp_path):
     assert hf_posenc.verify(merged).ok
 
 
+def test_a_config_is_made_before_the_first_adapter():
+    model = patched_model("t5", "llama")
+    config = lora_config(model, r=2)
+    wrapped = get_peft_model(model, config)
+    wrapped.add_adapter("second", config)
+    for adapted in (wrapped, wrapped.get_base_model()):
+        with pytest.raises(UnsupportedModelError, match="call lora_config before the first adapter is"):
+            lora_config(adapted)
+
+
 @matrix(case=SCHEMES, family=FAMILIES, strength=1, times=3)
 def test_what_is_trained(case, family):
     model = patched_model(case, family)

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..modes import evaluation
+from ..modules import owner_of
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule
 from ..upstream import NAME
 from . import probe
@@ -121,7 +122,7 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
         rows: list[Tensor] = []
 
         def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            owner = probe.owner_of(module)
+            owner = owner_of(module)
             query, scaling = args[0].query.double().mean((0, 2)), args[0].scaling
             length = query.norm(dim=-1, keepdim=True).clamp(min=1e-30)
             rows.append(_of_scores(owner, query, d, scaling, query / length**2 / scaling).cpu())

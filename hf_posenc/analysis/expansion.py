@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..modes import evaluation
+from ..modules import owner_of
 from ..schemes.sinusoidal import Waves
 from ..tracing import recorded
 from . import probe, vectors
@@ -377,13 +378,13 @@ def _one_set(model: PreTrainedModel, tokens: Tensor) -> Tensor | None:
 def _pairs(module: nn.Module, size: int) -> list[tuple[int, int]]:
     """Return which coordinates belong to one wave; neighbours where there are no waves."""
     count = size // 2
-    if _waves(module) and probe.owner_of(module).scheme.layout == "split":
+    if _waves(module) and owner_of(module).scheme.layout == "split":
         return [(k, k + size - count) for k in range(count)]
     return [(2 * k, 2 * k + 1) for k in range(count)]
 
 
 def _waves(module: nn.Module) -> bool:
-    return isinstance(probe.owner_of(module), Waves)
+    return isinstance(owner_of(module), Waves)
 
 
 def _diagonal(block: MixedHessian, own: Tensor, module: nn.Module) -> DiagonalTerm:

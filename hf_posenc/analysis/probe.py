@@ -17,7 +17,7 @@ from ..api import parse_schemes
 from ..call import Call
 from ..engines import dispatch
 from ..families.base import Resolved
-from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, Shared
+from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, owner_of
 from ..patching.place import NoEmbedding, seeded
 from ..patching.plan import BaseModel
 from ..patching.state import patch_of
@@ -68,11 +68,6 @@ def build(
                 module.reset_parameters()
     made = bench.modules[-1] if bench.modules else None
     return wanted, owner_of(made)
-
-
-def owner_of(module: Any) -> Any:
-    """Return the module that another one calls for it, where layers share one; itself otherwise."""
-    return module.owner() if isinstance(module, Shared) else module
 
 
 class _Bench:

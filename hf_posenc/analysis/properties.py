@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..api import parse_schemes
-from ..modules import WithoutPositions
+from ..modules import WithoutPositions, owner_of
 from ..patching.plan import BaseModel
 from ..patching.state import patch_of
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule, by_layer_type
@@ -221,7 +221,7 @@ def _of_model(model: PreTrainedModel, layer: int) -> _Subject:
     attention = base.found.attention_of.get(layer)
     if attention is None:
         raise ValueError(f"layer {layer} of this {label} has no attention; these have: {list(base.found.attention_of)}")
-    owner = probe.owner_of(attention._modules.get("posenc"))
+    owner = owner_of(attention._modules.get("posenc"))
     if isinstance(owner, ScoreModule) and not isinstance(owner, WithoutPositions):
         score = _scores(owner, base.sizes[layer])
         return _Subject(label, score, False, measures_distances=True, parameters=tuple(owner.parameters()))

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..errors import CheckpointError, NotPatchedError
 from ..hub import CALIBRATION
 from ..modes import evaluation
 from ..modules import PositionModule
-from ..patching.state import alone, patch_of, without_adapter
+from ..patching.state import adapted_parts, alone, patch_of, without_adapter
 from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
 from ..spelling import did_you_mean
 from .choose import NOISE, close, settle
@@ -27,7 +28,7 @@ from .match import LOSSES, Matching, match, movable
 from .pair import Pair
 from .report import NOTHING, Calibration, HeldOutLoss, LayerFit
 from .state import FirstStage, StateFile, digest_of, digest_of_tokens
-from .teacher import check_base, check_tokens
+from .teacher import check_base, check_head, check_tokens
 
 STAGES = ("closed_form", "attention")
 WEIGHTS = ("scheme", "query_key", "adapter")
@@ -128,11 +129,11 @@ def calibrate(
         "save_every": save_every,
     }
     how = second_stage(stage, **{name: value for name, value in given.items() if value is not None})
-    check_positive(closed_windows=closed_windows, held_out=held_out)
+    check_counts(closed_windows=closed_windows, held_out=held_out)
     _check_one_of("judge", judge, JUDGES)
     check_unwrapped(model, "calibrate the model")
     inner = without_adapter(model)
-    patch, adapted = patch_of(inner), inner is not model
+    patch, adapted = patch_of(inner), inner is not model or bool(adapted_parts(inner))
     if patch is None:
         raise NotPatchedError(f"this {type(inner).__name__} is not patched: there is nothing to calibrate")
     if torch.is_inference_mode_enabled():
@@ -141,10 +142,15 @@ def calibrate(
         how = _for_adapter(inner, how, weights)
     check_in_place(inner, "calibrate the model")
     check_unquantized(inner, "calibrate the model")
+    check_head(inner)
+    if any(p.is_inference() for p in inner.parameters()):
+        raise ValueError(
+            "weights of this model were made under torch.inference_mode(), and take no gradients: make it outside"
+        )
     check_tokens(tokens, inner, held_out)
     if how is not None:
         check_lengths(how.lengths, tokens.shape[1])
-    check_base(model, inner, patch, base)
+    check_base(inner, patch, base)
     exact = torch.autocast(next(inner.parameters()).device.type, enabled=False)
     with alone(inner, "calibrate the model"), evaluation(inner), torch.enable_grad(), exact:
         pair = Pair(inner, patch, base, tokens, held_out, own_weights=not adapted)
@@ -212,8 +218,9 @@ def second_stage(stage: str, **given: Any) -> Matching | None:
     _check_one_of("weights", how.weights, WEIGHTS)
     if how.loss is not None:
         _check_one_of("loss", how.loss, tuple(LOSSES))
-    counts = {"steps": how.steps, "batch_size": how.batch_size, "save_every": how.save_every}
-    check_positive(**counts, rate=how.rate, weight_rate=how.weight_rate)
+    check_counts(steps=how.steps, batch_size=how.batch_size, save_every=how.save_every)
+    check_positive(rate=how.rate, weight_rate=how.weight_rate)
+    check_integers(seed=how.seed)
     if how.lengths is not None and not 0 < len(how.lengths) <= how.steps:
         raise ValueError(f"{how.steps} steps cannot be divided among the {len(how.lengths)} lengths {how.lengths}")
     return how
@@ -222,6 +229,7 @@ def second_stage(stage: str, **given: Any) -> Matching | None:
 def check_lengths(lengths: tuple[int, ...] | None, whole: int) -> None:
     """Check that windows of `whole` tokens can be cut into windows of each length; a ValueError says which cannot."""
     for length in lengths or ():
+        check_integers(lengths=length)
         if length < 2 or whole % length:
             raise ValueError(
                 f"windows of {whole} tokens cannot be cut into windows of {length}: lengths must divide {whole}"
@@ -235,10 +243,25 @@ def ignored(stage: str, weights: str) -> tuple[str, ...]:
     return ("weight_rate",) if weights == "scheme" else ()
 
 
-def check_positive(**numbers: float) -> None:
+def check_integers(**numbers: Any) -> None:
+    """Check that numbers, by name, are integers; a ValueError says which is not."""
+    for name, number in numbers.items():
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise ValueError(f"{name} must be an integer, not {number!r}")
+
+
+def check_counts(**numbers: Any) -> None:
+    """Check that numbers, by name, are positive integers; a ValueError says which is not."""
+    check_integers(**numbers)
+    check_positive(**numbers)
+
+
+def check_positive(**numbers: Any) -> None:
     """Check that numbers, by name, are positive and finite; a ValueError says which is not."""
     for name, number in numbers.items():
-        if not 0 < number < math.inf:
+        if not isinstance(number, Real):
+            raise ValueError(f"{name} must be a number, not {number!r}")
+        if not 0 < float(number) < math.inf:
             raise ValueError(f"{name} must be positive, not {number}")
 
 

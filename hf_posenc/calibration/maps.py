@@ -19,7 +19,7 @@ from ..call import Call
 from ..engines.chunked import cut
 from ..errors import UnsupportedModelError
 from ..forms import Content
-from ..modules import Shared, WithoutPositions
+from ..modules import WithoutPositions, owner_of
 from ..patching.plan import BaseModel
 from ..patching.state import patch_of
 from ..patching.undo import Undo, set_attribute, set_module
@@ -115,12 +115,8 @@ class _Arrived(BaseException):
         self.what = what
 
 
-def _owner(module: nn.Module) -> Any:
-    return module.owner() if isinstance(module, Shared) else module
-
-
 def _complete(module: nn.Module, call: Call) -> Call:
-    owner = _owner(module)
+    owner = owner_of(module)
     return replace(call, module=owner, form=owner.form(call.query))
 
 

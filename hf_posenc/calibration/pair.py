@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..call import Call
 from ..forms import Factors
 from ..modes import evaluation
-from ..modules import Shared
+from ..modules import owner_of
 from ..patching.place import NoEmbedding
 from ..patching.plan import BaseModel
 from ..patching.state import Patch
@@ -78,7 +78,7 @@ class Pair:
         """
         self.model, self.patch, self.other = model, patch, base
         self.plan = BaseModel.of(model)
-        tokens = tokens.to(next(self.plan.found.token_embedding.parameters()).device)
+        tokens = tokens.to(next(self.plan.found.token_embedding.parameters()).device, torch.int64)
         self.train, self.held = tokens[:-held], tokens[-held:]
         self.at_once = max(1, TOKENS // tokens.shape[1])
         named = {layer for scheme in patch.schemes for layer in self.plan.layers_of(scheme)}
@@ -317,8 +317,7 @@ class Pair:
     def _owner(self, index: int) -> Any:
         """Return the module that has a layer's scores, or None."""
         attention: Any = self.plan.found.attention_of[index]
-        placed = attention._modules.get("posenc")
-        return placed.owner() if isinstance(placed, Shared) else placed
+        return owner_of(attention._modules.get("posenc"))
 
     def _reaching_scores(self) -> list[nn.Parameter]:
         """Return the parameters of the layers' attentions that reach their scores, each once."""

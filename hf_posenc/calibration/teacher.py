@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import NotPatchedError
+from ..errors import NotPatchedError, UnsupportedModelError
 from ..families.base import base_model_type
 from ..patching.plan import BaseModel
-from ..patching.state import Patch
+from ..patching.state import Patch, adapted_parts
 from ..patching.weights import have_moved
 from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
 
@@ -51,12 +50,20 @@ def check_tokens(tokens: Any, model: PreTrainedModel, held_out: int) -> None:
         )
 
 
-def check_base(model: Any, inner: PreTrainedModel, patch: Patch, base: Any) -> None:
+def check_head(model: PreTrainedModel) -> None:
+    """Raise an UnsupportedModelError unless a model predicts tokens."""
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"calibrate measures the loss of the next token, and a {type(model).__name__} predicts none: give a "
+            "causal language model, with its head"
+        )
+
+
+def check_base(inner: PreTrainedModel, patch: Patch, base: Any) -> None:
     """Check whom a calibration is to follow.
 
     Args:
-        model: patched, with its adapter if it has one.
-        inner: the same without.
+        inner: patched, with an adapter's layers inside it if it has one.
         patch: what is known of it.
         base: another model, or None for what the model was.
 
@@ -69,7 +76,7 @@ def check_base(model: Any, inner: PreTrainedModel, patch: Patch, base: Any) -> N
     if base is None:
         if patch.undo is None:
             raise NotPatchedError(f"this model was loaded patched, which does not hold the stock positions: {GIVE}")
-        if have_moved(inner, patch.samples) or (isinstance(model, PeftModel) and _adapter_acts(model, inner, patch)):
+        if have_moved(inner, patch.samples) or _adapter_acts(inner, patch):
             raise ValueError(
                 "weights of this model have moved since it was patched, by a calibration or in training, so that it is "
                 f"no longer the base it was: {GIVE}"
@@ -88,6 +95,7 @@ def check_base(model: Any, inner: PreTrainedModel, patch: Patch, base: Any) -> N
             "base is the model that is calibrated, or shares weights with it: patch_model works in place. Leave base "
             "out, or load the stock checkpoint once more"
         )
+    check_head(base)
     if different := _differences(inner, base):
         raise ValueError(f"base is no base of this model: {'; '.join(different)}")
 
@@ -109,17 +117,23 @@ def _differences(model: PreTrainedModel, base: PreTrainedModel) -> list[str]:
 
 
 @torch.no_grad()
-def _adapter_acts(model: PeftModel, inner: PreTrainedModel, patch: Patch) -> bool:
+def _adapter_acts(inner: PreTrainedModel, patch: Patch) -> bool:
     """Return whether an adapter changes what the model was before it was patched: one that was trained does."""
     assert patch.undo is not None
+    active = [part for part in adapted_parts(inner) if not part.disable_adapters]
+    if not active:
+        return False
     tokens = torch.arange(min(16, inner.get_input_embeddings().weight.shape[0]), device=inner.device)[None]
-    flags = [(p, p.requires_grad) for p in model.parameters()]
+    flags = [(p, p.requires_grad) for p in inner.parameters()]
     try:
         with patch.undo.suspended():
             with_adapter = inner(tokens, use_cache=False).logits
-            with model.disable_adapter():
-                without = inner(tokens, use_cache=False).logits
+            for part in active:
+                part.enable_adapters(False)
+            without = inner(tokens, use_cache=False).logits
     finally:
+        for part in active:
+            part.enable_adapters(True)
         for p, flag in flags:
             p.requires_grad_(flag)
     return bool((with_adapter - without).norm() > ACTS * without.norm())

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peft import PeftMixedModel, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from ..errors import UnsupportedModelError
@@ -62,6 +64,11 @@ def without_adapter(model: Any) -> Any:
     if isinstance(model, PeftMixedModel):
         return model.base_model.model
     return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def adapted_parts(model: nn.Module) -> list[Any]:
+    """Return the modules that PEFT has put inside a model, also without a wrapper around it (`model.add_adapter`)."""
+    return [module for module in model.modules() if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper))]
 
 
 @contextmanager
