@@ -275,8 +275,9 @@ def _(folder):
     def whole(**options):
         return set(hf_posenc.lora_config(model, **options).modules_to_save or ())
 
-    everything = whole()
-    assert all(whole(**{name: False}) < everything for name in ("norms", "embeddings", "positions"))
+    everything = whole(embeddings=True)
+    assert all(whole(**{"embeddings": True, name: False}) < everything for name in ("norms", "embeddings", "positions"))
+    assert whole() == whole(embeddings=False)  # LLaMA has no table of positions at its input
     assert hf_posenc.lora_config(model, r=3).r == 3
     assert "mlp" in whole(modules_to_save=["mlp"])
     refuses(TypeError, hf_posenc.lora_config, model, rank=3)

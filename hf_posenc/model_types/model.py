@@ -70,7 +70,7 @@ class PosEncMixin:
         try:
             super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            if read is None or isinstance(error, HfPosencError):
+            if read is None or args or kwargs or isinstance(error, HfPosencError):  # not, or not only, of a checkpoint
                 raise
             raise CheckpointError(
                 f"hf_posenc: config.json of {config.model_type!r} makes no {type(self).__name__}: "
