@@ -32,7 +32,7 @@ def logits(model):
 def recovered(model, expected, base=None):
     """Calibrate, and hold that the attention and the logits are the base's, and were not before."""
     assert (logits(model) - expected).norm() > 0.02 * expected.norm()
-    report = calibrate(model, windows(), stage="closed_form", base=base)
+    report = calibrate(model, windows(), stage="closed_form", base=base, judge="attention")
     assert all(each.before.mean() > 1e-3 for each in report.layers)
     assert max(each.closed.max() for each in report.layers) <= 1e-10  # KL, the square of what scores are off by
     assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()

@@ -15,7 +15,7 @@ from families import tiny, tokens
 import hf_posenc
 from hf_posenc import analysis
 from hf_posenc.analysis import plots, probe
-from hf_posenc.calibration import Calibration, LayerFit
+from hf_posenc.calibration import Calibration, HeldOutLoss, LayerFit
 from hf_posenc.cli import main
 
 pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
@@ -74,7 +74,8 @@ def fit(index, curve, *, multiplies=False):
 
 
 CURVE = torch.tensor([[3.0, 2.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
-REPORT = Calibration("some", (fit(1, CURVE), fit(4, CURVE, multiplies=True), fit(5, None)), 1000)
+LOSSES = HeldOutLoss(1.0, 3.0, 2.0, 1.5)
+REPORT = Calibration("some", (fit(1, CURVE), fit(4, CURVE, multiplies=True), fit(5, None)), 1000, LOSSES, "attention")
 FIGURES = dict(figures())
 
 

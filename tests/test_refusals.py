@@ -238,7 +238,7 @@ def unsupported(name):
 SAID = {
     "diffllama": ("difference of two softmaxes",),
     "bert": ("it is an encoder",),
-    "t5": ("`hf-posenc families` lists",),
+    "t5": ("it is an encoder-decoder",),
 }
 
 

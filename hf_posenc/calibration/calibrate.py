@@ -390,21 +390,25 @@ def _second_stage(
             match(pair, moved, how, trial, state, stepped)
         settle(pair, windows)
         loss = pair.loss()
+        best = min(found.losses["swapped"], found.losses["closed_form"])
         try:
             after = pair.divergence()
-            if judge == "loss":
-                worse = loss > min(found.losses["swapped"], found.losses["closed_form"]) + NOISE
-            else:
-                ended, began = (sum(each.sum() for each in part.values()) for part in (after, found.closed))
-                worse = trial == "attention" and bool(ended > began)
+            ended, began = (sum(each.sum() for each in part.values()) for part in (after, found.closed))
+            closer = loss <= best if trial == "outputs" else bool(ended <= began)
         except ValueError:  # the steps have run off to infinity
-            worse = True
-        if not worse:
+            loss, closer = math.inf, False
+        if judge == "attention":
+            keep = closer if trial == "attention" else math.isfinite(loss)
+        else:
+            keep = loss < best - NOISE or (loss <= best + NOISE and closer)
+        if keep:
             return trial, after, loss
         put_back[trial] = loss
         with torch.no_grad():
             for p, value in zip((p for part in moved for p in part), found.parameters, strict=True):
                 p.copy_(value)
+        if loss <= best + NOISE:  # nothing was lost that another trial could win
+            break
     return "closed_form", found.closed, found.losses["closed_form"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from textwrap import fill
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,9 @@ from .choose import CANDIDATES
 
 NOTHING = "nothing"
 """What is kept where nothing predicted better than the plain swap."""
+
+WIDTH = 88
+"""Columns of the printed report."""
 
 CLOSER = 0.9
 """Share of a divergence that is worth patching again for."""
@@ -136,7 +140,7 @@ class Calibration:
         found = []
         if self.put_back:
             tried = ", ".join(f"{TRIED[name]} ({loss:.3f} nats)" for name, loss in self.put_back.items())
-            why = "the held-out loss rose" if self.judge == "loss" else "attention came no closer"
+            why = "it predicted no better" if self.judge == "loss" else "attention came no closer"
             found.append(f"Taken back, because {why}: {tried}.")
         if self.kept == NOTHING:
             found.append("Nothing predicted better than the plain swap: the model is as it was.")
@@ -152,7 +156,7 @@ class Calibration:
         """Return the losses, then a table: KL divergence from the base's attention, the mean over heads, in nats."""
         lines = [
             f"{self.scheme}: calibrated with {self.tokens:,} tokens; kept: {self.kept.replace('_', ' ')}",
-            f"  held-out loss in nats per token: {self.held_out_loss}",
+            f"  held-out loss (nats): {self.held_out_loss}",
             "  divergence of the attention from the base's, in nats per query:",
             "  layer     before  closed form      after  heads by closed form",
         ]
@@ -160,4 +164,5 @@ class Calibration:
             said = ", ".join(f"{each.chosen.count(name)} {name}" for name in CANDIDATES if name in each.chosen)
             numbers = "  ".join(f"{part.mean().item():>9.4f}" for part in (each.before, each.closed, each.after))
             lines.append(f"  {each.index:>5}  {numbers}  {said}")
-        return "\n".join([*lines, *(f"  {remark}" for remark in self.remarks())])
+        indented = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
+        return "\n".join([*lines, *(fill(remark, WIDTH, **indented) for remark in self.remarks())])
