@@ -51,6 +51,38 @@ def test_what_needs_the_weights_is_refused(packed, tmp_path):
         hf_posenc.calibrate(model, torch.randint(97, (40, 16)))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.ao, for which torchao stands in by now
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore:is_gradient_checkpointing:FutureWarning")
+def test_dynamic_quantisation_is_refused_where_weights_are_needed(tmp_path):
+    """torch.ao keeps weights in objects that are no parameters."""
+
+    def quantised(model):
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+    windows = torch.randint(97, (12, 16))
+    model = quantised(hf_posenc.patch_model(tiny("llama"), "t5", seed=0))
+    with pytest.raises(UnsupportedModelError, match=r"quantised .*: calibrate the model before that"):
+        hf_posenc.calibrate(model, windows)
+    with pytest.raises(UnsupportedModelError, match=r"quantised .*: take it as the base before that"):
+        hf_posenc.calibrate(hf_posenc.patch_model(tiny("llama"), "t5", seed=0), windows, base=quantised(tiny("llama")))
+    with pytest.raises(UnsupportedModelError, match=r"quantised in place .*: save it before that"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_what_was_quantised_in_place_is_not_saved(tmp_path):
+    """quanto's tensors would be written under names that no model finds; torchao's cannot be written."""
+    model = hf_posenc.patch_model(tiny("llama"), "rope")
+    projection = model.model.layers[1].self_attn.q_proj
+    projection.weight = a_class(projection.weight)
+    with pytest.raises(
+        UnsupportedModelError, match=r"in place \(model\.layers\.1\.self_attn\.q_proj\.weight is packed"
+    ):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_what_transformers_calls_quantised_is_refused():
     """Some formats keep their weights in buffers, under names of their own."""
     model = hf_posenc.patch_model(tiny("llama"), "t5", seed=0)

@@ -28,7 +28,7 @@ from ..patching.place import operate
 from ..patching.plan import decoder_of, make_plan, needs_own_attention
 from ..patching.state import Patch, patch_of
 from ..patching.undo import Undo
-from ..patching.wrappers import gathered, is_spread
+from ..patching.wrappers import gathered, is_spread, packed_in_place
 from ..registry import family_for, supported_model_types
 from ..schemes.base import Scheme
 from ..upstream import NAME
@@ -225,8 +225,8 @@ class PosEncMixin:
 
         Raises:
             UnsupportedModelError: if what would be saved could not be loaded again. Layers were added, changed or
-                removed since the model was patched; FSDP or ZeRO-3 has spread the parameters and no `state_dict` is
-                given; or the `state_dict` lacks tensors of this model, or has others.
+                removed since the model was patched; weights were quantised in place; FSDP or ZeRO-3 has spread the
+                parameters and no `state_dict` is given; or the `state_dict` lacks tensors of this model, or has others.
         """
         self._check_layers()
         directory = Path(save_directory)
@@ -251,6 +251,12 @@ class PosEncMixin:
                 "torch.compile(module) has put a wrapper around a part of this model and renamed its weights, which no "
                 "model would find when loading: compile in place (module.compile()), or save accelerate's "
                 "unwrap_model(model, keep_torch_compile=False)"
+            )
+        packed = packed_in_place(self) if getattr(self, "hf_quantizer", None) is None else None
+        if state is None and packed is not None:
+            raise UnsupportedModelError(
+                f"this model was quantised in place ({packed} is packed), and what is saved could not be loaded: save "
+                "it before that, and load it with hf_posenc.from_pretrained(..., quantization_config=...)"
             )
         if state is not None:
             self._check_state(state, directory)

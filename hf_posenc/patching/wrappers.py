@@ -87,9 +87,9 @@ def check_unquantized(model: nn.Module, action: str) -> None:
 
     Raises:
         UnsupportedModelError: for a model that was quantised, by transformers (bitsandbytes, GPTQ and all others) or in
-            place (torchao).
+            place (torchao, torch.ao).
     """
-    packed = next((name for name, weight in model.named_parameters() if is_packed(weight)), None)
+    packed = next((name for name, weight in model.named_parameters() if is_packed(weight)), packed_in_place(model))
     if packed is None and not getattr(model, "is_quantized", False):
         return
     where = "" if packed is None else f" ({packed} is one that is packed)"
@@ -102,8 +102,19 @@ def check_unquantized(model: nn.Module, action: str) -> None:
 def is_packed(weight: nn.Parameter) -> bool:
     """Return whether a weight is kept as integers, in 8 bits, or by a tensor class that stands for another one."""
     kept = weight.detach()
-    plain = type(kept) in (torch.Tensor, nn.Parameter, DTensor)
-    return not plain or not kept.is_floating_point() or kept.element_size() < 2
+    return not _is_plain(kept) or not kept.is_floating_point() or kept.element_size() < 2
+
+
+def packed_in_place(model: nn.Module) -> str | None:
+    """Return the name of a weight that torchao, quanto or torch.ao has replaced in a live model, or None."""
+    for name, weight in model.named_parameters():
+        if not _is_plain(weight.detach()):
+            return name
+    return next((name for name, module in model.named_modules() if hasattr(module, "_packed_params")), None)
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    return type(weight) in (torch.Tensor, nn.Parameter, DTensor)
 
 
 def _single(hook: Any) -> list[Any]:
