@@ -155,7 +155,7 @@ def test_scheme_pictures_are_the_numbers():
 
     curve = analysis.decay("alibi", 10)
     drawn = plots.bias_maps(curve)
-    assert drawn.axes[-1].get_ylabel().endswith("logarithmic scale beyond ±0.045")  # a hundredth of 9 / 2
+    assert drawn.axes[-1].get_ylabel().endswith("logarithmic beyond ±0.045")  # a hundredth of 9 / 2
     panels = drawn.axes[:8]
     for head, axes in enumerate(panels):
         shown = axes.images[0].get_array()
@@ -268,7 +268,7 @@ def test_calibration_shows_curves_and_divergences():
 
 
 def test_calibration_of_many_layers_has_a_panel_for_each():
-    many = Calibration("some", tuple(fit(index, None) for index in range(33)), 1000)
+    many = Calibration("some", tuple(fit(index, None) for index in range(33)), 1000, LOSSES, "attention")
     figure = plots.calibration(many)
     shown = [axes.get_ylabel().splitlines()[0] for axes in figure.axes if axes.get_visible()]
     assert sorted(label for label in shown if label.startswith("layer")) == sorted(f"layer {n}" for n in range(33))
@@ -437,7 +437,7 @@ def test_wrong_commands(arguments, message, tmp_path, monkeypatch, capsys):
     [
         (lambda: plots.perplexity_by_length({"base": []}), "nothing to draw"),
         (lambda: plots.loss_by_position({"base": [(4, 4, 1.0)]}), "last position"),
-        (lambda: plots.calibration(Calibration("some", (), 0)), "nothing to draw"),
+        (lambda: plots.calibration(Calibration("some", (), 0, LOSSES, "nothing")), "nothing to draw"),
         (lambda: plots.retrieval_heat_map([*CELLS, CELLS[0]]), "two cells"),
         (lambda: plots.save(FIGURES["loss"](), "figure.bmp"), "png, svg, pdf"),
     ],

@@ -668,8 +668,8 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     [
         ("albi", "alibi, cope, da_transformer"),
         ("alibi+magic", "+magic is none of +trainable, +uncalibrated, +distill, +transfer"),
-        ("rope-ntk", "scalings are rope-linear, rope-dynamic, rope-yarn"),
-        ("alibi-yarn", "scalings are"),
+        ("rope-ntk", "transformer_xl, rope-linear, rope-dynamic, rope-yarn. Did you mean rope-yarn?"),
+        ("alibi-yarn", "unknown 'alibi-yarn'; choose from unpatched, alibi"),
         ("alibi+transfer", "+transfer is for the first of --recovery-steps: say how many there are"),
     ],
 )

@@ -164,5 +164,5 @@ class Calibration:
             said = ", ".join(f"{each.chosen.count(name)} {name}" for name in CANDIDATES if name in each.chosen)
             numbers = "  ".join(f"{part.mean().item():>9.4f}" for part in (each.before, each.closed, each.after))
             lines.append(f"  {each.index:>5}  {numbers}  {said}")
-        indented = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
-        return "\n".join([*lines, *(fill(remark, WIDTH, **indented) for remark in self.remarks())])
+        folded = [fill(each, WIDTH, initial_indent="  ", subsequent_indent="    ") for each in self.remarks()]
+        return "\n".join([*lines, *folded])
