@@ -80,8 +80,8 @@ class Positions:
         query_segment: (B|1, Q) document number of packed sequences.
         key_segment: (B|1, L) likewise; keys of another segment are invisible.
         window: (B|1, 1) a key is visible while its index is less than `window` behind the query's.
-        query_resumed: (B|1, Q) what `generate` counts where it goes on after padding, 1 at the first token behind it;
-            elsewhere the position.
+        query_resumed: (B|1, Q) what `generate` counts where it goes on after padding: 1 at the first token behind the
+            last padding. Before that padding, the position.
     """
 
     query_positions: Tensor

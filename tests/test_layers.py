@@ -140,7 +140,7 @@ def test_layers_that_were_compiled_one_by_one_before(case, way, tmp_path):
         if way == "wrapped":
             model.model.layers[index] = torch.compile(layer, backend="eager")
         else:
-            layer.compile(backend="eager")
+            layer.compile(backend="eager", fullgraph=True)
     logits(model)  # compiled without the scheme
     patch_model(model, scheme, seed=0, **hyperparameters)
     assert_same(logits(model), logits(patch_model(tiny("llama"), scheme, seed=0, **hyperparameters)))

@@ -474,6 +474,7 @@ def test_any_layer_refuses_them_once_per_forward(layer):
 RESUMED = {  # mask, what generate counts, positions
     "right-padded": ([1, 1, 1, 0, 0, 1, 1], [0, 1, 2, 0, 0, 1, 2], [0, 1, 2, 2, 2, 3, 4]),
     "holes": ([0, 1, 1, 0, 1, 1, 1], [0, 0, 1, 0, 2, 3, 4], [-1, 0, 1, 1, 2, 3, 4]),
+    "holes, right-padded": ([1, 1, 0, 1, 1, 0, 1], [0, 1, 0, 2, 3, 0, 1], [0, 1, 1, 2, 3, 3, 4]),
 }
 
 

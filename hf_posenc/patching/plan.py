@@ -34,6 +34,10 @@ TAKE_OFF = (
 )
 
 
+_STANCE = threading.RLock()
+"""Held while the stance of torch.compile is changed: all threads share it, and each puts back what it found."""
+
+
 @dataclass(frozen=True)
 class BaseModel:
     """A live model as its family describes it; what a placement may ask of it, see `hf_posenc.placement.Base`.
@@ -269,7 +273,8 @@ class BaseModel:
         """Return the hidden states that enter the first layer: many families scale their embeddings on the way.
 
         A forward pass of the decoder stops at the first layer, which stays in its place: transformers may install
-        hooks in this pass that record outputs, once and for all, on the layers that it finds.
+        hooks in this pass that record outputs, once and for all, on the layers that it finds. What the caller has
+        compiled runs as it was written: torch.compile cannot trace the hook, and would compile for this pass alone.
         """
         decoder: Any = self.found.decoder
         looking = {threading.get_ident()}
@@ -280,7 +285,8 @@ class BaseModel:
 
         hook = self.found.layers[0].register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
         try:
-            with evaluation(decoder), torch.no_grad():  # dropout would change their size
+            # Without dropout, which would change their size.
+            with evaluation(decoder), torch.no_grad(), _STANCE, torch.compiler.set_stance("force_eager"):
                 decoder.forward(input_ids=self._sample()[:, None], use_cache=False)
         except _Entered as entered:
             return entered.hidden_states

@@ -190,8 +190,9 @@ def position_channel(
         seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         counted = seen.cumsum(-1) - 1  # padding takes no position
         slots = torch.arange(seen.shape[-1], device=seen.device)
-        since = slots - torch.where(seen, -1, slots).cummax(-1).values  # tokens since the last padding
-        resumed = torch.where(since <= counted, since, counted)  # if there are others before that padding
+        padding = torch.where(seen, -1, slots).cummax(-1).values  # the last slot of it up to each
+        since = slots - torch.where(seen, padding, -1).amax(-1, keepdim=True)  # the last padding that a token follows
+        resumed = torch.where((since > 0) & (since <= counted), since, counted)  # if there are tokens before it, too
 
         def at(table: Tensor, index: Tensor) -> Tensor:
             return table.gather(-1, index.clamp(max=table.shape[-1] - 1).expand(table.shape[0], -1))
