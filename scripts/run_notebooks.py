@@ -53,8 +53,11 @@ def main() -> None:
     """Command line."""
     names = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
     parser = argparse.ArgumentParser(description="Run the notebooks in docs/notebooks and keep their outputs.")
-    parser.add_argument("names", nargs="*", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    for name in parser.parse_args().names:
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(names))
+    given = parser.parse_args().names
+    if unknown := sorted(set(given) - set(names)):
+        parser.error(f"there is no notebook {', '.join(unknown)}; choose from {', '.join(names)}")
+    for name in given or names:
         path = FOLDER / f"{name}.ipynb"
         path.write_text(text(executed(path)), encoding="utf-8")
         print(path.relative_to(ROOT))

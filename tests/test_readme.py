@@ -214,7 +214,9 @@ LINKED = [
 def test_commands_and_links_lead_to_files(page):
     text = page.read_text(encoding="utf-8")
     links = {page.parent / path for path in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", text)}
-    files = {ROOT / path for path in re.findall(r"(?<!\w/)\b(?:scripts|recipes|docs)/[\w/]+\.(?:sh|py|yaml|md)\b", text)}
+    files = {
+        ROOT / path for path in re.findall(r"(?<!\w/)\b(?:scripts|recipes|docs)/[\w/]+\.(?:sh|py|yaml|md)\b", text)
+    }
     assert [str(path) for path in sorted(links | files) if not path.exists()] == []
 
 

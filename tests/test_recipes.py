@@ -99,6 +99,8 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
 
     printed = capsys.readouterr().out
     assert "the model before cannot run there: its table ends at 32 positions" in printed
+    for name in ("before", "training", "after"):
+        assert f"  That took {written['seconds'][name]:.1f} s. Most memory so far: " in printed
     assert f"{written['after'][1]['sliding']['perplexity']:.3f}" in printed
     assert str(output / "model") in printed
     assert str(output / "report.html") in printed

@@ -3,14 +3,15 @@
 extend_context.py makes one, compare_schemes.py one for each of its variants and seeds.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
@@ -91,6 +92,15 @@ class Sweep:
     text: Text
     identity: dict[str, Any]
     before: list[dict[str, Any]] | None = None
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str, accelerator: Accelerator) -> Iterator[None]:
+    """Context manager: `seconds[name]` is the time spent inside, and a line says that and the memory."""
+    with stopwatch(seconds, name):
+        yield
+    memory = training.peak_memory(accelerator) / 2**30
+    accelerator.print(f"  That took {seconds[name]:.1f} s. Most memory so far: {memory:.2f} GiB.")
 
 
 def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
@@ -180,7 +190,7 @@ def steps(arguments: Arguments, sweep: Sweep | None, held: ExitStack) -> dict[st
             say(f"Training the embedded base: {count(model):,} weights, context {model.config.n_positions}")
             set_seed(arguments.base_seed)
             model = byte_model(tokenizer).to(accelerator.device)
-            with stopwatch(seconds, "base"):
+            with timed(seconds, "base", accelerator):
                 tokens = stream(text.train).tokens
                 train_base(model, tokens, steps=arguments.base_steps, progress=accelerator.is_main_process)
             models.save_stock(accelerator, model, tokenizer, output / "base")
@@ -194,7 +204,7 @@ def steps(arguments: Arguments, sweep: Sweep | None, held: ExitStack) -> dict[st
         results["before"] = sweep.before
     if "before" not in results:
         say(f"Measuring {arguments.model or 'the embedded base'} as it is")
-        with stopwatch(seconds, "before"):
+        with timed(seconds, "before", accelerator):
             results["before"], results["retrieval_before"] = measure_model(model, text.held_out, arguments, accelerator)
     run_folder.begin(accelerator, output, results, anew=False)
     set_seed(arguments.seed)  # whatever was made before, and whatever was there already
@@ -223,7 +233,7 @@ def steps(arguments: Arguments, sweep: Sweep | None, held: ExitStack) -> dict[st
         calibrating.write_down(model, results["calibration"])
     else:
         say(f"Calibrating with {windows.numel():,} tokens of the training text; closed forms come first")
-        with stopwatch(seconds, "calibration"):
+        with timed(seconds, "calibration", accelerator):
             results["calibration"] = calibrating.calibrate(
                 accelerator,
                 model,
@@ -253,7 +263,7 @@ def steps(arguments: Arguments, sweep: Sweep | None, held: ExitStack) -> dict[st
     for phase in plan:
         per_step = training.tokens_per_step(phase, arguments, accelerator)
         say(f"Fine-tuning: {phase.steps} steps of {per_step:,} tokens at length {phase.length}")
-    with stopwatch(seconds, "training"):
+    with timed(seconds, "training", accelerator):
         wrapped, results["training"] = training.fine_tune(
             accelerator,
             model,
@@ -269,7 +279,7 @@ def steps(arguments: Arguments, sweep: Sweep | None, held: ExitStack) -> dict[st
     model = accelerator.unwrap_model(wrapped)
 
     say("Measuring the model after fine-tuning")
-    with stopwatch(seconds, "after"):
+    with timed(seconds, "after", accelerator):
         results["after"], results["retrieval_after"] = measure_model(model, text.held_out, arguments, accelerator)
     models.save(accelerator, wrapped, tokenizer, output)
     if accelerator.is_main_process:
