@@ -83,7 +83,9 @@ class Run:
         if self.recipe == "calibrate":
             assert json.loads((self.folder / f"{output.name}.json").read_text()) == found
             tensors = sorted(load_file(output / "model.safetensors").items())  # its header says which save it is of
-            return found, hashlib.sha256(b"".join(each.numpy().tobytes() for _, each in tensors)).hexdigest()
+            return found, hashlib.sha256(
+                b"".join(each.view(-1).view(torch.uint8).numpy().tobytes() for _, each in tensors)
+            ).hexdigest()
         paths = sorted(output.rglob("results.json")) if self.recipe != "evaluate" else [output / "a.json"]
         results = [json.loads(path.read_text()) for path in paths]
         keys = ("before", "retrieval_before", "after", "retrieval_after", "measured", "retrieval")
@@ -413,7 +415,7 @@ ROWS = {
         "steps": numbers(steps=3),
         "rate": numbers(rate=0.5),
         "weight_rate": numbers(weight_rate=0.5),
-        "judge": numbers(judge="attention"),
+        "judge": refused("--judge must be one of loss, attention", judge="me"),
         "loss": numbers(loss="outputs"),
         "step_lengths": numbers(step_lengths="4 8"),
         "seed": numbers(seed=5),
@@ -434,7 +436,7 @@ def run(request, recipes, tiny_checkpoints, text, monkeypatch, capsys):
         AcceleratorState._reset_state(reset_partial_state=True)
 
     for name in ("calibrate", "choose"):  # random weights predict nothing that could judge a calibration
-        monkeypatch.setattr(f"hf_posenc.calibration.{name}.NOISE", math.inf)
+        monkeypatch.setattr(importlib.import_module(f"hf_posenc.calibration.{name}"), "NOISE", math.inf)
     made = Run(request.param, tiny_checkpoints, text, monkeypatch, capsys)
     main = made.module().main
     monkeypatch.setattr(made.module(), "main", lambda words: (fresh(), main(words))[1])
