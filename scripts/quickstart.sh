@@ -84,7 +84,7 @@ fi
 # another process wants the core, a thread that has work waits for one that spins, and a step of 0.1 s takes many seconds.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 if [ -n "$embedded" ]; then
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # so small a model runs faster in one thread than in two that wait
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # one thread: two were slower in the one run that was timed
 fi
 code=0
 if [ -n "${ACCELERATE_ARGS:-}" ]; then
