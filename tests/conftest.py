@@ -1,6 +1,7 @@
 """What every test relies on: no network, two threads or workers; and what the tests of the recipes share."""
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported, which reads it once
@@ -40,6 +41,14 @@ def no_waiting_for_the_disk():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", os.fstat)
         yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Dynamo gives up on a code object after a few graphs, whatever model they were for: no test has those of another."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture

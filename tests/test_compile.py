@@ -43,12 +43,8 @@ def slower(cases, first):
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
-    # Dynamo gives up on a code object after a few graphs, whatever model they were for.
-    torch._dynamo.reset()
+def quiet_compiler():
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    yield
-    torch._dynamo.reset()
 
 
 def gradients(model):

@@ -453,7 +453,6 @@ def test_a_model_on_a_gpu(scheme):
 @pytest.mark.gpu
 @needs_gpu
 def test_lengths_share_kernels():
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     module = MODULES["alibi"](4)
     with torch.no_grad():

@@ -533,13 +533,11 @@ def test_activation_checkpointing(name):
 @pytest.mark.parametrize("scheme", ["alibi", pytest.param("rope", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["bloom", "gptj", "mpt"])
 def test_compiles_to_one_graph(name, scheme):
-    torch._dynamo.reset()
     model = patch_model(decoder(name), scheme)
     with torch.no_grad():
         expected = model(tokens(2), use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert difference(compiled(tokens(2), use_cache=False).logits, expected) <= CLOSE
-    torch._dynamo.reset()
 
 
 @torch.no_grad()

@@ -125,7 +125,6 @@ def test_p_rope_where_attention_slices_by_its_own_number(model_type, tmp_path):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_chunks_of_attention_with_a_static_cache(scheme, compiled):
     """Queries see keys of their own chunk only, also where a compiled step cannot look into the mask's closure."""
-    torch._dynamo.reset()
     model = patch_model(decoder("llama4_text", attention_chunk_size=8), scheme)
     expected, ids, positions = logits(model), tokens(), torch.arange(LENGTH)[None]
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 4)
