@@ -1,4 +1,4 @@
-"""Checkpoints that version 0.1.0 wrote load, are what they were, and can be saved again."""
+"""Checkpoints that earlier versions wrote load, are what they were, and can be saved again."""
 
 from pathlib import Path
 
@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 import hf_posenc
 from hf_posenc import from_pretrained, inspect, verify
 
-FOLDERS = sorted(path.parent for path in (Path(__file__).parent / "checkpoints_0_1_0").glob("*/config.json"))
+VERSIONS = {"checkpoints_0_1_0": "0.1.0", "checkpoints_0_2_0": "0.2.0.dev0"}
+FOLDERS = sorted(path.parent for name in VERSIONS for path in (Path(__file__).parent / name).glob("*/config.json"))
+EACH = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name[12:]}-{folder.name}")
 
 
 @pytest.fixture(autouse=True)
@@ -31,23 +33,22 @@ def assert_as_it_was(model, folder):
 
 
 def test_every_scheme_has_one():
-    kept = {folder.name.split("-")[0] for folder in FOLDERS}
-    assert kept == {
-        "nope", "sinusoidal", "learned", "rope", "transformer_xl", "shaw", "alibi", "da_transformer",
-    }  # fmt: skip
+    kept = {name: {each.name.split("-")[0] for each in FOLDERS if each.parent.name == name} for name in VERSIONS}
+    first = {"nope", "sinusoidal", "learned", "rope", "transformer_xl", "shaw", "alibi", "da_transformer"}
+    assert kept == {"checkpoints_0_1_0": first, "checkpoints_0_2_0": first | {"t5", "kerple", "cope", "mixture"}}
 
 
 @pytest.mark.parametrize("loader", [from_pretrained, AutoModelForCausalLM.from_pretrained], ids=["ours", "auto"])
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@EACH
 def test_it_is_what_it_was(folder, loader):
     model = loader(folder)
     assert_as_it_was(model, folder)
     assert verify(model).ok
-    assert inspect(folder).version == "0.1.0"
+    assert inspect(folder).version == VERSIONS[folder.parent.name]
     assert inspect(folder).problem is None
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@EACH
 def test_it_can_be_saved_again(folder, tmp_path):
     from_pretrained(folder).save_pretrained(tmp_path)
     assert_as_it_was(from_pretrained(tmp_path), folder)
