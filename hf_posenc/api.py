@@ -19,17 +19,18 @@ from .engines.dispatch import Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from .families.base import base_model_type
 from .hub import CALIBRATION
+from .live.base_model import BaseModel
+from .live.state import Patch, alone, patch_of, without_adapter
+from .live.undo import Undo, set_attribute, set_class
+from .live.weights import have_moved, samples_of
+from .live.wrappers import check_in_place, check_unwrapped
 from .model_types.config import PosEncConfigMixin, config_class, register_models, stock_config
 from .model_types.entry import check_served, entry_of
 from .model_types.model import PosEncMixin, lacks_loss_type, model_class
 from .modules import PositionEmbedding, PositionModule, owner_of
 from .patching.layers import MARKER
 from .patching.place import operate, seeded
-from .patching.plan import BaseModel, check_class_undone, check_forwards, make_plan
-from .patching.state import Patch, alone, patch_of, without_adapter
-from .patching.undo import Undo, set_attribute, set_class
-from .patching.weights import have_moved, samples_of
-from .patching.wrappers import check_in_place, check_unwrapped
+from .patching.plan import check_class_undone, check_forwards, make_plan
 from .positions import Positions
 from .registry import available_schemes, check_registered, family_for, scheme_class
 from .schemes.base import Scheme
@@ -478,9 +479,7 @@ def which_engine(
     base = BaseModel.of(model)
     count = base.dims.num_layers
     if layer is None:
-        on_scores = [each.layers for each in patch.schemes if each.acts_on.attends]
-        attending = min(base.sizes)
-        layer = min((int(layers[0]) if layers else attending for layers in on_scores), default=attending)
+        layer = min(base.layers_with_scores() or base.sizes)
     if not -count <= layer < count:
         raise ValueError(f"there is no layer {layer}: the model has {count}, counted from 0")
     if layer % count not in base.sizes:

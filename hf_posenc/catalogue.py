@@ -85,7 +85,7 @@ def _without(family: Family) -> tuple[str, ...]:
 def _rotates(scheme: str) -> bool:
     """Return whether a scheme turns queries and keys; one of a package that is broken is none that can be carried."""
     try:
-        return scheme_class(scheme)().acts_on.rotates
+        return scheme_class(scheme)().acts_on.needs_queries()
     except PluginError:
         return False
 

@@ -19,12 +19,12 @@ from .api import parse_schemes, patch_model
 from .errors import CheckpointError, HfPosencError, UnsupportedModelError
 from .families.base import base_model_type
 from .hub import calibration_of, calibration_words, one_line
+from .live.state import patch_of, without_adapter
 from .model_types.config import heads_of, name_of
 from .model_types.digests import check_no_adapter, check_saved_weights
 from .model_types.entry import ENTRY, check_served, named_schemes, schemes_of_config
 from .model_types.model import check_sizes, model_class
 from .modules import WithoutPositions
-from .patching.state import patch_of, without_adapter
 from .registry import family_for, scheme_class
 from .schemes.base import EVERY_SCHEME, Scheme
 from .upstream.attention import check_engine

@@ -11,13 +11,14 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from .errors import NotPatchedError, UnsupportedModelError
+from .live.base_model import BaseModel
+from .live.state import Patch, patch_of
+from .live.wrappers import check_unquantized
 from .model_types.config import STUB, PosEncConfigMixin
 from .model_types.entry import ENTRY
 from .model_types.guards import unguarded
 from .model_types.model import PosEncMixin, position_keys
-from .patching.plan import BaseModel
-from .patching.state import Patch, patch_of
-from .patching.wrappers import check_unquantized
+from .placement import StockForm
 from .upstream.derived import stock_class
 
 TABLE_LENGTH = 1024
@@ -49,26 +50,25 @@ def export_stock(
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: save it with save_pretrained")
-    at_input = all(scheme.acts_on.enters_at_input for scheme in patch.schemes)
-    if num_positions is not None and not at_input:
+    base = BaseModel.of(model)
+    form = _stock_form(patch, base)
+    if num_positions is not None and (form is None or not form.table):
         raise ValueError(
             f"num_positions is for vectors that are added at the input, and {patch.name} adds none: leave it out"
         )
     if (Path(directory) / f"{STUB}.py").exists():
         raise FileExistsError(f"{directory} holds a patched checkpoint; export to another folder")
     check_unquantized(model, "export the model")
-    base = BaseModel.of(model)
     stock_model = stock_class(type(model), PosEncMixin)
     stock_config: Any = stock_class(type(model.config), PosEncConfigMixin)
     settings = _stock_settings(model)
     own = position_keys(model)
     weights = {key: value for key, value in model.state_dict().items() if key not in own}
-    turned = _turned_layers(patch, base)
-    if patch.attends or turned is None:
+    place = None if form is None else base.found.position_table if form.table else base.found.rotary
+    if patch.attends or form is None or place is None:
         raise UnsupportedModelError(_nothing_fits(patch, base))
-    if at_input:
-        if not base.has_table:
-            raise UnsupportedModelError(_nothing_fits(patch, base))
+    turned = list(form.turned)
+    if form.table:
         count = num_positions or patch.limit or TABLE_LENGTH
         if patch.limit is not None and count > patch.limit:
             raise ValueError(f"the table has {patch.limit} positions, not {count}")
@@ -92,32 +92,12 @@ def export_stock(
     stock.save_pretrained(directory, **kwargs)
 
 
-def _turned_layers(patch: Patch, base: BaseModel) -> list[bool] | None:
-    """Return which layers a stock class would have to turn, by one rotation; None if no stock class could."""
-    turned = list(base.found.rotated)
-    if all(scheme.acts_on.enters_at_input for scheme in patch.schemes):
-        return [False] * len(turned)
-    if base.found.rotary is None:
-        return None
+def _stock_form(patch: Patch, base: BaseModel) -> StockForm | None:
+    """Return what a stock checkpoint would have to hold; None if no stock class computes a scheme."""
+    form: StockForm | None = StockForm(tuple(base.rotated))
     for scheme in patch.schemes:
-        layers = base.layers_of(scheme)
-        if scheme.acts_on.rotates:
-            rotation: Any = scheme
-            own = all("posenc_rotation" not in base.found.layers[layer].__dict__ for layer in layers)
-            if rotation.rope_parameters() is None or not own:
-                return None
-            if rotation.leaves_dimensions and not base.family.slices_rotary:
-                return None
-            if (size := base.family.rotary_size) is not None:
-                taken = int(base.dims.head_dim * rotation.rope_parameters().get("partial_rotary_factor", 1.0))
-                if any(getattr(base.found.attention_of[layer], size) != taken for layer in layers):
-                    return None
-        elif any(scheme.acts_on.answers(layer, turned) for layer in layers):
-            return None
-        else:
-            for layer in layers:
-                turned[layer] = False
-    return turned
+        form = None if form is None else scheme.acts_on.stock_form(scheme, base, form)
+    return form
 
 
 def _nothing_fits(patch: Patch, base: BaseModel) -> str:

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .errors import CheckpointError, NotPatchedError, UnsupportedModelError
+from .live.base_model import BaseModel
+from .live.state import adapted_parts, patch_of, without_adapter
 from .model_types.adapters import WHERE, check_adapter, name_base, read_adapter_config, require_same_base
-from .modules import PositionModule
-from .patching.plan import BaseModel
-from .patching.state import adapted_parts, patch_of, without_adapter
+from .modules import PositionEmbedding, PositionModule
 
 __all__ = ["check_adapter", "load_adapter", "lora_config", "name_base"]
 
@@ -81,7 +81,7 @@ def lora_config(
     table = found.position_table
     taken_away = family.position_table is not None and table is not None and not any(True for _ in table.parameters())
     if embeddings is None:
-        embeddings = taken_away or any(scheme.acts_on.adds_vectors for scheme in patch.schemes)
+        embeddings = taken_away or any(isinstance(module, PositionEmbedding) for module in model.modules())
     if embeddings:
         whole.append(family.token_embedding)
     if taken_away:

@@ -41,8 +41,8 @@ from transformers import PreTrainedModel
 from . import positions
 from .errors import UnsupportedModelError
 from .families.base import base_model_type, resolve
-from .patching.state import patch_of
-from .patching.undo import Undo, add_pre_hook, set_attribute
+from .live.state import patch_of
+from .live.undo import Undo, add_pre_hook, set_attribute
 from .registry import family_for
 from .upstream import NAME
 from .upstream.masks import causal_documents, position_channel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -152,12 +152,18 @@ def _segments(model: PreTrainedModel, asked: Asked) -> list[Any]:
 
 def _on_scores(name: str, schemes: Sequence[Scheme]) -> None:
     """Raise ValueError unless one of the schemes changes attention scores."""
-    if not any(scheme.acts_on.attends for scheme in schemes):
+    if not any(_has_scores(scheme) for scheme in schemes):
         where = " and ".join(scheme.acts_on.words for scheme in schemes) or "as the stock model does"
         raise ValueError(
             f"biases are what a scheme adds to attention scores, and {name} adds nothing: it acts {where}. "
             "`hf-posenc plot decay` draws how its scores fall with the distance"
         )
+
+
+def _has_scores(scheme: Scheme) -> bool:
+    """Return whether a scheme changes attention scores, apart from its window."""
+    whole = replace(scheme, window=None)
+    return whole.acts_on.dropped_by_stock_attention(whole) is not None
 
 
 def _biases(scheme: Scheme, asked: Asked) -> Decay:

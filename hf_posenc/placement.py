@@ -1,29 +1,56 @@
-"""Where a scheme acts, and in which layers: on attention scores, on hidden states, on queries and keys, or nowhere.
+"""Placements: where a scheme acts, and every decision that follows from it.
 
-A placement knows how its schemes get into a model, which layers then answer to positions, and what the rest of the
-package has to know of that; so nobody asks a scheme what class it is. The model it works on is handed to it: `Base`
-says what there is, `Site` changes it.
+A placement puts its schemes into a model, and answers what the rest of the package has to know of them: whether the
+layers must attend through this package, which layers must then answer to positions, what a stock checkpoint can hold.
+So nobody asks a scheme what class it is. `Base` says what there is in a model, `Site` changes it.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
+from .dims import Dims, Layers
 from .errors import UnsupportedModelError
+from .modules import PositionEmbedding, Reference
 
-if TYPE_CHECKING:
-    from .schemes.base import Dims, PositionEmbedding, Reference, RotaryScheme, Scheme
-
-Layers = tuple[int, ...] | str | None
-"""Which layers a scheme is for: indices, a slice as text (`"3::4"`), a layer type of the config, or None for all."""
+RopeParameters = dict[str, Any]
+"""transformers' `rope_parameters`."""
 
 
-class Base(Protocol):
-    """What a placement may ask of a model before anything is changed."""
+class Placed(Protocol):
+    """A scheme, as far as every placement knows it."""
+
+    @property
+    def name(self) -> str:
+        """Registered name."""
+
+    @property
+    def layers(self) -> Layers:
+        """Layers it is for; indices once it is fitted to a model."""
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window of its layers, in tokens."""
+
+
+class Carrier(Protocol):
+    """A model or its family, as far as the choice of the attention function goes."""
+
+    @property
+    def has_table(self) -> bool:
+        """Whether positions enter at the input, from a table."""
+
+    @property
+    def positions_in_mask(self) -> bool:
+        """Whether layers can only take their positions from the mask of our attention function."""
+
+
+class Base(Carrier, Protocol):
+    """A model before anything is changed: the questions that a placement may ask."""
 
     @property
     def name(self) -> str:
@@ -31,32 +58,45 @@ class Base(Protocol):
 
     @property
     def dims(self) -> Dims:
-        """Sizes of the attention."""
+        """Sizes of the attention, in the first layer that has one."""
 
     @property
     def sizes(self) -> Mapping[int, Dims]:
         """Sizes of the attention of each layer that has one, by the layer's index."""
 
     @property
+    def num_layers(self) -> int:
+        """Number of layers, with and without attention."""
+
+    @property
     def rotated(self) -> Sequence[bool]:
         """For each layer, whether the base turns its queries and keys."""
-
-    def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
-        """Return the indices of a scheme's layers; without a selection those in which it can act."""
 
     @property
     def keeps_table(self) -> bool:
         """Whether positions enter at the input from a table of the base's own, and go on doing so."""
 
+    def layers_of(self, scheme: Any) -> tuple[int, ...]:
+        """Return the indices of a scheme's layers; without a selection those in which it can act."""
+
     def require_own_attention(self, scheme: str) -> None:
         """Raise UnsupportedModelError if the attention function of this package cannot compute the attention."""
 
-    def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
-        """Return the scheme with all that was not given taken from the base; raise if it cannot be had there."""
+    def fit_rotation(self, scheme: Any) -> Any:
+        """Return a rotary scheme with all that was not given taken from the base; raise if it cannot be had there."""
+
+    def has_own_rotation(self, scheme: Any) -> bool:
+        """Return whether a fitted rotary scheme is what the base does by itself."""
+
+    def rope_parameters(self, scheme: Any) -> RopeParameters | None:
+        """Return a fitted rotary scheme's `rope_parameters`; None if transformers cannot make its angles."""
+
+    def turns_like_stock(self, scheme: Any) -> bool:
+        """Return whether a stock class would turn the scheme's layers as the patched model does."""
 
 
 class Site(Protocol):
-    """A model in the course of being changed, and the layers of it that one scheme is for."""
+    """A model that is being changed, and the layers of it that one scheme is for."""
 
     layers: tuple[int, ...]
 
@@ -66,6 +106,9 @@ class Site(Protocol):
 
     def dims_of(self, layer: int) -> Dims:
         """Return the sizes of one layer's attention."""
+
+    def silence_rotation(self) -> None:
+        """Switch off the base's own rotation in the layers."""
 
     def share(self, module: nn.Module) -> Reference:
         """Let the model own a module that the layers share."""
@@ -79,30 +122,32 @@ class Site(Protocol):
     def at_input(self, module: PositionEmbedding) -> None:
         """Add the vectors that a module makes to the hidden states that enter the first layer."""
 
-    def turn(self, scheme: RotaryScheme) -> None:
+    def turn(self, scheme: Any) -> None:
         """Turn the queries and keys of the layers as the scheme says."""
 
 
+@dataclass(frozen=True)
+class StockForm:
+    """What a stock checkpoint of a patched model would have to hold.
+
+    Attributes:
+        turned: for each layer, whether the one rotation turns it.
+        table: whether vectors at the input become the base's own table.
+    """
+
+    turned: tuple[bool, ...]
+    table: bool = False
+
+
 class Placement:
-    """Where a scheme acts."""
+    """Where a scheme acts. Each method is the answer for a scheme that is in the model and does nothing."""
 
     words: ClassVar[str]
-    """The same, for readers."""
+    """The place, for readers."""
 
-    measures: ClassVar[str] = "positions"
-    """What the scheme's numbers belong to: `positions`, or `distances` between them."""
-
-    attends: ClassVar[bool] = False
-    """Whether its layers attend through the attention function of this package."""
-
-    rotates: ClassVar[bool] = False
-    """Whether it turns queries and keys itself, so that the base's own rotation is not to be silenced."""
-
-    adds_vectors: ClassVar[bool] = False
-    """Whether it adds vectors to the hidden states."""
-
-    enters_at_input: bool = False
-    """Whether positions enter before the first layer, and so reach every layer."""
+    def possible_layers(self, base: Base) -> tuple[int, ...]:
+        """Return the indices of the layers in which the schemes can act: those with attention."""
+        return tuple(base.sizes)
 
     def fit(self, scheme: Any, base: Base) -> Any:
         """Return the scheme with what the base's config decides filled in; changes nothing.
@@ -113,18 +158,59 @@ class Placement:
         """
         return scheme
 
+    def silence(self, site: Site) -> None:
+        """Switch off what the base has for positions in the layers of a site, where the schemes replace it."""
+        site.silence_rotation()
+
     def put(self, scheme: Any, site: Site) -> None:
-        """Put the scheme into the layers of a site."""
+        """Put the scheme into the layers of a site, whose own positions are silenced."""
         raise NotImplementedError(type(self).__name__)
 
-    def answers(self, layer: int, rotated: Sequence[bool]) -> bool:
-        """Return whether a layer must answer when the positions under it move.
+    def dropped_by_stock_attention(self, scheme: Placed) -> str | None:
+        """Return, in words, what of a scheme every stock attention function would drop; None if nothing."""
+        return None if scheme.window is None else f"the window of {scheme.name}"
+
+    def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
+        """Return whether the scheme's layers must attend through the attention function of this package."""
+        return self.dropped_by_stock_attention(scheme) is not None
+
+    def needs_queries(self) -> bool:
+        """Return whether the schemes can only act where a family's queries and keys can be reached."""
+        return False
+
+    def rotations(self, scheme: Any, base: Base) -> tuple[RopeParameters | None, ...]:
+        """Return the rotation that a fitted scheme puts into its layers, if it has one.
+
+        Returns:
+            Nothing, or one entry: its `rope_parameters`, or None where transformers cannot make its angles.
+        """
+        return ()
+
+    def leaves_rotation(self, scheme: Any, base: Base) -> bool:
+        """Return whether the base's own rotary module goes on turning the layers of a fitted scheme."""
+        return False
+
+    def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
+        """Return whether the scheme counts positions by one number, in a model whose positions may have several."""
+        return True
+
+    def answers(self, layer: int, base: Base) -> bool:
+        """Return whether one of the scheme's layers must answer when the positions under it move."""
+        return True
+
+    def answers_at_input(self, base: Base) -> bool:
+        """Return whether the hidden states that enter the first layer must answer to positions."""
+        return False
+
+    def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
+        """Return what a stock checkpoint would have to hold with this scheme too; None if it cannot.
 
         Args:
-            layer: index of one of the scheme's layers.
-            rotated: for each layer of the model, whether the base would turn its queries and keys.
+            scheme: fitted to the base, and in the model.
+            base: the patched model.
+            form: what it would hold without the scheme.
         """
-        return True
+        return None
 
 
 class Nowhere(Placement):
@@ -132,36 +218,44 @@ class Nowhere(Placement):
 
     words = "nowhere (the causal mask is the only order)"
 
-    def fit(self, scheme: Scheme, base: Base) -> Scheme:
+    def fit(self, scheme: Placed, base: Base) -> Placed:
         """Refuse to do nothing, see `Placement.fit`."""
-        if scheme.layers is not None and scheme.window is None and any(base.rotated):
-            if not any(base.rotated[layer] for layer in base.layers_of(scheme)):
-                raise UnsupportedModelError(
-                    f"{scheme.name} would change nothing here: {base.name} leaves layer "
-                    f"{', '.join(map(str, scheme.layers))} unrotated by itself. It rotates layers "
-                    f"{', '.join(str(i) for i, turned in enumerate(base.rotated) if turned)}"
-                )
-        if scheme.layers is not None and scheme.window is None and base.keeps_table:
+        if scheme.layers is None or scheme.window is not None:
+            return scheme
+        if any(base.rotated) and not any(base.rotated[layer] for layer in base.layers_of(scheme)):
+            raise UnsupportedModelError(
+                f"{scheme.name} would change nothing here: {base.name} leaves layer "
+                f"{', '.join(map(str, scheme.layers))} unrotated by itself. It rotates layers "
+                f"{', '.join(str(layer) for layer, turned in enumerate(base.rotated) if turned)}"
+            )
+        if base.keeps_table:
             raise UnsupportedModelError(
                 f"{scheme.name} in some layers would change nothing here: the positions of {base.name} enter at the "
                 "input and reach every layer, as long as no scheme is named for some of them. Give every layer a scheme"
             )
         return scheme
 
-    def put(self, scheme: Scheme, site: Site) -> None:
+    def put(self, scheme: Placed, site: Site) -> None:
         """Do nothing: what the base had is silenced already."""
 
-    def answers(self, layer: int, rotated: Sequence[bool]) -> bool:
-        """Return False."""
+    def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
+        """Return False: nothing is counted."""
         return False
+
+    def answers(self, layer: int, base: Base) -> bool:
+        """Return False: no layer knows a position."""
+        return False
+
+    def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
+        """Return the form with the scheme's layers unrotated, see `Placement.stock_form`."""
+        silent = base.layers_of(scheme)
+        return replace(form, turned=tuple(turned and i not in silent for i, turned in enumerate(form.turned)))
 
 
 class OnScores(Placement):
     """A module sits on the attention and has the formula of its scores."""
 
     words = "on attention scores"
-    measures = "distances"
-    attends = True
 
     def fit(self, scheme: Any, base: Base) -> Any:
         """Check the sizes, and that attention can be computed by this package, see `Placement.fit`."""
@@ -184,30 +278,36 @@ class OnScores(Placement):
             module = scheme.build(site.dims_of(layer))
             site.on_attention(layer, module if owner is None else scheme.attach_shared(module, owner))
 
+    def dropped_by_stock_attention(self, scheme: Placed) -> str | None:
+        """Return the scheme's name: all of it acts on scores."""
+        return scheme.name
+
 
 class OnHidden(Placement):
     """Vectors are added to the hidden states."""
 
-    adds_vectors = True
-
     def __init__(self, *, every_layer: bool, share_layers: bool) -> None:
-        """Say before which layers.
+        """Choose the layers.
 
         Args:
             every_layer: before each of the scheme's layers; otherwise once, at the input.
             share_layers: whether one module makes the vectors of all layers.
         """
-        self.enters_at_input = not every_layer
+        self.every_layer = every_layer
         self.share_layers = share_layers
 
     @property
     def words(self) -> str:  # type: ignore[override]  # depends on the instance here
-        """Where it acts, for readers."""
-        return "on the hidden states, " + ("input" if self.enters_at_input else "every layer")
+        """The place, for readers."""
+        return "on the hidden states, " + ("every layer" if self.every_layer else "input")
+
+    def possible_layers(self, base: Base) -> tuple[int, ...]:
+        """Return all layers: hidden states enter also those without attention."""
+        return tuple(range(base.num_layers))
 
     def fit(self, scheme: Any, base: Base) -> Any:
         """Refuse layers where there are none to choose, see `Placement.fit`."""
-        if scheme.layers is not None and self.enters_at_input:
+        if scheme.layers is not None and not self.every_layer:
             raise ValueError(
                 f"{scheme.name}: layers is for placement='every_layer': vectors that are added at the input reach "
                 "every layer"
@@ -216,90 +316,74 @@ class OnHidden(Placement):
 
     def put(self, scheme: Any, site: Site) -> None:
         """Add the vectors at the input, or before each layer."""
-        if self.enters_at_input:
+        if not self.every_layer:
             site.at_input(scheme.build(site.dims))
             return
         owner = site.share(scheme.build(site.dims)) if self.share_layers else None
         for layer in site.layers:
             site.before_layer(layer, scheme.build(site.dims) if owner is None else owner)
 
+    def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
+        """Return whether layers read their positions from the mask, unless a table at the input has them."""
+        in_layers = self.every_layer or not carrier.has_table
+        return super().needs_own_attention(scheme, carrier) or (carrier.positions_in_mask and in_layers)
+
+    def answers(self, layer: int, base: Base) -> bool:
+        """Return whether vectors enter that layer: without a table, a hook of layer 0 adds those at the input."""
+        return self.every_layer or (layer == 0 and not base.has_table)
+
+    def answers_at_input(self, base: Base) -> bool:
+        """Return whether the vectors come from the table at the input."""
+        return base.has_table and not self.every_layer
+
+    def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
+        """Return a table and no rotation for vectors at the input, see `Placement.stock_form`."""
+        return None if self.every_layer else StockForm((False,) * base.num_layers, table=True)
+
 
 class OnRotary(Placement):
     """Queries and keys are turned before their product is taken."""
 
     words = "on queries and keys"
-    rotates = True
 
-    def fit(self, scheme: RotaryScheme, base: Base) -> RotaryScheme:
+    def fit(self, scheme: Any, base: Base) -> Any:
         """Fill in what the base has, see `Placement.fit`."""
         return base.fit_rotation(scheme)
 
-    def put(self, scheme: RotaryScheme, site: Site) -> None:
+    def silence(self, site: Site) -> None:
+        """Do nothing: `put` replaces the base's rotation where it has to."""
+
+    def put(self, scheme: Any, site: Site) -> None:
         """Turn the layers of the site."""
         site.turn(scheme)
 
-    def answers(self, layer: int, rotated: Sequence[bool]) -> bool:
+    def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
+        """Return whether layers read their positions from the mask."""
+        return super().needs_own_attention(scheme, carrier) or carrier.positions_in_mask
+
+    def needs_queries(self) -> bool:
+        """Return True."""
+        return True
+
+    def rotations(self, scheme: Any, base: Base) -> tuple[RopeParameters | None, ...]:
+        """Return the scheme's rotation, see `Placement.rotations`."""
+        return (base.rope_parameters(scheme),)
+
+    def leaves_rotation(self, scheme: Any, base: Base) -> bool:
+        """Return whether the scheme is the base's own rotation."""
+        return base.has_own_rotation(scheme)
+
+    def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
+        """Return whether transformers cannot make the angles: its modules take several coordinates."""
+        return base.rope_parameters(scheme) is None
+
+    def answers(self, layer: int, base: Base) -> bool:
         """Return whether the layer is turned: some bases leave layers out, and those stay out unless named."""
-        return not any(rotated) or rotated[layer]
+        return not any(base.rotated) or base.rotated[layer]
+
+    def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
+        """Return the form as it is, if a stock class turns the layers alike, see `Placement.stock_form`."""
+        return form if base.turns_like_stock(scheme) else None
 
 
-def select(name: str, layers: Any, count: int, layer_types: Sequence[str] | None) -> tuple[int, ...] | None:
-    """Return the indices of the layers that a scheme is for.
-
-    Args:
-        name: of the scheme, for messages.
-        layers: see `Layers`; any sequence of integers will do. Negative indices count from the last layer.
-        count: number of layers of the model.
-        layer_types: the config's type of each layer, or None.
-
-    Returns:
-        Indices in order; None for every layer.
-
-    Raises:
-        TypeError: for something else than indices, text and None.
-        ValueError: for layers that there are not, that are named twice, and for none at all.
-    """
-    if layers is None:
-        return None
-    if isinstance(layers, str):
-        known = sorted(set(layer_types or ()))
-        if layers in known:
-            chosen = [index for index, kind in enumerate(layer_types or ()) if kind == layers]
-        else:
-            choices = f"{', '.join(known)}, or " if known else ""
-            try:
-                bounds = [int(part) if part.strip() else None for part in layers.split(":")]
-                chosen = list(range(count))[slice(*bounds)] if 2 <= len(bounds) <= 3 else []
-            except ValueError:
-                bounds = []
-            if not 2 <= len(bounds) <= 3:
-                raise ValueError(
-                    f"{name}: layers={layers!r} is neither a layer type of this model nor a slice: give {choices}a "
-                    "slice like '3::4', or a list of indices"
-                )
-    else:
-        indices = _indices(name, layers)
-        if wrong := [index for index in indices if not -count <= index < count]:
-            raise ValueError(
-                f"{name}: there is no layer {', '.join(map(str, wrong))}: the model has {count}, counted from 0"
-            )
-        chosen = sorted(index % count for index in indices)
-        if len(set(chosen)) < len(chosen):
-            raise ValueError(f"{name}: layers={indices} names a layer twice")
-    if not chosen:
-        raise ValueError(f"{name}: layers={layers!r} selects none of the {count} layers")
-    return None if len(chosen) == count else tuple(chosen)
-
-
-def _indices(name: str, layers: Any) -> list[int]:
-    """Return indices of layers as numbers of Python; TypeError if they are no integers."""
-    try:
-        given = list(layers)
-        if not any(isinstance(index, bool) for index in given):
-            return [operator.index(index) for index in given]
-    except TypeError:
-        pass
-    raise TypeError(f"{name}: layers must be a list of indices, a slice as text, a layer type or None: {layers!r}")
-
-
-__all__ = ["Base", "Layers", "Nowhere", "OnHidden", "OnRotary", "OnScores", "Placement", "Site", "select"]
+__all__ = ["Base", "Carrier", "Layers", "Nowhere", "OnHidden", "OnRotary", "OnScores", "Placement", "Site", "StockForm"]

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from . import positions
 from .errors import NotPatchedError
-from .modes import evaluation
+from .live.base_model import BaseModel
+from .live.eval_mode import evaluation
+from .live.state import Patch, patch_of, without_adapter
+from .live.undo import Undo, delete_attribute, set_attribute, set_module
+from .live.watch import LayerCall, first, recorded
+from .live.wrappers import check_in_place, check_unwrapped
 from .modules import PositionModule, WithoutPositions
 from .patching.place import require_attention
-from .patching.plan import BaseModel
-from .patching.state import Patch, patch_of, without_adapter
-from .patching.undo import Undo, delete_attribute, set_attribute, set_module
-from .patching.wrappers import check_in_place, check_unwrapped
-from .tracing import LayerCall, first, recorded
 from .upstream import NAME
 from .upstream.channel import as_channel
 from .upstream.replaced import named, stock_output
@@ -203,13 +203,12 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
         problems.append(
             "the hidden states that enter the first layer answer to positions: the base's own table is still there"
         )
-    silenced = not any(scheme.acts_on.rotates or scheme.layers is not None for scheme in patch.schemes)
+    silenced = all(scheme.layers is None and not scheme.acts_on.rotations(scheme, base) for scheme in patch.schemes)
     if silenced and found.rotary is not None and not isinstance(found.rotary, IdentityRotary):
         problems.append("queries and keys are rotated: the base's own rotary embedding is still there")
     problems += [
         f"layer {layer}: another rotation than that of {scheme.name} turns queries and keys"
         for scheme in patch.schemes
-        if scheme.acts_on.rotates
         for layer in _turned_otherwise(scheme, base)
     ]
     return Report(patch.name, layers, standing.input, standing.model, order, tuple(problems))
@@ -217,12 +216,10 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
 
 def _answering(patch: Patch, base: BaseModel) -> list[bool]:
     """Return for each layer whether it must answer to its positions."""
-    rotated, first = list(base.found.rotated), base.found.position_table is None
-    expected = list(rotated)  # of layers that keep what the base has
+    expected = list(base.rotated)  # layers that keep what the base has
     for scheme in patch.schemes:
         for layer in base.layers_of(scheme):
-            at_input = scheme.acts_on.enters_at_input  # added by a hook on the first layer where there is no table
-            expected[layer] = first and layer == 0 if at_input else scheme.acts_on.answers(layer, rotated)
+            expected[layer] = scheme.acts_on.answers(layer, base)
     return expected
 
 
@@ -231,15 +228,15 @@ def _answers_at_input(patch: Patch, base: BaseModel) -> bool:
     kept = all(scheme.layers is not None for scheme in patch.schemes)
     if kept and isinstance(base.found.position_table, nn.Embedding):
         return True
-    return base.has_table and any(scheme.acts_on.enters_at_input for scheme in patch.schemes)
+    return any(scheme.acts_on.answers_at_input(base) for scheme in patch.schemes)
 
 
 def _turned_otherwise(scheme: Any, base: BaseModel) -> list[int]:
     """Return the layers whose rotary module does not hold the rotation that a scheme builds itself."""
-    if scheme.rope_parameters() is not None:  # transformers' own modules make its angles
+    if None not in scheme.acts_on.rotations(scheme, base):  # none, or one that transformers' own modules make
         return []
     with torch.device("meta"):
-        kind = type(scheme.build(base.rotary_dims))
+        kind = type(scheme.build(base.rotation.dims))
     wrong = []
     for layer in base.layers_of(scheme):
         for holder in (base.found.layers[layer], base.found.attention_of[layer]):
@@ -289,8 +286,7 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
     order = torch.arange(tokens.shape[1], device=tokens.device)[None]
     calls, _ = _trace(model, list(attentions.values()), tokens, order)
     moved, _ = _trace(model, list(attentions.values()), tokens, order.flip(-1))
-    silencing = [scheme for scheme in patch.schemes if scheme.acts_on.attends and not scheme.acts_on.rotates]
-    silenced = {layer for scheme in silencing for layer in base.layers_of(scheme)}
+    silenced = base.layers_with_scores()
     lost, left = {}, {}
     for (index, attention), call, other in zip(attentions.items(), calls, moved, strict=True):
         hidden, args, kwargs = call.hidden_states, call.args, call.kwargs

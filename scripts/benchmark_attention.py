@@ -41,7 +41,7 @@ from hf_posenc.call import Call
 from hf_posenc.engines import banded, toeplitz
 from hf_posenc.engines.dispatch import ENGINES, Engine
 from hf_posenc.forms import Bias, Slopes
-from hf_posenc.patching.state import patch_of
+from hf_posenc.live.state import patch_of
 from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import Dims

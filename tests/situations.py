@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_posenc import available_schemes, patch_model
 from hf_posenc.placement import OnHidden
 from hf_posenc.registry import scheme_class
-from hf_posenc.schemes.base import PositionModule
+from hf_posenc.schemes.base import PositionModule, ScoreScheme
 
 # case -> (scheme, hyper-parameters); the first row of a scheme stands for it where not every row is run
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cope": ("cope", {"num_positions": 6}),
 }
 SCHEMES = tuple(case for case in CASES if "-" not in case)
-SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if scheme_class(scheme)().acts_on.attends)
+SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if issubclass(scheme_class(scheme), ScoreScheme))
 SCORE_SCHEMES = tuple(case for case in SCORE_CASES if case in SCHEMES)
 EMBEDDING_SCHEMES = tuple(
     scheme for scheme in available_schemes() if isinstance(scheme_class(scheme)().acts_on, OnHidden)

@@ -22,8 +22,8 @@ from hf_posenc.calibration.closed import RIDGE, Averages, Target, coefficients, 
 from hf_posenc.calibration.maps import attending, observe
 from hf_posenc.calibration.match import Matching, output_error
 from hf_posenc.calibration.pair import Pair
+from hf_posenc.live.state import patch_of
 from hf_posenc.modules import Shared
-from hf_posenc.patching.state import patch_of
 from hf_posenc.schemes.t5 import T5
 
 LENGTH = 24
@@ -946,7 +946,7 @@ def test_averages_over_nothing():
 def test_attention_of_a_stock_model_is_seen_and_left_as_it_was():
     model = tiny("llama")
     before, expected = snapshot(model), logits(model)
-    from hf_posenc.patching.plan import BaseModel
+    from hf_posenc.live.base_model import BaseModel
 
     with attending(model, BaseModel.of(model)):
         assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()

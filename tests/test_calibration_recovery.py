@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_posenc import calibrate, patch_model
 from hf_posenc.calibration.closed import fit, target_of
 from hf_posenc.calibration.pair import Pair
-from hf_posenc.patching.state import patch_of
+from hf_posenc.live.state import patch_of
 from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.kerple import Kerple
 from hf_posenc.schemes.t5 import T5

@@ -27,7 +27,7 @@ from hf_posenc.call import Call
 from hf_posenc.engines import reference
 from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class
-from hf_posenc.schemes.base import EVERY_SCHEME, Dims, Native, Reference
+from hf_posenc.schemes.base import EVERY_SCHEME, Dims, Native, Reference, ScoreScheme
 from hf_posenc.schemes.rope import apply_rotary
 
 # Largest error, relative to the largest value expected (to 1 if that is smaller).
@@ -49,7 +49,7 @@ SHAPES = {
 }
 
 
-SCORES = [case for case in CASES if scheme_class(case.scheme)().acts_on.attends]
+SCORES = [case for case in CASES if issubclass(scheme_class(case.scheme), ScoreScheme)]
 TABLES = [case for case in CASES if case.table is not None]
 
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_posenc import UnsupportedModelError, patch_model, registry, unpatch_model, verify, which_engine
 from hf_posenc.analysis import frequencies
-from hf_posenc.patching.plan import BaseModel
+from hf_posenc.live.base_model import BaseModel
 from hf_posenc.registry import family_for, supported_model_types
 from hf_posenc.schemes.alibi import Alibi, alibi_slopes
 from hf_posenc.schemes.nope import Nope

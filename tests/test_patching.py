@@ -30,8 +30,9 @@ from hf_posenc import (
     patched,
     unpatch_model,
 )
-from hf_posenc.patching.undo import Undo
+from hf_posenc.live.undo import Undo
 from hf_posenc.registry import scheme_class
+from hf_posenc.schemes.base import ScoreScheme
 
 # Every scheme with its defaults, and every option that changes which modules, hooks or parameters are put in.
 VARIANTS = {
@@ -198,7 +199,7 @@ def test_a_failure_at_any_step_leaves_the_model_as_it_was(monkeypatch, family, v
         if moment == "before-recording":
             record(undo, *step)
 
-    monkeypatch.setattr("hf_posenc.patching.undo.Undo.add", add)
+    monkeypatch.setattr("hf_posenc.live.undo.Undo.add", add)
     for failing in range(1, 200):  # noqa: B007  (`add` reads it)
         steps = 0
         try:
@@ -474,7 +475,7 @@ def test_models_that_share_a_config_never_lose_positions_in_silence(scheme):
     first, second = transformers.LlamaForCausalLM(config).eval(), transformers.LlamaForCausalLM(config).eval()
     expected = logits(second)
     patch_model(first, scheme)
-    if scheme_class(scheme)().acts_on.attends:
+    if issubclass(scheme_class(scheme), ScoreScheme):
         with pytest.raises(ValueError, match="carries no position encoding"):
             logits(second)
     else:

@@ -31,9 +31,9 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.registry import scheme_class
-from hf_posenc.schemes.base import EVERY_SCHEME
+from hf_posenc.schemes.base import EVERY_SCHEME, ScoreScheme
 
-SCORES = tuple(name for name in available_schemes() if scheme_class(name)().acts_on.attends)
+SCORES = tuple(name for name in available_schemes() if issubclass(scheme_class(name), ScoreScheme))
 STOCK_ATTENTION = tuple(name for name in available_schemes() if name not in SCORES)
 FAMILIES = ("gpt2", "llama")
 

@@ -30,7 +30,7 @@ from hf_posenc import (
     unpatch_model,
     verify,
 )
-from hf_posenc.patching.plan import BaseModel
+from hf_posenc.live.base_model import BaseModel
 from hf_posenc.registry import family_for
 from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.nope import Nope
@@ -434,7 +434,7 @@ def test_it_turns_whatever_form_a_base_takes_angles_in(model_type, share, tmp_pa
     ids = torch.arange(3, 23)[None]
     stock, model = decoder(model_type), decoder(model_type)
     own, family = BaseModel.of(stock), family_for(model_type)
-    size = own.rotary_dims.head_dim
+    size = own.rotation.dims.head_dim
     count = int(size * share) // 2
     frequencies = 0.7 * (1 - torch.arange(count, dtype=torch.float64) / count)
     still = 0 if family.slices_rotary else size // 2 - count
@@ -448,7 +448,7 @@ def test_it_turns_whatever_form_a_base_takes_angles_in(model_type, share, tmp_pa
         for attention in own.found.attentions:
             setattr(attention, family.rotary_size, 2 * count)
     expected = stock(ids, use_cache=False).logits
-    patch_model(model, Linear(first=0.7, share=share, layout=own.pairs))
+    patch_model(model, Linear(first=0.7, share=share, layout=own.rotation.pairs))
     found = model(ids, use_cache=False).logits
     assert ((found - expected).norm() / expected.norm()).item() < 2e-5
     assert verify(model).ok

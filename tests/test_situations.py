@@ -31,7 +31,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 from hf_posenc import patch_model, unpatch_model, verify
-from hf_posenc.patching.state import patch_of
+from hf_posenc.live.state import patch_of
 from hf_posenc.schemes.base import PositionEmbedding, PositionModule, ScoreModule
 from hf_posenc.upstream.rotary import IdentityRotary
 

@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, StaticCache
 import hf_posenc
 from hf_posenc import export_stock, from_pretrained, patch_model, verify
 from hf_posenc.analysis.probe import position_vectors
-from hf_posenc.patching.plan import BaseModel
+from hf_posenc.live.base_model import BaseModel
 from hf_posenc.registry import family_for, supported_model_types
 from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.learned import Learned

@@ -26,7 +26,7 @@ from hf_posenc.schemes.base import PositionModule, ScoreModule, ScoreScheme
 from hf_posenc.schemes.rope import Rope
 
 FAMILIES = ("gpt2", "llama", "gemma2", "opt")
-SCORES = tuple(name for name in available_schemes() if scheme_class(name)().acts_on.attends)
+SCORES = tuple(name for name in available_schemes() if issubclass(scheme_class(name), ScoreScheme))
 VARIANTS = {
     **{scheme: (scheme, {}) for scheme in available_schemes()},
     "sinusoidal-every-layer": ("sinusoidal", {"placement": "every_layer"}),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..modes import evaluation
+from ..live.eval_mode import evaluation
 from ..modules import owner_of
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule
 from ..upstream import NAME

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..modes import evaluation
+from ..live.eval_mode import evaluation
+from ..live.watch import recorded
 from ..modules import owner_of
 from ..schemes.sinusoidal import Waves
-from ..tracing import recorded
 from . import probe, vectors
 from .statistics import diagonal_share
 

@@ -104,7 +104,7 @@ def frequencies(
         label = resolved.name
         if isinstance(module, Waves):
             return [Frequencies(label, _of_waves(module), trained)]
-        rotary, angles = module if resolved.acts_on.rotates else None, "list twice"
+        rotary, angles = module if resolved.acts_on.needs_queries() else None, "list twice"
     if rotary is None:
         raise ValueError(f"{label} has no waves: only sinusoidal and rope have")
     found = []

@@ -19,9 +19,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..modes import evaluation
-from ..patching.plan import BaseModel
-from ..tracing import LayerCall, first, recorded
+from ..live.base_model import BaseModel
+from ..live.eval_mode import evaluation
+from ..live.watch import LayerCall, first, recorded
 from ..upstream import NAME
 from . import probe
 

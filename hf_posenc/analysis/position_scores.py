@@ -10,11 +10,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..calibration.maps import asked, attending, entering, observe
+from ..calibration.maps import asked, attending, observe
 from ..errors import UnsupportedModelError
-from ..modes import evaluation
-from ..patching.plan import BaseModel
-from ..patching.state import patch_of
+from ..live.base_model import BaseModel
+from ..live.eval_mode import evaluation
+from ..live.state import patch_of
+from ..live.watch import entering
 from . import probe
 
 
@@ -112,7 +113,10 @@ def position_scores(
         hidden = [vectors]
         if tokens is not None:
             chosen = tokens.flatten()[torch.linspace(0, tokens.numel() - 1, min(samples, tokens.numel())).long()]
-            alone = [entering(model, found, each.to(some.device).view(1, 1))[0, 0] - vectors[0] for each in chosen]
+            alone = [
+                entering(base.found.decoder, found, each.to(some.device).view(1, 1))[0, 0] - vectors[0]
+                for each in chosen
+            ]
             hidden = [each + vectors for each in alone]
         bar = tqdm(hidden, disable=not progress, desc="scores of positions", unit="token")
         calls = [asked(found, attention, each[None], seen.layer).widened() for each in bar]

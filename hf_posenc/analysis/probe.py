@@ -17,10 +17,10 @@ from ..api import parse_schemes
 from ..call import Call
 from ..engines import dispatch
 from ..families.base import Resolved
+from ..live.base_model import BaseModel
+from ..live.state import patch_of
 from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, owner_of
 from ..patching.place import NoEmbedding, seeded
-from ..patching.plan import BaseModel
-from ..patching.state import patch_of
 from ..positions import DensePositions
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream import NAME
@@ -75,6 +75,8 @@ class _Bench:
 
     name = "a model"
     has_table = False
+    positions_in_mask = False
+    num_layers = 1
     keeps_table = False
     layers = (0,)
     rotated = (False,)

@@ -19,9 +19,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..api import parse_schemes
+from ..live.base_model import BaseModel
+from ..live.state import patch_of
 from ..modules import WithoutPositions, owner_of
-from ..patching.plan import BaseModel
-from ..patching.state import patch_of
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule, by_layer_type
 from ..schemes.sinusoidal import Waves
 from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary
@@ -254,7 +254,7 @@ def _unscaled(rotary: nn.Module, base: BaseModel, kind: str | None, angles: str)
     if own.get("rope_type", "default") in ("default", "proportional"):
         return None
     plain: dict[str, Any] = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
-    made = make_rotary({"rope_type": "default", **plain}, base.model.config, base.rotary_dims, None, True)
+    made = make_rotary({"rope_type": "default", **plain}, base.model.config, base.rotation.dims, None, True)
     pairs = probe.rotations(rotary, torch.arange(2), kind, angles)[0].shape[-1]
     return PartialRotary(made, 2 * pairs)  # those that stand still are looked at in both
 

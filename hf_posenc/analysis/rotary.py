@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from ..calibration.maps import observe
 from ..errors import UnsupportedModelError
-from ..modes import evaluation
-from ..patching.plan import BaseModel
+from ..live.base_model import BaseModel
+from ..live.eval_mode import evaluation
 from . import probe
 from .decay import Decay
 from .integrals import wave_integral, wave_sum
@@ -124,7 +124,7 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
         cos, sin = probe.rotations(rotary, torch.arange(tokens.shape[1]), kinds and kinds[index], angles)
         back = torch.polar(torch.ones_like(cos), -torch.atan2(sin, cos))
         call = call.widened()
-        pairs = on_attentions or base.pairs
+        pairs = on_attentions or base.rotation.pairs
         (query, rest), (key, others) = (
             _in_pairs(each.double().cpu(), len(back[0]), pairs) for each in (call.query, call.key)
         )

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.maps import observe
-from ..modes import evaluation
-from ..patching.plan import BaseModel
+from ..live.base_model import BaseModel
+from ..live.eval_mode import evaluation
 from . import probe
 
 

@@ -24,9 +24,9 @@ from ..calibration.maps import asked, attending, observe
 from ..call import Call
 from ..errors import UnsupportedModelError
 from ..forms import Content
-from ..modes import evaluation
-from ..patching.plan import BaseModel
-from ..tracing import LayerCall, first, recorded
+from ..live.base_model import BaseModel
+from ..live.eval_mode import evaluation
+from ..live.watch import LayerCall, first, recorded
 from . import probe, vectors
 
 ABSOLUTE: tuple[str, ...] = ("content-content", "content-position", "position-content", "position-position")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..modes import evaluation
+from ..live.base_model import BaseModel
+from ..live.eval_mode import evaluation
 from ..patching.place import NoEmbedding
-from ..patching.plan import BaseModel
 from . import probe
 
 

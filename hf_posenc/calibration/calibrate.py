@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, NotPatchedError
 from ..hub import CALIBRATION
-from ..modes import evaluation
+from ..live.eval_mode import evaluation
+from ..live.state import adapted_parts, alone, patch_of, without_adapter
+from ..live.wrappers import check_in_place, check_unquantized, check_unwrapped
 from ..modules import PositionModule
-from ..patching.state import adapted_parts, alone, patch_of, without_adapter
-from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
 from ..spelling import did_you_mean
 from .choose import NOISE, close, settle
 from .match import LOSSES, Matching, match, movable

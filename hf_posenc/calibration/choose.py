@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..patching.plan import BaseModel
+from ..live.base_model import BaseModel
 from .closed import Averages, Target, Turn, coefficients, fit, takes_queries, target_of, turn_of
 from .pair import Pair, Values
 
@@ -237,10 +237,16 @@ def _turns(pair: Pair, averages: dict[int, Averages]) -> dict[int, Turn]:
         base = BaseModel.of(model)
         rotary = base.found.rotary
         types: Any = getattr(base.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
+        turned_by_scheme = {
+            layer
+            for scheme in pair.patch.schemes
+            if scheme.acts_on.rotations(scheme, pair.plan)
+            for layer in pair.plan.layers_of(scheme)
+        }
         for index in pair.layers:
             if rotary is None or not base.found.rotated[index]:
                 continue
-            if any(scheme.acts_on.rotates and index in pair.plan.layers_of(scheme) for scheme in pair.patch.schemes):
+            if index in turned_by_scheme:
                 continue
             turn = turn_of(pair.plan, index, rotary, averages[index].mass, types[index] if types else None)
             if turn is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..call import Call
 from ..forms import Bias, ClippedVectors, Factors, RelativeKeys, Slopes
-from ..patching.plan import BaseModel
+from ..live.base_model import BaseModel
 from ..upstream.rotary import by_pair
 from .maps import parts, rows_of
 
@@ -362,4 +362,4 @@ def turn_of(base: BaseModel, layer: int, rotary: nn.Module, mass: Tensor, kind: 
     factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])  # queries and keys both have it
     if torch.allclose(factors, torch.ones_like(factors)):  # a base that has been patched, and turns nothing
         return None
-    return Turn(projection, factors, dims.head_dim, base.pairs == "interleaved")
+    return Turn(projection, factors, dims.head_dim, base.rotation.pairs == "interleaved")

@@ -19,12 +19,12 @@ from ..call import Call
 from ..engines.chunked import cut
 from ..errors import UnsupportedModelError
 from ..forms import Content
+from ..live.base_model import BaseModel
+from ..live.state import patch_of
+from ..live.undo import Undo, set_attribute, set_module
+from ..live.watch import LayerCall, recorded
 from ..modules import WithoutPositions, owner_of
-from ..patching.plan import BaseModel
-from ..patching.state import patch_of
-from ..patching.undo import Undo, set_attribute, set_module
 from ..positions import Positions
-from ..tracing import LayerCall, recorded
 from ..upstream import NAME
 
 SCORES = 2**21
@@ -181,30 +181,6 @@ def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> di
         entered = hooks.enter_context(recorded(base.found.layers))
         model.base_model(tokens, use_cache=False)
     return {index: Seen(entered[index], calls[index]) for index in layers}
-
-
-@torch.no_grad()
-def entering(model: PreTrainedModel, layer: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the hidden states that enter a layer, before hooks of a scheme add to them; what follows is not run.
-
-    Args:
-        model: patched or stock, in evaluation mode.
-        layer: of its decoder.
-        tokens: (B, T), documents without padding.
-    """
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Arrived(args[0] if args else kwargs["hidden_states"])
-
-    handle = layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-    try:
-        model.base_model(tokens, use_cache=False)
-    except _Arrived as arrived:
-        hidden_states: Tensor = arrived.what
-        return hidden_states
-    finally:
-        handle.remove()
-    raise UnsupportedModelError(f"{type(model).__name__} never reached its layers")
 
 
 def asked(layer: nn.Module, attention: Any, hidden_states: Tensor, seen: LayerCall) -> Call:

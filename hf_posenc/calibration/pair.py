@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from ..call import Call
 from ..forms import Factors
-from ..modes import evaluation
+from ..live.base_model import BaseModel
+from ..live.eval_mode import evaluation
+from ..live.state import Patch
+from ..live.watch import LayerCall, entering
 from ..modules import owner_of
 from ..patching.place import NoEmbedding
-from ..patching.plan import BaseModel
-from ..patching.state import Patch
-from ..tracing import LayerCall
 from .closed import Averages, coefficients, curve, takes_queries
-from .maps import Rows, Seen, asked, attending, entering, observe, parts, rows_of
+from .maps import Rows, Seen, asked, attending, observe, parts, rows_of
 
 Values = Sequence[tuple[nn.Parameter, Tensor]]
 """Parameters, and what they are to hold."""
@@ -133,9 +133,10 @@ class Pair:
         ours = self.arguments(tokens)
         shift: Tensor | float = 0.0
         if self.plan.found.position_table is not None:
-            shift = self._entering(self.model, tokens) - self._entering_base(tokens)
+            shift = self._entering(tokens) - self._entering_base(tokens)
         first: Any = self.plan.found.layers[0]
-        at_first = any(scheme.acts_on.enters_at_input for scheme in self.patch.schemes) and "posenc" in first._modules
+        decoder: Any = self.plan.found.decoder
+        at_first = decoder.posenc_layers.at_first
         inputs = {}
         for index in self.layers:
             hidden = theirs[index].layer.hidden_states + shift
@@ -161,12 +162,12 @@ class Pair:
         if self.tokens is None:
             return
         window = self.train[:1]
-        before = self._entering(self.model, window)
+        before = self._entering(window)
         mean = (self._entering_base(window) - before).mean((0, 1))
         kept = self.tokens.detach().clone()
         if mean.shape == kept.shape[1:]:
             self.tokens.copy_(kept + mean.to(kept))
-            change = (self._entering(self.model, window) - before).double().mean((0, 1))
+            change = (self._entering(window) - before).double().mean((0, 1))
             factor = (change @ mean.double() / mean.double().square().sum().clamp(min=1e-12)).item()
             if factor > 0 and torch.allclose(change, factor * mean.double(), atol=1e-3 * change.abs().max().item()):
                 self.tokens.copy_(kept + mean.to(kept) / factor)
@@ -182,10 +183,12 @@ class Pair:
 
     def _entering_base(self, tokens: Tensor) -> Tensor:
         with self.as_base() as base:
-            return entering(base, BaseModel.of(base).found.layers[0], tokens)
+            found = BaseModel.of(base).found
+            return entering(found.decoder, found.layers[0], tokens)
 
-    def _entering(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
-        return entering(model, self.plan.found.layers[0], tokens)
+    def _entering(self, tokens: Tensor) -> Tensor:
+        found = self.plan.found
+        return entering(found.decoder, found.layers[0], tokens)
 
     def asked(self, index: int, hidden: Tensor, arguments: LayerCall) -> Call:
         """Return what a patched layer asks of its attention."""

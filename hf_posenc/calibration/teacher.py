@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from ..errors import NotPatchedError, UnsupportedModelError
 from ..families.base import base_model_type
-from ..patching.plan import BaseModel
-from ..patching.state import Patch, adapted_parts
-from ..patching.weights import have_moved
-from ..patching.wrappers import check_in_place, check_unquantized, check_unwrapped
+from ..live.base_model import BaseModel
+from ..live.state import Patch, adapted_parts
+from ..live.weights import have_moved
+from ..live.wrappers import check_in_place, check_unquantized, check_unwrapped
 
 GIVE = "give the base, calibrate(model, tokens, base=...)"
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..modes import evaluation
+from ..live.eval_mode import evaluation
 from .perplexity import Perplexity, default_batch_size, logits_function
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import Cache
 
-from ..modes import evaluation
+from ..live.eval_mode import evaluation
 
 # Windows are scored in batches of about this many tokens. A CPU gains nothing from more, and its caches lose.
 TOKENS_PER_BATCH = 8192

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import log
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +27,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..api import schemes_of
 from ..errors import UnsupportedModelError
-from ..modes import evaluation
+from ..live.base_model import BaseModel
+from ..live.eval_mode import evaluation
+from ..live.state import without_adapter
+from ..modules import PositionEmbedding
 from ..patching.place import NoEmbedding
-from ..patching.plan import BaseModel
-from ..patching.state import without_adapter
-from ..schemes.base import RotaryScheme, by_layer_type
+from ..schemes.base import by_layer_type
 from ..upstream.rotary import IdentityRotary
 from .context import PositionLoss, check_documents, position_edges
 from .perplexity import Perplexity, default_batch_size, logits_function
@@ -199,15 +200,16 @@ def check_memory(model: PreTrainedModel) -> None:
             f"the attention of this {base.name} does not go through transformers' attention interface, and has tables "
             "or masks of its own that do not know of memory: patch it first"
         )
-    if any(scheme.acts_on.adds_vectors for scheme in schemes) or not isinstance(table, NoEmbedding | None):
+    adding = [module for module in model.modules() if isinstance(module, PositionEmbedding)]
+    if isinstance(table, torch.nn.Embedding) or not all(isinstance(module, NoEmbedding) for module in adding):
         raise UnsupportedModelError(
             f"this {base.name} adds position vectors, which say where a token is and not how far from another: read in "
             "segments they would go on past every length that the model has seen. Memory needs a scheme of distances, "
             "or nope: measure sliding windows instead"
         )
-    rotations = [base.rope_parameters(cast(RotaryScheme, scheme)) or {} for scheme in schemes if scheme.acts_on.rotates]
+    rotations = [parameters or {} for scheme in schemes for parameters in scheme.acts_on.rotations(scheme, base)]
     if not isinstance(rotary, IdentityRotary | None):
-        rotations.append(base.own_rotation())
+        rotations.append(base.rotation.own())
     kinds = {str(each.get("rope_type")) for rotation in rotations for each in by_layer_type(rotation).values()}
     if by_length := sorted(kinds.intersection(BY_LENGTH)):
         raise UnsupportedModelError(

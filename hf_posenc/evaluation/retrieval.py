@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..modes import evaluation
+from ..live.eval_mode import evaluation
 from .perplexity import default_batch_size, logits_function
 
 

@@ -152,6 +152,11 @@ class Family:
     note: str = ""
     decoder_attributes: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_table(self) -> bool:
+        """Whether positions enter at the input, from a table."""
+        return self.position_table is not None
+
 
 @dataclass(frozen=True)
 class Resolved:

@@ -22,13 +22,14 @@ from transformers import initialization as init
 from .. import files, hub
 from ..errors import CheckpointError, HfPosencError, UnsupportedModelError, WeightShapeError
 from ..families.base import base_model_type
+from ..live.base_model import decoder_of
+from ..live.state import Patch, patch_of
+from ..live.undo import Undo
+from ..live.wrappers import gathered, is_spread, packed_in_place
 from ..modules import PositionModule
 from ..patching.layers import MARKER
 from ..patching.place import operate
-from ..patching.plan import decoder_of, make_plan, needs_own_attention
-from ..patching.state import Patch, patch_of
-from ..patching.undo import Undo
-from ..patching.wrappers import gathered, is_spread, packed_in_place
+from ..patching.plan import make_plan, needs_own_attention
 from ..registry import family_for, supported_model_types
 from ..schemes.base import Scheme
 from ..upstream import NAME
@@ -465,9 +466,8 @@ def _within(parameter: str, modules: tuple[str, ...]) -> bool:
 
 def would_drop(schemes: Sequence[Scheme], attn_implementation: str | None) -> str:
     """Return why schemes on attention scores refuse an attention implementation."""
-    attending = [scheme for scheme in schemes if scheme.attends]
-    names = [each.name if each.acts_on.attends else f"the window of {each.name}" for each in attending]
-    if not attending:
+    names = [name for scheme in schemes if (name := scheme.acts_on.dropped_by_stock_attention(scheme)) is not None]
+    if not names:
         return (
             f"attn_implementation={attn_implementation!r} would leave {' and '.join(each.name for each in schemes)} "
             f"without positions, which reach the layers of this family only through the attention {NAME!r}: keep it, "

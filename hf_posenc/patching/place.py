@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..live.base_model import BaseModel
+from ..live.undo import Undo, add_pre_hook, register_buffer, set_attribute, set_class, set_module
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared, WithoutPositions
 from ..positions import ROWS, ensure, unpack
 from ..registry import family_for
@@ -28,8 +30,10 @@ from ..upstream.rotary import (
     turned_dimensions,
 )
 from .layers import KEPT, MARKER, Carried, PatchedLayers, require_patched_layers
-from .plan import BaseModel, Plan
-from .undo import Undo, add_pre_hook, register_buffer, set_attribute, set_class, set_module
+from .plan import Plan
+
+STILL = "posenc_still"
+"""Module of the decoder that turns nothing, for layers with schemes where others go on rotating."""
 
 UNLIMITED = 2**17
 """`max_position_embeddings` of a patched model whose scheme has no limit; `generate` caps its default length by it."""
@@ -187,6 +191,7 @@ class ModelSite:
         self.on_attentions: str | None = None
         self.on_layers = False
         self.at_first = False
+        self.adds_vectors = False
 
     @property
     def dims(self) -> Dims:
@@ -196,6 +201,26 @@ class ModelSite:
     def dims_of(self, layer: int) -> Dims:
         """Return the sizes of one layer's attention."""
         return self.base.sizes.get(layer, self.base.dims)
+
+    def silence_rotation(self) -> None:
+        """Switch off the base's own rotation in the layers, and factors of queries that grow with the position."""
+        found, family = self.base.found, self.base.family
+        for layer in self.layers:
+            if layer in found.attention_of:
+                for name, value in family.temperature.items():
+                    set_attribute(self.undo, found.attention_of[layer], name, value)
+        for config in self.base.configs if family.temperature_keys else ():
+            off = {**config.rope_parameters, family.temperature_keys[0]: 0.0}
+            set_attribute(self.undo, config, "rope_parameters", off)
+        if found.rotary is None:
+            return
+        identity = IdentityRotary(found.rotary, family.angles)
+        if self.plan.rotated_by_base():
+            known = STILL in found.decoder._modules
+            still = Reference(found.decoder, STILL) if known else self._own(STILL, identity)
+            give_rotation(self, still, takes_layer_type=len(identity.pairs) > 1)
+        elif not isinstance(found.decoder.get_submodule(str(family.rotary)), IdentityRotary):
+            set_module(self.undo, found.decoder, str(family.rotary), identity)
 
     def share(self, module: nn.Module) -> Reference:
         """Let the decoder own a module that the layers share."""
@@ -212,6 +237,7 @@ class ModelSite:
     def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
         """Add the vectors that a module makes to the hidden states that enter a layer."""
         target = self.base.found.layers[layer]
+        self.adds_vectors = True
         set_module(self.undo, target, "posenc", Shared(module) if isinstance(module, Reference) else module)
         if self.base.family.positions_in_mask:
             set_attribute(self.undo, target, "posenc_family", self.base.family.model_types[0])
@@ -228,6 +254,7 @@ class ModelSite:
             self.on_layers, self.at_first = False, True
             return
         assert family.position_table is not None
+        self.adds_vectors = True
         module.like = Reference(found.decoder, family.token_embedding)
         set_module(self.undo, found.decoder, family.position_table, module)
         self._list(module)
@@ -235,15 +262,15 @@ class ModelSite:
     def turn(self, scheme: RotaryScheme) -> None:
         """Turn the queries and keys of the layers as the scheme says."""
         base, found, family = self.base, self.base.found, self.base.family
-        if base.is_own(scheme) and all(found.rotated[layer] for layer in self.layers):
+        if base.rotation.is_own(scheme) and all(found.rotated[layer] for layer in self.layers):
             self._take_all_turned(found.rotary)
             return  # the base's own rotation is right as it is: nothing to do, and so nothing to get wrong
         if scheme.layers is not None and family.use_rope_flag is not None:
             for layer in self.layers:  # named, so turned, though the base may leave it out
                 set_attribute(self.undo, found.attention_of[layer], family.use_rope_flag, 1)
-        if base.is_own(scheme):
+        if base.rotation.is_own(scheme):
             return
-        parameters = base.rope_parameters(scheme)
+        parameters = base.rotation.parameters(scheme)
         rotary = self._rotary(scheme, parameters)
         if found.rotary is None:
             rotation = self._own("rotary_emb", rotary)
@@ -265,7 +292,7 @@ class ModelSite:
             give_rotation(self, self._own("posenc_rotary", rotary), takes_layer_type=_is_by_layer_type(parameters))
         if family.rescales and parameters is not None:
             for layer in self.layers:
-                scaling = base.scaling_with(layer, parameters)
+                scaling = base.rotation.scaling_with(layer, parameters)
                 set_attribute(self.undo, found.attention_of[layer], "scaling", scaling)
         self._take_all_turned(rotary)
         self._list(rotary)
@@ -282,9 +309,9 @@ class ModelSite:
         found, family = self.base.found, self.base.family
         rotary: nn.Module
         if parameters is not None:
-            rotary = self.base.make_rotary(parameters)
+            rotary = self.base.rotation.make(parameters)
         else:
-            dims = self.base.rotary_dims
+            dims = self.base.rotation.dims
             rotary = scheme.build(dims)
             if found.rotary is not None and not family.slices_rotary:  # which turns whole heads
                 rotary = PartialRotary(rotary, dims.head_dim, gives=family.angles)
@@ -372,17 +399,8 @@ def operate(undo: Undo, plan: Plan) -> list[PositionModule]:
 def _silence_base(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
     """Switch off the base's own positions in the layers that have schemes, leaving nothing of them there."""
     found, family = plan.base.found, plan.base.family
-    if found.rotary is not None:
-        assert family.rotary is not None
-        silenced = [site for site in sites if not site.scheme.acts_on.rotates]
-        if silenced and not plan.rotated_by_base():
-            set_module(undo, found.decoder, family.rotary, IdentityRotary(found.rotary, family.angles))
-        elif silenced:
-            identity = IdentityRotary(found.rotary, family.angles)
-            still = silenced[0]._own("posenc_still", identity)
-            for site in silenced:
-                give_rotation(site, still, takes_layer_type=len(identity.pairs) > 1)
-    _level_temperature(undo, plan, sites)
+    for site in sites:
+        site.scheme.acts_on.silence(site)
     if found.position_table is not None and not plan.kept:
         assert family.position_table is not None
         silent = NoEmbedding(plan.base.dims.hidden_size)
@@ -408,20 +426,6 @@ def _replace_attention(undo: Undo, base: BaseModel, attention: nn.Module) -> Non
     if "config" not in attention.__dict__:
         set_attribute(undo, attention, "config", base.config)
     set_class(undo, attention, replaced_class(type(attention)))
-
-
-def _level_temperature(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
-    """Switch off the factor by which some bases multiply queries, since it grows with the position."""
-    base, family = plan.base, plan.base.family
-    silenced = [site for site in sites if not site.scheme.acts_on.rotates]
-    for site in silenced:
-        for layer in site.layers:
-            for name, value in family.temperature.items():
-                set_attribute(undo, base.found.attention_of[layer], name, value)
-    if silenced and family.temperature_keys:
-        for config in base.configs:
-            off = {**config.rope_parameters, family.temperature_keys[0]: 0.0}
-            set_attribute(undo, config, "rope_parameters", off)
 
 
 def _attend_through(undo: Undo, plan: Plan) -> None:
@@ -457,7 +461,7 @@ def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
         set_attribute(undo, found.decoder, "posenc_position_ids_at", order.index("position_ids") - 1)
         one = plan.needs_one_coordinate
         add_pre_hook(undo, found.decoder, require_one_coordinate if one else hand_down_position_ids)
-    if any(scheme.acts_on.adds_vectors for scheme in plan.schemes):
+    if any(site.adds_vectors for site in sites):
         names = tuple(signature(type(found.decoder).forward).parameters)[1:]
         set_attribute(undo, found.decoder, "posenc_arguments", names)
         add_pre_hook(undo, found.decoder, require_counts)
@@ -475,9 +479,10 @@ def _rotary_lengths(plan: Plan) -> list[int] | None:
     """Return the lengths at which new rotations change their frequencies; None if the base's own goes on turning."""
     if plan.rotated_by_base():
         return None
-    rotating: list[Any] = [scheme for scheme in plan.schemes if scheme.acts_on.rotates]
-    parameters = [plan.base.rope_parameters(scheme) or {} for scheme in rotating]
-    return [each[ORIGINAL_LENGTH] for each in parameters if ORIGINAL_LENGTH in each]
+    rotations = [
+        parameters or {} for scheme in plan.schemes for parameters in scheme.acts_on.rotations(scheme, plan.base)
+    ]
+    return [parameters[ORIGINAL_LENGTH] for parameters in rotations if ORIGINAL_LENGTH in parameters]
 
 
 def _set_lengths(undo: Undo, plan: Plan, rotary_lengths: list[int] | None) -> None:
@@ -486,12 +491,7 @@ def _set_lengths(undo: Undo, plan: Plan, rotary_lengths: list[int] | None) -> No
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if (limit := plan.limit()) is not None:
         set_attribute(undo, config, name, limit)
-    elif (
-        hasattr(config, name)
-        and not plan.base.family.sized_by_length
-        and not plan.kept
-        and not any(scheme.acts_on.rotates for scheme in plan.schemes)
-    ):
+    elif hasattr(config, name) and not plan.base.family.sized_by_length and not plan.kept and not any(plan.rotating):
         set_attribute(undo, config, name, max(UNLIMITED, config.max_position_embeddings))
     if ORIGINAL_LENGTH in config.__dict__ and rotary_lengths is not None:
         # Phi-3's generate drops the cache when it crosses this length, to switch between its two sets of frequencies;

@@ -20,7 +20,7 @@ import hf_posenc
 from .. import hub
 from ..errors import UnsupportedModelError
 from ..families.base import base_model_type
-from ..patching.state import without_adapter
+from ..live.state import without_adapter
 from ..registry import family_for
 from .corpus import Document, stream
 from .options import UsageError, one_of, option

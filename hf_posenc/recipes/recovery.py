@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import hf_posenc
 
 from ..families.base import base_model_type, resolve
-from ..patching.state import without_adapter
+from ..live.state import without_adapter
+from ..modules import PositionEmbedding
+from ..patching.place import NoEmbedding
 from ..registry import family_for
 from .corpus import IGNORED
 from .options import UsageError
@@ -136,8 +138,8 @@ def fed(attentions: list[nn.Module], inputs: list[Tensor]) -> Iterator[None]:
 
 def check_transfer(model: nn.Module) -> None:
     """UsageError where attention outputs cannot be matched: the positions are in the hidden states."""
-    adding = [scheme.name for scheme in hf_posenc.schemes_of(model) if scheme.acts_on.adds_vectors]
-    if adding:
+    adding = [scheme.name for scheme in hf_posenc.schemes_of(model)]
+    if any(isinstance(module, PositionEmbedding) and not isinstance(module, NoEmbedding) for module in model.modules()):
         raise UsageError(
             f"--transfer-steps: {' and '.join(adding)} adds positions to the hidden states, which the transfer takes "
             "from the base: its attention would see none"

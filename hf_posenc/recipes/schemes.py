@@ -10,7 +10,7 @@ import hf_posenc
 
 from .. import arguments
 from ..api import parse_schemes
-from ..patching.state import patch_of
+from ..live.state import patch_of
 from .options import UsageError, option
 
 UNPATCHED = "unpatched"

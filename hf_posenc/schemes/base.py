@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import initialization as init
 
+from ..dims import Dims, Layers
 from ..modules import (
     Native,
     PositionEmbedding,
@@ -23,31 +24,9 @@ from ..modules import (
     Shared,
     parameter,
 )
-from ..placement import Layers, Nowhere, OnHidden, OnRotary, OnScores, Placement
+from ..placement import Nowhere, OnHidden, OnRotary, OnScores, Placement
 from ..spelling import did_you_mean
 from ..waves import compute_dtype, geometric_frequencies, sinusoids, wide_dtype
-
-
-@dataclass(frozen=True)
-class Dims:
-    """Sizes of the attention that a scheme is built for.
-
-    Attributes:
-        num_heads: H.
-        num_key_value_heads: K.
-        head_dim: D, of queries and keys.
-        hidden_size: E.
-        num_layers: N.
-        value_dim: of values; None: D. It differs in latent attention (MLA).
-    """
-
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    hidden_size: int
-    num_layers: int
-    value_dim: int | None = None
-
 
 EVERY_SCHEME = ("layers", "window")
 """The hyper-parameters that every scheme has."""
@@ -88,11 +67,6 @@ class Scheme:
         values = self.hyperparameters()
         shown = {key: value for key, value in values.items() if key not in EVERY_SCHEME or value is not None}
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
-
-    @property
-    def attends(self) -> bool:
-        """Whether its layers attend through the attention function of this package."""
-        return self.acts_on.attends or self.window is not None
 
     @property
     def limit(self) -> int | None:
@@ -245,7 +219,7 @@ class RotaryScheme(Scheme):
         """Raise ValueError if the hyper-parameters do not fit these sizes."""
 
     def with_base(
-        self, rotation: dict[str, Any], length: int, types: tuple[str, ...], pairs: str = "half"
+        self, rotation: dict[str, Any], length: int | None, types: tuple[str, ...], pairs: str = "half"
     ) -> RotaryScheme:
         """Return the scheme with everything that was None taken from the base.
 

@@ -139,7 +139,9 @@ class Rope(RotaryScheme):
                     "replaces what it is computed from, and mscale counts only beside mscale_all_dim"
                 )
 
-    def with_base(self, rotation: dict[str, Any], length: int, types: tuple[str, ...], pairs: str = "half") -> "Rope":
+    def with_base(
+        self, rotation: dict[str, Any], length: int | None, types: tuple[str, ...], pairs: str = "half"
+    ) -> "Rope":
         """Return the scheme with everything that was None taken from the base, see `RotaryScheme.with_base`.
 
         Raises:
@@ -170,7 +172,7 @@ class Rope(RotaryScheme):
         }
         return replace(self, **values)
 
-    def _filled(self, layer_type: str | None, own: Mapping[str, Any], length: int) -> dict[str, Any]:
+    def _filled(self, layer_type: str | None, own: Mapping[str, Any], length: int | None) -> dict[str, Any]:
         given = {field: self._of(field, layer_type) for field in (*_BESIDE, "scaling")}
         scaling = given["scaling"]
         if scaling is None:

@@ -1,4 +1,4 @@
-"""Modes of a model that are put on for a while."""
+"""Evaluation mode for the length of a `with` block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode, and back in the mode that each was in.
+    """Put every module into evaluation mode, and afterwards back into the mode that it was in.
 
     Args:
         model: any module.

@@ -148,7 +148,8 @@ def has_own_forward(module: Any) -> bool:
     """Return whether a module runs the forward of its class, and no other that was put on the instance."""
     forward = module.__dict__.get("forward")
     return forward is None or (
-        getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
+        getattr(forward, "__self__", None) is module
+        and getattr(forward, "__func__", None) is getattr(type(module), "forward", None)
     )
 
 

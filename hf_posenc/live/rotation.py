@@ -1,0 +1,191 @@
+"""How a live model turns queries and keys, and which other rotations its attention can carry."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from ..errors import UnsupportedModelError
+from ..families.base import Family, Resolved, base_model_type
+from ..schemes.base import Dims, RotaryScheme, by_layer_type
+from ..schemes.rope import Rope
+from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary, own_rotation, scaling_types
+
+
+@dataclass(frozen=True)
+class BaseRotation:
+    """The rotation of a live model.
+
+    Attributes:
+        family: what is known of its architecture.
+        found: its modules.
+        config: the model's.
+        attention_dims: sizes of its attention, in the first layer that has one.
+    """
+
+    family: Family
+    found: Resolved
+    config: Any
+    attention_dims: Dims
+
+    @property
+    def dims(self) -> Dims:
+        """Sizes of what is rotated: heads, or the part of each head that is set apart for rotation."""
+        part = self.family.rotary_part
+        if part is None:
+            return self.attention_dims
+        return replace(self.attention_dims, head_dim=getattr(self.found.attentions[0], part))
+
+    @property
+    def pairs(self) -> str:
+        """Which dimensions the base turns together, `half` or `interleaved`."""
+        flag = self.family.interleaved_if
+        return "interleaved" if flag is not None and getattr(self.config, flag) else self.family.pairs
+
+    @property
+    def length(self) -> int | None:
+        """The length the base was made for, in tokens, or None if its config does not say."""
+        return getattr(self.config, self.family.length, None)
+
+    def own(self) -> dict[str, Any]:
+        """Return the base's own `rope_parameters`, as far as transformers reads them."""
+        own = own_rotation(self._config(), self.dims, self.found.rotary, self.family.slices_rotary)
+        if self.family.coordinates is not None:  # no choice of a scheme's
+            own.pop(self.family.coordinates, None)
+        return own
+
+    def is_own(self, scheme: RotaryScheme) -> bool:
+        """Return whether a fitted scheme is what the base does by itself where it rotates, in every respect."""
+        if self.found.rotary is None or (parameters := self.parameters(scheme)) is None:
+            return False
+        return parameters == self.parameters(self._complete(Rope()))
+
+    def fit(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> RotaryScheme:
+        """Return a scheme with everything that was not given taken from the base.
+
+        Args:
+            scheme: as the caller gave it.
+            layers: indices of its layers.
+
+        Raises:
+            UnsupportedModelError: if the base's attention cannot carry the rotation.
+            ValueError: if the angles cannot be computed.
+        """
+        self._check_attention(scheme, layers)
+        dims = self.dims
+        if dims.head_dim % 2:
+            raise ValueError(f"{scheme.name}: heads of size {dims.head_dim} cannot be split into pairs")
+        scheme.check(dims)
+        scheme = self._complete(scheme)
+        parameters = self.parameters(scheme)
+        if parameters is None:
+            pairs = len(scheme.build(dims).frequencies(torch.device("cpu")))
+            if not 0 < pairs <= dims.head_dim // 2:
+                raise ValueError(f"{scheme.name}: {pairs} frequencies do not fit heads of {dims.head_dim}")
+        elif not self.is_own(scheme):
+            kinds = by_layer_type(parameters).values()
+            starts = [kind.get(ORIGINAL_LENGTH) for kind in kinds if kind.get("rope_type") != "default"]
+            if self.length is None and None in starts:
+                raise ValueError(
+                    f"{scheme.name}: a scaling starts from the length that the base was made for, which the config of "
+                    f"{self._name} does not say: set config.{self.family.length}"
+                )
+            self.make(parameters)  # raises if it cannot
+        return scheme
+
+    def is_stock(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> bool:
+        """Return whether a stock class would turn these layers of a patched model as it does with a fitted scheme."""
+        parameters = scheme.rope_parameters()
+        if self.found.rotary is None or parameters is None:
+            return False
+        if any("posenc_rotation" in self.found.layers[layer].__dict__ for layer in layers):
+            return False
+        if scheme.leaves_dimensions and not self.family.slices_rotary:
+            return False
+        if (size := self.family.rotary_size) is None:
+            return True
+        turned = int(self.attention_dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        return all(getattr(self.found.attention_of[layer], size) == turned for layer in layers)
+
+    def parameters(self, scheme: RotaryScheme) -> dict[str, Any] | None:
+        """Return a fitted scheme's `rope_parameters` as this base writes them: whole heads need no saying.
+
+        Raises:
+            ValueError: if they name layer types that the base does not have.
+        """
+        parameters = scheme.rope_parameters()
+        if parameters is None:
+            return None
+        written = by_layer_type(self.own())
+        wanted = {kind: dict(rotation) for kind, rotation in by_layer_type(parameters).items()}
+        if None in wanted and None not in written:
+            wanted = {kind: dict(wanted[None]) for kind in written}
+        if set(wanted) != set(written):
+            has = ", ".join(str(kind) for kind in written if kind is not None)
+            raise ValueError(
+                f"{scheme.name}: rope_parameters name the layer types {', '.join(map(str, wanted))}, this base has "
+                f"{has or 'none'}"
+            )
+        for kind, rotation in wanted.items():
+            if rotation.setdefault("partial_rotary_factor", 1.0) == 1.0:
+                if "partial_rotary_factor" not in written[kind]:
+                    del rotation["partial_rotary_factor"]
+        if (key := self.family.coordinates) is not None and key in self.config.rope_parameters:
+            wanted[None][key] = self.config.rope_parameters[key]
+        return wanted[None] if None in wanted else wanted
+
+    def make(self, parameters: dict[str, Any]) -> nn.Module:
+        """Return a rotary module of transformers with these `rope_parameters`."""
+        rotary = make_rotary(parameters, self._config(), self.dims, self.found.rotary, self.family.slices_rotary)
+        if isinstance(rotary, PartialRotary):
+            rotary.takes = rotary.gives = self.family.angles
+        return rotary
+
+    def scaling_with(self, layer: int, parameters: dict[str, Any]) -> float:
+        """Return the factor of the scores that a layer's attention would have, made with these `rope_parameters`."""
+        attention: Any = self.found.attention_of[layer]
+        config = copy.deepcopy(self.config)
+        config.rope_parameters = parameters
+        with torch.device("meta"):
+            return float(type(attention)(config, getattr(attention, self.family.layer_index)).scaling)
+
+    @property
+    def _name(self) -> str:
+        return base_model_type(self.config)
+
+    def _check_attention(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> None:
+        """Raise UnsupportedModelError if the base's attention cannot be made to turn its queries and keys so."""
+        if self.found.rotary is None and self.family.split_heads is None:
+            raise UnsupportedModelError(
+                f"{scheme.name}: this {self._name} rotates nothing, and its attention makes queries and keys where no "
+                "rotation can be put"
+            )
+        if self.found.rotary is not None and scheme.pairs not in (None, self.pairs):
+            by = "halves" if self.pairs == "half" else "neighbouring dimensions"
+            raise UnsupportedModelError(
+                f"{scheme.name}: {self._name} rotates by {by} in its own code, so layout={scheme.pairs!r} cannot be "
+                "had: the rows of its query and key projections would have to be reordered"
+            )
+        if self.family.rotates is not None and scheme.layers is not None:
+            still = [layer for layer in layers if not self.found.rotated[layer]]
+            if still:
+                raise UnsupportedModelError(
+                    f"{scheme.name}: {self._name} leaves layer {', '.join(map(str, still))} unrotated in its own code: "
+                    f"name layers among {', '.join(str(i) for i, turned in enumerate(self.found.rotated) if turned)}"
+                )
+
+    def _complete(self, scheme: RotaryScheme) -> RotaryScheme:
+        return scheme.with_base(self.own(), self.length, scaling_types(), self.pairs)
+
+    def _config(self) -> Any:
+        """Return the config that says how the base rotates, one made for that where its own says it otherwise."""
+        if self.family.own_rotation is None:
+            return self.config
+        config = LlamaConfig(**({} if self.length is None else {"max_position_embeddings": self.length}))
+        config.rope_parameters = self.family.own_rotation(self.config)
+        return config
