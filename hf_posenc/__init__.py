@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from .deferred import after_import
 
 if TYPE_CHECKING:
-    from .api import describe, is_patched, patch_model, patched, schemes_of, unpatch_model, which_engine
+    from .api import is_patched, patch_model, patched, schemes_of, unpatch_model
     from .calibration.calibrate import Calibration, calibrate
     from .call import Call
     from .checkpoint import from_pretrained, inspect
     from .classes import register_family
+    from .description import describe, which_engine
     from .errors import (
         AlreadyPatchedError,
         CheckpointError,
@@ -85,13 +86,11 @@ __all__ = [
 
 _FROM = {
     ".api": (
-        "describe",
         "is_patched",
         "patch_model",
         "patched",
         "schemes_of",
         "unpatch_model",
-        "which_engine",
     ),
     ".calibration": (
         "Calibration",
@@ -103,6 +102,7 @@ _FROM = {
         "inspect",
     ),
     ".classes": ("register_family",),
+    ".description": ("describe", "which_engine"),
     ".errors": (
         "AlreadyPatchedError",
         "CheckpointError",

@@ -1,4 +1,4 @@
-"""patch_model, unpatch_model, patched, describe: what a user calls."""
+"""Patch a model in place, and take the patch off: patch_model, unpatch_model, patched."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,12 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .call import Call
-from .engines.dispatch import Choice, choose
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
-from .families.base import base_model_type
 from .hub import CALIBRATION
-from .live.base_model import BaseModel
 from .live.state import Patch, alone, patch_of, without_adapter
 from .live.undo import Undo, set_attribute, set_class
 from .live.weights import have_moved, samples_of
@@ -27,12 +22,11 @@ from .live.wrappers import check_in_place, check_unwrapped
 from .model_types.config import PosEncConfigMixin, config_class, register_models, stock_config
 from .model_types.entry import check_served, entry_of
 from .model_types.model import PosEncMixin, lacks_loss_type, model_class
-from .modules import PositionEmbedding, PositionModule, owner_of
+from .modules import PositionEmbedding, PositionModule, position_parameters
 from .patching.layers import MARKER
 from .patching.place import operate, seeded
 from .patching.plan import check_class_undone, check_forwards, make_plan
-from .positions import Positions
-from .registry import available_schemes, check_registered, family_for, scheme_class
+from .registry import available_schemes, check_registered, scheme_class
 from .schemes.base import Scheme
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -129,7 +123,7 @@ def _patch(model: PreTrainedModel, wanted: Sequence[Scheme], attention: str, see
         samples = model.base_model.__dict__.get(SAMPLES) or samples_of(model)
         patch = Patch(plan.schemes, attention, undo, plan.base.found.layers, plan.limit(), plan.attends, samples)
         base = model.base_model
-        patch.started = {name: p._version for name, p in base.named_parameters() if _owned(base, name)}
+        patch.started = {name: parameter._version for name, parameter in position_parameters(base).items()}
         set_attribute(undo, base, "_posenc_patch", patch)
         for around in _models_around(model):
             set_attribute(undo, around, "save_pretrained", partial(_refuse_to_save, type(around).__name__, patch.name))
@@ -350,169 +344,3 @@ def schemes_of(model: nn.Module) -> tuple[Scheme, ...]:
     """
     patch = patch_of(model)
     return () if patch is None else patch.schemes
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a model's positions are. Prints as a few readable lines.
-
-    Attributes:
-        model: class name.
-        family: stock model type.
-        schemes: as resolved against the model; none for a stock model.
-        kept: the layers that keep what the base has, where others have schemes.
-        attention: `auto` or an engine's name where the model attends through this package, else its own implementation.
-        limit: number of positions, or None if there is no limit (or the model is stock).
-        parameters: number of position parameters.
-        tensors: number of tensors that hold them.
-    """
-
-    model: str
-    family: str
-    schemes: tuple[Scheme, ...]
-    kept: tuple[int, ...]
-    attention: str
-    limit: int | None
-    parameters: int
-    tensors: int
-
-    def __str__(self) -> str:
-        """Return the lines."""
-        if not self.schemes:
-            return f"{self.model} ({self.family}): stock positions, attention {self.attention}"
-        lines = [f"{self.model} ({self.family}): " + " + ".join(map(str, self.schemes))]
-        acts = [scheme.acts_on.words + _in_layers(scheme.layers) for scheme in self.schemes]
-        lines += [f"  {'acts' if number == 0 else '':<12}{words}" for number, words in enumerate(acts)]
-        if self.kept:
-            lines.append(f"  kept        the base's own{_in_layers(self.kept)}")
-        return "\n".join(
-            [
-                *lines,
-                f"  attention   {self.attention}",
-                f"  positions   {'no limit' if self.limit is None else self.limit}",
-                f"  parameters  {self.parameters:,} in {self.tensors} tensors",
-            ]
-        )
-
-
-def _in_layers(layers: Any) -> str:
-    return "" if layers is None else f", in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
-
-
-def describe(model: PreTrainedModel) -> Description:
-    """Say what a model's positions are: schemes, hyper-parameters, where they act, attention, limit.
-
-    Args:
-        model: patched or stock; of one that PEFT has wrapped, what is inside.
-
-    Raises:
-        UnsupportedModelError: for a stock model of an unknown family, and for one that is wrapped
-            (DistributedDataParallel) or sharded (FSDP).
-    """
-    check_unwrapped(model, "describe the model")
-    model = without_adapter(model)
-    patch = patch_of(model)
-    name, family = type(model).__name__, base_model_type(model.config)
-    own = str(model.config._attn_implementation)
-    family_for(family)
-    if patch is None:
-        return Description(name, family, (), (), own, None, 0, 0)
-    parameters = [p for n, p in model.named_parameters() if _owned(model, n)]
-    named = [scheme.layers for scheme in patch.schemes]
-    taken = {layer for layers in named if layers is not None for layer in layers}
-    kept = () if None in named else tuple(layer for layer in range(len(patch.layers)) if layer not in taken)
-    return Description(
-        name,
-        family,
-        patch.schemes,
-        kept,
-        patch.attention if patch.attends else own,
-        patch.limit,
-        sum(p.numel() for p in parameters),
-        len(parameters),
-    )
-
-
-def which_engine(
-    model: PreTrainedModel,
-    length: int,
-    *,
-    keys: int | None = None,
-    dtype: torch.dtype | None = None,
-    dropout: float = 0.0,
-    weights: bool = False,
-    layer: int | None = None,
-) -> Choice:
-    """Say what computes attention in a patched model, and why that: for calls without padding, on the model's device.
-
-    On a GPU the answer may take seconds: FlexAttention is compiled and tried before it is said to be used.
-
-    Args:
-        model: patched, also below an adapter of PEFT.
-        length: number of queries.
-        keys: number of keys, with what is cached, and then without gradients; None means `length`.
-        dtype: of queries and keys; None means the model's.
-        dropout: probability that an attention weight is dropped.
-        weights: whether the attention weights are wanted.
-        layer: which one; None means the first that has a scheme on its scores.
-
-    Returns:
-        The engine's name and the reason. A scheme that keeps the model's own attention answers with that.
-
-    Raises:
-        NotPatchedError: if the model is not patched.
-        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP).
-        ValueError: if there is no such call, or the engine that was asked for when patching cannot compute it.
-    """
-    check_unwrapped(model, "ask for the engine")
-    model = without_adapter(model)
-    patch = patch_of(model)
-    if patch is None:
-        raise NotPatchedError(f"this {type(model).__name__} is not patched")
-    if length < 1 or (keys is not None and keys < length) or not 0 <= dropout < 1:
-        raise ValueError(
-            f"there is no call of {length} queries, {keys} keys and dropout {dropout}: length must be at least 1, keys "
-            "at least length, dropout at least 0 and below 1"
-        )
-    if not patch.attends:
-        return Choice(str(model.config._attn_implementation), f"{patch.name} keeps the model's own attention")
-    base = BaseModel.of(model)
-    count = base.dims.num_layers
-    if layer is None:
-        layer = min(base.layers_with_scores() or base.sizes)
-    if not -count <= layer < count:
-        raise ValueError(f"there is no layer {layer}: the model has {count}, counted from 0")
-    if layer % count not in base.sizes:
-        raise ValueError(f"layer {layer} has no attention: ask for one of {', '.join(map(str, base.sizes))}")
-    attention: Any = base.found.attention_of[layer % count]
-    device, dims = next(model.parameters()).device, base.sizes[layer % count]
-    like = torch.empty(0, dtype=dtype or model.dtype, device=device)
-    query = like.new_empty(()).expand(1, dims.num_heads, length, dims.head_dim)
-    key, value = (
-        like.new_empty(()).expand(1, dims.num_key_value_heads, keys or length, size)
-        for size in (dims.head_dim, dims.value_dim or dims.head_dim)
-    )
-    module = owner_of(attention.posenc)
-    positions = Positions.causal(length, keys or length, device)
-    if (window := attention.__dict__.get("posenc_window")) is not None:
-        positions = positions.within(window)
-    cached = keys is not None and keys > length  # as in generation, which takes no gradients
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
-        call = Call(
-            query,
-            key,
-            value,
-            positions,
-            scaling=attention.scaling,
-            softcap=getattr(model.config, "attn_logit_softcapping", None),
-            dropout=dropout,
-            weights=weights,
-            sinks=getattr(attention, "sinks", None),
-            module=module,
-            form=module.form(query),
-        )
-        return choose(attention.posenc_engine, call)
-
-
-def _owned(model: nn.Module, parameter: str) -> bool:
-    return isinstance(model.get_submodule(parameter.rpartition(".")[0]), PositionModule)

@@ -21,11 +21,12 @@ from transformers.utils import logging
 
 from . import files, hub
 from .analysis import plots
-from .api import describe, parse_schemes
+from .api import parse_schemes
 from .arguments import hyperparameters
 from .catalogue import refused_types, served_type
 from .checkpoint import from_pretrained
 from .checkpoint import inspect as read_config
+from .description import describe
 from .errors import PluginError, UnsupportedModelError
 from .pictures import KINDS, OPTIONS_OF, Asked, Numbers, schedule
 from .registry import available_schemes, scheme_class, supported_model_types

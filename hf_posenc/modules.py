@@ -195,6 +195,15 @@ class Shared(nn.Module):
         return self.owner()(*args, **kwargs)
 
 
+def position_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of schemes in a model, by name."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), PositionModule)
+    }
+
+
 def owner_of(module: Any) -> Any:
     """Return the module that another one calls for it, where layers share one; itself otherwise.
 

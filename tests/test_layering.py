@@ -27,7 +27,7 @@ LAYERS = (
     ("patching",),
     ("model_types",),
     ("classes", "api"),
-    ("verification", "checkpoint", "export", "lora", "parallel", "catalogue", "calibration"),
+    ("description", "verification", "checkpoint", "export", "lora", "parallel", "catalogue", "calibration"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
     ("recipes", "pictures"),

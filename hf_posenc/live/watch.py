@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,13 +57,48 @@ def recorded(layers: Sequence[nn.Module], *, behind_hooks: bool = False) -> Iter
         yield calls
 
 
+def caught(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with which a module is called during a run, before other hooks see them.
+
+    The run stops there. The module stays in its place: transformers may install hooks in this pass that record outputs,
+    once and for all, on the layers that it finds. What the caller has compiled runs as it was written, because
+    torch.compile cannot trace the hook and would compile for this pass alone.
+
+    Args:
+        module: that is called, as a rule a layer.
+        run: a forward pass, to be called without arguments.
+
+    Raises:
+        UnsupportedModelError: if the run never calls the module.
+    """
+    looking = {threading.get_ident()}
+
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() in looking:  # other threads compute on; so does a copy that has this hook
+            raise _Caught(args, kwargs)
+
+    hook = module.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+    try:
+        with _STANCE, torch.compiler.set_stance("force_eager"):
+            run()
+    except _Caught as call:
+        return call.arguments
+    finally:
+        hook.remove()
+        looking.clear()
+    raise UnsupportedModelError(f"a {type(module).__name__} of this model is never called")
+
+
+class _Caught(Exception):  # no error: it stops a forward pass
+    """Carries the arguments of a module out of a forward pass."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.arguments = args, kwargs
+
+
 @torch.no_grad()
 def entering(decoder: nn.Module, layer: nn.Module, tokens: Tensor) -> Tensor:
     """Return the hidden states that enter a layer, before hooks of a scheme add to them.
-
-    The forward pass stops there. The layer stays in its place: transformers may install hooks in this pass that record
-    outputs, once and for all, on the layers that it finds. What the caller has compiled runs as it was written, because
-    torch.compile cannot trace the hook and would compile for this pass alone.
 
     Args:
         decoder: patched or stock, in evaluation mode.
@@ -76,29 +111,9 @@ def entering(decoder: nn.Module, layer: nn.Module, tokens: Tensor) -> Tensor:
     Raises:
         UnsupportedModelError: if the decoder never calls the layer.
     """
-    looking = {threading.get_ident()}
-
-    def stop(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() in looking:  # other threads compute on; so does a copy that has this hook
-            raise _Entered(args[0] if args else kwargs["hidden_states"])
-
-    hook = layer.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
-    try:
-        with _STANCE, torch.compiler.set_stance("force_eager"):
-            decoder.forward(input_ids=tokens, use_cache=False)
-    except _Entered as entered:
-        return entered.hidden_states
-    finally:
-        hook.remove()
-        looking.clear()
-    raise UnsupportedModelError(f"{type(decoder).__name__} never reached its layers")
-
-
-class _Entered(Exception):  # no error: it stops a forward pass
-    """Carries the hidden states that entered a layer out of a forward pass."""
-
-    def __init__(self, hidden_states: Tensor) -> None:
-        self.hidden_states = hidden_states
+    args, kwargs = caught(layer, lambda: decoder.forward(input_ids=tokens, use_cache=False))
+    hidden_states: Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden_states
 
 
 def first(output: Any) -> Tensor:

@@ -1,0 +1,190 @@
+"""What a model's positions are, and what computes its attention: describe, which_engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .call import Call
+from .engines.dispatch import Choice, choose
+from .errors import NotPatchedError
+from .families.base import base_model_type
+from .live.base_model import BaseModel
+from .live.eval_mode import evaluation
+from .live.state import patch_of, without_adapter
+from .live.watch import caught
+from .live.wrappers import check_unwrapped
+from .modules import owner_of, position_parameters
+from .positions import Positions
+from .registry import family_for
+from .schemes.base import Scheme
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a model's positions are. Prints as a few readable lines.
+
+    Attributes:
+        model: class name.
+        family: stock model type.
+        schemes: as resolved against the model; none for a stock model.
+        kept: the layers that keep what the base has, where others have schemes.
+        attention: `auto` or an engine's name where the model attends through this package, else its own implementation.
+        limit: number of positions, or None if there is no limit (or the model is stock).
+        parameters: number of position parameters.
+        tensors: number of tensors that hold them.
+    """
+
+    model: str
+    family: str
+    schemes: tuple[Scheme, ...]
+    kept: tuple[int, ...]
+    attention: str
+    limit: int | None
+    parameters: int
+    tensors: int
+
+    def __str__(self) -> str:
+        """Return the lines."""
+        if not self.schemes:
+            return f"{self.model} ({self.family}): stock positions, attention {self.attention}"
+        lines = [f"{self.model} ({self.family}): " + " + ".join(map(str, self.schemes))]
+        acts = [scheme.acts_on.words + _in_layers(scheme.layers) for scheme in self.schemes]
+        lines += [f"  {'acts' if number == 0 else '':<12}{words}" for number, words in enumerate(acts)]
+        if self.kept:
+            lines.append(f"  kept        the base's own{_in_layers(self.kept)}")
+        return "\n".join(
+            [
+                *lines,
+                f"  attention   {self.attention}",
+                f"  positions   {'no limit' if self.limit is None else self.limit}",
+                f"  parameters  {self.parameters:,} in {self.tensors} tensors",
+            ]
+        )
+
+
+def _in_layers(layers: Any) -> str:
+    return "" if layers is None else f", in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+
+
+def describe(model: PreTrainedModel) -> Description:
+    """Say what a model's positions are: schemes, hyper-parameters, where they act, attention, limit.
+
+    Args:
+        model: patched or stock; of one that PEFT has wrapped, what is inside.
+
+    Raises:
+        UnsupportedModelError: for a stock model of an unknown family, and for one that is wrapped
+            (DistributedDataParallel) or sharded (FSDP).
+    """
+    check_unwrapped(model, "describe the model")
+    model = without_adapter(model)
+    patch = patch_of(model)
+    name, family = type(model).__name__, base_model_type(model.config)
+    own = str(model.config._attn_implementation)
+    family_for(family)
+    if patch is None:
+        return Description(name, family, (), (), own, None, 0, 0)
+    parameters = position_parameters(model).values()
+    named = [scheme.layers for scheme in patch.schemes]
+    taken = {layer for layers in named if layers is not None for layer in layers}
+    kept = () if None in named else tuple(layer for layer in range(len(patch.layers)) if layer not in taken)
+    return Description(
+        name,
+        family,
+        patch.schemes,
+        kept,
+        patch.attention if patch.attends else own,
+        patch.limit,
+        sum(p.numel() for p in parameters),
+        len(parameters),
+    )
+
+
+def which_engine(
+    model: PreTrainedModel,
+    length: int,
+    *,
+    keys: int | None = None,
+    dtype: torch.dtype | None = None,
+    dropout: float = 0.0,
+    weights: bool = False,
+    layer: int | None = None,
+) -> Choice:
+    """Say what computes attention in a patched model, and why that: for calls without padding, on the model's device.
+
+    On a GPU the answer may take seconds: FlexAttention is compiled and tried before it is said to be used.
+
+    Args:
+        model: patched, also below an adapter of PEFT.
+        length: number of queries.
+        keys: number of keys, with what is cached, and then without gradients; None means `length`.
+        dtype: of queries and keys; None means the model's.
+        dropout: probability that an attention weight is dropped.
+        weights: whether the attention weights are wanted.
+        layer: which one; None means the first that has a scheme on its scores.
+
+    Returns:
+        The engine's name and the reason. A scheme that keeps the model's own attention answers with that.
+
+    Raises:
+        NotPatchedError: if the model is not patched.
+        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP).
+        ValueError: if there is no such call, or the engine that was asked for when patching cannot compute it.
+    """
+    check_unwrapped(model, "ask for the engine")
+    model = without_adapter(model)
+    patch = patch_of(model)
+    if patch is None:
+        raise NotPatchedError(f"this {type(model).__name__} is not patched")
+    if length < 1 or (keys is not None and keys < length) or not 0 <= dropout < 1:
+        raise ValueError(
+            f"there is no call of {length} queries, {keys} keys and dropout {dropout}: length must be at least 1, keys "
+            "at least length, dropout at least 0 and below 1"
+        )
+    if not patch.attends:
+        return Choice(str(model.config._attn_implementation), f"{patch.name} keeps the model's own attention")
+    base = BaseModel.of(model)
+    attention: Any = base.found.attention_of[_layer_with_attention(base, layer)]
+    cached = keys is not None and keys > length  # as in generation, which takes no gradients
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
+        call = _call_of(base, attention, length, keys or length, dtype or model.dtype)
+        return choose(attention.posenc_engine, replace(call, dropout=dropout, weights=weights))
+
+
+def _layer_with_attention(base: BaseModel, layer: int | None) -> int:
+    """Return the index of the layer that is asked for; ValueError if there is none, or it has no attention."""
+    if layer is None:
+        return min(base.layers_with_scores() or base.sizes)
+    if not -base.num_layers <= layer < base.num_layers:
+        raise ValueError(f"there is no layer {layer}: the model has {base.num_layers}, counted from 0")
+    if layer % base.num_layers not in base.sizes:
+        raise ValueError(f"layer {layer} has no attention: ask for one of {', '.join(map(str, base.sizes))}")
+    return layer % base.num_layers
+
+
+def _call_of(base: BaseModel, attention: Any, length: int, keys: int, dtype: torch.dtype) -> Call:
+    """Return what an attention of a patched model would be asked to compute, with tensors that take no memory.
+
+    It is the call of one token, made longer: scaling, soft cap and sinks are those that the model itself hands over.
+    """
+    embedding: Any = base.found.token_embedding
+    token = torch.zeros(1, 1, dtype=torch.int64, device=embedding.weight.device)
+    decoder = base.found.decoder
+    with evaluation(decoder), torch.no_grad():
+        (call, *_), _ = caught(attention.posenc, lambda: decoder(input_ids=token, use_cache=False))
+    lengths = {"query": length, "key": keys, "value": keys}
+    empty = torch.empty((), dtype=dtype, device=call.query.device)
+    tensors = {
+        name: empty.expand(1, getattr(call, name).shape[1], size, getattr(call, name).shape[3])
+        for name, size in lengths.items()
+    }
+    positions = Positions.causal(length, keys, call.query.device)
+    if (window := attention.__dict__.get("posenc_window")) is not None:
+        positions = positions.within(window)
+    module = owner_of(attention.posenc)
+    call = replace(call, positions=positions, **tensors)
+    return replace(call, module=module, form=module.form(call.query))
