@@ -19,6 +19,7 @@ from .api import parse_schemes, patch_model
 from .errors import CheckpointError, HfPosencError, UnsupportedModelError
 from .families.base import base_model_type
 from .hub import calibration_of, calibration_words, one_line
+from .layer_state import STATE, OnAttention, use_engine
 from .live.state import patch_of, without_adapter
 from .model_types.config import heads_of, name_of
 from .model_types.digests import check_no_adapter, check_saved_weights
@@ -114,9 +115,10 @@ def choose_engine(model: PreTrainedModel, attention: str) -> None:
     patch.attention = attention
     replaced = family_for(base_model_type(without_adapter(model).config)).bypasses_interface
     for module in model.modules():
-        chosen = replaced or "posenc_window" in module.__dict__
-        if "posenc_engine" in module.__dict__ and (chosen or not isinstance(module.posenc, WithoutPositions)):
-            module.posenc_engine = attention
+        state = getattr(module, STATE, None)
+        if isinstance(state, OnAttention) and "posenc" in module._modules:
+            if replaced or state.window is not None or not isinstance(module.posenc, WithoutPositions):
+                use_engine(module, attention)
 
 
 def _raw_config(name_or_path: str | os.PathLike[str], kwargs: dict[str, Any]) -> dict[str, Any]:

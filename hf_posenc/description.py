@@ -12,6 +12,7 @@ from .call import Call
 from .engines.dispatch import Choice, choose
 from .errors import NotPatchedError
 from .families.base import base_model_type
+from .layer_state import on_attention
 from .live.base_model import BaseModel
 from .live.eval_mode import evaluation
 from .live.state import patch_of, without_adapter
@@ -152,7 +153,7 @@ def which_engine(
     cached = keys is not None and keys > length  # as in generation, which takes no gradients
     with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
         call = _call_of(base, attention, length, keys or length, dtype or model.dtype)
-        return choose(attention.posenc_engine, replace(call, dropout=dropout, weights=weights))
+        return choose(on_attention(attention).engine, replace(call, dropout=dropout, weights=weights))
 
 
 def _layer_with_attention(base: BaseModel, layer: int | None) -> int:
@@ -183,7 +184,7 @@ def _call_of(base: BaseModel, attention: Any, length: int, keys: int, dtype: tor
         for name, size in lengths.items()
     }
     positions = Positions.causal(length, keys, call.query.device)
-    if (window := attention.__dict__.get("posenc_window")) is not None:
+    if (window := on_attention(attention).window) is not None:
         positions = positions.within(window)
     module = owner_of(attention.posenc)
     call = replace(call, positions=positions, **tensors)

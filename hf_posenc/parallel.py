@@ -41,8 +41,9 @@ from transformers import PreTrainedModel
 from . import positions
 from .errors import UnsupportedModelError
 from .families.base import base_model_type, resolve
+from .layer_state import on_attention, on_decoder
 from .live.state import patch_of
-from .live.undo import Undo, add_pre_hook, set_attribute
+from .live.undo import Undo, add_pre_hook, keep, set_attribute
 from .registry import family_for
 from .upstream import NAME
 from .upstream.masks import causal_documents, position_channel
@@ -101,7 +102,7 @@ def _gathered(tensor: Tensor, group: Any) -> Tensor:
 
 
 class Exchange:
-    """What an attention layer calls to meet the keys of the other shards; sits on it as `posenc_exchange`."""
+    """What an attention layer calls to meet the keys of the other shards; kept in its state."""
 
     def __init__(self, group: Any) -> None:
         """Exchange within a group.
@@ -167,7 +168,7 @@ def locate_shard(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if is_channel:
         positions.check(mask, 0)
     else:
-        given["attention_mask"] = _channel_of_positions(ids, mask, tokens.shape[:2], decoder.posenc_exchange.group)
+        given["attention_mask"] = _channel_of_positions(ids, mask, tokens.shape[:2], on_decoder(decoder).exchange.group)
     return (), given
 
 
@@ -240,7 +241,7 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
         raise UnsupportedModelError(
             f"the sequences of a {type(inner).__name__} cannot be divided over processes: {family.undivided}"
         )
-    if "posenc_exchange" in found.decoder.__dict__:
+    if on_decoder(found.decoder).exchange is not None:
         raise ValueError("this model is inside context_parallel already")
     if family.bypasses_interface and patch_of(inner) is None:
         raise UnsupportedModelError(
@@ -253,10 +254,11 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
     attentions = [getattr(each, "_checkpoint_wrapped_module", each) for each in found.attentions]
     try:
         set_attribute(undo, inner.config, "_attn_implementation_internal", NAME)
-        for module in (found.decoder, *attentions):
-            set_attribute(undo, module, "posenc_exchange", exchange)
-        for attention in attentions if family.heads is not None else ():
-            set_attribute(undo, attention, "posenc_heads", getattr(attention, family.heads))
+        keep(undo, found.decoder, on_decoder(found.decoder), exchange=exchange)
+        for attention in attentions:
+            state = on_attention(attention)
+            heads = state.heads if family.heads is None else getattr(attention, family.heads)
+            keep(undo, attention, state, exchange=exchange, heads=heads)
         add_pre_hook(undo, found.decoder, locate_shard)
         yield model
     finally:

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 
 from . import positions
 from .errors import NotPatchedError
+from .layer_state import STATE, OnLayer, on_attention
 from .live.base_model import BaseModel
 from .live.eval_mode import evaluation
 from .live.state import Patch, patch_of, without_adapter
-from .live.undo import Undo, delete_attribute, set_attribute, set_module
+from .live.undo import Undo, keep, set_attribute, set_module
 from .live.watch import LayerCall, first, recorded
 from .live.wrappers import check_in_place, check_unwrapped
 from .modules import PositionModule, WithoutPositions
@@ -240,7 +241,7 @@ def _turned_otherwise(scheme: Any, base: BaseModel) -> list[int]:
     wrong = []
     for layer in base.layers_of(scheme):
         for holder in (base.found.layers[layer], base.found.attention_of[layer]):
-            if (own := holder.__dict__.get("posenc_rotation")) is not None:
+            if (own := getattr(holder, STATE, OnLayer()).rotation) is not None:
                 rotary = own()
                 break
         else:
@@ -299,10 +300,9 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
         undo = Undo()
         try:
             set_module(undo, attention, "posenc", WithoutPositions())
-            set_attribute(undo, attention, "posenc_engine", "reference")
             # The eager attention has no window but the base's own, and no rotation but what it is handed.
-            set_attribute(undo, attention, "posenc_window", family.own_window and family.own_window(attention))
-            delete_attribute(undo, attention, "posenc_rotation")
+            window = None if family.own_window is None else family.own_window(attention)
+            keep(undo, attention, on_attention(attention), engine="reference", window=window, rotation=None)
             plain = first(attention(hidden, *args, **kwargs))
             elsewhere = named(attention, other.args, other.kwargs) if family.bypasses_interface else other.kwargs
             if family.add_residual is not None:  # which has positions in it, and is not the attention's own

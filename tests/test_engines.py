@@ -34,6 +34,7 @@ from hf_posenc.engines import banded, chunked, clipped, decode, dispatch, plain,
 from hf_posenc.engines.dispatch import choose, named
 from hf_posenc.engines.spans import SpanEngine
 from hf_posenc.forms import Factors, RelativeKeys
+from hf_posenc.layer_state import STATE, OnAttention, use_engine
 from hf_posenc.modules import WithoutPositions
 from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class
@@ -796,8 +797,8 @@ def test_every_family_by_its_engine_equals_the_reference(case, family):
     ids = tokens(2, 50)
     fast = model(ids, use_cache=False).logits
     for module in model.modules():
-        if "posenc_engine" in module.__dict__:
-            module.posenc_engine = "reference"
+        if isinstance(getattr(module, STATE, None), OnAttention):
+            use_engine(module, "reference")
     assert_same(fast, model(ids, use_cache=False).logits)
 
 

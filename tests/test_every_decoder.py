@@ -25,6 +25,7 @@ import hf_posenc
 from hf_posenc import patch_model, unpatch_model, verify
 from hf_posenc.engines import dispatch
 from hf_posenc.families.base import resolve
+from hf_posenc.layer_state import STATE, OnAttention, use_engine
 from hf_posenc.model_types.model import PosEncMixin
 from hf_posenc.modules import PositionEmbedding, PositionModule
 from hf_posenc.registry import family_for, supported_model_types
@@ -328,12 +329,12 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
             assert relative(full[:, :PREFIX], expected) <= EXACT
         if scheme not in RUNS_ITSELF:
             for module in model.modules():
-                if "posenc_engine" in module.__dict__:
-                    module.posenc_engine = "chunked"
+                if isinstance(getattr(module, STATE, None), OnAttention):
+                    use_engine(module, "chunked")
             assert relative(model(ids, use_cache=False).logits, full) <= EXACT
             for module in model.modules():
-                if "posenc_engine" in module.__dict__:
-                    module.posenc_engine = "auto"
+                if isinstance(getattr(module, STATE, None), OnAttention):
+                    use_engine(module, "auto")
         assert relative(by_steps(model), full) <= EXACT
         counts_slots = model_type in COUNTS_SLOTS and scheme == "rope"
         if not counts_slots:
@@ -456,8 +457,8 @@ def test_sinks_in_every_engine(model_type, monkeypatch):
         assert relative(by_steps(model)[:, :PREFIX], expected) <= EXACT
     for engine in ("reference", "chunked"):
         for module in model.modules():
-            if "posenc_engine" in module.__dict__:
-                module.posenc_engine = engine
+            if isinstance(getattr(module, STATE, None), OnAttention):
+                use_engine(module, engine)
         assert relative(model(tokens(), use_cache=False).logits[:, :PREFIX], expected) <= EXACT
     assert verify(model).ok
 

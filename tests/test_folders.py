@@ -314,7 +314,7 @@ def test_the_engine_that_is_asked_for_at_loading_computes(tmp_path):
     patched_model("alibi", "llama").save_pretrained(tmp_path / "alibi")
     model = from_pretrained(tmp_path / "alibi", attention="reference")
     assert hf_posenc.which_engine(model, 4096).engine == "reference"
-    assert {layer.self_attn.posenc_engine for layer in model.model.layers} == {"reference"}
+    assert {layer.self_attn.posenc_state.engine for layer in model.model.layers} == {"reference"}
     patched_model("rope", "llama").save_pretrained(tmp_path / "rope")
     with pytest.raises(ValueError, match="keeps the model's own attention"):
         from_pretrained(tmp_path / "rope", attention="reference")

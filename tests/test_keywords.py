@@ -402,7 +402,7 @@ def _(folder):
     for where, options in ((folder / "stock", {"scheme": "shaw"}), (folder / "patched", {})):
         model = hf_posenc.from_pretrained(where, attention="reference", **options)
         assert hf_posenc.which_engine(model, 4096).engine == "reference"
-        assert {layer.self_attn.posenc_engine for layer in model.model.layers} == {"reference"}
+        assert {layer.self_attn.posenc_state.engine for layer in model.model.layers} == {"reference"}
         refuses(ValueError, hf_posenc.from_pretrained, where, attention="fast", **options)
     refuses(hf_posenc.CheckpointError, hf_posenc.from_pretrained, folder / "patched", seed=3)
 

@@ -20,6 +20,7 @@ LAYERS = (
     ("call",),
     ("forms",),
     ("modules",),
+    ("layer_state",),
     ("placement",),
     ("engines", "schemes", "families"),
     ("upstream", "hub"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ..api import parse_schemes
 from ..call import Call
 from ..engines import dispatch
 from ..families.base import Resolved
+from ..layer_state import on_attention
 from ..live.base_model import BaseModel
 from ..live.state import patch_of
 from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, owner_of
@@ -244,8 +245,8 @@ def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:
     """
     base = BaseModel.of(model)
     found, angles = base.found, base.family.angles
-    if (rotation := found.attentions[0].__dict__.get("posenc_rotation")) is not None:
-        return cast(nn.Module, rotation()), angles
+    if (rotation := on_attention(found.attentions[0]).rotation) is not None:
+        return rotation(), angles
     rotary = found.rotary if found.rotary is not None else getattr(found.decoder, "rotary_emb", None)
     return None if rotary is None or isinstance(rotary, IdentityRotary) else rotary, angles
 

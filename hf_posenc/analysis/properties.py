@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..api import parse_schemes
+from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.state import patch_of
 from ..modules import WithoutPositions, owner_of
@@ -231,9 +232,9 @@ def _of_model(model: PreTrainedModel, layer: int) -> _Subject:
         parameters = tuple(added.module.parameters())
         return _Subject(label, added, False, None, added.limit, False, parameters, waves)
     rotary, angles = probe.rotary_of(model)
-    if "posenc_rotation" in base.found.layers[layer].__dict__:
+    if on_layer(base.found.layers[layer]).rotation is not None:
         raise ValueError(f"the layers of this {label} have rotations of their own: look at its schemes one by one")
-    if rotary is None or not ("posenc_rotation" in attention.__dict__ or base.rotated[layer]):
+    if rotary is None or not (on_attention(attention).rotation is not None or base.rotated[layer]):
         return _Subject(label, None, False)
     kind = model.config.layer_types[layer] if getattr(rotary, "layer_types", None) else None
     unscaled = _unscaled(rotary, base, kind, angles)

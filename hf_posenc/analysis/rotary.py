@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..calibration.maps import observe
 from ..errors import UnsupportedModelError
+from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from . import probe
@@ -109,8 +110,9 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
     rotary, angles = probe.rotary_of(model)
     if rotary is None:
         raise ValueError(f"this {label} turns nothing")
-    own = {attention.__dict__.get("posenc_pairs") for attention in base.found.attentions}
-    if len(own) > 1 or any("posenc_rotation" in layer.__dict__ for layer in base.found.layers):
+    states = [on_attention(attention) for attention in base.found.attentions]
+    own = {None if state.rotation is None else state.pairs for state in states}
+    if len(own) > 1 or any(on_layer(layer).rotation is not None for layer in base.found.layers):
         raise ValueError(f"the layers of this {label} have rotations of their own")
     if base.family.rotary_part is not None:
         raise UnsupportedModelError(f"{label}: latent attention keeps apart what it turns: its pairs are not looked at")

@@ -19,13 +19,13 @@ from ..call import Call
 from ..engines.chunked import cut
 from ..errors import UnsupportedModelError
 from ..forms import Content
+from ..live.attend import attend_through_us
 from ..live.base_model import BaseModel
 from ..live.state import patch_of
-from ..live.undo import Undo, set_attribute, set_module
+from ..live.undo import Undo
 from ..live.watch import LayerCall, recorded
-from ..modules import WithoutPositions, owner_of
+from ..modules import owner_of
 from ..positions import Positions
-from ..upstream import NAME
 
 SCORES = 2**21
 """Scores that are computed at once, over batch and heads."""
@@ -130,14 +130,7 @@ def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
         )
     undo = Undo()
     try:
-        for index, attention in base.found.attention_of.items():
-            if "posenc" not in attention._modules:
-                set_module(undo, attention, "posenc", WithoutPositions())
-                set_attribute(undo, attention, "posenc_engine", "auto")
-            if base.family.heads is not None:
-                set_attribute(undo, attention, "posenc_heads", base.sizes[index].num_heads)
-        for config in {id(c): c for c in (model.config, *(a.config for a in base.found.attentions))}.values():
-            set_attribute(undo, config, "_attn_implementation_internal", NAME)
+        attend_through_us(undo, base)
         yield
     finally:
         undo.roll_back()

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..call import Call
 from ..forms import Factors
+from ..layer_state import on_decoder
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.state import Patch
@@ -135,8 +136,7 @@ class Pair:
         if self.plan.found.position_table is not None:
             shift = self._entering(tokens) - self._entering_base(tokens)
         first: Any = self.plan.found.layers[0]
-        decoder: Any = self.plan.found.decoder
-        at_first = decoder.posenc_layers.at_first
+        at_first = on_decoder(self.plan.found.decoder).layers.at_first
         inputs = {}
         for index in self.layers:
             hidden = theirs[index].layer.hidden_states + shift

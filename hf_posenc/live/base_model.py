@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -89,7 +88,7 @@ class BaseModel:
         """Number of decoder layers, with and without attention."""
         return len(self.found.layers)
 
-    @cached_property
+    @property
     def rotation(self) -> BaseRotation:
         """How the base turns queries and keys."""
         return BaseRotation(self.family, self.found, self.config, self.dims)

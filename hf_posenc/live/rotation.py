@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type
+from ..layer_state import on_layer
 from ..schemes.base import Dims, RotaryScheme, by_layer_type
 from ..schemes.rope import Rope
 from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary, own_rotation, scaling_types
@@ -103,7 +104,7 @@ class BaseRotation:
         parameters = scheme.rope_parameters()
         if self.found.rotary is None or parameters is None:
             return False
-        if any("posenc_rotation" in self.found.layers[layer].__dict__ for layer in layers):
+        if any(on_layer(self.found.layers[layer]).rotation is not None for layer in layers):
             return False
         if scheme.leaves_dimensions and not self.family.slices_rotary:
             return False

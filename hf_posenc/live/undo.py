@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..layer_state import STATE, OnAttention, OnDecoder, OnLayer
 
 
 class Undo:
@@ -114,10 +117,16 @@ def set_attribute(undo: Undo, owner: Any, name: str, value: Any) -> None:
     object.__setattr__(owner, name, value)
 
 
-def delete_attribute(undo: Undo, owner: Any, name: str) -> None:
-    """Take a plain attribute off a module, if it is there."""
-    if name in owner.__dict__:
-        undo.add(_restore_attribute, owner, name, owner.__dict__.pop(name))
+def keep(undo: Undo, owner: nn.Module, state: OnAttention | OnLayer | OnDecoder, **changes: Any) -> None:
+    """Keep a changed state on a module, see `hf_posenc.layer_state`.
+
+    Args:
+        undo: where the inverse step goes.
+        owner: an attention, a layer or a decoder.
+        state: what is kept there now.
+        **changes: fields of the state.
+    """
+    set_attribute(undo, owner, STATE, replace(state, **changes))
 
 
 def _restore_attribute(owner: Any, name: str, value: Any) -> None:

@@ -22,6 +22,7 @@ from transformers import initialization as init
 from .. import files, hub
 from ..errors import CheckpointError, HfPosencError, UnsupportedModelError, WeightShapeError
 from ..families.base import base_model_type
+from ..layer_state import on_decoder
 from ..live.base_model import decoder_of
 from ..live.state import Patch, patch_of
 from ..live.undo import Undo
@@ -311,9 +312,10 @@ class PosEncMixin:
     def _check_layers(self) -> None:
         """Raise UnsupportedModelError unless the layers are patched, and as many as the config says."""
         decoder = decoder_of(self)
-        if (problem := decoder.posenc_layers.problem(decoder)) is not None:
+        layers = on_decoder(decoder).layers
+        if (problem := layers.problem(decoder)) is not None:
             raise UnsupportedModelError(problem)
-        count = len(decoder.get_submodule(decoder.posenc_layers.layers))
+        count = len(decoder.get_submodule(layers.layers))
         if count != self.config.num_hidden_layers:
             raise UnsupportedModelError(
                 f"the model has {count} layers, its config says {self.config.num_hidden_layers}: set "

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layer_state import on_decoder, on_layer
 from ..positions import ROWS, ensure, unpack
 from ..registry import family_for
 from ..upstream import NAME, POSITION_IDS
@@ -32,7 +33,7 @@ def enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     A layer without either has it too: torch.compile does not guard hooks, so that a graph compiled for a layer with no
     hook would also run for one that has it. What is read with getattr is guarded, present or not.
     """
-    turns = getattr(layer, "posenc_rotation", None) is not None
+    turns = on_layer(layer).rotation is not None
     adds = getattr(layer, "posenc", None) is not None
     if turns:
         args, kwargs = turn_layer(layer, args, kwargs)
@@ -44,9 +45,10 @@ def enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Add the vectors of `layer.posenc` to the hidden states with which a decoder layer is called."""
     hidden_states = args[0] if args else kwargs["hidden_states"]
-    if "posenc_family" in layer.__dict__:
-        as_bool = family_for(layer.posenc_family).mask_as_bool
-        mask = {**dict(zip(layer.posenc_arguments, args, strict=False)), **kwargs}.get("attention_mask")
+    state = on_layer(layer)
+    if state.family:
+        as_bool = family_for(state.family).mask_as_bool
+        mask = {**dict(zip(state.arguments, args, strict=False)), **kwargs}.get("attention_mask")
         position_ids = positions_of(as_channel(mask, as_bool=as_bool), hidden_states.shape[1])
     else:
         position_ids = handed_down(kwargs)
@@ -58,7 +60,7 @@ def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def hand_down_position_ids(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Forward pre-hook of a decoder that keeps its position ids to itself: hands them to layers and attention."""
-    at: Any = decoder.posenc_position_ids_at
+    at = on_decoder(decoder).arguments.index("position_ids")
     position_ids = args[at] if len(args) > at else kwargs.get("position_ids")
     if position_ids is None:
         given = next(
@@ -72,7 +74,7 @@ def hand_down_position_ids(decoder: nn.Module, args: tuple[Any, ...], kwargs: di
 
 def require_one_coordinate(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Forward pre-hook of a decoder whose positions may have several coordinates: takes them if they are all alike."""
-    at: Any = decoder.posenc_position_ids_at
+    at = on_decoder(decoder).arguments.index("position_ids")
     position_ids = args[at] if len(args) > at else kwargs.get("position_ids")
     if position_ids is None or position_ids.ndim < 3:
         return args, kwargs
@@ -87,8 +89,7 @@ def require_counts(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
     Padding may have any: which tokens are padding a 2-D mask says, or the compact position channel.
     """
-    names: Any = decoder.posenc_arguments
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(on_decoder(decoder).arguments, args, strict=False)), **kwargs}
     position_ids, mask = given.get("position_ids"), given.get("attention_mask")
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
     if tokens is None:

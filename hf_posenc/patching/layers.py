@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedModelError
+from ..layer_state import on_decoder
 
 MARKER = "hf_posenc_"
 """Start of the name of a buffer on every layer; the scheme's name follows. Nothing reads its value. What counts is the
@@ -95,5 +96,5 @@ class PatchedLayers:
 
 def require_patched_layers(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a patched decoder: refuses to run with layers that lack their share of a scheme."""
-    if (problem := decoder.posenc_layers.problem(decoder)) is not None:
+    if (problem := on_decoder(decoder).layers.problem(decoder)) is not None:
         raise UnsupportedModelError(problem)

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layer_state import STATE, on_attention, on_decoder, on_layer
+from ..live.attend import attend_through_us
 from ..live.base_model import BaseModel
-from ..live.undo import Undo, add_pre_hook, register_buffer, set_attribute, set_class, set_module
-from ..modules import PositionEmbedding, PositionModule, Reference, Shared, WithoutPositions
+from ..live.undo import Undo, add_pre_hook, keep, register_buffer, set_attribute, set_class, set_module
+from ..modules import PositionEmbedding, PositionModule, Reference, Shared
 from ..schemes.base import Dims, RotaryScheme, Scheme
-from ..upstream import NAME
 from ..upstream.replaced import ReplacedAttention, replaced_class
 from ..upstream.rotary import (
     ORIGINAL_LENGTH,
@@ -130,7 +131,7 @@ class ModelSite:
         """Put a module on the attention of a layer, which then attends through it."""
         attention = self.base.found.attention_of[layer]
         set_module(self.undo, attention, "posenc", module)
-        set_attribute(self.undo, attention, "posenc_engine", self.plan.attention)
+        keep(self.undo, attention, on_attention(attention), engine=self.plan.attention)
         self.on_attentions = "posenc"
         self._list(module)
 
@@ -140,8 +141,8 @@ class ModelSite:
         self.adds_vectors = True
         set_module(self.undo, target, "posenc", Shared(module) if isinstance(module, Reference) else module)
         if self.base.family.positions_in_mask:
-            set_attribute(self.undo, target, "posenc_family", self.base.family.model_types[0])
-            set_attribute(self.undo, target, "posenc_arguments", tuple(signature(target.forward).parameters))
+            names = tuple(signature(target.forward).parameters)
+            keep(self.undo, target, on_layer(target), family=self.base.family.model_types[0], arguments=names)
         self.on_layers = True
         if isinstance(module, nn.Module):
             self._list(module)
@@ -176,10 +177,10 @@ class ModelSite:
             rotation = self._own("rotary_emb", rotary)
             for layer in self.layers:
                 attention = found.attention_of[layer]
-                set_attribute(self.undo, attention, "posenc_rotation", rotation)
-                set_attribute(self.undo, attention, "posenc_pairs", scheme.pairs or family.pairs)
+                pairs = scheme.pairs or family.pairs
+                keep(self.undo, attention, on_attention(attention), rotation=rotation, pairs=pairs)
                 _replace_attention(self.undo, base, attention)
-            self.on_attentions = "posenc_rotation"
+            self.on_attentions = STATE
         elif len(self.layers) == len(self.base.sizes):
             assert family.rotary is not None
             set_module(self.undo, found.decoder, family.rotary, rotary)
@@ -257,9 +258,14 @@ def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: boo
     types: Any = getattr(site.base.config, "layer_types", None)
     for index in site.layers:
         layer = site.base.found.layers[index]
-        set_attribute(site.undo, layer, "posenc_rotation", rotation)
-        set_attribute(site.undo, layer, "posenc_coordinates", site.base.family.coordinates is not None)
-        set_attribute(site.undo, layer, "posenc_rotation_of", (types[index],) if takes_layer_type else ())
+        keep(
+            site.undo,
+            layer,
+            on_layer(layer),
+            rotation=rotation,
+            rotation_arguments=(types[index],) if takes_layer_type else (),
+            coordinates=site.base.family.coordinates is not None,
+        )
 
 
 def operate(undo: Undo, plan: Plan) -> list[PositionModule]:
@@ -288,9 +294,11 @@ def operate(undo: Undo, plan: Plan) -> list[PositionModule]:
         site.scheme.acts_on.put(site.scheme, site)
         if site.scheme.window is not None:
             for layer in site.layers:
-                set_attribute(undo, plan.base.found.attention_of[layer], "posenc_window", site.scheme.window)
+                attention = plan.base.found.attention_of[layer]
+                keep(undo, attention, on_attention(attention), window=site.scheme.window)
     if plan.attends:
-        _attend_through(undo, plan)
+        attend_through_us(undo, plan.base, plan.attention)
+        add_pre_hook(undo, plan.base.found.decoder, require_attention)
     _mark_layers(undo, plan, sites)
     _set_lengths(undo, plan, lengths)
     return owners
@@ -318,29 +326,13 @@ def _replace_attention(undo: Undo, base: BaseModel, attention: nn.Module) -> Non
     family = base.family
     if isinstance(attention, ReplacedAttention):
         return
-    set_attribute(undo, attention, "posenc_family", family.model_types[0])
+    window = None if family.own_window is None else family.own_window(attention)
+    keep(undo, attention, on_attention(attention), family=family.model_types[0], window=window)
     if family.scaling is not None:
         set_attribute(undo, attention, "scaling", family.scaling(attention))
-    if family.own_window is not None and (window := family.own_window(attention)) is not None:
-        set_attribute(undo, attention, "posenc_window", window)
     if "config" not in attention.__dict__:
         set_attribute(undo, attention, "config", base.config)
     set_class(undo, attention, replaced_class(type(attention)))
-
-
-def _attend_through(undo: Undo, plan: Plan) -> None:
-    """Have every layer attend through the attention function of this package, also those without a scheme on it."""
-    found = plan.base.found
-    for layer, attention in found.attention_of.items():
-        if plan.base.family.heads is not None:
-            set_attribute(undo, attention, "posenc_heads", plan.base.sizes[layer].num_heads)
-        if "posenc" not in attention._modules:
-            set_module(undo, attention, "posenc", WithoutPositions())
-            chosen = "posenc_window" in attention.__dict__ or plan.base.family.bypasses_interface
-            set_attribute(undo, attention, "posenc_engine", plan.attention if chosen else "auto")
-    for each in plan.base.configs:
-        set_attribute(undo, each, "_attn_implementation_internal", NAME)
-    add_pre_hook(undo, found.decoder, require_attention)
 
 
 def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
@@ -357,13 +349,9 @@ def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
         add_pre_hook(undo, layer, enter_layer)
     alike = len(sites) == 1 and len(sites[0].layers) == len(each) == len(found.attention_of)
     if plan.base.family.drops_position_ids or plan.needs_one_coordinate:
-        order = list(signature(type(found.decoder).forward).parameters)
-        set_attribute(undo, found.decoder, "posenc_position_ids_at", order.index("position_ids") - 1)
         one = plan.needs_one_coordinate
         add_pre_hook(undo, found.decoder, require_one_coordinate if one else hand_down_position_ids)
     if any(site.adds_vectors for site in sites):
-        names = tuple(signature(type(found.decoder).forward).parameters)[1:]
-        set_attribute(undo, found.decoder, "posenc_arguments", names)
         add_pre_hook(undo, found.decoder, require_counts)
     layers = PatchedLayers(
         plan.base.family.layers,
@@ -371,7 +359,8 @@ def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
         tuple(each[:1] if alike else each),
         at_first=any(site.at_first for site in sites),
     )
-    set_attribute(undo, found.decoder, "posenc_layers", layers)
+    names = tuple(signature(type(found.decoder).forward).parameters)[1:]
+    keep(undo, found.decoder, on_decoder(found.decoder), layers=layers, arguments=names)
     add_pre_hook(undo, found.decoder, require_patched_layers)
 
 

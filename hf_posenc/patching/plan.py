@@ -139,7 +139,7 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
             "let every layer rotate, or none"
         )
     for scheme in plan.schemes:
-        if scheme.acts_on.needs_own_attention(scheme, base):
+        if needs_own_attention(base.family, [scheme]):
             base.require_own_attention(scheme.name + ("" if scheme.window is None else " with a window"))
     if attention != "auto" and not plan.attends:
         raise ValueError(

@@ -13,6 +13,7 @@ from transformers.utils import output_capturing
 
 from ..call import Call
 from ..engines import dispatch
+from ..layer_state import on_attention
 from ..modules import WithoutPositions
 from ..positions import ensure, read
 from . import NAME, POSITION_IDS
@@ -87,7 +88,7 @@ def scheme_attention(
     """Attend with the scheme that sits on the module; the function behind the attention name `hf_posenc`.
 
     Args:
-        module: a model's attention, patched: it has `posenc`, `posenc_engine` and `scaling`.
+        module: a model's attention, patched: it has `posenc`, a state (`hf_posenc.layer_state`) and `scaling`.
         query: (B, H, Q, D).
         key: (B, K, L, D), including cached keys.
         value: (B, K, L, V), as a rule V = D.
@@ -109,8 +110,8 @@ def scheme_attention(
     """
     if kwargs.get("cache") is not None:
         raise NotImplementedError(PAGED)
-    # With getattr: that a __dict__ lacks something torch.compile does not guard, and another model's graph would run.
-    exchange = getattr(module, "posenc_exchange", None)  # inside context_parallel
+    state = on_attention(module)
+    exchange = state.exchange  # inside context_parallel
     if "posenc" not in module._modules and exchange is None:
         raise ValueError(
             f"{type(module).__name__} runs with the attention implementation {NAME!r} but carries no position "
@@ -130,7 +131,7 @@ def scheme_attention(
         )
     if kwargs.get("is_causal") is False:
         raise ValueError(BIDIRECTIONAL)
-    heads = getattr(module, "posenc_heads", None) or getattr(module.config, "num_attention_heads", query.shape[1])
+    heads = state.heads or getattr(module.config, "num_attention_heads", query.shape[1])
     if query.shape[1] != heads:
         raise ValueError(f"{query.shape[1]} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
     if exchange is None:
@@ -145,8 +146,8 @@ def scheme_attention(
         # With a cache this only checks: once for all layers, which get the same two tensors.
         positions.follow(position_ids)
         attention_mask.__dict__["posenc_checked"] = position_ids
-    if (window := getattr(module, "posenc_window", None)) is not None:
-        positions = positions.within(window)
+    if state.window is not None:
+        positions = positions.within(state.window)
     call = Call(
         query,
         key,
@@ -161,7 +162,7 @@ def scheme_attention(
     )
     if "posenc" not in module._modules:
         return WithoutPositions()(replace(call, weights=False), dispatch.attend)
-    return module.posenc(call, partial(dispatch.attend, wanted=module.posenc_engine))
+    return module.posenc(call, partial(dispatch.attend, wanted=state.engine))
 
 
 def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from transformers.masking_utils import create_causal_mask
 
 from .. import positions
 from ..families.base import Family
+from ..layer_state import on_decoder
 from . import NAME
 
 OWN_MASK = (
@@ -58,7 +59,7 @@ def _with_channel(model: Any, given: dict[str, Any], tokens: Tensor, *, as_bool:
             raise ValueError(OWN_MASK.format(instead="" if ids is None else ", or leave position_ids out"))
         return given
     if mask is None or mask.ndim == 2:
-        if "posenc_exchange" in model.base_model.__dict__:  # inside context_parallel, which makes the channel itself
+        if on_decoder(model.base_model).exchange is not None:  # inside context_parallel, which makes the channel itself
             return given
         mask = create_causal_mask(
             config=model.config,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..modules import Reference
+from ..layer_state import on_attention
 from ..registry import family_for
 from ..schemes.rope import apply_rotary
 from . import NAME
@@ -27,9 +27,6 @@ class ReplacedAttention(nn.Module):
     after the hook.
     """
 
-    posenc_family: str
-    posenc_pairs: str
-    posenc_rotation: Reference
     posenc_arguments: tuple[str, ...]
     scaling: float
     config: PreTrainedConfig
@@ -48,7 +45,8 @@ class ReplacedAttention(nn.Module):
         Raises:
             ValueError: if there is a rotation, and no position ids arrived.
         """
-        family = family_for(self.posenc_family)
+        state = on_attention(self)
+        family = family_for(state.family)
         assert family.split_heads
         assert family.merge_heads
         assert family.attention_dropout
@@ -56,14 +54,14 @@ class ReplacedAttention(nn.Module):
         mask = as_channel(given.get("attention_mask"), as_bool=family.mask_as_bool)
         query, key, value = family.split_heads(self, hidden_states)
         position_ids = given.get("position_ids")
-        if "posenc_rotation" in self.__dict__:
+        if state.rotation is not None:
             turned_by = positions_of(mask, query.shape[2]) if family.positions_in_mask else position_ids
             if turned_by is None:
                 raise ValueError("position_ids did not arrive at the attention layer, so nothing can be rotated")
             like = value.new_empty(0, dtype=torch.promote_types(value.dtype, torch.float32))
-            cos, sin = self.posenc_rotation()(like, turned_by)
-            query = apply_rotary(query, cos, sin, self.posenc_pairs)
-            key = apply_rotary(key, cos, sin, self.posenc_pairs)
+            cos, sin = state.rotation()(like, turned_by)
+            query = apply_rotary(query, cos, sin, state.pairs)
+            key = apply_rotary(key, cos, sin, state.pairs)
         if (cache := given.get(family.cache)) is not None:
             key, value = cache.update(key, value, getattr(self, family.layer_index))
         backend = NAME if family.bypasses_interface else self.config._attn_implementation
@@ -120,7 +118,7 @@ def stock_output(attention: ReplacedAttention, hidden_states: Tensor, arguments:
         arguments: the others, by name; `attention_mask` is a float mask (B|1, 1, T, L) that is added to scores.
     """
     stock: Any = stock_class(type(attention), ReplacedAttention)
-    without_positions = family_for(attention.posenc_family).without_positions
+    without_positions = family_for(on_attention(attention).family).without_positions
     assert without_positions
     output: Tensor = stock.forward(attention, hidden_states, **without_positions(attention, arguments))[0]
     return output

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ..layer_state import on_layer
 from ..modules import Rotation
 from ..schemes.base import PROPORTIONAL, Dims, by_layer_type
 from . import POSITION_IDS
@@ -151,10 +152,11 @@ def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if kwargs.get("position_embeddings") is None or position_ids is None:
         raise ValueError("the rotation did not arrive at the decoder layer by name, so it cannot be replaced")
     hidden_states = args[0] if args else kwargs["hidden_states"]
-    owner: Any = layer
-    if owner.posenc_coordinates:  # older releases of transformers want all of them from outside the module
+    state = on_layer(layer)
+    assert state.rotation is not None
+    if state.coordinates:  # older releases of transformers want all of them from outside the module
         position_ids = position_ids.expand(COORDINATES, -1, -1)
-    turned = owner.posenc_rotation()(hidden_states, position_ids, *owner.posenc_rotation_of)
+    turned = state.rotation()(hidden_states, position_ids, *state.rotation_arguments)
     return args, {**kwargs, "position_embeddings": turned}
 
 
