@@ -88,9 +88,6 @@ class Base(Carrier, Protocol):
     def has_own_rotation(self, scheme: Any) -> bool:
         """Return whether a fitted rotary scheme is what the base does by itself."""
 
-    def rope_parameters(self, scheme: Any) -> RopeParameters | None:
-        """Return a fitted rotary scheme's `rope_parameters`; None if transformers cannot make its angles."""
-
     def turns_like_stock(self, scheme: Any) -> bool:
         """Return whether a stock class would turn the scheme's layers as the patched model does."""
 
@@ -178,7 +175,7 @@ class Placement:
         """Return whether the schemes can only act where a family's queries and keys can be reached."""
         return False
 
-    def rotations(self, scheme: Any, base: Base) -> tuple[RopeParameters | None, ...]:
+    def rotations(self, scheme: Any) -> tuple[RopeParameters | None, ...]:
         """Return the rotation that a fitted scheme puts into its layers, if it has one.
 
         Returns:
@@ -365,9 +362,9 @@ class OnRotary(Placement):
         """Return True."""
         return True
 
-    def rotations(self, scheme: Any, base: Base) -> tuple[RopeParameters | None, ...]:
+    def rotations(self, scheme: Any) -> tuple[RopeParameters | None, ...]:
         """Return the scheme's rotation, see `Placement.rotations`."""
-        return (base.rope_parameters(scheme),)
+        return (scheme.rope_parameters(),)
 
     def leaves_rotation(self, scheme: Any, base: Base) -> bool:
         """Return whether the scheme is the base's own rotation."""
@@ -375,7 +372,7 @@ class OnRotary(Placement):
 
     def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
         """Return whether transformers cannot make the angles: its modules take several coordinates."""
-        return base.rope_parameters(scheme) is None
+        return scheme.rope_parameters() is None
 
     def answers(self, layer: int, base: Base) -> bool:
         """Return whether the layer is turned: some bases leave layers out, and those stay out unless named."""

@@ -204,7 +204,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
         problems.append(
             "the hidden states that enter the first layer answer to positions: the base's own table is still there"
         )
-    silenced = all(scheme.layers is None and not scheme.acts_on.rotations(scheme, base) for scheme in patch.schemes)
+    silenced = all(scheme.layers is None and not scheme.acts_on.rotations(scheme) for scheme in patch.schemes)
     if silenced and found.rotary is not None and not isinstance(found.rotary, IdentityRotary):
         problems.append("queries and keys are rotated: the base's own rotary embedding is still there")
     problems += [
@@ -234,7 +234,7 @@ def _answers_at_input(patch: Patch, base: BaseModel) -> bool:
 
 def _turned_otherwise(scheme: Any, base: BaseModel) -> list[int]:
     """Return the layers whose rotary module does not hold the rotation that a scheme builds itself."""
-    if None not in scheme.acts_on.rotations(scheme, base):  # none, or one that transformers' own modules make
+    if None not in scheme.acts_on.rotations(scheme):  # none, or one that transformers' own modules make
         return []
     with torch.device("meta"):
         kind = type(scheme.build(base.rotation.dims))

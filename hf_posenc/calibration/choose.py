@@ -240,7 +240,7 @@ def _turns(pair: Pair, averages: dict[int, Averages]) -> dict[int, Turn]:
         turned_by_scheme = {
             layer
             for scheme in pair.patch.schemes
-            if scheme.acts_on.rotations(scheme, pair.plan)
+            if scheme.acts_on.rotations(scheme)
             for layer in pair.plan.layers_of(scheme)
         }
         for index in pair.layers:

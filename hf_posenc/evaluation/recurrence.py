@@ -207,7 +207,7 @@ def check_memory(model: PreTrainedModel) -> None:
             "segments they would go on past every length that the model has seen. Memory needs a scheme of distances, "
             "or nope: measure sliding windows instead"
         )
-    rotations = [parameters or {} for scheme in schemes for parameters in scheme.acts_on.rotations(scheme, base)]
+    rotations = [parameters or {} for scheme in schemes for parameters in scheme.acts_on.rotations(scheme)]
     if not isinstance(rotary, IdentityRotary | None):
         rotations.append(base.rotation.own())
     kinds = {str(each.get("rope_type")) for rotation in rotations for each in by_layer_type(rotation).values()}

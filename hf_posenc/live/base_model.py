@@ -132,10 +132,6 @@ class BaseModel:
         """Return whether a fitted rotary scheme is what the base does by itself."""
         return self.rotation.is_own(scheme)
 
-    def rope_parameters(self, scheme: RotaryScheme) -> dict[str, Any] | None:
-        """Return a fitted rotary scheme's `rope_parameters`; None if transformers cannot make its angles."""
-        return self.rotation.parameters(scheme)
-
     def turns_like_stock(self, scheme: RotaryScheme) -> bool:
         """Return whether a stock class would turn the scheme's layers as the patched model does."""
         return self.rotation.is_stock(scheme, self.layers_of(scheme))

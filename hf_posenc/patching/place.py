@@ -368,9 +368,8 @@ def _rotary_lengths(plan: Plan) -> list[int] | None:
     """Return the lengths at which new rotations change their frequencies; None if the base's own goes on turning."""
     if plan.rotated_by_base():
         return None
-    rotations = [
-        parameters or {} for scheme in plan.schemes for parameters in scheme.acts_on.rotations(scheme, plan.base)
-    ]
+    rotating: list[Any] = [scheme for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True) if rotates]
+    rotations = [plan.base.rotation.parameters(scheme) or {} for scheme in rotating]
     return [parameters[ORIGINAL_LENGTH] for parameters in rotations if ORIGINAL_LENGTH in parameters]
 
 

@@ -68,7 +68,7 @@ class Plan:
     @property
     def rotating(self) -> tuple[bool, ...]:
         """For each scheme, whether it rotates."""
-        return tuple(bool(scheme.acts_on.rotations(scheme, self.base)) for scheme in self.schemes)
+        return tuple(bool(scheme.acts_on.rotations(scheme)) for scheme in self.schemes)
 
     @property
     def needs_one_coordinate(self) -> bool:
