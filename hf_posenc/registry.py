@@ -128,6 +128,13 @@ def scheme_class(name: str) -> type[Scheme]:
             raise PluginError(f"{_said(entry)} must lead to a scheme class, or to a module that registers one")
         if name not in _SCHEMES:
             raise PluginError(f"{_said(entry)} registers no scheme of the name {name!r}, after which it is named")
+        try:
+            _SCHEMES[name]()
+        except Exception as error:  # as in `_load`; every command makes it so
+            del _SCHEMES[name]
+            raise PluginError(
+                f"{_said(entry)} cannot be made without arguments: {type(error).__name__}: {error}"
+            ) from error
     try:
         return _SCHEMES[name]
     except KeyError:
@@ -272,7 +279,7 @@ def _offer(group: str, name: str) -> EntryPoint | None:
 def _load(entry: EntryPoint) -> Any:
     try:
         return entry.load()
-    except Exception as error:  # whatever somebody's code raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever somebody's code raises while it is imported
         raise PluginError(f"{_said(entry)} cannot be loaded: {type(error).__name__}: {error}") from error
 
 

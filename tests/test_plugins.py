@@ -177,6 +177,12 @@ def offers(monkeypatch, tmp_path):
             class Loose(Scheme):
                 name = "loose"
 
+            @dataclass(frozen=True, kw_only=True)
+            class Faulty(Scheme):
+                name: ClassVar[str] = "faulty"
+                def __post_init__(self):
+                    raise RuntimeError("no licence")
+
             ROW = Family(model_types=("hyperclovax",))
             TWO = Family(model_types=("hyperclovax", "diffllama"))
             number = 3
@@ -184,6 +190,8 @@ def offers(monkeypatch, tmp_path):
         ),
         encoding="utf-8",
     )
+
+    (tmp_path / "exits.py").write_text("raise SystemExit(1)")
 
     def install(*rows):
         found = EntryPoints(EntryPoint(name, value, group)._for(Fake(of)) for group, name, value, of in rows)
@@ -212,12 +220,15 @@ def test_an_undecorated_class_is_registered_by_its_entry_point(offers):
         ("gone", "offered:Fine", "registers no scheme of the name 'gone'"),
         ("gone", "offered:number", "must lead to a scheme class"),
         ("loose", "offered:Loose", "must be a frozen dataclass"),
+        ("faulty", "offered:Faulty", "cannot be made without arguments: RuntimeError: no licence"),
+        ("gone", "exits:Fine", "cannot be loaded: SystemExit: 1"),
     ],
 )
 def test_a_broken_scheme_breaks_its_own_name_only(offers, name, value, said):
     offers((SCHEMES, name, value, "broken-package"), (SCHEMES, "fine", "offered:Fine", "one"))
-    with pytest.raises(PluginError, match=said) as error:
-        scheme_class(name)
+    for _ in range(2):  # it does not become usable by being asked for
+        with pytest.raises(PluginError, match=said) as error:
+            scheme_class(name)
     assert f"{SCHEMES} entry point {name!r} = {value!r} of broken-package 7.0" in str(error.value)
     assert {"fine", "alibi", name} <= set(available_schemes())
     assert scheme_class("fine")
