@@ -218,10 +218,12 @@ def _layer_parameter(model: PreTrainedModel, owner: nn.Module) -> torch.Tensor:
 
 def _rename(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> None:
     """Give model and config our own types, so that what they save cannot be taken for a stock checkpoint."""
-    config = model.config
-    set_class(undo, config, config_class(type(config)))
+    config: Any = model.config
+    stock: Any = type(config)
+    set_class(undo, config, config_class(stock))
     set_attribute(undo, config, "model_type", type(config).model_type)  # one that was read from a file has its own
-    register_models(type(config))
+    ours: Any = type(config)
+    register_models(ours)
     set_attribute(undo, config, "position_encoding", entry_of(schemes))
     for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
         set_class(undo, module, model_class(type(module), stock_config(module.config)))

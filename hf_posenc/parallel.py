@@ -161,7 +161,8 @@ def locate_shard(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         raise ValueError(NO_CACHE)
     given["use_cache"] = False
     tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-    ids, mask = given.get("position_ids"), given.get("attention_mask")
+    ids: Any = given.get("position_ids")
+    mask: Any = given.get("attention_mask")
     is_channel = isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == torch.int32
     if (ids is None and not is_channel) or tokens is None:
         raise ValueError(NO_POSITIONS)

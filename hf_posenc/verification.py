@@ -148,8 +148,8 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
     base = BaseModel.of(model)
     found = base.found
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = found.token_embedding.weight.shape[0]
-    tokens = torch.randint(vocabulary, (1, length), generator=generator).to(found.token_embedding.weight.device)
+    embedding: Any = found.token_embedding
+    tokens = torch.randint(embedding.weight.shape[0], (1, length), generator=generator).to(embedding.weight.device)
 
     with evaluation(model), _unguarded(found.decoder):
         backend = model.config._attn_implementation
@@ -171,7 +171,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
         swapped = tokens.clone()
         swapped[0, [0, 1]] = swapped[0, [1, 0]]
         if swapped.equal(tokens):
-            swapped[0, 0] = (swapped[0, 0] + 1) % vocabulary
+            swapped[0, 0] = (swapped[0, 0] + 1) % embedding.weight.shape[0]
         order = _change(_output(model, swapped)[:, -1], standing.output[:, -1])
 
     layers = tuple(
@@ -283,7 +283,8 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
     Returns:
         Layer index -> relative change, where there is one that should not be.
     """
-    model, attentions, family = base.model, base.found.attention_of, base.family
+    attentions: dict[int, Any] = base.found.attention_of
+    model, family = base.model, base.family
     order = torch.arange(tokens.shape[1], device=tokens.device)[None]
     calls, _ = _trace(model, list(attentions.values()), tokens, order)
     moved, _ = _trace(model, list(attentions.values()), tokens, order.flip(-1))

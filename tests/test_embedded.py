@@ -57,8 +57,7 @@ def words(text, output):
 def test_nothing_is_computed_in_bfloat16(embedded, text, tmp_path, monkeypatch):
     """Many processors have no instructions for it, and compute in it tens of times more slowly than in float32.
 
-    All of the default path, with one layer: the base is loaded, and trained again, swapped, calibrated, fine-tuned,
-    measured.
+    All of the default path but loading, with one layer: the base is trained, swapped, calibrated, fine-tuned, measured.
     """
     recipe = importlib.import_module("hf_posenc.recipes.extend_context")
     extension = importlib.import_module("hf_posenc.recipes.extension")

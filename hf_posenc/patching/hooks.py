@@ -54,7 +54,8 @@ def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         position_ids = handed_down(kwargs)
     if position_ids is None:
         raise ValueError("position_ids did not arrive at the decoder layer, so no position vectors can be added")
-    hidden_states = hidden_states + layer.posenc(position_ids).to(hidden_states)
+    vectors: Tensor = layer.get_submodule("posenc")(position_ids)
+    hidden_states = hidden_states + vectors.to(hidden_states)
     return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
 
 
@@ -108,9 +109,10 @@ def require_counts(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def require_attention(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a decoder whose scheme needs our attention function: refuses what would go wrong there."""
-    if decoder.config._attn_implementation != NAME:
+    config: Any = decoder.config
+    if config._attn_implementation != NAME:
         raise ValueError(
-            f"the config says attention {decoder.config._attn_implementation!r}, which was set behind the patch, so "
+            f"the config says attention {config._attn_implementation!r}, which was set behind the patch, so "
             f"the scheme would be ignored: set it back to {NAME!r}, or unpatch the model"
         )
     check_masks((*args, *kwargs.values()))

@@ -216,8 +216,8 @@ class ModelSite:
             rotary = scheme.build(dims)
             if found.rotary is not None and not family.slices_rotary:  # which turns whole heads
                 rotary = PartialRotary(rotary, dims.head_dim, gives=family.angles)
-        if hasattr(found.rotary, "layer_types"):  # decoders ask their rotary module for which types it has angles
-            rotary.layer_types = found.rotary.layer_types
+        if (types := getattr(found.rotary, "layer_types", None)) is not None:
+            rotary.layer_types = types  # decoders ask their rotary module for which types it has angles
         parameter = next(found.decoder.parameters())
         if not parameter.is_meta:
             rotary.to(parameter.device)

@@ -148,13 +148,14 @@ def scheme_attention(
         attention_mask.__dict__["posenc_checked"] = position_ids
     if state.window is not None:
         positions = positions.within(state.window)
+    attention: Any = module
     call = Call(
         query,
         key,
         value,
         positions,
-        scaling=module.scaling if scaling is None else scaling,
-        vector_scaling=module.scaling,
+        scaling=attention.scaling if scaling is None else scaling,
+        vector_scaling=attention.scaling,
         softcap=softcap,
         dropout=dropout,
         weights=_wants_weights(module, kwargs),
@@ -162,7 +163,7 @@ def scheme_attention(
     )
     if "posenc" not in module._modules:
         return WithoutPositions()(replace(call, weights=False), dispatch.attend)
-    return module.posenc(call, partial(dispatch.attend, wanted=state.engine))
+    return attention.posenc(call, partial(dispatch.attend, wanted=state.engine))
 
 
 def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:

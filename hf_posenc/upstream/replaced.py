@@ -101,7 +101,7 @@ def named(attention: ReplacedAttention, args: tuple[Any, ...], kwargs: dict[str,
     return {**dict(zip(attention.posenc_arguments, args, strict=False)), **kwargs}
 
 
-def replaced_class(stock: type) -> type:
+def replaced_class(stock: type[nn.Module]) -> type[nn.Module]:
     """Return the sub-class of a stock attention class that attends through transformers' interface."""
     _, _, *parameters = inspect.signature(stock.forward).parameters.values()
     names = tuple(each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD)
