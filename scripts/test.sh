@@ -27,7 +27,7 @@ say "== mypy"
 "$ENV_PYTHON" -m mypy
 say "== pytest"
 # Two workers, which share the tests; -n 0 among the arguments, and pytest by itself, run in one process.
-"$ENV_PYTHON" -m pytest -n 2 --dist worksteal "$@"
+"$ENV_PYTHON" -m pytest -n 2 --dist worksteal --durations=15 --durations-min=2 "$@"
 
 if [ "${CI:-}" = "true" ]; then
     say "== pytest, slow tier"
