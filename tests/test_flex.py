@@ -241,14 +241,16 @@ def test_short_calls_are_not_worth_compiling(monkeypatch):
 @pytest.fixture
 def untried(monkeypatch):
     """Nothing was tried yet, and no call is too short."""
-    monkeypatch.setattr(named("flex"), "tried", {})
+    selftest.tried.cache_clear()
     for engine in dispatch.ENGINES:
         monkeypatch.setattr(engine, "floors", {})
+    yield
+    selftest.tried.cache_clear()
 
 
 def fault(kind):
     """What the engine's self-test finds of a kind of call, or has found before."""
-    return selftest.fault(kind, named("flex").tried)
+    return selftest.fault(kind, named("flex").attend)
 
 
 def kind(form, **options):
@@ -323,8 +325,8 @@ def test_wrong_gradients_fail(dense, untried, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 def test_auto_takes_what_passed(form, found, engine, untried, monkeypatch):
     asked = []
-    monkeypatch.setattr(selftest, "fault", lambda kind, tried: asked.append(kind) or found)
-    example = selftest._example(form, torch.rand(4, HEAD_DIM))
+    monkeypatch.setattr(selftest, "fault", lambda kind, attend: asked.append(kind) or found)
+    example = selftest.EXAMPLES[form].form(torch.rand(4, HEAD_DIM))
     chosen = choose("auto", dataclasses.replace(elsewhere("alibi"), form=example))
     assert chosen.engine == engine
     assert found is None or "not flex: it failed" in chosen.reason
@@ -334,28 +336,28 @@ def test_auto_takes_what_passed(form, found, engine, untried, monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_the_kind_of_a_call(case):
     q, k, _ = inputs(Positions.causal(40), 4, 2, torch.bfloat16)
-    learning = selftest.kind_of(MODULES[case](4).form(q), q, k, None)
+    learning = flex.kind_of(MODULES[case](4).form(q), q, k, None)
     forms = {"alibi": "linear", "shaw-keys-only": "labelled"}
     forms |= dict.fromkeys(("alibi-trainable", "t5", "kerple", "kerple-power"), "added")
     expected = kind(forms.get(case, "rescaled and clipped"), dtype=torch.bfloat16, size=HEAD_DIM)
     assert learning == expected
     with torch.no_grad():
-        reading = selftest.kind_of(MODULES[case](4).form(q), q, k[:, :1].expand(-1, 4, -1, -1), 30.0)
+        reading = flex.kind_of(MODULES[case](4).form(q), q, k[:, :1].expand(-1, 4, -1, -1), 30.0)
     form = "linear" if case == "alibi-trainable" else expected.form  # what no gradient is needed of need be no table
     assert reading == dataclasses.replace(expected, form=form, grouped=False, capped=True, gradients=False)
 
 
 def test_each_engine_tries_once(untried, monkeypatch):
     asked = []
-    monkeypatch.setattr(selftest, "_compare", asked.append)
-    engine, given = named("flex"), call("alibi")
-    assert [each.distrust(given) for each in (engine, engine, flex.Flex())] == [None] * 3
-    assert len(asked) == 2
-    assert list(engine.tried) == asked[:1]
+    monkeypatch.setattr(selftest, "_compare", lambda *given: asked.append(given))
+    engine, other, given = named("flex"), flex.Flex(), call("alibi")
+    assert [each.distrust(given) for each in (engine, engine, other)] == [None] * 3
+    kind = flex.kind_of(given.form, given.query, given.key, None)
+    assert asked == [(kind, engine.attend), (kind, other.attend)]
 
 
 def test_on_a_cpu_nothing_is_tried(untried, monkeypatch):
-    monkeypatch.setattr(selftest, "fault", lambda kind, tried: pytest.fail("tried"))
+    monkeypatch.setattr(selftest, "fault", lambda kind, attend: pytest.fail("tried"))
     with torch.no_grad():
         assert choose("auto", call("alibi")).engine == "banded"
 
@@ -364,7 +366,10 @@ def test_what_passed_is_used_while_a_graph_is_captured(dense, untried, monkeypat
     capturing = dataclasses.replace(kind("linear"), device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert "not tried before" in fault(capturing)
-    monkeypatch.setitem(named("flex").tried, capturing, None)
+    monkeypatch.setattr(selftest, "_compare", lambda kind, attend: None)
+    with monkeypatch.context() as before:
+        before.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert fault(capturing) is None
     assert fault(capturing) is None
 
 

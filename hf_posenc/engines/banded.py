@@ -46,16 +46,16 @@ KEY_STEP = 64
 """Windows are rounded up to this many keys."""
 
 
-class Banded(SpanEngine):
+class Banded(SpanEngine[Slopes]):
     """A bias per head that falls linearly with the distance (ALiBi), exactly; sliding windows."""
 
     name = "banded"
     forms = (Slopes,)
     wrong_form = "the scheme is no linear bias per head"
 
-    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    def part(self, form: Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention, see `SpanEngine.part`."""
-        return attend(query, key, value, call.form.slopes, scaling=call.scaling, window=window)
+        return attend(query, key, value, form.slopes, scaling=call.scaling, window=window)
 
 
 def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: int, epsilon: float = EPSILON) -> Tensor:
@@ -114,7 +114,7 @@ def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Pi
         rows: queries per chunk.
     """
     shift, pieces = keys - queries, []
-    counts = _counts(needed)
+    counts = (needed.clamp(max=2.0**40) / KEY_STEP).ceil().mul(KEY_STEP).long().tolist()
     for chunk, i in enumerate(range(0, queries, rows)):
         end = min(i + rows, queries)
         reach = [min(shift + end, end - i + count[chunk]) for count in counts]
@@ -127,17 +127,6 @@ def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Pi
             pieces.append((i, end, first, last, shift + end - wide))
             first = last
     return pieces
-
-
-def reaches(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: int) -> list[list[int]]:
-    """Return `windows` as numbers of keys, per head and chunk; the arguments are the same."""
-    with torch.no_grad():
-        return _counts(windows(query, key, slopes, scaling, rows))
-
-
-def _counts(needed: Tensor) -> list[list[int]]:
-    counts: list[list[int]] = (needed.clamp(max=2.0**40) / KEY_STEP).ceil().mul(KEY_STEP).long().tolist()
-    return counts
 
 
 def attend(

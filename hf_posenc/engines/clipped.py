@@ -39,7 +39,7 @@ SMALLEST = -80.0
 """Logarithm below which a weight is 0: from there on `exp` is several times slower, and float32 ends at -87."""
 
 
-class Clipped(SpanEngine):
+class Clipped(SpanEngine[ClippedVectors]):
     """Vectors of clipped distances (Shaw); no sliding windows."""
 
     name = "clipped"
@@ -53,9 +53,9 @@ class Clipped(SpanEngine):
         assert isinstance(call.positions, Positions)
         return "it has no sliding windows" if int(call.positions.window.min()) < call.key.shape[2] else None
 
-    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    def part(self, form: ClippedVectors, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention, see `SpanEngine.part`."""
-        return attend(query, key, value, call.form.keys, call.form.values, scaling=call.scaling)
+        return attend(query, key, value, form.keys, form.values, scaling=call.scaling)
 
 
 def attend(

@@ -16,15 +16,14 @@ from .chunked import Chunked
 from .clipped import Clipped
 from .decode import Decode
 from .flex import Flex
-from .plain import Plain
 from .reference import Reference
 from .rescaled import Rescaled
-from .rounded import Rounded
+from .sdpa import Sdpa
 from .skewed import Skewed
 from .toeplitz import Toeplitz
 
 ENGINES: tuple[Engine, ...] = (
-    Plain(),
+    Sdpa(),
     Decode({None: 1024}),
     Banded({torch.float32: 1024**2, torch.bfloat16: (4096 if cpu.has_amx() else 1024) ** 2}),
     Toeplitz({None: 128**2}),
@@ -34,7 +33,6 @@ ENGINES: tuple[Engine, ...] = (
     Flex({None: 1024**2}),
     Chunked({None: 512**2}),
     Reference(),
-    Rounded(),
 )
 """Every engine, fastest first.
 

@@ -37,20 +37,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..call import Call
-from ..forms import Bias, ClippedVectors, Factors, Form, Slopes
+from ..forms import Bias, ClippedVectors, Factors, Form, Slopes, for_form
 from ..positions import Positions
+from . import selftest
 from .banded import EPSILON
 from .base import Engine, why_not_in_blocks
-
-if TYPE_CHECKING:
-    from .selftest import Kind
 
 BLOCK = 128
 """Queries and keys per block."""
@@ -65,94 +64,7 @@ INVISIBLE = torch.iinfo(torch.int32).min
 """Segment of keys that are padding: no query has it."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class Flex(Engine):
-    """ALiBi, DA-Transformer and Shaw without vectors for values, on CUDA; soft cap, every mask but a user's 4-D one.
-
-    On a CPU only if asked for, with a C++ compiler and without gradients. No weights, no dropout. O(L) memory.
-
-    Attributes:
-        tried: what the self-test found, by kind of call.
-    """
-
-    name = "flex"
-    forms = (Bias, Slopes, Factors, ClippedVectors)
-    tried: dict[Kind, str | None]
-
-    def __init__(self, floors: Mapping[torch.dtype | None, int] | None = None) -> None:
-        """Set what is measured; nothing was tried yet.
-
-        Args:
-            floors: see `Engine`.
-        """
-        super().__init__(floors)
-        self.tried = {}
-
-    def considered(self, call: Call) -> bool:
-        """Return whether the call is on CUDA."""
-        return call.query.device.type == "cuda"
-
-    def why_not(self, call: Call) -> str | None:
-        """Return why the engine cannot carry a call, or None if it can."""
-        if (reason := why_not_in_blocks(call)) is not None:
-            return reason
-        if call.dropout > 0:
-            return "attention dropout needs the weights"
-        return why_not(call.form, call.query)
-
-    def distrust(self, call: Call) -> str | None:
-        """Return what the self-test on this device found, or None if it was passed."""
-        from . import selftest  # which uses this module
-
-        return selftest.fault(selftest.kind_of(call.form, call.query, call.key, call.softcap), self.tried)
-
-    def attend(self, call: Call) -> tuple[Tensor, None]:
-        """Compute a call, see `Engine.attend`."""
-        assert isinstance(call.positions, Positions)
-        with torch.autocast(call.query.device.type, enabled=False):
-            output = attend(
-                call.form,
-                call.query,
-                call.key,
-                call.value,
-                call.positions,
-                scaling=call.scaling,
-                softcap=call.softcap,
-            )
-        return output.transpose(1, 2), None
-
-
-def why_not(form: Form | None, query: Tensor) -> str | None:
-    """Return why the engine cannot compute a form on these queries, or None if it can.
-
-    Args:
-        form: how the scores depend on distance.
-        query: (B, H, Q, D).
-    """
-    if query.device.type not in ("cuda", "cpu"):
-        return f"it is written for CUDA, the tensors are on {query.device.type}"
-    if query.device.type == "cpu" and torch.is_grad_enabled():
-        return "FlexAttention has no backward on a CPU; use torch.no_grad()"
-    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"the kernel takes float32, bfloat16 and float16, not {query.dtype}"
-    if query.device.type == "cuda" and query.shape[-1] < SMALLEST_HEAD:
-        return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {query.shape[-1]}"
-    if isinstance(form, ClippedVectors):
-        if query.device.type == "cpu":
-            return "torch cannot compile products per query and label for a CPU once lengths vary"
-        if form.values is not None:
-            return (
-                "it has no vectors for values: how much each label weighs is known to no kernel that hides the weights"
-            )
-        read = [form.keys, query]
-    elif isinstance(form, (Bias, Slopes, Factors)):
-        read = [form.table(1)]
-    else:
-        return "the scheme is neither a table of distances nor vectors of clipped distances for keys"
-    if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled() and any(t.requires_grad for t in read):
-        return "it sums gradients of tables by atomic addition, and deterministic algorithms were asked for"
-    return None
+"""A score, the indices of its row, head, query and key -> the changed score."""
 
 
 # -------------------------------------------------------------------------------------------------------- the scores
@@ -184,8 +96,8 @@ def added(table: Tensor, query_place: Tensor, key_place: Tensor, caps: Tensor | 
     return score_mod
 
 
-def rescaled(table: Tensor, query_place: Tensor, key_place: Tensor, relu: bool, caps: Tensor | None) -> ScoreMod:
-    """Return `relu(cap(s)) f_h(d)`; table (H, distances) float32."""
+def rescaled(table: Tensor, query_place: Tensor, key_place: Tensor, caps: Tensor | None, *, relu: bool) -> ScoreMod:
+    """Return `relu(cap(s)) f_h(d)`, or `cap(s) f_h(d)`; table (H, distances) float32."""
     last = table.shape[1] - 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -207,50 +119,102 @@ def labelled(by_label: Tensor, query_place: Tensor, key_place: Tensor, caps: Ten
     return score_mod
 
 
-def score_mod(
-    form: Form, query: Tensor, positions: Positions, scaling: float, softcap: float | None = None
-) -> ScoreMod:
-    """Return what the scheme does to the scores.
+@dataclass(frozen=True)
+class Told:
+    """What FlexAttention is told of a form.
+
+    Attributes:
+        kind: name of the function that changes scores; the self-test tries each.
+        change: returns that function, from its numbers, the places of queries and keys, and the caps.
+        numbers: returns these numbers, from the queries, the number of distances, and the factor of the scores. The
+            number of distances is a function, since calling it may wait for the device.
+        slopes: (H,) of a bias that is linear in the distance, or None.
+    """
+
+    kind: str
+    change: Callable[[Tensor, Tensor, Tensor, Tensor | None], ScoreMod]
+    numbers: Callable[[Tensor, Callable[[], int], float], Tensor]
+    slopes: Tensor | None = None
+
+
+def _slopes(form: Slopes) -> Told:
+    if form.slopes.requires_grad and torch.is_grad_enabled():
+        return _table("added", added, form, form.slopes)
+    return Told("linear", linear, lambda *_: form.slopes.float().contiguous(), form.slopes)
+
+
+def _bias(form: Bias) -> Told:
+    return _table("added", added, form)
+
+
+def _factors(form: Factors) -> Told:
+    kind = "rescaled and clipped" if form.relu else "rescaled"
+    return _table(kind, functools.partial(rescaled, relu=form.relu), form)
+
+
+def _clipped_vectors(form: ClippedVectors) -> Told:
+    # (m + 1, D) or (H, m + 1, D); the products in float32, since they are scores
+    return Told("labelled", labelled, lambda query, _, scaling: query.float() @ form.keys.float().mT * scaling)
+
+
+def _table(
+    kind: str, change: Callable[..., ScoreMod], form: Bias | Slopes | Factors, slopes: Tensor | None = None
+) -> Told:
+    return Told(kind, change, lambda query, count, scaling: form.table(count()).float().contiguous(), slopes)
+
+
+TOLD: Mapping[type[Form], Callable[[Any], Told]] = {
+    Bias: _bias,
+    Slopes: _slopes,
+    Factors: _factors,
+    ClippedVectors: _clipped_vectors,
+}
+"""What FlexAttention is told of each form."""
+
+
+def told(form: Form) -> Told:
+    """Return what FlexAttention is told of a form."""
+    return for_form(TOLD, form)(form)
+
+
+def score_mod(form: Form, query: Tensor, positions: Positions, scaling: float, softcap: float | None) -> ScoreMod:
+    """Return the function by which a form changes scores.
 
     Args:
-        form: one that `why_not` has nothing against.
+        form: one that `why_not` does not refuse.
         query: (B, H, Q, D).
         positions: of the queries and keys.
         scaling: factor of the scores.
         softcap: cap on the scores or None.
     """
-    batch = query.shape[0]
     # Copies: compiling for a CPU does not take views that overlap themselves or each other.
     query_place, key_place = (
-        each.expand(batch, -1).clone(memory_format=torch.contiguous_format)
+        each.expand(query.shape[0], -1).clone(memory_format=torch.contiguous_format)
         for each in (positions.query_positions, positions.key_positions)
     )
     # A tensor, since a number would become a symbol as soon as a second one is seen, which score_mod does not take.
     caps = None if softcap is None else torch.full(query.shape[1:2], softcap, device=query.device)
-    if isinstance(form, ClippedVectors):
-        # (m + 1, D) or (H, m + 1, D); the products in float32, since they are scores
-        return labelled(query.float() @ form.keys.float().mT * scaling, query_place, key_place, caps)
-    if is_linear(form):
-        return linear(form.slopes.float().contiguous(), query_place, key_place, caps)
-    length = longest(positions)
-    if isinstance(form, Factors):
-        return rescaled(form.table(length).float().contiguous(), query_place, key_place, form.relu, caps)
-    assert isinstance(form, (Bias, Slopes))
-    return added(form.table(length).float().contiguous(), query_place, key_place, caps)
-
-
-def is_linear(form: Form) -> TypeGuard[Slopes]:
-    """Return whether a form needs no table: slopes that are not being learned."""
-    return isinstance(form, Slopes) and not (form.slopes.requires_grad and torch.is_grad_enabled())
+    given = told(form)
+    numbers = given.numbers(query, lambda: longest(positions), scaling)
+    return given.change(numbers, query_place, key_place, caps)
 
 
 def longest(positions: Positions) -> int:
-    """Return how many distances a table needs; rounded up to a power of two, so that few shapes exist."""
+    """Return how many distances a table needs, rounded up to a power of two, so that few shapes exist."""
     furthest = int(positions.query_positions.max() - positions.key_positions.min())
     return max(BLOCK, 1 << max(furthest, 0).bit_length())
 
 
 # --------------------------------------------------------------------------------------------------------- the masks
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Index, position and segment of each query, or key, (B, T) int32; padding is in the segment INVISIBLE."""
+
+    index: Tensor
+    place: Tensor
+    segment: Tensor
 
 
 def block_mask(positions: Positions, size: int, reach: Tensor | None = None) -> BlockMask:
@@ -262,54 +226,55 @@ def block_mask(positions: Positions, size: int, reach: Tensor | None = None) -> 
         reach: (H, blocks of queries) distances from which on keys provably do not count, see `reaches`; or None.
     """
     p = positions
-    everyone = (p.query_index, p.key_index, p.query_positions, p.key_positions, p.query_segment, p.key_segment)
+    everyone = (p.query_index, p.query_positions, p.query_segment, p.key_index, p.key_positions, p.key_segment)
     batch = max(each.shape[0] for each in (*everyone, p.key_valid, p.window))
-    query_index, key_index, query_place, key_place, query_segment, key_segment = (
-        each.expand(batch, -1).int() for each in everyone
-    )
-    key_segment = torch.where(p.key_valid, key_segment, INVISIBLE)
+    expanded = [each.expand(batch, -1).int() for each in everyone]
+    queries, keys = _Tokens(*expanded[:3]), _Tokens(*expanded[3:])
+    keys = replace(keys, segment=torch.where(p.key_valid, keys.segment, INVISIBLE))
     window = p.window.expand(batch, 1).int()
-    queries, keys = query_index.shape[1], key_index.shape[1]
 
-    q_low, q_high = _extremes(query_index)
-    k_low, k_high = _extremes(key_index)
-    q_first, q_last = _extremes(query_segment)
-    # Padding belongs to no segment: it narrows nothing, and a block with any of it needs the mask.
-    k_first, k_last = (
-        _extremes(key_segment.masked_fill(~p.key_valid, torch.iinfo(torch.int32).max))[0],
-        _extremes(key_segment)[1],
-    )
-    padded = _extremes(key_segment)[0] == INVISIBLE
-    rows, columns = (..., slice(None), None), (..., None, slice(None))
-    kept = (q_high[rows] >= k_low[columns]) & (q_low[rows] - k_high[columns] < window[:, :, None])
-    kept &= (q_first[rows] <= k_last[columns]) & (k_first[columns] <= q_last[rows])
-    full = (q_low[rows] >= k_high[columns]) & (q_high[rows] - k_low[columns] < window[:, :, None])
-    one = (q_first == q_last)[rows] & (k_first == k_last)[columns] & (q_first[rows] == k_first[columns])
-    full &= one & ~padded[columns]
-    if queries % BLOCK:
-        full[:, -1] = False
-    if keys % BLOCK:
-        full[:, :, -1] = False
-    kept, full = kept[:, None], full[:, None]
+    kept, full = (each[:, None] for each in _blocks(queries, keys, window))
     if reach is not None:
-        nearest = _extremes(query_place)[0][rows] - _extremes(key_place)[1][columns]
+        nearest = _extremes(queries.place)[0][..., :, None] - _extremes(keys.place)[1][..., None, :]
         kept = kept & (nearest[:, None] < reach[None, :, :, None])
     full = full & kept
-
     shape = (1 if reach is None else reach.shape[0], *kept.shape[2:])
     partial = _ordered((kept & ~full).expand(batch, *shape))
     whole = _ordered(full.expand(batch, *shape))
 
     of_queries, of_keys, segment_of_queries, segment_of_keys, windows = (
         each.expand(size, -1).clone(memory_format=torch.contiguous_format)
-        for each in (query_index, key_index, query_segment, key_segment, window)
+        for each in (queries.index, keys.index, queries.segment, keys.segment, window)
     )
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         lag = of_queries[b, i] - of_keys[b, j]
         return (lag >= 0) & (lag < windows[b, 0]) & (segment_of_queries[b, i] == segment_of_keys[b, j])
 
-    return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(queries, keys))
+    lengths = (queries.index.shape[1], keys.index.shape[1])
+    return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=lengths)
+
+
+def _blocks(queries: _Tokens, keys: _Tokens, window: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which blocks hold a visible pair, and which visible pairs only, bool (B, blocks, blocks)."""
+    q_low, q_high = _extremes(queries.index)
+    k_low, k_high = _extremes(keys.index)
+    q_first, q_last = _extremes(queries.segment)
+    # Padding belongs to no segment: it narrows nothing, and a block with any of it needs the mask.
+    lowest, k_last = _extremes(keys.segment)
+    padded = lowest == INVISIBLE
+    k_first, _ = _extremes(keys.segment.masked_fill(keys.segment == INVISIBLE, torch.iinfo(torch.int32).max))
+    rows, columns = (..., slice(None), None), (..., None, slice(None))
+    kept = (q_high[rows] >= k_low[columns]) & (q_low[rows] - k_high[columns] < window[:, :, None])
+    kept &= (q_first[rows] <= k_last[columns]) & (k_first[columns] <= q_last[rows])
+    full = (q_low[rows] >= k_high[columns]) & (q_high[rows] - k_low[columns] < window[:, :, None])
+    one = (q_first == q_last)[rows] & (k_first == k_last)[columns] & (q_first[rows] == k_first[columns])
+    full &= one & ~padded[columns]
+    if queries.index.shape[1] % BLOCK:
+        full[:, -1] = False
+    if keys.index.shape[1] % BLOCK:
+        full[:, :, -1] = False
+    return kept, full
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,7 +326,7 @@ def reaches(
     return torch.where(known, needed, math.inf)
 
 
-# --------------------------------------------------------------------------------------------------------- the calls
+# --------------------------------------------------------------------------------------------------------- the engine
 
 
 @functools.cache
@@ -386,10 +351,10 @@ def attend(
     softcap: float | None = None,
     kernel: Callable[..., Any] | None = None,
 ) -> Tensor:
-    """Attend.
+    """Attend by FlexAttention.
 
     Args:
-        form: one that `why_not` has nothing against.
+        form: one that `why_not` does not refuse.
         query: (B, H, Q, D).
         key: (B, K, L, D), K divides H.
         value: (B, K, L, D).
@@ -405,8 +370,8 @@ def attend(
     change = score_mod(form, query, positions, scaling, softcap)
     with torch.no_grad():
         reach = None
-        if isinstance(form, Slopes) and softcap is None and query.shape[2] == key.shape[2]:
-            reach = reaches(query, key, form.slopes, positions, scaling)
+        if (slopes := told(form).slopes) is not None and softcap is None and query.shape[2] == key.shape[2]:
+            reach = reaches(query, key, slopes, positions, scaling)
         mask = block_mask(positions, query.shape[0], reach)
     with torch._dynamo.config.patch(recompile_limit=GRAPHS):
         output: Tensor = (kernel or compiled(query.device.type))(
@@ -419,3 +384,90 @@ def attend(
             enable_gqa=query.shape[1] != key.shape[1],
         )
     return output
+
+
+def why_not(form: Form, query: Tensor) -> str | None:
+    """Return why the engine cannot compute a form that it takes on these queries, or None if it can.
+
+    Args:
+        form: how the scores depend on distance.
+        query: (B, H, Q, D).
+    """
+    if query.device.type not in ("cuda", "cpu"):
+        return f"it is written for CUDA, the tensors are on {query.device.type}"
+    if query.device.type == "cpu" and torch.is_grad_enabled():
+        return "FlexAttention has no backward on a CPU; use torch.no_grad()"
+    if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the kernel takes float32, bfloat16 and float16, not {query.dtype}"
+    if query.device.type == "cuda" and query.shape[-1] < SMALLEST_HEAD:
+        return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {query.shape[-1]}"
+    if query.device.type == "cpu" and form.by_query:
+        return "torch cannot compute products per query and label for a CPU once lengths vary"
+    if form.value_table is not None:
+        return "it has no vectors for values: how much each label weighs is known to no kernel that hides the weights"
+    if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled():
+        if told(form).numbers(query[:, :, :1], lambda: 1, 1.0).requires_grad:
+            return "it sums gradients of tables by atomic addition, and deterministic algorithms were asked for"
+    return None
+
+
+def kind_of(form: Form, query: Tensor, key: Tensor, softcap: float | None) -> selftest.Kind:
+    """Return the kind of a call, of a form that `why_not` does not refuse.
+
+    Args:
+        form: how the scores depend on distance.
+        query: (B, H, Q, D).
+        key: (B, K, L, D).
+        softcap: cap on the scores or None.
+    """
+    return selftest.Kind(
+        form=told(form).kind,
+        dtype=query.dtype,
+        size=query.shape[3],
+        grouped=query.shape[1] != key.shape[1],
+        capped=softcap is not None,
+        gradients=torch.is_grad_enabled(),
+        device=query.device,
+    )
+
+
+class Flex(Engine):
+    """ALiBi, DA-Transformer and Shaw without vectors for values, on CUDA; soft cap, every mask but a user's 4-D one.
+
+    On a CPU only if asked for, with a C++ compiler and without gradients. No weights, no dropout. O(L) memory.
+    """
+
+    name = "flex"
+    forms = tuple(TOLD)
+    wrong_form = "the scheme is neither a table of distances nor vectors of clipped distances for keys"
+
+    def considered(self, call: Call) -> bool:
+        """Return whether the call is on CUDA."""
+        return call.query.device.type == "cuda"
+
+    def why_not(self, call: Call) -> str | None:
+        """Return why the engine cannot carry a call, or None if it can."""
+        if (reason := why_not_in_blocks(call)) is not None:
+            return reason
+        if call.dropout > 0:
+            return "attention dropout needs the weights"
+        return self.why_not_form(call) or why_not(call.form, call.query)
+
+    def distrust(self, call: Call) -> str | None:
+        """Return the fault that the self-test found on this device, or None if it was passed."""
+        return selftest.fault(kind_of(call.form, call.query, call.key, call.softcap), self.attend)
+
+    def attend(self, call: Call) -> tuple[Tensor, None]:
+        """Compute a call, see `Engine.attend`."""
+        assert isinstance(call.positions, Positions)
+        with torch.autocast(call.query.device.type, enabled=False):
+            output = attend(
+                call.form,
+                call.query,
+                call.key,
+                call.value,
+                call.positions,
+                scaling=call.scaling,
+                softcap=call.softcap,
+            )
+        return output.transpose(1, 2), None

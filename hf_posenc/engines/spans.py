@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import ClassVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..call import Call
+from ..forms import Form
 from ..positions import Positions
 from .base import Engine, why_not_in_blocks
+
+F = TypeVar("F", bound=Form)
 
 Span = tuple[slice, slice, slice]
 """Batch rows, queries and keys that are plain causal attention among themselves: the last query on the last key."""
@@ -72,14 +75,8 @@ def _counts_up(index: Tensor) -> bool:
     return bool((index[:, 1:] - index[:, :-1] == 1).all())
 
 
-class SpanEngine(Engine):
-    """An engine for CPUs, in float32 and bfloat16, without weights, soft cap and dropout, in O(L) memory.
-
-    Attributes:
-        wrong_form: why it does not take a scheme of another form.
-    """
-
-    wrong_form: ClassVar[str]
+class SpanEngine(Engine, Generic[F]):
+    """An engine for CPUs, in float32 and bfloat16, without weights, soft cap and dropout, in O(L) memory."""
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
@@ -100,10 +97,6 @@ class SpanEngine(Engine):
             return "padded keys in a cache, padding inside a document, or position_ids with gaps"
         return None
 
-    def why_not_form(self, call: Call) -> str | None:
-        """Return why the engine does not take the scheme's form, or None if it does."""
-        return None if isinstance(call.form, self.forms or ()) else self.wrong_form
-
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """Compute each piece by itself, see `Engine.attend`; padding gets zeros."""
         positions = call.positions
@@ -119,20 +112,20 @@ class SpanEngine(Engine):
             window = int(positions.window.min())
             if len(pieces) == 1 and pieces[0][1] == slice(None):
                 rows, _, keys = pieces[0]
-                return self.part(call, query[rows], key[rows, :, keys], value[rows, :, keys], window).transpose(
-                    1, 2
-                ), None
+                output = self.part(call.form, call, query[rows], key[rows, :, keys], value[rows, :, keys], window)
+                return output.transpose(1, 2), None
             output = torch.zeros_like(query)
             for rows, queries, keys in pieces:
                 q, k, v = query[rows, :, queries], key[rows, :, keys], value[rows, :, keys]
-                output[rows, :, queries] = self.part(call, q, k, v, window)
+                output[rows, :, queries] = self.part(call.form, call, q, k, v, window)
         return output.transpose(1, 2), None
 
-    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    def part(self, form: F, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention; the last query sits on the last key.
 
         Args:
-            call: has the form and the scalings.
+            form: how the scores depend on distance.
+            call: has the scalings.
             query: (B, H, Q, D).
             key: (B, H, L, D), L >= Q.
             value: (B, H, L, D).

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ..call import Call
 from ..forms import Bias, Slopes
-from . import chunks
+from . import tiles
 from .spans import SpanEngine
 
 ROWS = 256
@@ -38,16 +38,16 @@ LONG = 8 * MANY_ROWS
 """Queries from which what larger chunks waste on the diagonal is less than what they gain."""
 
 
-class Toeplitz(SpanEngine):
+class Toeplitz(SpanEngine[Bias | Slopes]):
     """Any additive bias of distance; sliding windows."""
 
     name = "toeplitz"
     forms = (Bias, Slopes)
     wrong_form = "the scheme is no additive bias of distance"
 
-    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    def part(self, form: Bias | Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention, see `SpanEngine.part`."""
-        table = chunks.windowed(call.form.table(key.shape[2]), window)
+        table = tiles.windowed(form.table(key.shape[2]), window)
         return attend(query, key, value, table, scaling=call.scaling)
 
 
@@ -109,11 +109,11 @@ class _Toeplitz(torch.autograd.Function):
         pieces: tuple[Piece, ...],
     ) -> Tensor:
         shift = key.shape[2] - query.shape[2]
-        reversed_ = chunks.reversed_table(table.detach(), -math.inf)
+        reversed_ = tiles.reversed_table(table.detach(), -math.inf)
         output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         for i, end, h, h_end, j in pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
-            mask = chunks.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
+            mask = tiles.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
             part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, heads, i:end].flip(2),
                 key[:, heads, keys],
@@ -134,15 +134,15 @@ class _Toeplitz(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, table, output, sums = ctx.saved_tensors
         shift, length = key.shape[2] - query.shape[2], key.shape[2]
-        reversed_ = chunks.reversed_table(table, -math.inf)
+        reversed_ = tiles.reversed_table(table, -math.inf)
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         of_reversed = diagonals = None
         if ctx.needs_input_grad[3]:
             of_reversed = torch.zeros_like(reversed_)
-            diagonals = chunks.Diagonals(max(end - i for i, end, *_ in ctx.pieces), length)
+            diagonals = tiles.Diagonals(max(end - i for i, end, *_ in ctx.pieces), length)
         for i, end, h, h_end, j in ctx.pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
-            mask = chunks.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
+            mask = tiles.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
             g, q, o = (each[:, heads, i:end].flip(2) for each in (gradient, query, output))
             k, v = key[:, heads, keys], value[:, heads, keys]
             total = sums[:, heads, i:end].flip(2).contiguous()
@@ -162,7 +162,7 @@ class _Toeplitz(torch.autograd.Function):
 def _add_scores(
     sums: Tensor,
     at: int,
-    diagonals: chunks.Diagonals,
+    diagonals: tiles.Diagonals,
     mask: Tensor,
     scaling: float,
     total: Tensor,

@@ -26,22 +26,23 @@ ROWS = 256
 """Queries at a time on a CPU, at most: each of them is masked on the keys that any of the others sees."""
 
 
-class Plain(Engine):
+class Sdpa(Engine):
     """`scaled_dot_product_attention`: O(L) memory, but for a user's 4-D mask and while compiling."""
 
     name = "sdpa"
     forms = (Content,)
+    wrong_form = "it computes attention without positions, and this scheme changes scores"
     traced = True
     value_sizes = True
 
     def considered(self, call: Call) -> bool:
         """Return whether no scheme is on the scores."""
-        return isinstance(call.form, Content)
+        return self.why_not_form(call) is None
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
-        if not isinstance(call.form, Content):
-            return "it computes attention without positions, and this scheme changes scores"
+        if (reason := self.why_not_form(call)) is not None:
+            return reason
         if call.weights:
             return "attention weights were asked for, which only the reference engine has"
         if call.softcap is not None:
