@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from test_situations import (  # noqa: F401
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc import NotPatchedError, patch_model, which_engine
+from hf_posenc import NotPatchedError, engines, patch_model, which_engine
 from hf_posenc.call import Call
 from hf_posenc.engines import banded, chunked, clipped, decode, dispatch, reference, rescaled, sdpa, skewed, toeplitz
 from hf_posenc.engines.dispatch import choose, named
@@ -704,6 +705,13 @@ def test_an_engine_that_was_asked_for_is_taken_or_refused():
         with pytest.raises(ValueError, match=f"attention='{engine}' cannot compute this call: .*'auto'"):
             choose(engine, call("shaw"))
     assert named("reference").why_not(call("shaw", weights=True)) is None
+
+
+def test_the_table_of_engines_is_that_of_their_classes():
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", engines.__doc__, re.MULTILINE)
+    assert [name for name, _ in rows] == list(dispatch.NAMES)
+    for (_, listed), engine in zip(rows, dispatch.ENGINES, strict=True):
+        assert set(re.findall(r"\b[A-Z]\w+", listed)) == {each.__name__ for each in engine.forms or ()}
 
 
 @torch.no_grad()

@@ -17,11 +17,11 @@ class Engine:
     """Computes calls of attention.
 
     Attributes:
-        name: name to choose it by, `patch_model(..., attention=name)`.
-        forms: the forms that it takes; None means every scheme, also one without a form.
+        name: the value of `patch_model(..., attention=name)` that chooses it.
+        forms: the forms that it takes. None means every scheme, also one without a form.
         wrong_form: why it does not take a scheme of another form.
-        floors: scores per head (Q times L) below which `auto` passes it over because the next engine is faster, by
-            dtype (None: any other).
+        floors: scores per head (Q times L) below which `auto` passes it over because the next engine is faster. By
+            dtype; None stands for any other.
         traced: whether torch.compile can trace it.
         sinks: whether it takes calls with attention sinks.
         value_sizes: whether it takes values of another size than queries and keys. If not, smaller ones are padded
@@ -45,7 +45,7 @@ class Engine:
         self.floors = floors or {}
 
     def considered(self, call: Call) -> bool:
-        """Return whether `auto` considers this engine at all for such a call; if not, its reasons name no refusal."""
+        """Return whether `auto` considers this engine for such a call; if not, its reason does not mention it."""
         return True
 
     def floor(self, call: Call) -> int:

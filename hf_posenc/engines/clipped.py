@@ -1,16 +1,18 @@
 """Vectors of clipped distances (Shaw et al. 2018) in linear memory: far keys by plain flash attention, near ones apart.
 
-With `c = min(d, m)` the scores are `q . (k + a_c)` and the values `v + b_c`. Written with what all keys at a distance
-of at least `m` share, they are `q . k + q . (a_c - a_m) + q . a_m` and `v + (b_c - b_m) + b_m`. Softmax does not see
-`q . a_m`, which is the same for every key of a row, and `b_m` is added to every output, since weights sum to 1: what is
-left is plain attention, but for a band of `m` distances. For a chunk of queries the keys before the band are plain
-attention without any mask, which the flash kernel computes with its log-sum-exp: those before a group of chunks in one
-call, since it is faster with many queries, and those since then in another. The other keys of the chunk, rows + m - 1
-of them, are scored one by one, and the parts are merged by their log-sum-exps. In a block of scores
-(rows, rows + m - 1) the band is a strided view: entry `t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
+With `c = min(d, m)` the scores are `q . (k + a_c)` and the values `v + b_c`. Keys at a distance of at least `m` share
+the last vectors. So the scores are `q . k + q . (a_c - a_m) + q . a_m`, and the values `v + (b_c - b_m) + b_m`. Softmax
+does not see `q . a_m`, which is the same for every key of a row. Weights sum to 1, so `b_m` is added to every output.
+Without these two it is plain attention, except in a band of `m` distances.
 
-Backward: the kernel's own for the far part, given the merged output and log-sum-exp; the near part is computed again.
-The gradients of a row's scores sum to 0, so that of `a_m` is minus those of the others.
+For a chunk of queries the keys before the band are plain attention without any mask, which the flash kernel computes
+with its log-sum-exp. Keys before a whole group of chunks are computed in one call, since the kernel is faster with many
+queries, and those since then in another. The other keys of the chunk, rows + m - 1 of them, are scored one by one, and
+the parts are merged by their log-sum-exps. In a block of scores (rows, rows + m - 1) the band is a strided view: entry
+`t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
+
+Backward: the kernel's own for the far part, given the merged output and log-sum-exp. The near part is computed again.
+The gradients of a row's scores sum to 0, so the gradient of `a_m` is minus the sum of the others.
 
 Accuracy class: flash for the far part, float32 for the near one.
 """
@@ -85,11 +87,11 @@ def attend(
 
 
 class _Table:
-    """What the vectors of near keys (H|1, m, D) have beside the one that far keys share."""
+    """The vectors of near keys minus the one that far keys share, (H|1, m, D)."""
 
     def __init__(self, table: Tensor) -> None:
         by_head = table.detach().float() if table.ndim == 3 else table.detach().float()[None]
-        if by_head.shape[1] == 1:  # with m = 0 no key is near: a band of one distance, that has what far keys have
+        if by_head.shape[1] == 1:  # with m = 0 no key is near: a band of one distance, with the vector of far keys
             by_head = by_head.expand(-1, 2, -1)
         self.near = (by_head[:, :-1] - by_head[:, -1:]).flip(1)  # furthest first, as in the band
 
@@ -116,7 +118,7 @@ class _Chunk:
         self.hidden = (column > row + near - 1) | (column < self.missing)
 
     def window(self, tensor: Tensor) -> Tensor:
-        """Return the chunk's keys or values in float32, (B, H, width, D); before the first there are zeros."""
+        """Return the chunk's keys or values in float32, (B, H, width, D), with zeros before the first."""
         part = tensor[:, :, self.keys].float()
         return torch.nn.functional.pad(part, (0, 0, self.missing, 0)) if self.missing else part
 
@@ -132,12 +134,12 @@ class _Chunk:
         return block.masked_fill_(self.hidden, float("-inf"))
 
     def add(self, sums: Tensor, part: Tensor) -> None:
-        """Add what belongs to the window's rows to (B, H, L, D), in place."""
+        """Add the rows of the window to sums (B, H, L, D), in place."""
         sums[:, :, self.keys] += part[:, :, self.missing :]
 
 
 def _groups(queries: int, shift: int, near: int, rows: int) -> Iterator[tuple[slice, slice, list[_Chunk]]]:
-    """Give the queries of each group of chunks, the keys before all of their near ones, and the chunks."""
+    """Yield the queries of each group of chunks, the keys before all of their near ones, and the chunks."""
     for start in range(0, queries, rows * CHUNKS):
         group = slice(start, min(start + rows * CHUNKS, queries))
         starts = range(start, group.stop, rows)

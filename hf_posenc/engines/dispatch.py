@@ -1,4 +1,4 @@
-"""Which engine computes a call: the first, fastest first, that can carry it exactly; and why."""
+"""Choice of the engine for a call: the first, fastest first, that can carry it exactly; and the reason."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ ENGINES: tuple[Engine, ...] = (
 )
 """Every engine, fastest first.
 
-Where two cross was measured by scripts/benchmark_attention.py on two cores of a Xeon with AMX and of a Zen 5 EPYC; not
-so that of `flex`, whose kernels take seconds to compile, which short calls do not pay back.
+The sizes at which one becomes faster than the next were measured by scripts/benchmark_attention.py, on two cores of a
+Xeon with AMX and of a Zen 5 EPYC. That of `flex` was not measured: its kernels take seconds to compile, too long for
+short calls.
 """
 
 NAMES = tuple(engine.name for engine in ENGINES)
@@ -50,7 +51,7 @@ class Choice:
 
     Attributes:
         engine: its name.
-        reason: what kept the faster ones from it, in words.
+        reason: why the faster ones were not chosen, in words.
     """
 
     engine: str
@@ -62,7 +63,7 @@ class Choice:
 
 
 def named(name: str) -> Engine:
-    """Return an engine by its name; ValueError, naming the choices, if there is none."""
+    """Return an engine by its name; an unknown one is a ValueError that lists the choices."""
     for engine in ENGINES:
         if engine.name == name:
             return engine
@@ -105,7 +106,7 @@ def choose(wanted: str, call: Call) -> Choice:
 
 
 def attend(call: Call, wanted: str = "auto") -> tuple[Tensor, Tensor | None]:
-    """Compute a call by the engine that suits it.
+    """Compute a call by the chosen engine, see `choose`.
 
     Args:
         call: the call, with its form.

@@ -1,35 +1,35 @@
 """CUDA: torch's FlexAttention with the scheme in `score_mod` and blocks of the mask built on the device. O(L) memory.
 
-What a scheme does to a score of distance `d` is one of three forms, each a single function whatever the sizes, so that
-a scheme compiles to one kernel per dtype and phase and not one per call:
+A score `s` of distance `d` is changed in one of three ways. Each is a single function whatever the sizes, so that a
+scheme compiles to one kernel per dtype and phase and not one per call:
 
-- linear: `s - m_h d`, one multiplication, for slopes that are not learned (ALiBi);
-- table: `s + b_h(d)` or `f_h(d) s`, read from a table (H, distances) that is computed outside the kernel (learned
-  slopes; DA-Transformer), and through which gradients reach what it was computed from;
-- labels: `s + c q_i . a_min(d, m)`, read from (B, H, Q, m + 1) products that are computed outside (Shaw, keys only).
+- linear: `s - m_h d`, one multiplication, for slopes that are not learned (ALiBi).
+- table: `s + b_h(d)` or `f_h(d) s`. The table (H, distances) is computed outside the kernel (learned slopes, T5,
+  KERPLE, DA-Transformer), and gradients flow through it.
+- labels: `s + c q_i . a_min(d, m)`. The products (B, H, Q, m + 1) are computed outside the kernel (Shaw, keys only).
 
-Gradients of tables are FlexAttention's gradients of captured tensors. They are sums by atomic addition: right, but not
-the same bits twice, so calls under `torch.use_deterministic_algorithms` are refused, and FlexAttention allows each
-table to be read once in the function, as here.
+Gradients of tables are FlexAttention's gradients of captured tensors, sums by atomic addition. They are right, but not
+the same bits twice, so calls under `torch.use_deterministic_algorithms` are refused. FlexAttention allows the function
+to read each table once, as here.
 
 Visibility comes from the compact channel. A block of 128 queries and 128 keys is skipped, computed with the mask, or
-computed without it, by the smallest and largest index, segment and position in it: (Q / 128)(L / 128) numbers, no
-number per pair of tokens, no wait for the device. With a linear bias or a learned one, blocks out of reach are
-skipped too: if `s_ij <= a_i = scaling |q_i| max_(j <= i) |k_j|`, the keys of row `i` at distances of at least `w`,
-fewer than L, weigh
+computed without it. This follows from the smallest and largest index, segment and position in it: (Q / 128)(L / 128)
+numbers, no number per pair of tokens, no wait for the device. With a linear bias, learned or not, blocks out of reach
+are skipped too. Let `s_ij <= a_i = scaling |q_i| max_(j <= i) |k_j|`. The keys of row `i` at distances of at least `w`
+are fewer than L. Relative to the row's own key their weight is
 
-    sum exp(a_i - m d) / exp(s_ii) <= L exp(a_i - s_ii - m w)
+    sum exp(a_i - m d) / exp(s_ii) <= L exp(a_i - s_ii - m w),
 
-of what the row's own key weighs, which is below `epsilon` where `w >= (a_i - s_ii + ln(L / epsilon)) / m`. Unlike the
-bound of `banded` this one counts keys and not distances, and so also holds for position_ids that repeat or leave gaps.
+which is below `epsilon` where `w >= (a_i - s_ii + ln(L / epsilon)) / m`. Unlike the bound of `banded` this one counts
+keys and not distances, and so also holds for position_ids that repeat or leave gaps.
 
-Longest distance: tables need one number from the device per call, which is waited for; the linear form does not.
+The length of a table is read from the device, once per call, and waited for. The linear way needs no length.
 
-The kernels are compiled by torch.compile with `fullgraph=True`: more than `GRAPHS` of them is an error, never a silent
-change to uncompiled attention, which would need Q x L numbers; `TORCH_LOGS=recompiles` reports each one.
+The kernels are compiled by torch.compile with `fullgraph=True`. More than `GRAPHS` of them is an error, never a silent
+change to uncompiled attention, which would need Q x L numbers. `TORCH_LOGS=recompiles` reports each one.
 
-Accuracy class: flash attention in the dtype of the inputs, scores and tables in float32. Tested on CPUs against the
-reference engine, and on the user's device by `selftest` before it is taken unasked; nothing was measured on a GPU.
+Accuracy class: flash attention in the dtype of the inputs, scores and tables in float32. It is tested on CPUs against
+the reference engine, and on the user's device by `selftest` before `auto` takes it. Nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ GRAPHS = 64
 """Kernels that may be compiled, counting each scheme, dtype, phase and kind of shape."""
 
 SMALLEST_HEAD = 16
-"""Head sizes below this are not taken by the Triton kernel."""
+"""Smallest head size that the Triton kernel takes."""
 
 INVISIBLE = torch.iinfo(torch.int32).min
 """Segment of keys that are padding: no query has it."""
@@ -121,7 +121,7 @@ def labelled(by_label: Tensor, query_place: Tensor, key_place: Tensor, caps: Ten
 
 @dataclass(frozen=True)
 class Told:
-    """What FlexAttention is told of a form.
+    """The change of scores by a form, as FlexAttention is told it.
 
     Attributes:
         kind: name of the function that changes scores; the self-test tries each.
@@ -169,7 +169,7 @@ TOLD: Mapping[type[Form], Callable[[Any], Told]] = {
     Factors: _factors,
     ClippedVectors: _clipped_vectors,
 }
-"""What FlexAttention is told of each form."""
+"""Functions that return what FlexAttention is told of each form."""
 
 
 def told(form: Form) -> Told:
@@ -278,7 +278,7 @@ def _blocks(queries: _Tokens, keys: _Tokens, window: Tensor) -> tuple[Tensor, Te
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest of each block, (B, blocks), of values (B, T)."""
+    """Return the smallest and the largest value of each block, (B, blocks), of values (B, T)."""
     spare = -values.shape[1] % BLOCK
     if spare:
         values = torch.cat([values, values[:, -1:].expand(-1, spare)], 1)
@@ -287,7 +287,7 @@ def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys each block of queries has, and which: those first, in order."""
+    """Return the number of chosen blocks of keys of each block of queries, and all blocks, the chosen ones first."""
     order = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.int().contiguous()
 
@@ -295,7 +295,7 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def reaches(
     query: Tensor, key: Tensor, slopes: Tensor, positions: Positions, scaling: float, epsilon: float = EPSILON
 ) -> Tensor:
-    """Return the distance from which on keys of a block of queries do not count, by the bound above.
+    """Return the distance from which on keys do not count for a block of queries, by the bound above.
 
     Args:
         query: (B, H, Q, D).
@@ -306,7 +306,7 @@ def reaches(
         epsilon: largest share of a row's weight that may be left out.
 
     Returns:
-        (H, blocks of queries) float32; infinite where nothing is known.
+        (H, blocks of queries) float32; infinite where the bound does not hold.
     """
     batch, heads, length, size = query.shape
     groups = heads // key.shape[1]

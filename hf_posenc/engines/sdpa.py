@@ -1,4 +1,4 @@
-"""Attention without positions by torch's own kernels: what layers without a scheme on their scores compute."""
+"""Attention without positions by torch's own kernels, for layers without a scheme on their scores."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .base import Engine
 from .spans import spans
 
 WHOLE = 2**18
-"""Entries up to which a mask is made whole on a CPU. From here on a mask of few queries, on the keys that they may see,
-took less time in every case: at 4096 tokens 1/15 with a window of 64, half without one."""
+"""Entries up to which a mask is made whole on a CPU. Above, a mask of few queries at a time, on the keys that they may
+see, took less time in every case: at 4096 tokens 1/15 with a window of 64, half without one."""
 
 PAIRS = 2**20
 """Entries of the mask of a few queries, at most, on a CPU."""
 
 PAIRS_ELSEWHERE = 2**25
-"""The same on other devices, where small kernels are slow; up to here masks are made whole."""
+"""`PAIRS` on other devices, where small kernels are slow. Up to here masks are made whole there."""
 
 ROWS = 256
 """Queries at a time on a CPU, at most: each of them is masked on the keys that any of the others sees."""
@@ -82,7 +82,7 @@ def _rows(call: Call) -> int:
     on_cpu = call.query.device.type == "cpu"
     if masks * queries * keys <= (WHOLE if on_cpu else PAIRS_ELSEWHERE):
         return queries
-    if not on_cpu:  # reading the window would be waiting for the device
+    if not on_cpu:  # reading the window would wait for the device
         return max(16, PAIRS_ELSEWHERE // (masks * keys))
     keys = min(keys, int(positions.window.max()) + ROWS)
     return min(ROWS, max(16, PAIRS // (masks * keys)))
@@ -99,7 +99,7 @@ def _mask(call: Call) -> Tensor:
 def _is_plainly_causal(call: Call) -> bool:
     """Return whether queries and keys are the same tokens, one document without padding or window, all of it visible.
 
-    Only asked where values can be read without waiting for a device.
+    False while compiling and on other devices than a CPU, where reading the positions would wait for the device.
     """
     positions, length = call.positions, call.query.shape[2]
     if torch.compiler.is_compiling() or call.query.device.type != "cpu" or isinstance(positions, DensePositions):

@@ -86,7 +86,7 @@ EXAMPLES = {
     ),
     "labelled": Example(lambda table: ClippedVectors(table, None), labels=True),
 }
-"""The forms that are tried, by the name in `Kind.form`."""
+"""Forms to try, by the name in `Kind.form`."""
 
 
 class _Capturing(Exception):

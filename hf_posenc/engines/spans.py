@@ -1,4 +1,4 @@
-"""Engines that compute plain causal attention of one document: a call is split into such pieces, if it can be."""
+"""Engines that compute plain causal attention of one document. A call is split into such pieces, where it can be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .base import Engine, why_not_in_blocks
 F = TypeVar("F", bound=Form)
 
 Span = tuple[slice, slice, slice]
-"""Batch rows, queries and keys that are plain causal attention among themselves: the last query on the last key."""
+"""Batch rows, queries and keys that are plain causal attention by themselves; the last query sits on the last key."""
 
 
 def spans(positions: Positions) -> list[Span] | None:
@@ -64,7 +64,7 @@ def spans(positions: Positions) -> list[Span] | None:
         for start, stop in pairwise(edges):
             if bool(valid[row, start]):
                 document = int(segment[row, start])
-                if document in documents:  # padding inside a document: what is after it sees what is before it
+                if document in documents:  # padding inside a document, whose tokens see each other across it
                     return None
                 documents.add(document)
                 found.append((part, slice(start, stop), slice(start, stop)))
@@ -98,7 +98,7 @@ class SpanEngine(Engine, Generic[F]):
         return None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Compute each piece by itself, see `Engine.attend`; padding gets zeros."""
+        """Compute the pieces one by one, see `Engine.attend`; padding gets zeros."""
         positions = call.positions
         assert isinstance(positions, Positions)
         with torch.autocast(call.query.device.type, enabled=False):  # bounds and tables need float32

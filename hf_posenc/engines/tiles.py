@@ -1,6 +1,6 @@
 """Scores of one head and a few queries at a time, which engines share: (rows, L), small enough for caches.
 
-A chunk is some consecutive queries and the keys that any of them sees. With its rows in reverse order, what depends on
+A chunk has some consecutive queries and the keys that any of them sees. With its rows in reverse order, a function of
 the distance depends on `row + key` only. So tables of O(L) numbers are read, and summed, through strided views.
 
 Scores are float32. bfloat16 inputs are converted to float32, which is exact. Accuracy class: float32 throughout.

@@ -1,14 +1,14 @@
 """Attention with an additive bias of distance, in linear memory: chunked flash attention on a strided view of a table.
 
 Let `b(d)` be the bias and take the rows `i0 <= i < i0 + n` of the queries in reverse order, `i = i0 + n - 1 - r`. The
-bias of row `r` and key `j` is then `b(i0 + n - 1 - (r + j))`: it depends on `r + j` only. So a vector
-`t[m] = b(L - 1 - m)` for `m < L`, and `-inf` above it, read with the strides (1, 1), *is* the bias and the causal mask
-of that chunk: a zero-copy view that the flash kernel of the CPU takes as its mask. Per head the table has O(L) numbers,
-whatever the number of queries; nothing of shape (Q, L) exists.
+bias of row `r` and key `j` is then `b(i0 + n - 1 - (r + j))`: it depends on `r + j` only. Take a vector
+`t[m] = b(L - 1 - m)` for `m < L`, and `-inf` above it. Read with the strides (1, 1) it *is* the bias and the causal
+mask of that chunk, a zero-copy view that the flash kernel of the CPU takes as its mask. Per head the table has O(L)
+numbers, whatever the number of queries. Nothing of shape (Q, L) exists.
 
 Backward: the kernel's own, chunk by chunk, with the log-sum-exp of the forward. The gradient of a learned table is the
-sum of the score gradients along each diagonal: they are recomputed for one chunk at a time, written with a row stride
-one longer than a row, which turns diagonals into columns, and summed.
+sum of the score gradients along each diagonal. They are computed again, one chunk at a time, and written with a row
+stride one longer than a row. This turns diagonals into columns, which are summed.
 
 Accuracy class: flash (float32 accumulation in the kernel; the bias stays in float32 beside bfloat16 inputs).
 """
@@ -29,13 +29,13 @@ from . import tiles
 from .spans import SpanEngine
 
 ROWS = 256
-"""Queries per chunk. Fewer cost more kernel calls, more waste the upper half of a larger block on the diagonal."""
+"""Queries per chunk. Fewer need more kernel calls; more waste the upper half of a larger block on the diagonal."""
 
 MANY_ROWS = 768
 """Queries per chunk of long sequences: from here on the kernel takes 256 at a time instead of 64."""
 
 LONG = 8 * MANY_ROWS
-"""Queries from which what larger chunks waste on the diagonal is less than what they gain."""
+"""Queries from which larger chunks gain more than they waste on the diagonal."""
 
 
 class Toeplitz(SpanEngine[Bias | Slopes]):
@@ -83,7 +83,7 @@ def attend(
         value: (B, H, L, D).
         table: (H, L) float32, bias of distance 0 .. L-1, added to the scaled scores. Gradients flow to it.
         scaling: factor of the scores.
-        pieces: what to compute: `whole(...)` by default. Keys that no piece of a row reaches are left out.
+        pieces: the kernel calls, by default `whole(...)`. Keys that no piece of a row reaches are left out.
 
     Returns:
         (B, H, Q, D) in the query's dtype.
