@@ -335,14 +335,16 @@ def test_auto_takes_what_passed(form, found, engine, untried, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_kind_of_a_call(case):
-    q, k, _ = inputs(Positions.causal(40), 4, 2, torch.bfloat16)
-    learning = flex.kind_of(MODULES[case](4).form(q), q, k, None)
+    positions = Positions.causal(40)
+    q, k, v = inputs(positions, 4, 2, torch.bfloat16)
+    learning = flex.kind_of(call_of(MODULES[case](4), q, k, v, positions))
     forms = {"alibi": "linear", "shaw-keys-only": "labelled"}
     forms |= dict.fromkeys(("alibi-trainable", "t5", "kerple", "kerple-power"), "added")
     expected = kind(forms.get(case, "rescaled and clipped"), dtype=torch.bfloat16, size=HEAD_DIM)
     assert learning == expected
     with torch.no_grad():
-        reading = flex.kind_of(MODULES[case](4).form(q), q, k[:, :1].expand(-1, 4, -1, -1), 30.0)
+        k, v = (each[:, :1].expand(-1, 4, -1, -1) for each in (k, v))
+        reading = flex.kind_of(call_of(MODULES[case](4), q, k, v, positions, softcap=30.0))
     form = "linear" if case == "alibi-trainable" else expected.form  # what no gradient is needed of need be no table
     assert reading == dataclasses.replace(expected, form=form, grouped=False, capped=True, gradients=False)
 
@@ -352,8 +354,7 @@ def test_each_engine_tries_once(untried, monkeypatch):
     monkeypatch.setattr(selftest, "_compare", lambda *given: asked.append(given))
     engine, other, given = named("flex"), flex.Flex(), call("alibi")
     assert [each.distrust(given) for each in (engine, engine, other)] == [None] * 3
-    kind = flex.kind_of(given.form, given.query, given.key, None)
-    assert asked == [(kind, engine.attend), (kind, other.attend)]
+    assert asked == [(flex.kind_of(given), each.attend) for each in (engine, other)]
 
 
 def test_on_a_cpu_nothing_is_tried(untried, monkeypatch):

@@ -52,88 +52,65 @@ def products_are_faster() -> bool:
 # ------------------------------------------------------------------------------------------- the scores of each form
 
 
-@dataclass(frozen=True)
-class Step:
-    """A decoding step, as the functions see it that make its `Terms`.
-
-    Attributes:
-        call: the call.
-        distance: integers (B|1, 1, Q, L), at least 0.
-        hidden: (B|1, 1, Q, L) float32 or float64, 0 for visible keys and the smallest number for the others.
-    """
-
-    call: Call
-    distance: Tensor
-    hidden: Tensor
-
-    def distances(self) -> int:
-        """Return a number of distances, from 0, that holds all that occur."""
-        return self.distance.shape[-1] if torch.compiler.is_compiling() else int(self.distance.amax()) + 1
-
-    def by_pair(self, table: Tensor) -> Tensor:
-        """Return the entries of a table (H, distances), (B|1, H, Q, L)."""
-        if _counts_down(self.distance):
-            return table[:, : self.distance.shape[-1]].flip(1)[None, :, None]
-        return at_distance(table, self.distance)
-
-
 @dataclass
 class Terms:
-    """The parts of a step's scores: `factors * relu(cap(scaling * query . k + inside)) + outside`.
+    """The parts of scores: `factors * content(cap(scaling * query . k + inside)) + outside`, see `Form.content`.
 
     Attributes:
         query: (B, H, Q, D), multiplied by the keys.
         outside: (B|1, H|1, Q, L); it hides invisible keys, too.
         inside: (B, H, Q, L) or None.
         factors: (B|1, H, Q, L) or None.
-        relu: whether negative scores are clipped.
     """
 
     query: Tensor
     outside: Tensor
     inside: Tensor | None = None
     factors: Tensor | None = None
-    relu: bool = False
 
 
-def _slopes(form: Slopes, step: Step) -> Terms:
-    distance = step.distance.to(step.hidden.dtype)
-    return Terms(step.call.query, torch.addcmul(step.hidden, form.slopes[:, None, None], distance, value=-1))
+def _slopes(form: Slopes, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
+    bias = torch.addcmul(hidden, form.slopes[:, None, None], distance.to(hidden.dtype), value=-1)
+    return Terms(call.query, bias)
 
 
-def _bias(form: Bias, step: Step) -> Terms:
-    return Terms(step.call.query, step.by_pair(form.table(step.distances())) + step.hidden)
+def _curve(form: Bias | Factors, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
+    table = form.table(_length(distance))
+    if _counts_down(distance):
+        numbers = table[:, : distance.shape[-1]].flip(1)[None, :, None]
+    else:
+        numbers = at_distance(table, distance)
+    return Terms(call.query, hidden, factors=numbers) if form.multiplies else Terms(call.query, numbers + hidden)
 
 
-def _factors(form: Factors, step: Step) -> Terms:
-    factors = step.by_pair(form.table(step.distances()))
-    return Terms(step.call.query, step.hidden, factors=factors, relu=form.relu)
+def _clipped_vectors(form: ClippedVectors, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
+    by_label = (call.query.to(hidden.dtype) * call.scaling) @ form.keys.to(hidden.dtype).mT
+    return Terms(call.query, hidden, by_label.gather(-1, _labels(distance, by_label)))
 
 
-def _clipped_vectors(form: ClippedVectors, step: Step) -> Terms:
-    query, wide = step.call.query, step.hidden.dtype
-    by_label = (query.to(wide) * step.call.scaling) @ form.keys.to(wide).mT
-    return Terms(query, step.hidden, by_label.gather(-1, _labels(step.distance, by_label)))
-
-
-def _relative_keys(form: RelativeKeys, step: Step) -> Terms:
-    query, ratio, length = step.call.query, step.call.ratio, step.distances()
+def _relative_keys(form: RelativeKeys, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
+    query, ratio, length = call.query, call.ratio, _length(distance)
     table = form.table(length) if torch.compiler.is_compiling() else form.kept(length, query)
     r, u, v = (each.to(query.dtype) for each in (table, form.content_bias, form.position_bias))
     # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
-    by_distance = ((query + ratio * v[:, None]) @ r.mT).to(step.hidden.dtype) * step.call.scaling
-    at = _labels(step.distance, by_distance)
-    return Terms(query + ratio * u[:, None], step.hidden, by_distance.gather(-1, at))
+    by_distance = ((query + ratio * v[:, None]) @ r.mT).to(hidden.dtype) * call.scaling
+    at = _labels(distance, by_distance)
+    return Terms(query + ratio * u[:, None], hidden, by_distance.gather(-1, at))
 
 
-TERMS: Mapping[type[Form], Callable[[Any, Step], Terms]] = {
-    Bias: _bias,
+TERMS: Mapping[type[Form], Callable[[Any, Call, Tensor, Tensor], Terms]] = {
+    Bias: _curve,
     Slopes: _slopes,
-    Factors: _factors,
+    Factors: _curve,
     ClippedVectors: _clipped_vectors,
     RelativeKeys: _relative_keys,
 }
-"""Functions that make the terms of each form."""
+"""Functions of a form, a call, its distances (B|1, 1, Q, L), and a mask of that shape, 0 where a key is visible."""
+
+
+def _length(distance: Tensor) -> int:
+    """Return how many distances, counted from 0, contain all that occur."""
+    return distance.shape[-1] if torch.compiler.is_compiling() else int(distance.amax()) + 1
 
 
 def _counts_down(distance: Tensor) -> bool:
@@ -206,7 +183,7 @@ def _by_products(
         scores += terms.inside
     scores = call.cap(scores)
     if terms.factors is not None:
-        scores = (scores.relu() if terms.relu else scores) * terms.factors
+        scores = call.form.content(scores) * terms.factors
     weights = call.softmax(scores + terms.outside)
     weights = torch.nn.functional.dropout(weights, call.dropout, training=call.dropout > 0)
     output = _stacked(weights.to(value.dtype), value) @ value
@@ -279,7 +256,7 @@ class Decode(Engine):
             wide = torch.promote_types(query.dtype, torch.float32)
             # The minimum, not -inf: as in the reference, a row that sees nothing, which is padding, sees everything.
             hidden = query.new_zeros(distance.shape, dtype=wide).masked_fill_(~visible, torch.finfo(wide).min)
-            terms = for_form(TERMS, call.form)(call.form, Step(call, distance, hidden))
+            terms = for_form(TERMS, call.form)(call.form, call, distance, hidden)
             found = None
             if _kernel_takes(terms, call, value):
                 output = _by_kernel(terms, call, key, value, distance, visible)

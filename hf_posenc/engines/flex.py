@@ -139,12 +139,8 @@ class Told:
 
 def _slopes(form: Slopes) -> Told:
     if form.slopes.requires_grad and torch.is_grad_enabled():
-        return _table("added", added, form, form.slopes)
+        return replace(_table("added", added, form), slopes=form.slopes)
     return Told("linear", linear, lambda *_: form.slopes.float().contiguous(), form.slopes)
-
-
-def _bias(form: Bias) -> Told:
-    return _table("added", added, form)
 
 
 def _factors(form: Factors) -> Told:
@@ -157,14 +153,12 @@ def _clipped_vectors(form: ClippedVectors) -> Told:
     return Told("labelled", labelled, lambda query, _, scaling: query.float() @ form.keys.float().mT * scaling)
 
 
-def _table(
-    kind: str, change: Callable[..., ScoreMod], form: Bias | Slopes | Factors, slopes: Tensor | None = None
-) -> Told:
-    return Told(kind, change, lambda query, count, scaling: form.table(count()).float().contiguous(), slopes)
+def _table(kind: str, change: Callable[..., ScoreMod], form: Bias | Slopes | Factors) -> Told:
+    return Told(kind, change, lambda query, count, scaling: form.table(count()).float().contiguous())
 
 
 TOLD: Mapping[type[Form], Callable[[Any], Told]] = {
-    Bias: _bias,
+    Bias: lambda form: _table("added", added, form),
     Slopes: _slopes,
     Factors: _factors,
     ClippedVectors: _clipped_vectors,
@@ -411,23 +405,16 @@ def why_not(form: Form, query: Tensor) -> str | None:
     return None
 
 
-def kind_of(form: Form, query: Tensor, key: Tensor, softcap: float | None) -> selftest.Kind:
-    """Return the kind of a call, of a form that `why_not` does not refuse.
-
-    Args:
-        form: how the scores depend on distance.
-        query: (B, H, Q, D).
-        key: (B, K, L, D).
-        softcap: cap on the scores or None.
-    """
+def kind_of(call: Call) -> selftest.Kind:
+    """Return the kind of a call that the engine does not refuse."""
     return selftest.Kind(
-        form=told(form).kind,
-        dtype=query.dtype,
-        size=query.shape[3],
-        grouped=query.shape[1] != key.shape[1],
-        capped=softcap is not None,
+        form=told(call.form).kind,
+        dtype=call.query.dtype,
+        size=call.query.shape[3],
+        grouped=call.groups > 1,
+        capped=call.softcap is not None,
         gradients=torch.is_grad_enabled(),
-        device=query.device,
+        device=call.query.device,
     )
 
 
@@ -455,7 +442,7 @@ class Flex(Engine):
 
     def distrust(self, call: Call) -> str | None:
         """Return the fault that the self-test found on this device, or None if it was passed."""
-        return selftest.fault(kind_of(call.form, call.query, call.key, call.softcap), self.attend)
+        return selftest.fault(kind_of(call), self.attend)
 
     def attend(self, call: Call) -> tuple[Tensor, None]:
         """Compute a call, see `Engine.attend`."""
