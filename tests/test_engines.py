@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_posenc import NotPatchedError, engines, patch_model, which_engine
 from hf_posenc.call import Call
 from hf_posenc.engines import banded, chunked, clipped, decode, dispatch, reference, rescaled, sdpa, skewed, toeplitz
-from hf_posenc.engines.dispatch import choose, named
+from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.engines.spans import SpanEngine
 from hf_posenc.modules import WithoutPositions
 from hf_posenc.positions import Positions, pack, unpack
@@ -197,7 +197,7 @@ def results(engine, module, positions, tensors, shown, weight):
         output, _ = reference.attend(call_of(module, q, k, v, positions))
     else:
         call = call_of(module, q, k, v, positions)
-        if (reason := named(engine).why_not(call)) is not None:
+        if (reason := find_engine(engine).why_not(call)) is not None:
             assert (engine, reason) in EXPECTED_REFUSALS
             pytest.skip(reason)
         output, weights = dispatch.attend(call, engine)
@@ -384,7 +384,7 @@ def test_values_of_another_size(engine, case, situation, size):
     v = torch.randn(*v.shape[:-1], size, generator=torch.Generator().manual_seed(5)).requires_grad_()
     given = call_of(module, q, k, v, positions)
     with torch.set_grad_enabled(engine != "decode"):
-        if (reason := named(engine).refusal(given)) is not None:
+        if (reason := find_engine(engine).refusal(given)) is not None:
             assert (engine, reason) in EXPECTED_REFUSALS
             pytest.skip(reason)
         output, _ = dispatch.attend(given, engine)
@@ -704,7 +704,7 @@ def test_an_engine_that_was_asked_for_is_taken_or_refused():
     for engine in ("banded", "toeplitz"):
         with pytest.raises(ValueError, match=f"attention='{engine}' cannot compute this call: .*'auto'"):
             choose(engine, call("shaw"))
-    assert named("reference").why_not(call("shaw", weights=True)) is None
+    assert find_engine("reference").why_not(call("shaw", weights=True)) is None
 
 
 def test_the_table_of_engines_is_that_of_their_classes():

@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as upstream
 
 from hf_posenc import patch_model
 from hf_posenc.engines import dispatch, flex, reference, selftest
-from hf_posenc.engines.dispatch import choose, named
+from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.positions import Positions, pack, unpack
 
 CASES = ("alibi", "alibi-trainable", "t5", "kerple", "kerple-power", "shaw-keys-only", "da_transformer")
@@ -217,15 +217,15 @@ def elsewhere(case, **options):
 )
 @torch.no_grad()
 def test_refusals(given, reason):
-    assert reason in named("flex").why_not(given)
+    assert reason in find_engine("flex").why_not(given)
     with pytest.raises(ValueError, match="attention='flex' cannot compute this call"):
         choose("flex", given)
 
 
 def test_no_backward_on_a_cpu():
-    assert "no backward on a CPU" in named("flex").why_not(call("alibi"))
+    assert "no backward on a CPU" in find_engine("flex").why_not(call("alibi"))
     with torch.no_grad():
-        assert named("flex").why_not(call("alibi")) is None
+        assert find_engine("flex").why_not(call("alibi")) is None
         assert choose("auto", call("alibi")).engine != "flex"
 
 
@@ -250,7 +250,7 @@ def untried(monkeypatch):
 
 def fault(kind):
     """What the engine's self-test finds of a kind of call, or has found before."""
-    return selftest.fault(kind, named("flex").attend)
+    return selftest.fault(kind, find_engine("flex").attend)
 
 
 def kind(form, **options):
@@ -352,7 +352,7 @@ def test_the_kind_of_a_call(case):
 def test_each_engine_tries_once(untried, monkeypatch):
     asked = []
     monkeypatch.setattr(selftest, "_compare", lambda *given: asked.append(given))
-    engine, other, given = named("flex"), flex.Flex(), call("alibi")
+    engine, other, given = find_engine("flex"), flex.Flex(), call("alibi")
     assert [each.distrust(given) for each in (engine, engine, other)] == [None] * 3
     assert asked == [(flex.kind_of(given), each.attend) for each in (engine, other)]
 

@@ -53,8 +53,8 @@ class Banded(SpanEngine[Slopes]):
     forms = (Slopes,)
     wrong_form = "the scheme is no linear bias per head"
 
-    def part(self, form: Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
+    def attend_span(self, form: Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.attend_span`."""
         return attend(query, key, value, form.slopes, scaling=call.scaling, window=window)
 
 
@@ -94,14 +94,14 @@ def _gaps(query: Tensor, key: Tensor, rows: int) -> Tensor:
     # Rounding of sums of D products, and of the differences, may not make the bound too small.
     slack = 2.0**-15 * norms * largest
     side = key[:, :, :shift].abs().amax(2) if shift else torch.zeros_like(key[:, :, 0])
-    found = []
+    largest_gaps = []
     for start in range(0, queries, rows):
         here = slice(start, min(start + rows, queries))
         side = torch.maximum(side, key[:, :, shift + here.start : shift + here.stop].abs().amax(2))
         by_coordinate = (query[:, :, here].abs() @ side[..., None])[..., 0]
         gaps = torch.minimum(bound[..., here], by_coordinate) + slack[..., here] - own[..., here]
-        found.append(gaps.amax((0, 2)))
-    return torch.stack(found, 1)
+        largest_gaps.append(gaps.amax((0, 2)))
+    return torch.stack(largest_gaps, 1)
 
 
 def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Piece]:

@@ -55,8 +55,10 @@ class Clipped(SpanEngine[ClippedVectors]):
         assert isinstance(call.positions, Positions)
         return "it has no sliding windows" if int(call.positions.window.min()) < call.key.shape[2] else None
 
-    def part(self, form: ClippedVectors, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
+    def attend_span(
+        self, form: ClippedVectors, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int
+    ) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.attend_span`."""
         return attend(query, key, value, form.keys, form.values, scaling=call.scaling)
 
 
@@ -98,10 +100,10 @@ class _Table:
     @staticmethod
     def gradient(table: Tensor, of_near: Tensor) -> Tensor:
         """Return the gradient of a table from that of `near` (H, m, D)."""
-        found = torch.cat([of_near.flip(1), -of_near.sum(1, keepdim=True)], 1)
+        gradient = torch.cat([of_near.flip(1), -of_near.sum(1, keepdim=True)], 1)
         if table.shape[-2] == 1:
-            found = found.sum(1, keepdim=True)
-        return (found.sum(0) if table.ndim == 2 else found).to(table.dtype)
+            gradient = gradient.sum(1, keepdim=True)
+        return (gradient.sum(0) if table.ndim == 2 else gradient).to(table.dtype)
 
 
 class _Chunk:
@@ -242,5 +244,5 @@ class _Clipped(torch.autograd.Function):
                     plain(chunk.rows, slice(keys.stop, chunk.first))
         of_keys = _Table.gradient(key_table, of_a)
         of_values = None if value_table is None else _Table.gradient(value_table, of_b)
-        found = (each.to(query.dtype) for each in (of_query, of_key, of_value))
-        return *found, of_keys, of_values, None, None
+        of_inputs = (each.to(query.dtype) for each in (of_query, of_key, of_value))
+        return *of_inputs, of_keys, of_values, None, None

@@ -257,13 +257,13 @@ class Decode(Engine):
             # The minimum, not -inf: as in the reference, a row that sees nothing, which is padding, sees everything.
             hidden = query.new_zeros(distance.shape, dtype=wide).masked_fill_(~visible, torch.finfo(wide).min)
             terms = for_form(TERMS, call.form)(call.form, call, distance, hidden)
-            found = None
+            weights = None
             if _kernel_takes(terms, call, value):
                 output = _by_kernel(terms, call, key, value, distance, visible)
             else:
-                output, found = _by_products(terms, call, key, value, distance, visible)
+                output, weights = _by_products(terms, call, key, value, distance, visible)
         output = output.transpose(1, 2).to(query.dtype).contiguous()
-        return output, found.to(query.dtype) if call.weights and found is not None else None
+        return output, weights.to(query.dtype) if call.weights and weights is not None else None
 
 
 def _kernel_takes(terms: Terms, call: Call, value: Tensor) -> bool:

@@ -62,7 +62,7 @@ class Choice:
         return f"{self.engine}: {self.reason}"
 
 
-def named(name: str) -> Engine:
+def find_engine(name: str) -> Engine:
     """Return an engine by its name; an unknown one is a ValueError that lists the choices."""
     for engine in ENGINES:
         if engine.name == name:
@@ -83,7 +83,7 @@ def choose(wanted: str, call: Call) -> Choice:
         ValueError: if a wanted engine cannot carry the call; the message says why.
     """
     if wanted != "auto":
-        if reason := named(wanted).refusal(call):
+        if reason := find_engine(wanted).refusal(call):
             raise ValueError(f"attention={wanted!r} cannot compute this call: {reason}; use attention='auto'")
         return Choice(wanted, "asked for")
     if torch.compiler.is_compiling():  # before sizes are compared, which would fix them in the graph
@@ -118,7 +118,7 @@ def attend(call: Call, wanted: str = "auto") -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError: if a wanted engine cannot carry the call.
     """
-    engine, size = named(choose(wanted, call).engine), call.value.shape[-1]
+    engine, size = find_engine(choose(wanted, call).engine), call.value.shape[-1]
     if size == call.query.shape[-1] or engine.value_sizes:
         return engine.attend(call)
     value = torch.nn.functional.pad(call.value, (0, call.query.shape[-1] - size))

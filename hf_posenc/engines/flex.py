@@ -120,55 +120,55 @@ def labelled(by_label: Tensor, query_place: Tensor, key_place: Tensor, caps: Ten
 
 
 @dataclass(frozen=True)
-class Told:
-    """The change of scores by a form, as FlexAttention is told it.
+class Modifier:
+    """How FlexAttention modifies the scores for a form.
 
     Attributes:
-        kind: name of the function that changes scores; the self-test tries each.
-        change: returns that function, from its numbers, the places of queries and keys, and the caps.
+        kind: name of the way; the self-test tries each.
+        make: returns the function of a score, from its numbers, the places of queries and keys, and the caps.
         numbers: returns these numbers, from the queries, the number of distances, and the factor of the scores. The
             number of distances is a function, since calling it may wait for the device.
         slopes: (H,) of a bias that is linear in the distance, or None.
     """
 
     kind: str
-    change: Callable[[Tensor, Tensor, Tensor, Tensor | None], ScoreMod]
+    make: Callable[[Tensor, Tensor, Tensor, Tensor | None], ScoreMod]
     numbers: Callable[[Tensor, Callable[[], int], float], Tensor]
     slopes: Tensor | None = None
 
 
-def _slopes(form: Slopes) -> Told:
+def _slopes(form: Slopes) -> Modifier:
     if form.slopes.requires_grad and torch.is_grad_enabled():
         return replace(_table("added", added, form), slopes=form.slopes)
-    return Told("linear", linear, lambda *_: form.slopes.float().contiguous(), form.slopes)
+    return Modifier("linear", linear, lambda *_: form.slopes.float().contiguous(), form.slopes)
 
 
-def _factors(form: Factors) -> Told:
+def _factors(form: Factors) -> Modifier:
     kind = "rescaled and clipped" if form.relu else "rescaled"
     return _table(kind, functools.partial(rescaled, relu=form.relu), form)
 
 
-def _clipped_vectors(form: ClippedVectors) -> Told:
+def _clipped_vectors(form: ClippedVectors) -> Modifier:
     # (m + 1, D) or (H, m + 1, D); the products in float32, since they are scores
-    return Told("labelled", labelled, lambda query, _, scaling: query.float() @ form.keys.float().mT * scaling)
+    return Modifier("labelled", labelled, lambda query, _, scaling: query.float() @ form.keys.float().mT * scaling)
 
 
-def _table(kind: str, change: Callable[..., ScoreMod], form: Bias | Slopes | Factors) -> Told:
-    return Told(kind, change, lambda query, count, scaling: form.table(count()).float().contiguous())
+def _table(kind: str, make: Callable[..., ScoreMod], form: Bias | Slopes | Factors) -> Modifier:
+    return Modifier(kind, make, lambda query, count, scaling: form.table(count()).float().contiguous())
 
 
-TOLD: Mapping[type[Form], Callable[[Any], Told]] = {
+MODIFIERS: Mapping[type[Form], Callable[[Any], Modifier]] = {
     Bias: lambda form: _table("added", added, form),
     Slopes: _slopes,
     Factors: _factors,
     ClippedVectors: _clipped_vectors,
 }
-"""Functions that return what FlexAttention is told of each form."""
+"""Functions that return the modifier of each form."""
 
 
-def told(form: Form) -> Told:
-    """Return what FlexAttention is told of a form."""
-    return for_form(TOLD, form)(form)
+def modifier_of(form: Form) -> Modifier:
+    """Return how FlexAttention modifies the scores for a form."""
+    return for_form(MODIFIERS, form)(form)
 
 
 def score_mod(form: Form, query: Tensor, positions: Positions, scaling: float, softcap: float | None) -> ScoreMod:
@@ -188,9 +188,9 @@ def score_mod(form: Form, query: Tensor, positions: Positions, scaling: float, s
     )
     # A tensor, since a number would become a symbol as soon as a second one is seen, which score_mod does not take.
     caps = None if softcap is None else torch.full(query.shape[1:2], softcap, device=query.device)
-    given = told(form)
-    numbers = given.numbers(query, lambda: longest(positions), scaling)
-    return given.change(numbers, query_place, key_place, caps)
+    modifier = modifier_of(form)
+    numbers = modifier.numbers(query, lambda: longest(positions), scaling)
+    return modifier.make(numbers, query_place, key_place, caps)
 
 
 def longest(positions: Positions) -> int:
@@ -361,10 +361,10 @@ def attend(
         (B, H, Q, D) in the query's dtype; rows that see no key are 0.
     """
     key, value = key.to(query.dtype), value.to(query.dtype)  # under autocast they may differ
-    change = score_mod(form, query, positions, scaling, softcap)
+    modified = score_mod(form, query, positions, scaling, softcap)
     with torch.no_grad():
         reach = None
-        if (slopes := told(form).slopes) is not None and softcap is None and query.shape[2] == key.shape[2]:
+        if (slopes := modifier_of(form).slopes) is not None and softcap is None and query.shape[2] == key.shape[2]:
             reach = reaches(query, key, slopes, positions, scaling)
         mask = block_mask(positions, query.shape[0], reach)
     with torch._dynamo.config.patch(recompile_limit=GRAPHS):
@@ -372,7 +372,7 @@ def attend(
             query,
             key,
             value,
-            score_mod=change,
+            score_mod=modified,
             block_mask=mask,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -400,7 +400,7 @@ def why_not(form: Form, query: Tensor) -> str | None:
     if form.value_table is not None:
         return "it has no vectors for values: how much each label weighs is known to no kernel that hides the weights"
     if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled():
-        if told(form).numbers(query[:, :, :1], lambda: 1, 1.0).requires_grad:
+        if modifier_of(form).numbers(query[:, :, :1], lambda: 1, 1.0).requires_grad:
             return "it sums gradients of tables by atomic addition, and deterministic algorithms were asked for"
     return None
 
@@ -408,7 +408,7 @@ def why_not(form: Form, query: Tensor) -> str | None:
 def kind_of(call: Call) -> selftest.Kind:
     """Return the kind of a call that the engine does not refuse."""
     return selftest.Kind(
-        form=told(call.form).kind,
+        form=modifier_of(call.form).kind,
         dtype=call.query.dtype,
         size=call.query.shape[3],
         grouped=call.groups > 1,
@@ -425,7 +425,7 @@ class Flex(Engine):
     """
 
     name = "flex"
-    forms = tuple(TOLD)
+    forms = tuple(MODIFIERS)
     wrong_form = "the scheme is neither a table of distances nor vectors of clipped distances for keys"
 
     def considered(self, call: Call) -> bool:

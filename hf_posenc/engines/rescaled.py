@@ -37,8 +37,8 @@ class Rescaled(SpanEngine[Factors]):
     forms = (Factors,)
     wrong_form = "the scheme does not rescale scores by distance"
 
-    def part(self, form: Factors, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
+    def attend_span(self, form: Factors, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.attend_span`."""
         table = form.table(key.shape[2])
         return attend(query, key, value, table, scaling=call.scaling, relu=form.relu, window=window)
 

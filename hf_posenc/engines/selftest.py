@@ -40,7 +40,7 @@ class Kind:
     """A kind of call, with kernels of its own.
 
     Attributes:
-        form: `linear`, `added`, `rescaled`, `rescaled and clipped` or `labelled`, see `flex.Told`.
+        form: `linear`, `added`, `rescaled`, `rescaled and clipped` or `labelled`, see `flex.Modifier`.
         dtype: of queries and keys.
         size: D.
         grouped: whether query heads share keys.
@@ -112,15 +112,15 @@ def tried(kind: Kind, attend: Attend) -> str | None:
     if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise _Capturing
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(_compare, kind, attend).result()
-    if found is None:
+        finding = thread.submit(_compare, kind, attend).result()
+    if finding is None:
         return None
     warnings.warn(
         f"FlexAttention failed its self-test on {kind.device} ({kind.form}, {kind.dtype}, heads of {kind.size}): "
-        f"{found}. Another engine computes such calls, exactly but more slowly; which_engine(...) names it.",
+        f"{finding}. Another engine computes such calls, exactly but more slowly; which_engine(...) names it.",
         stacklevel=3,
     )
-    return f"it failed its self-test on this device: {found}"
+    return f"it failed its self-test on this device: {finding}"
 
 
 def _compare(kind: Kind, attend: Attend) -> str | None:
@@ -173,8 +173,8 @@ def _results(kind: Kind, attend: Attend, dtype: torch.dtype | None = None) -> di
         output = output * shown
         results = {"the output": output.detach()}
         if kind.gradients:
-            found = torch.autograd.grad((output * weight).sum(), list(learned.values()))
-            results |= {f"the gradient of the {name}": each for name, each in zip(learned, found, strict=True)}
+            gradients = torch.autograd.grad((output * weight).sum(), list(learned.values()))
+            results |= {f"the gradient of the {name}": each for name, each in zip(learned, gradients, strict=True)}
     return results
 
 

@@ -36,8 +36,10 @@ class Skewed(SpanEngine[RelativeKeys]):
     forms = (RelativeKeys,)
     wrong_form = "the scheme has no products of queries with vectors of distance"
 
-    def part(self, form: RelativeKeys, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
+    def attend_span(
+        self, form: RelativeKeys, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int
+    ) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.attend_span`."""
         return attend(
             query,
             key,

@@ -45,8 +45,10 @@ class Toeplitz(SpanEngine[Bias | Slopes]):
     forms = (Bias, Slopes)
     wrong_form = "the scheme is no additive bias of distance"
 
-    def part(self, form: Bias | Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
+    def attend_span(
+        self, form: Bias | Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int
+    ) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.attend_span`."""
         table = tiles.windowed(form.table(key.shape[2]), window)
         return attend(query, key, value, table, scaling=call.scaling)
 
@@ -154,7 +156,7 @@ class _Toeplitz(torch.autograd.Function):
             of_value[:, heads, keys] += dv
             if of_reversed is not None and diagonals is not None:
                 at = length - 1 - (shift + end - 1) + j
-                _add_scores(of_reversed[heads], at, diagonals, mask, ctx.scaling, total, g, q, k, v, o)
+                _add_scores(of_reversed[heads], at, diagonals, mask, ctx.scaling, total, (q, k, v, o, g))
         of_table = None if of_reversed is None else of_reversed[:, :length].flip(1)
         return of_query, of_key, of_value, of_table, None, None
 
@@ -166,18 +168,24 @@ def _add_scores(
     mask: Tensor,
     scaling: float,
     total: Tensor,
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
+    chunk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Add a chunk's score gradients to `sums` (H, 2 L), one entry per diagonal `r + j`, head by head."""
+    """Add the score gradients of a chunk to `sums` (H, 2 L), one entry per diagonal `r + j`, head by head.
+
+    Args:
+        sums: added to, in place.
+        at: first diagonal.
+        diagonals: memory.
+        mask: (1, H, rows, keys), the bias.
+        scaling: factor of the scores.
+        total: (B, H, rows), the log-sum-exp of each row.
+        chunk: queries, keys, values, outputs and their gradients, (B, H, rows or keys, D).
+    """
     rows, keys = mask.shape[-2:]
-    for h in range(q.shape[1]):
-        for b in range(q.shape[0]):
-            qf, kf, vf, gf, of = (each[b, h].float() for each in (q, k, v, g, o))
-            weights = torch.addmm(mask[0, h], qf, kf.T, alpha=scaling).sub_(total[b, h, :, None]).exp_()
-            scores = gf @ vf.T
-            torch.mul(scores.sub_((gf * of).sum(-1, keepdim=True)), weights, out=diagonals.room(rows, keys))
+    for h in range(mask.shape[1]):
+        for b in range(total.shape[0]):
+            q, k, v, o, g = (each[b, h].float() for each in chunk)
+            weights = torch.addmm(mask[0, h], q, k.T, alpha=scaling).sub_(total[b, h, :, None]).exp_()
+            scores = g @ v.T
+            torch.mul(scores.sub_((g * o).sum(-1, keepdim=True)), weights, out=diagonals.room(rows, keys))
             diagonals.add_to(sums[h], at, rows, keys)
