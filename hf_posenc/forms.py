@@ -29,7 +29,7 @@ Table = Callable[[int], Tensor]
 
 
 class Form:
-    """How scores depend on distance. The defaults are those of a form that adds nothing to `q . k`.
+    """How scores depend on distance. By default a form adds nothing, has no curve, and leaves values as they are.
 
     Attributes:
         positional: whether scores depend on the distance at all.

@@ -6,7 +6,8 @@ scheme compiles to one kernel per dtype and phase and not one per call:
 - linear: `s - m_h d`, one multiplication, for slopes that are not learned (ALiBi).
 - table: `s + b_h(d)` or `f_h(d) s`. The table (H, distances) is computed outside the kernel (learned slopes, T5,
   KERPLE, DA-Transformer), and gradients flow through it.
-- labels: `s + c q_i . a_min(d, m)`. The products (B, H, Q, m + 1) are computed outside the kernel (Shaw, keys only).
+- labels: `s + c q_i . a_min(d, m)`, with `c` the factor of the scores. The products (B, H, Q, m + 1) are computed
+  outside the kernel (Shaw, keys only).
 
 Gradients of tables are FlexAttention's gradients of captured tensors, sums by atomic addition. They are right, but not
 the same bits twice, so calls under `torch.use_deterministic_algorithms` are refused. FlexAttention allows the function
@@ -124,7 +125,7 @@ class Modifier:
     """How FlexAttention modifies the scores for a form.
 
     Attributes:
-        kind: name of the way; the self-test tries each.
+        kind: name of the modification; the self-test tries each.
         make: returns the function of a score, from its numbers, the places of queries and keys, and the caps.
         numbers: returns these numbers, from the queries, the number of distances, and the factor of the scores. The
             number of distances is a function, since calling it may wait for the device.
@@ -172,7 +173,7 @@ def modifier_of(form: Form) -> Modifier:
 
 
 def score_mod(form: Form, query: Tensor, positions: Positions, scaling: float, softcap: float | None) -> ScoreMod:
-    """Return the function by which a form changes scores.
+    """Return the function of a score that FlexAttention is given for a form.
 
     Args:
         form: one that `why_not` does not refuse.
