@@ -1,9 +1,9 @@
-"""One call of attention as one object, from the attention function of transformers to the engine that computes it."""
+"""A call of attention as one object, passed from the attention function of transformers to the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,25 +11,36 @@ from torch import Tensor
 from .positions import DensePositions, Positions
 
 
+class Formula(Protocol):
+    """The formula of attention scores: a form, or the module of a scheme that has none."""
+
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores of a widened call before masking, (B, H, Q, L)."""
+
+    def mix(self, call: Call, weights: Tensor) -> Tensor:
+        """Return the weighted sum of values (B, H, Q, V), from weights (B, H, Q, L) of a widened call."""
+
+
 @dataclass(frozen=True)
 class Call:
-    """What attention is asked to compute: `B` rows, `H` query heads, `K` key-value heads, `Q` queries, `L` keys.
+    """The arguments of an attention call: `B` rows, `H` query heads, `K` key-value heads, `Q` queries, `L` keys.
 
     Attributes:
         query: (B, H, Q, D).
         key: (B, K, L, D), cached keys included; K divides H.
         value: (B, K, L, V); V is D as a rule, and smaller in latent attention (MLA).
-        positions: of these queries and keys, and what each query may see.
+        positions: positions of these queries and keys, and which keys each query may see.
         scaling: factor of every term that contains the query, 1/sqrt(D) as a rule.
-        vector_scaling: factor of terms without the query; None means `scaling`. They differ where the base model hands
-            over queries that are already scaled.
-        softcap: `cap * tanh(score / cap)` on what is a product of vectors; None means none.
+        vector_scaling: factor of terms without the query; None means `scaling`. They differ where the queries of the
+            base model are already scaled.
+        softcap: cap of scores that are products of vectors, `cap * tanh(score / cap)`; None means none.
         dropout: probability that an attention weight is dropped.
         weights: whether the caller wants the attention weights (B, H, Q, L).
-        sinks: (H,) or None: a score per head that stands beside those of the keys in the softmax; what it weighs goes
-            nowhere.
-        module: the scheme's module, which writes out `scores` and `mix`; None until the call reaches it.
-        form: how its scores depend on distance (`hf_posenc.forms`), or None if that is no form.
+        sinks: (H,) or None. A score per head beside those of the keys in the softmax; its share of the weights is
+            dropped.
+        module: the scheme's module, which has `scores` and `mix`; None until the call reaches it.
+        form: how the scores depend on distance (`hf_posenc.forms`); None until the call reaches the module, and for
+            schemes without a form.
     """
 
     query: Tensor
@@ -42,17 +53,19 @@ class Call:
     dropout: float = 0.0
     weights: bool = False
     sinks: Tensor | None = None
-    module: Any = None
+    module: Formula | None = None
     form: Any = None
 
     @property
-    def formula(self) -> Any:
-        """What has `scores` and `mix`: the form, or where there is none the scheme's module."""
-        return self.module if self.form is None else self.form
+    def formula(self) -> Formula:
+        """The form, or without one the scheme's module: it has `scores` and `mix`."""
+        formula = self.module if self.form is None else self.form
+        assert formula is not None, "the call has not reached a scheme's module"
+        return formula
 
     @property
     def groups(self) -> int:
-        """Query heads that share a key head."""
+        """Number of query heads that share a key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
@@ -76,8 +89,8 @@ class Call:
     def query_position(self) -> Tensor:
         """Return the position of each query, counted from 0, integers (B|1, 1, Q, 1); 0 for padding.
 
-        It is the position that the model counts, or that `position_ids` give: neither padding nor a sliding window nor
-        a cache changes it. Under a 4-D mask of the user's own a query sits in the slot of the last key that it sees.
+        The model counts it, or `position_ids` give it: neither padding nor a sliding window nor a cache changes it.
+        Under the user's own 4-D mask a query sits in the slot of the last key that it sees.
         """
         return self.positions.query_positions[:, None, :, None].clamp(min=0)
 
@@ -86,10 +99,10 @@ class Call:
         return self.positions.visible()
 
     def distances(self) -> int:
-        """Return a number of distances, from 0, that holds all that occur; reads values from the device.
+        """Return how many distances, counted from 0, contain all that occur; reads values from the device.
 
-        While compiling nothing is read: no distance exceeds the number of keys, except between position ids of the
-        caller's own, and those raise when the compiled code runs.
+        While compiling nothing is read. No distance exceeds the number of keys then, except between the caller's own
+        position ids, which raise when the compiled code runs.
         """
         if not torch.compiler.is_compiling():
             return int(self.distance().amax()) + 1

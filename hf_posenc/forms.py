@@ -1,31 +1,49 @@
 """How scores depend on distance: a scheme says which of these forms it has, an engine which of them it takes.
 
-A form holds what a scheme computes from its parameters, and knows its own dense meaning, so that a formula is written
-once: the reference engine computes `scores` and `mix`, the fast engines read the tables. What depends on distance is a
-function, since nobody knows before a call which distances there are.
+A form holds what a scheme computes from its parameters, and knows its own dense meaning. So each formula is written
+once: the reference engine computes `scores` and `mix`, and the fast engines read the tables. Functions of the distance
+are passed as functions, because the distances are known only in a call.
 
 Notation: `H` query heads, `D` head size, `d >= 0` distance, `m` largest distance with a vector of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .call import Call
+
+T = TypeVar("T")
 
 OfDistance = Callable[[Tensor], Tensor]
 """Distances, integers >= 0 of any shape -> one number per head and distance, (H, *shape), float32 or float64."""
 
 Table = Callable[[int], Tensor]
-"""Number of distances, from 0 -> a tensor whose dimension 1 they are."""
+"""Number of distances, from 0 -> a tensor with these distances in dimension 1."""
 
 
 class Form:
-    """How scores depend on distance."""
+    """How scores depend on distance. By default a form adds nothing, has no curve, and leaves values as they are.
+
+    Attributes:
+        positional: whether scores depend on the distance at all.
+        multiplies: whether the numbers by distance are factors of the score, not added to it.
+        by_query: whether the query is multiplied by vectors of the distance.
+        unbounded: whether every distance, however far, has a vector of its own.
+        cached: whether its table is cached between decoding steps.
+    """
+
+    positional: ClassVar[bool] = True
+    multiplies: ClassVar[bool] = False
+    by_query: ClassVar[bool] = False
+    unbounded: ClassVar[bool] = False
+    cached: ClassVar[bool] = False
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores of a widened call before masking, (B, H, Q, L)."""
@@ -36,7 +54,7 @@ class Form:
         return weights @ call.value
 
     def terms(self, call: Call) -> dict[str, Tensor]:
-        """Return the terms that the form itself makes its scores of, by name; none if it is not known for several.
+        """Return the named terms that the scores are a sum of; empty if the formula has no such terms.
 
         Args:
             call: widened.
@@ -46,10 +64,39 @@ class Form:
         """
         return {}
 
+    @property
+    def value_table(self) -> Tensor | None:
+        """The vectors that are added to values, (m + 1, V) or (H, m + 1, V), or None."""
+        return None
+
+    def content(self, products: Tensor) -> Tensor:
+        """Return what the numbers by distance are added to, or multiply, from scores without positions."""
+        return products
+
+    def curve(self, count: int) -> Tensor | None:
+        """Return the bias, or factor, of the distances 0, 1, ..., (H, count); None if the form has no such curve."""
+        return None
+
+    def coefficients(self, distances: Tensor) -> Tensor | None:
+        """Return the numbers that a score at some distances is linear in.
+
+        Args:
+            distances: integers (N,).
+
+        Returns:
+            None if the form has no such numbers. Of a curve its values, (H, N, 1). Where `by_query`, the vectors and a
+            number beside them, (N, D + 1) or (H, N, D + 1): the product with `(scaling q, vector_scaling)` is added to
+            the score.
+        """
+        curve = self.curve(int(distances.max()) + 1)
+        return None if curve is None else curve.index_select(1, distances)[..., None]
+
 
 @dataclass(frozen=True)
 class Content(Form):
     """`q . k`: attention that knows no distances."""
+
+    positional = False
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""
@@ -61,8 +108,8 @@ class Curves(Form):
     """A curve per head: one number for each distance.
 
     Attributes:
-        values: the numbers of given distances.
-        device: of the distances that it is given.
+        values: returns the numbers of distances.
+        device: device of the distances that `values` takes.
     """
 
     values: OfDistance
@@ -71,6 +118,10 @@ class Curves(Form):
     def table(self, count: int) -> Tensor:
         """Return the numbers of the distances 0, 1, ..., (H, count), float32 or float64."""
         return self.values(torch.arange(count, device=self.device))
+
+    def curve(self, count: int) -> Tensor:
+        """Return the numbers, see `Form.curve`."""
+        return self.table(count)
 
     def by_pair(self, call: Call) -> Tensor:
         """Return the numbers of each query and key, (B|1, H, Q, L)."""
@@ -105,6 +156,10 @@ class Slopes(Form):
         distance = torch.arange(count, dtype=self.slopes.dtype, device=self.slopes.device)
         return -self.slopes[:, None] * distance
 
+    def curve(self, count: int) -> Tensor:
+        """Return the biases, see `Form.curve`."""
+        return self.table(count)
+
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`; needs no table, whatever the distances are."""
         return call.products() - self.slopes[:, None, None] * call.distance()
@@ -119,11 +174,15 @@ class Factors(Curves):
     """
 
     relu: bool
+    multiplies = True
+
+    def content(self, products: Tensor) -> Tensor:
+        """Return what the factors multiply, see `Form.content`."""
+        return products.relu() if self.relu else products
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""
-        content = call.products()
-        return (content.relu() if self.relu else content) * self.by_pair(call)
+        return self.content(call.products()) * self.by_pair(call)
 
 
 @dataclass(frozen=True)
@@ -137,6 +196,16 @@ class ClippedVectors(Form):
 
     keys: Tensor
     values: Tensor | None
+    by_query = True
+
+    @property
+    def value_table(self) -> Tensor | None:
+        """`b`, see `Form.value_table`."""
+        return self.values
+
+    def coefficients(self, distances: Tensor) -> Tensor:
+        """Return the vectors and 0 beside them, see `Form.coefficients`."""
+        return F.pad(self.keys.index_select(-2, distances.clamp(max=self.keys.shape[-2] - 1)), (0, 1))
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""
@@ -167,9 +236,9 @@ class RelativeKeys(Form):
         table: `r` of the distances 0, 1, ..., (H, number of distances, D), float32 or float64.
         content_bias: `u`, (H, D).
         position_bias: `v`, (H, D).
-        kept: the same as `table` for a step of generation without gradients, in the dtype that is asked for: it may be
-            what an earlier step has left. (number of distances, like) -> (H, number of distances, D).
-        rows: the same as `table` for some distances only, integers (N,) -> (H, N, D). None takes them from a table.
+        kept: returns `table` for a decoding step without gradients, in the dtype of `like`. It may be the one cached
+            in an earlier step. (number of distances, like) -> (H, number of distances, D).
+        rows: returns `r` of some distances only, integers (N,) -> (H, N, D). With None they are taken from `table`.
     """
 
     table: Table
@@ -177,12 +246,20 @@ class RelativeKeys(Form):
     position_bias: Tensor
     kept: Callable[[int, Tensor], Tensor]
     rows: Callable[[Tensor], Tensor] | None = None
+    by_query = True
+    unbounded = True
+    cached = True
 
     def at(self, distances: Tensor) -> Tensor:
         """Return `r` of some distances, integers (N,), as (H, N, D)."""
         if self.rows is not None:
             return self.rows(distances)
         return self.table(int(distances.max()) + 1).index_select(1, distances)
+
+    def coefficients(self, distances: Tensor) -> Tensor:
+        """Return `r_d` and `v . r_d` beside it, see `Form.coefficients`."""
+        vectors = self.at(distances)
+        return torch.cat([vectors, vectors @ self.position_bias[..., None]], -1)
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""
@@ -211,6 +288,19 @@ class RelativeKeys(Form):
             "bias-content": (u @ keys).expand(at.shape),
             "bias-distance": at_keys(v @ table),
         }
+
+
+def is_one_of(form: Form | None, forms: tuple[type[Form], ...]) -> bool:
+    """Return whether a scheme's form is one of these, or derived from one; a scheme without a form has none."""
+    return isinstance(form, forms)
+
+
+def for_form(entries: Mapping[type[Form], T], form: Form) -> T:
+    """Return the entry of a form's class, or of a class that it derives from; LookupError if there is none."""
+    for each, entry in entries.items():
+        if isinstance(form, each):
+            return entry
+    raise LookupError(type(form).__name__)
 
 
 def at_distance(table: Tensor, distance: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -28,12 +29,11 @@ from test_situations import (  # noqa: F401
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc import NotPatchedError, patch_model, which_engine
+from hf_posenc import NotPatchedError, engines, patch_model, which_engine
 from hf_posenc.call import Call
-from hf_posenc.engines import banded, chunked, clipped, decode, dispatch, plain, reference, rescaled, skewed, toeplitz
-from hf_posenc.engines.dispatch import choose, named
+from hf_posenc.engines import banded, chunked, clipped, decode, dispatch, reference, rescaled, sdpa, skewed, toeplitz
+from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.engines.spans import SpanEngine
-from hf_posenc.forms import Factors, RelativeKeys
 from hf_posenc.layer_state import STATE, OnAttention, use_engine
 from hf_posenc.modules import WithoutPositions
 from hf_posenc.positions import Positions, pack, unpack
@@ -55,8 +55,8 @@ def never_short(monkeypatch):
     for engine in (clipped, rescaled, skewed):
         monkeypatch.setattr(engine, "ROWS", 32)
     monkeypatch.setattr(chunked, "SCORES", 2**12)
-    monkeypatch.setattr(plain, "WHOLE", 0)
-    monkeypatch.setattr(plain, "ROWS", 32)
+    monkeypatch.setattr(sdpa, "WHOLE", 0)
+    monkeypatch.setattr(sdpa, "ROWS", 32)
     monkeypatch.setattr(decode, "SHORT", 0)
 
 
@@ -159,10 +159,6 @@ ENGINES = {
     "skewed": ("transformer_xl",),
     "chunked": tuple(MODULES),
 }
-ROUNDED = (
-    *("alibi", "alibi-trainable", "t5", "kerple", "kerple-power", "transformer_xl"),
-    *("da_transformer", "da_transformer-signed"),
-)
 EXPECTED_REFUSALS = {
     # The far keys are computed without a mask: the engine would need one for them to carry windows.
     ("clipped", "it has no sliding windows"),
@@ -202,7 +198,7 @@ def results(engine, module, positions, tensors, shown, weight):
         output, _ = reference.attend(call_of(module, q, k, v, positions))
     else:
         call = call_of(module, q, k, v, positions)
-        if (reason := named(engine).why_not(call)) is not None:
+        if (reason := find_engine(engine).why_not(call)) is not None:
             assert (engine, reason) in EXPECTED_REFUSALS
             pytest.skip(reason)
         output, weights = dispatch.attend(call, engine)
@@ -291,42 +287,6 @@ def test_bfloat16(engine, case, situation):
     tolerance = 0.04 if engine == "clipped" or case == "kerple" else 0.02
     for a, e in zip(actual, expected, strict=True):
         assert (a.double() - e).norm() <= tolerance * e.norm() + 1e-6
-
-
-def eager_attention(module, q, k, v, positions):
-    """As transformers' eager attention: products in the dtype of the inputs, softmax in float32."""
-    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-    distance = positions.distance()[0, 0].clamp(min=0).long()
-    length = k.shape[2]
-    form = module.form(q)
-    if isinstance(form, RelativeKeys):
-        r, u, position_bias = (each.to(q.dtype) for each in (form.table(length), form.content_bias, form.position_bias))
-        by_distance = ((q + position_bias[:, None]) @ r.mT).gather(-1, distance.expand(*q.shape[:3], -1))
-        scores = ((q + u[:, None]) @ k.mT + by_distance).float() * SCALING
-    else:
-        scores = (q @ k.mT).float() * SCALING
-        if isinstance(form, Factors):
-            scores = (scores.relu() if form.relu else scores) * form.table(length)[:, distance]
-        else:
-            scores = scores + form.table(length)[:, distance]
-    weights = scores.masked_fill(~positions.visible(), -math.inf).softmax(-1)
-    return (weights.to(v.dtype) @ v).transpose(1, 2)
-
-
-@pytest.mark.parametrize("situation", ["causal", "one chunk", "chunked prefill", "sliding window"])
-@pytest.mark.parametrize("case", ROUNDED)
-def test_rounded_is_as_accurate_as_eager_attention(case, situation):
-    positions, _ = SITUATIONS[situation]()
-    module, tensors = MODULES[case](4), inputs(positions, 4, 2, torch.bfloat16)
-    leaves, weight = [*tensors, *module.parameters()], seeded(2, tensors[0].shape[2], 4, HEAD_DIM)
-    actual = results("rounded", module, positions, tensors, None, weight)
-    output = eager_attention(module, *tensors, positions)
-    eager = [output, *torch.autograd.grad((output.double() * weight).sum(), leaves)]
-    wide = [each.detach().double().requires_grad_() for each in tensors]
-    expected = results("reference", copy.deepcopy(module).double(), positions, wide, None, weight)
-    for mine, theirs, e in zip(actual, eager, expected, strict=True):
-        assert (mine.double() - e).norm() <= 2 * (theirs.double() - e).norm() + 0.005 * e.norm()
-    assert (actual[0].double() - expected[0]).norm() > 0.002 * expected[0].norm()  # it did round
 
 
 # ------------------------------------------------------------------------------------------- sinks, and smaller values
@@ -425,7 +385,7 @@ def test_values_of_another_size(engine, case, situation, size):
     v = torch.randn(*v.shape[:-1], size, generator=torch.Generator().manual_seed(5)).requires_grad_()
     given = call_of(module, q, k, v, positions)
     with torch.set_grad_enabled(engine != "decode"):
-        if (reason := named(engine).refusal(given)) is not None:
+        if (reason := find_engine(engine).refusal(given)) is not None:
             assert (engine, reason) in EXPECTED_REFUSALS
             pytest.skip(reason)
         output, _ = dispatch.attend(given, engine)
@@ -649,13 +609,11 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("engine", "case"), [*ROWS, *(("rounded", case) for case in ROUNDED)])
+@pytest.mark.parametrize(("engine", "case"), ROWS)
 def test_nothing_grows_with_the_square_of_the_length(engine, case):
-    dtype = torch.bfloat16 if engine == "rounded" else torch.float32
-
     def largest(length):
         positions, module = Positions.causal(length), MODULES[case](4)
-        tensors = inputs(positions, 4, 1, dtype, batch=1)
+        tensors = inputs(positions, 4, 1, torch.float32, batch=1)
         with Largest() as probe:
             results(engine, module, positions, tensors, None, torch.ones(()))
         return probe.numel
@@ -682,10 +640,9 @@ def test_masks_of_attention_without_positions_do_not_grow_with_the_square_of_the
     assert largest(2048) <= 2.2 * largest(1024)
 
 
-@pytest.mark.parametrize(("engine", "case"), [*(row for row in ROWS if row[0] != "chunked"), ("rounded", "alibi")])
+@pytest.mark.parametrize(("engine", "case"), [row for row in ROWS if row[0] != "chunked"])
 def test_a_second_derivative_is_refused(engine, case):
-    dtype = torch.bfloat16 if engine == "rounded" else torch.float32
-    module, tensors = MODULES[case](4), inputs(Positions.causal(40), 4, 1, dtype)
+    module, tensors = MODULES[case](4), inputs(Positions.causal(40), 4, 1, torch.float32)
     output, _ = dispatch.attend(call_of(module, *tensors, Positions.causal(40)), engine)
     (gradient,) = torch.autograd.grad(output.square().sum(), tensors[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -712,7 +669,7 @@ def call(case="alibi", length=40, dtype=torch.float32, **options):
         (call(softcap=5.0), "chunked", "soft cap"),
         (call(dropout=0.1), "chunked", "dropout"),
         (call(weights=True), "reference", "weights were asked for"),
-        (call(dtype=torch.bfloat16), "banded", "the fastest"),  # what rounds scores is for those who ask for it
+        (call(dtype=torch.bfloat16), "banded", "the fastest"),
     ],
 )
 def test_the_choice_and_its_reason(given, engine, reason):
@@ -748,12 +705,14 @@ def test_an_engine_that_was_asked_for_is_taken_or_refused():
     for engine in ("banded", "toeplitz"):
         with pytest.raises(ValueError, match=f"attention='{engine}' cannot compute this call: .*'auto'"):
             choose(engine, call("shaw"))
-    assert named("reference").why_not(call("shaw", weights=True)) is None
-    assert choose("rounded", call(dtype=torch.bfloat16)).engine == "rounded"
-    with pytest.raises(ValueError, match="it rounds products to bfloat16"):
-        choose("rounded", call())
-    with pytest.raises(ValueError, match="biases of distance, factors of distance and relative keys only"):
-        choose("rounded", call("shaw", dtype=torch.bfloat16))
+    assert find_engine("reference").why_not(call("shaw", weights=True)) is None
+
+
+def test_the_table_of_engines_is_that_of_their_classes():
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", engines.__doc__, re.MULTILINE)
+    assert [name for name, _ in rows] == list(dispatch.NAMES)
+    for (_, listed), engine in zip(rows, dispatch.ENGINES, strict=True):
+        assert set(re.findall(r"\b[A-Z]\w+", listed)) == {each.__name__ for each in engine.forms or ()}
 
 
 @torch.no_grad()
@@ -827,8 +786,6 @@ def test_a_model_by_a_forced_engine():
     expected = randomize(patch_model(tiny("llama"), "alibi", attention="reference"))(ids).logits
     for engine in ("banded", "toeplitz", "chunked"):
         assert_same(randomize(patch_model(tiny("llama"), "alibi", attention=engine))(ids).logits, expected)
-    rounded = randomize(patch_model(tiny("llama"), "alibi", attention="rounded")).bfloat16()(ids).logits
-    assert 1e-4 < (rounded - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 @torch.no_grad()

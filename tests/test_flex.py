@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as upstream
 
 from hf_posenc import patch_model
 from hf_posenc.engines import dispatch, flex, reference, selftest
-from hf_posenc.engines.dispatch import choose, named
+from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.positions import Positions, pack, unpack
 
 CASES = ("alibi", "alibi-trainable", "t5", "kerple", "kerple-power", "shaw-keys-only", "da_transformer")
@@ -217,15 +217,15 @@ def elsewhere(case, **options):
 )
 @torch.no_grad()
 def test_refusals(given, reason):
-    assert reason in named("flex").why_not(given)
+    assert reason in find_engine("flex").why_not(given)
     with pytest.raises(ValueError, match="attention='flex' cannot compute this call"):
         choose("flex", given)
 
 
 def test_no_backward_on_a_cpu():
-    assert "no backward on a CPU" in named("flex").why_not(call("alibi"))
+    assert "no backward on a CPU" in find_engine("flex").why_not(call("alibi"))
     with torch.no_grad():
-        assert named("flex").why_not(call("alibi")) is None
+        assert find_engine("flex").why_not(call("alibi")) is None
         assert choose("auto", call("alibi")).engine != "flex"
 
 
@@ -241,14 +241,16 @@ def test_short_calls_are_not_worth_compiling(monkeypatch):
 @pytest.fixture
 def untried(monkeypatch):
     """Nothing was tried yet, and no call is too short."""
-    monkeypatch.setattr(named("flex"), "tried", {})
+    selftest.tried.cache_clear()
     for engine in dispatch.ENGINES:
         monkeypatch.setattr(engine, "floors", {})
+    yield
+    selftest.tried.cache_clear()
 
 
 def fault(kind):
     """What the engine's self-test finds of a kind of call, or has found before."""
-    return selftest.fault(kind, named("flex").tried)
+    return selftest.fault(kind, find_engine("flex").attend)
 
 
 def kind(form, **options):
@@ -323,8 +325,8 @@ def test_wrong_gradients_fail(dense, untried, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 def test_auto_takes_what_passed(form, found, engine, untried, monkeypatch):
     asked = []
-    monkeypatch.setattr(selftest, "fault", lambda kind, tried: asked.append(kind) or found)
-    example = selftest._example(form, torch.rand(4, HEAD_DIM))
+    monkeypatch.setattr(selftest, "fault", lambda kind, attend: asked.append(kind) or found)
+    example = selftest.EXAMPLES[form].form(torch.rand(4, HEAD_DIM))
     chosen = choose("auto", dataclasses.replace(elsewhere("alibi"), form=example))
     assert chosen.engine == engine
     assert found is None or "not flex: it failed" in chosen.reason
@@ -333,29 +335,30 @@ def test_auto_takes_what_passed(form, found, engine, untried, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_kind_of_a_call(case):
-    q, k, _ = inputs(Positions.causal(40), 4, 2, torch.bfloat16)
-    learning = selftest.kind_of(MODULES[case](4).form(q), q, k, None)
+    positions = Positions.causal(40)
+    q, k, v = inputs(positions, 4, 2, torch.bfloat16)
+    learning = flex.kind_of(call_of(MODULES[case](4), q, k, v, positions))
     forms = {"alibi": "linear", "shaw-keys-only": "labelled"}
     forms |= dict.fromkeys(("alibi-trainable", "t5", "kerple", "kerple-power"), "added")
     expected = kind(forms.get(case, "rescaled and clipped"), dtype=torch.bfloat16, size=HEAD_DIM)
     assert learning == expected
     with torch.no_grad():
-        reading = selftest.kind_of(MODULES[case](4).form(q), q, k[:, :1].expand(-1, 4, -1, -1), 30.0)
+        k, v = (each[:, :1].expand(-1, 4, -1, -1) for each in (k, v))
+        reading = flex.kind_of(call_of(MODULES[case](4), q, k, v, positions, softcap=30.0))
     form = "linear" if case == "alibi-trainable" else expected.form  # what no gradient is needed of need be no table
     assert reading == dataclasses.replace(expected, form=form, grouped=False, capped=True, gradients=False)
 
 
 def test_each_engine_tries_once(untried, monkeypatch):
     asked = []
-    monkeypatch.setattr(selftest, "_compare", asked.append)
-    engine, given = named("flex"), call("alibi")
-    assert [each.distrust(given) for each in (engine, engine, flex.Flex())] == [None] * 3
-    assert len(asked) == 2
-    assert list(engine.tried) == asked[:1]
+    monkeypatch.setattr(selftest, "_compare", lambda *given: asked.append(given))
+    engine, other, given = find_engine("flex"), flex.Flex(), call("alibi")
+    assert [each.distrust(given) for each in (engine, engine, other)] == [None] * 3
+    assert asked == [(flex.kind_of(given), each.attend) for each in (engine, other)]
 
 
 def test_on_a_cpu_nothing_is_tried(untried, monkeypatch):
-    monkeypatch.setattr(selftest, "fault", lambda kind, tried: pytest.fail("tried"))
+    monkeypatch.setattr(selftest, "fault", lambda kind, attend: pytest.fail("tried"))
     with torch.no_grad():
         assert choose("auto", call("alibi")).engine == "banded"
 
@@ -364,7 +367,10 @@ def test_what_passed_is_used_while_a_graph_is_captured(dense, untried, monkeypat
     capturing = dataclasses.replace(kind("linear"), device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert "not tried before" in fault(capturing)
-    monkeypatch.setitem(named("flex").tried, capturing, None)
+    monkeypatch.setattr(selftest, "_compare", lambda kind, attend: None)
+    with monkeypatch.context() as before:
+        before.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        assert fault(capturing) is None
     assert fault(capturing) is None
 
 

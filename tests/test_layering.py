@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_posenc import forms
 from hf_posenc.placement import Placement
 from hf_posenc.registry import available_schemes, scheme_class, supported_model_types
 
@@ -175,6 +176,7 @@ SCHEME_CLASSES = {scheme_class(name).__name__ for name in available_schemes()} |
     "EmbeddingScheme",
     "RotaryScheme",
 }
+FORMS = {name for name, each in vars(forms).items() if isinstance(each, type) and issubclass(each, forms.Form)}
 REGISTRIES = {
     ("hf_posenc.registry", "_SCHEMES"),
     ("hf_posenc.registry", "_FAMILIES"),
@@ -184,10 +186,12 @@ REGISTRIES = {
     ("hf_posenc.model_types.config", "config_class"),
     ("hf_posenc.model_types.model", "_model_class"),
     ("hf_posenc.model_types.config", "register_models"),  # fills transformers' registries, once for each class
-    # What the processor can do, which does not change; and torch.compile's own wrapper, which keeps kernels by itself.
+    # What the processor can do, which does not change; torch.compile's own wrapper, which keeps kernels by itself; and
+    # whether these kernels are right, which a self-test of seconds finds once for each kind.
     ("hf_posenc.engines.cpu", "has_amx"),
     ("hf_posenc.engines.cpu", "multiplies_bfloat16"),
     ("hf_posenc.engines.flex", "compiled"),
+    ("hf_posenc.engines.selftest", "tried"),
 }
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 
@@ -213,6 +217,27 @@ def asks_what_a_scheme_is(source, module):
                 found.append(
                     f"{module}:{node.lineno} compares a name with {', '.join(texts & set(available_schemes()))}"
                 )
+    return found
+
+
+def asks_what_a_form_is(source, module):
+    """Lines outside `forms` that look at the class of a form, in words. `forms.for_form` reads tables by class."""
+    if part_of(module) == "forms":
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        parts = list(ast.walk(node))
+        words = {part.id for part in parts if isinstance(part, ast.Name)}
+        words |= {part.attr for part in parts if isinstance(part, ast.Attribute)}
+        words |= {part.value for part in parts if isinstance(part, ast.Constant)}
+        asks = False
+        if isinstance(node, (ast.Compare, ast.MatchClass)):
+            asks = words & FORMS
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            asks = node.func.id in ("isinstance", "issubclass") and words & {*FORMS, "forms"}
+            asks = asks or (node.func.id == "type" and "form" in words)
+        if asks:
+            found.append(f"{module}:{node.lineno} asks what a form is: {ast.unparse(node)}")
     return found
 
 
@@ -264,7 +289,8 @@ def reads_a_flag_of_a_placement(source, module):
 
 
 @pytest.mark.parametrize(
-    "rule", [asks_what_a_scheme_is, names_an_architecture, keeps_state, reads_a_flag_of_a_placement]
+    "rule",
+    [asks_what_a_scheme_is, asks_what_a_form_is, names_an_architecture, keeps_state, reads_a_flag_of_a_placement],
 )
 def test_a_rule_holds(rule):
     assert [each for path, module, _ in FILES for each in rule(path.read_text(encoding="utf-8"), module)] == []
@@ -277,6 +303,14 @@ def test_a_rule_holds(rule):
         (asks_what_a_scheme_is, "def f(s):\n    return isinstance(s, base.ScoreScheme)"),
         (asks_what_a_scheme_is, "def f(s):\n    return s.name == 'nope'"),
         (asks_what_a_scheme_is, "def f(s):\n    return s.name in ('alibi', 'x')"),
+        (asks_what_a_form_is, "def f(x):\n    return isinstance(x, (int, Bias))"),
+        (asks_what_a_form_is, "def f(x):\n    return isinstance(x, forms.Factors)"),
+        (asks_what_a_form_is, "def f(call):\n    return isinstance(call.form, self.forms)"),
+        (asks_what_a_form_is, "def f(x):\n    return type(x) is Slopes"),
+        (asks_what_a_form_is, "def f(x):\n    return type(x) in (Slopes, Bias)"),
+        (asks_what_a_form_is, "def f(x):\n    return x.__class__.__name__ == 'Slopes'"),
+        (asks_what_a_form_is, "def f(form):\n    return TABLE[type(form)]"),
+        (asks_what_a_form_is, "def f(x):\n    match x:\n        case Bias():\n            return 1"),
         (names_an_architecture, "def f(c):\n    return c.model_type == 'gemma2'"),
         (names_an_architecture, "TWINS = {'llama': 1}"),
         (reads_a_flag_of_a_placement, "def f(s):\n    return s.acts_on.rotates"),

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 
-from ..forms import Bias, Slopes
 from ..schemes.base import Dims, Scheme, ScoreModule
 from . import probe
 
@@ -86,9 +85,9 @@ def precision_audit(
     found = []
     for dtype in dtypes:
         form = module.to(dtype).form(torch.empty(0, dtype=dtype)) if isinstance(module, ScoreModule) else None
-        if not isinstance(form, (Bias, Slopes)):
+        bias = None if form is None or form.multiplies else form.curve(length)
+        if bias is None:
             raise ValueError(f"{resolved.name} has no bias by distance; alibi has")
-        bias = form.table(length)
         # Theirs grow with the key's index, ours fall with the distance: softmax cannot tell, and the count is the same.
         theirs = {_model_of(build): build(keys, num_heads, dtype) for build in (bloom_alibi, falcon_alibi)}
         for method, values in {"hf_posenc": bias.detach(), **theirs}.items():

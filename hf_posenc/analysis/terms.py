@@ -23,7 +23,6 @@ from ..api import is_patched
 from ..calibration.maps import asked, attending, observe
 from ..call import Call
 from ..errors import UnsupportedModelError
-from ..forms import Content
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.watch import LayerCall, first, recorded
@@ -147,7 +146,8 @@ def _measured(
             if terms := each.call.form.terms(each.call.widened()) if each.call.form else {}:
                 names, own[index] = tuple(terms), _layer(index, list(terms.values()), each.call)
         modules = vectors.sources(model)
-        plain = [index for index, each in seen.items() if isinstance(each.call.form, Content)] if modules else []
+        unchanged = [index for index, each in seen.items() if each.call.form and not each.call.form.positional]
+        plain = unchanged if modules else []
         known = list(own) or plain
         chosen = known if layers is None else list(layers)
         if not chosen or set(chosen) - set(known):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import Call
-from ..forms import Bias, ClippedVectors, Factors, RelativeKeys, Slopes
+from ..forms import Form
 from ..live.base_model import BaseModel
 from ..upstream.rotary import by_pair
 from .maps import parts, rows_of
@@ -44,8 +44,9 @@ class Averages:
     Attributes:
         pairs: (T,) number of pairs.
         difference: (H, T) sum of the base's score minus `q . k` of the scheme's queries and keys.
-        product: (H, T) sum of the base's score times that `q . k`, clipped at 0 if the scheme clips it; for factors.
-        square: (H, T) sum of its squares; for factors.
+        product: (H, T) sum of the base's score times that `q . k`, clipped at 0 if the scheme clips it; 0 unless the
+            scheme's form multiplies.
+        square: (H, T) sum of its squares; 0 unless the scheme's form multiplies.
         mass: (H, T) sum of the base's attention weights, if it is asked for.
         by_query: (H, T, D + 1) sum of that difference times `(scaling q, vector_scaling)`; None unless it is asked for.
         moment: (H, D + 1, D + 1) sum of the products of these vectors with themselves, or None.
@@ -80,13 +81,12 @@ class Averages:
         return found
 
     @torch.no_grad()
-    def add(self, base: Call, scheme: Call, *, factors: Factors | None = None, mass: bool = True) -> None:
+    def add(self, base: Call, scheme: Call, *, mass: bool = True) -> None:
         """Add the pairs of a batch.
 
         Args:
             base: what the base's attention was asked.
             scheme: what the scheme's is on the same hidden states.
-            factors: the scheme's form, if it is one of factors: without, `product` and `square` are not summed.
             mass: whether to sum the base's attention weights.
         """
         for part in parts(base):
@@ -110,10 +110,10 @@ class Averages:
             self.difference += difference.sum((0, 2), dtype=torch.float64)
             if mass:
                 self.mass += total(theirs.log_weights()[..., : shape[-1]].exp())
-            if factors is not None:
-                clipped = n.clamp(min=0) if factors.relu else n
-                self.product += total(s * clipped)
-                self.square += total(clipped * clipped)
+            if scheme.form is not None and scheme.form.multiplies:
+                content = scheme.form.content(n)
+                self.product += total(s * content)
+                self.square += total(content * content)
             if self.by_query is not None and self.moment is not None:
                 query = scheme.scaling * scheme.query[:, :, part].double()
                 query = F.pad(query, (0, 1), value=scheme.ratio * scheme.scaling)
@@ -143,33 +143,16 @@ class Target:
     unit: Tensor | None = None
 
 
-def takes_queries(form: Any) -> bool:
-    """Return whether what a form adds to a score is linear in the query."""
-    return isinstance(form, (ClippedVectors, RelativeKeys))
+def takes_queries(form: Form | None) -> bool:
+    """Return whether what a form adds to a score is linear in the query; False without a form."""
+    return form is not None and form.by_query
 
 
 def coefficients(module: Any, like: Tensor, distances: Tensor, heads: int) -> Tensor | None:
-    """Return what a module's form has for distances (N,), as (H, N, K); None if it is no such form.
-
-    For a curve its numbers (K = 1); where the query is multiplied by a vector of the distance that vector and what is
-    added beside it (K = D + 1), so that their product with `(scaling q, vector_scaling)` is added to the score.
-    """
-    form = module.form(like)
-    if isinstance(form, (Bias, Slopes, Factors)):
-        return form.table(int(distances.max()) + 1).index_select(1, distances)[..., None]
-    if isinstance(form, ClippedVectors):
-        labels = distances.clamp(max=form.keys.shape[-2] - 1)
-        return F.pad(form.keys.index_select(-2, labels), (0, 1)).expand(heads, -1, -1)
-    if isinstance(form, RelativeKeys):
-        vectors = form.at(distances)
-        return torch.cat([vectors, vectors @ form.position_bias[..., None]], -1)
-    return None
-
-
-def curve(module: Any, like: Tensor, count: int) -> Tensor | None:
-    """Return a module's bias, or factor, of the distances 0, 1, ..., (H, count); None if it has no such curve."""
-    form = module.form(like)
-    return form.table(count) if isinstance(form, (Bias, Slopes, Factors)) else None
+    """Return `Form.coefficients` of the form of a module, as (H, N, K); None if there are none."""
+    form: Form | None = module.form(like)
+    found = None if form is None else form.coefficients(distances)
+    return None if found is None else found.expand(heads, -1, -1)
 
 
 def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
@@ -180,7 +163,7 @@ def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
     """
     form, weights = module.form(like), averages.pairs.expand_as(averages.difference)
     one = torch.ones(len(weights), 1, 1, dtype=torch.float64, device=weights.device)
-    if isinstance(form, Factors):
+    if form.multiplies:
         return Target((averages.product / averages.square.clamp(min=1e-12))[..., None], averages.square, one)
     if averages.by_query is None or averages.moment is None:
         return Target(averages.mean_difference[..., None], weights, one)
@@ -189,7 +172,7 @@ def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
     # Directions in which there are hardly any queries would get huge vectors from a few of them.
     ridge = RIDGE * metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     metric = metric + ridge * torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
-    unit = averages.moment[:, -1, -1].div(averages.pairs.sum()).sqrt() if isinstance(form, RelativeKeys) else None
+    unit = averages.moment[:, -1, -1].div(averages.pairs.sum()).sqrt() if form.unbounded else None
     return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric, unit)
 
 
@@ -245,7 +228,6 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
     weights = torch.cat([weights, beyond], -1)
     weights = weights / weights.sum(-1, keepdim=True)
     metric = torch.stack([each.metric for each in targets])
-    added = not isinstance(form, Factors)
     optimizer = torch.optim.LBFGS(
         [each for each in owner.parameters() if each.requires_grad],
         max_iter=STEPS,
@@ -260,24 +242,23 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
         had = coefficients(owner, like, distances, heads)
         assert had is not None
         off = had - wanted
-        if added:
+        if not form.multiplies:
             off = off - (weights[..., None] * off).sum(-2, keepdim=True)
         value = (weights * ((off @ metric) * off).sum(-1)).sum()
-        form = owner.form(like)
-        if isinstance(form, ClippedVectors) and form.values is not None:
-            value = value + form.values.square().sum()  # a base's scores say nothing of vectors beside values
+        if (vectors := owner.form(like).value_table) is not None:
+            value = value + vectors.square().sum()  # a base's scores say nothing of vectors beside values
         value.backward()
         return value
 
     optimizer.step(loss)
 
 
-def _reach(form: Any, seen: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _reach(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the distances that a form is fitted to, (N,), those that were seen first, and how many each stands for.
 
     Of vectors that waves make a few are enough: those waves that differ between neighbours were seen.
     """
-    if isinstance(form, RelativeKeys):
+    if form.unbounded:
         ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
         beyond = torch.unique(ends.round().long())
         distances = torch.cat([torch.arange(seen, device=device), beyond[:-1]])

@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..call import Call
-from ..forms import Factors
 from ..layer_state import on_decoder
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
@@ -24,7 +23,7 @@ from ..live.state import Patch
 from ..live.watch import LayerCall, entering
 from ..modules import owner_of
 from ..patching.place import NoEmbedding
-from .closed import Averages, coefficients, curve, takes_queries
+from .closed import Averages, coefficients, takes_queries
 from .maps import Rows, Seen, asked, attending, observe, parts, rows_of
 
 Values = Sequence[tuple[nn.Parameter, Tensor]]
@@ -280,12 +279,11 @@ class Pair:
                 theirs, inputs = self.seen(batch)
                 for index, (hidden, seen) in inputs.items():
                     ours, base = self.asked(index, hidden, seen), theirs[index].call
-                    factors = ours.form if isinstance(ours.form, Factors) else None
                     if index not in found:
                         _, heads, _, head_dim = ours.query.shape
                         size = head_dim if takes_queries(ours.form) else None
                         found[index] = Averages.none(heads, batch.shape[1], batch.device, size=size)
-                    found[index].add(base, ours, factors=factors, mass=turns)
+                    found[index].add(base, ours, mass=turns)
         self._check_finite({index: each.difference for index, each in found.items()})
         return found
 
@@ -311,11 +309,11 @@ class Pair:
 
     def curve(self, index: int) -> tuple[Tensor | None, bool]:
         """Return a layer's bias or factor by distance, (H, T) float32 on the CPU, and whether it is a factor."""
-        owner, like = self._owner(index), self.like(index)
-        found = None if owner is None else curve(owner, like, self.held.shape[1])
-        if found is None:
+        owner = self._owner(index)
+        form = None if owner is None else owner.form(self.like(index))
+        if form is None or (found := form.curve(self.held.shape[1])) is None:
             return None, False
-        return found.detach().float().cpu(), isinstance(owner.form(like), Factors)
+        return found.detach().float().cpu(), form.multiplies
 
     def _owner(self, index: int) -> Any:
         """Return the module that has a layer's scores, or None."""

@@ -1,1 +1,26 @@
-"""Attention engines: pure tensor code that computes a scheme's attention; they do not know transformers."""
+"""Attention engines: tensor code that computes the attention of a scheme. They do not know transformers.
+
+A scheme says which form its scores have (`hf_posenc.forms`), an engine which forms it takes. `dispatch.choose` returns
+the first engine of this table that can carry a call exactly.
+
+| engine | forms | device | accuracy class |
+|---|---|---|---|
+| `sdpa` | Content, where no scheme changes the scores | any | that of torch's kernels |
+| `decode` | Bias, Slopes, Factors, ClippedVectors, RelativeKeys, in decoding steps | any | flash, reference, eager |
+| `banded` | Slopes | CPU | flash |
+| `toeplitz` | Bias, Slopes | CPU | flash |
+| `clipped` | ClippedVectors | CPU | flash for far keys, float32 for near ones |
+| `rescaled` | Factors | CPU | float32 |
+| `skewed` | RelativeKeys | CPU | float32 |
+| `flex` | Bias, Slopes, Factors, ClippedVectors without values | CUDA; a CPU if asked for | flash |
+| `chunked` | every scheme | any | reference |
+| `reference` | every scheme | any | reference |
+
+Accuracy classes:
+
+- reference: float32 whatever the dtype of the model, float64 for float64. It is the definition.
+- float32: float32 throughout; bfloat16 inputs are widened, which is exact.
+- flash: products of the inputs in their dtype, sums, scores and biases in float32.
+- eager: products are rounded to the dtype of the inputs, as in transformers' eager attention. `decode` computes so in
+  bfloat16 and float16, where it does not use the flash kernel.
+"""

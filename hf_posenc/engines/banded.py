@@ -7,18 +7,18 @@ denominator is at least `exp(s_ii)`. For any vector `c`, the same for all keys o
 
 where `r_i` bounds `q_i . (k_j - c)` over `j <= i`: by Cauchy-Schwarz `|q_i| max_j |k_j - c|`, and by coordinates
 `sum_t |q_it| max_j |k_jt - c_t|`; the smaller one counts. In trained models keys have large parts in common, which `c`
-removes, and a few large coordinates, which the second bound sees; without both the bound is several times larger. What
-keys further away than `w` weigh is then at most
+removes, and a few large coordinates, which the second bound sees. Without both the bound is several times larger. The
+share of a row's weight on keys further away than `w` is then at most
 
     sum_(d > w) exp(g_i - m d) <= exp(g_i - m (w + 1)) / (1 - exp(-m)),
 
-of the row's weight, which is below `epsilon` as soon as `w + 1 >= (g_i + ln(1 / epsilon) - ln(1 - exp(-m))) / m`. With
-`epsilon = 2^-24` leaving them out moves a row's weights by less than the rounding of float32. The bound costs O(L D),
-holds for any input, and is taken from the inputs of the call: per head and chunk of queries, the largest over its rows
-and the batch. `c` is the middle of each coordinate's range. Heads with steep slopes need few keys, so the cost falls
-from O(L^2) towards O(L) with the length.
+which is below `epsilon` as soon as `w + 1 >= (g_i + ln(1 / epsilon) - ln(1 - exp(-m))) / m`. With `epsilon = 2^-24`
+leaving them out moves a row's weights by less than the rounding of float32. The bound costs O(L D), holds for any
+input, and is taken from the inputs of the call. For each head and chunk of queries it is the largest over the rows and
+the batch. `c` is the middle of each coordinate's range. Heads with steep slopes need few keys, so the cost falls from
+O(L^2) towards O(L) with the length.
 
-Accuracy class: that of `toeplitz`, which computes what is left.
+Accuracy class: that of `toeplitz`, which computes the other keys.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ SHRINK = 0.8
 """Heads share a kernel call where each needs more than this share of the keys of any other."""
 
 AT_ONCE = 2**18
-"""Numbers that the bound works on at once: a dozen passes, so they should stay in the caches."""
+"""Numbers that the bound is computed from at once, in a dozen passes, so that they stay in the caches."""
 
 KEY_STEP = 64
 """Windows are rounded up to this many keys."""
 
 
-class Banded(SpanEngine):
+class Banded(SpanEngine[Slopes]):
     """A bias per head that falls linearly with the distance (ALiBi), exactly; sliding windows."""
 
     name = "banded"
     forms = (Slopes,)
     wrong_form = "the scheme is no linear bias per head"
 
-    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
-        return attend(query, key, value, call.form.slopes, scaling=call.scaling, window=window)
+    def attend_span(self, form: Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.attend_span`."""
+        return attend(query, key, value, form.slopes, scaling=call.scaling, window=window)
 
 
 def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: int, epsilon: float = EPSILON) -> Tensor:
@@ -77,7 +77,7 @@ def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: in
     room = scaling * torch.cat([_gaps(q.float(), k.float(), rows) for q, k in pairs]).double()
     slope = slopes.double()[:, None]
     needed = (room + math.log(1 / epsilon) - torch.log(-torch.expm1(-slope))) / slope
-    # A learned slope may also reward distance; of inputs that are not finite nothing is known.
+    # A learned slope may also reward distance, and inputs may not be finite: then the bound does not hold.
     return torch.where((slope > 0) & ~needed.isnan(), needed, math.inf)
 
 
@@ -94,14 +94,14 @@ def _gaps(query: Tensor, key: Tensor, rows: int) -> Tensor:
     # Rounding of sums of D products, and of the differences, may not make the bound too small.
     slack = 2.0**-15 * norms * largest
     side = key[:, :, :shift].abs().amax(2) if shift else torch.zeros_like(key[:, :, 0])
-    found = []
+    largest_gaps = []
     for start in range(0, queries, rows):
         here = slice(start, min(start + rows, queries))
         side = torch.maximum(side, key[:, :, shift + here.start : shift + here.stop].abs().amax(2))
         by_coordinate = (query[:, :, here].abs() @ side[..., None])[..., 0]
         gaps = torch.minimum(bound[..., here], by_coordinate) + slack[..., here] - own[..., here]
-        found.append(gaps.amax((0, 2)))
-    return torch.stack(found, 1)
+        largest_gaps.append(gaps.amax((0, 2)))
+    return torch.stack(largest_gaps, 1)
 
 
 def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Piece]:
@@ -114,7 +114,7 @@ def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Pi
         rows: queries per chunk.
     """
     shift, pieces = keys - queries, []
-    counts = _counts(needed)
+    counts = (needed.clamp(max=2.0**40) / KEY_STEP).ceil().mul(KEY_STEP).long().tolist()
     for chunk, i in enumerate(range(0, queries, rows)):
         end = min(i + rows, queries)
         reach = [min(shift + end, end - i + count[chunk]) for count in counts]
@@ -127,17 +127,6 @@ def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Pi
             pieces.append((i, end, first, last, shift + end - wide))
             first = last
     return pieces
-
-
-def reaches(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: int) -> list[list[int]]:
-    """Return `windows` as numbers of keys, per head and chunk; the arguments are the same."""
-    with torch.no_grad():
-        return _counts(windows(query, key, slopes, scaling, rows))
-
-
-def _counts(needed: Tensor) -> list[list[int]]:
-    counts: list[list[int]] = (needed.clamp(max=2.0**40) / KEY_STEP).ceil().mul(KEY_STEP).long().tolist()
-    return counts
 
 
 def attend(
@@ -171,8 +160,8 @@ def attend(
         if window is not None:
             needed = needed.clamp(max=window)
         pieces = plan(needed, query.shape[2], length, rows)
-        # Also within a piece, whose keys are those of its widest head: what does not count would be weights so small
-        # that they are denormal numbers, which the processor multiplies many times more slowly.
+        # Also within a piece, whose keys are those of its widest head. There, weights that do not count could be
+        # denormal numbers, which the processor multiplies many times more slowly.
         beyond = distance >= needed.amax(1, keepdim=True)
     table = (-slopes[:, None] * distance).masked_fill(beyond, -math.inf)
     return toeplitz.attend(query, key, value, table, scaling=scaling, pieces=pieces)

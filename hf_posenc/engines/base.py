@@ -1,4 +1,4 @@
-"""What an engine is: something that computes calls of attention, and says of a call why it cannot."""
+"""The base class of engines, which compute calls of attention, and say of a call why they cannot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..forms import ClippedVectors, Form
+from ..forms import Form, is_one_of
 from ..positions import DensePositions
 
 
@@ -17,14 +17,15 @@ class Engine:
     """Computes calls of attention.
 
     Attributes:
-        name: under which it can be asked for, `patch_model(..., attention=name)`.
-        forms: what it takes; None means every scheme, also one without a form.
-        floors: scores per head (Q times L) below which `auto` passes it over because the next engine is faster, by
-            dtype (None: any other).
+        name: the value of `patch_model(..., attention=name)` that chooses it.
+        forms: the forms that it takes. None means every scheme, also one without a form.
+        wrong_form: why it does not take a scheme of another form.
+        floors: scores per head (Q times L) below which `auto` passes it over because the next engine is faster. By
+            dtype; None stands for any other.
         traced: whether torch.compile can trace it.
         sinks: whether it takes calls with attention sinks.
-        value_sizes: whether it takes values of another size than queries and keys. If not, smaller ones reach it with
-            zeros behind them.
+        value_sizes: whether it takes values of another size than queries and keys. If not, smaller ones are padded
+            with zeros.
     """
 
     name: ClassVar[str]
@@ -32,10 +33,11 @@ class Engine:
     sinks: ClassVar[bool] = False
     value_sizes: ClassVar[bool] = False
     forms: ClassVar[tuple[type[Form], ...] | None] = None
+    wrong_form: ClassVar[str]
     floors: Mapping[torch.dtype | None, int]
 
     def __init__(self, floors: Mapping[torch.dtype | None, int] | None = None) -> None:
-        """Set what is measured.
+        """Set the measured sizes.
 
         Args:
             floors: see the class.
@@ -43,7 +45,7 @@ class Engine:
         self.floors = floors or {}
 
     def considered(self, call: Call) -> bool:
-        """Return whether `auto` thinks of this engine at all for such a call; if not it needs no words."""
+        """Return whether `auto` considers this engine for such a call; if not, its reason does not mention it."""
         return True
 
     def floor(self, call: Call) -> int:
@@ -52,20 +54,23 @@ class Engine:
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
-        return None
+        return self.why_not_form(call)
+
+    def why_not_form(self, call: Call) -> str | None:
+        """Return why the engine does not take the scheme's form, or None if it does."""
+        return None if self.forms is None or is_one_of(call.form, self.forms) else self.wrong_form
 
     def refusal(self, call: Call) -> str | None:
-        """Return why the engine does not get a call, or None if it may: what it lacks by its class, or `why_not`."""
+        """Return why the engine does not get a call, or None if it may: what its class lacks, or `why_not`."""
         if call.sinks is not None and not self.sinks:
             return "the model has attention sinks, which it does not know"
         size, values = call.query.shape[-1], call.value.shape[-1]
         if values != size and not self.value_sizes:
             if values > size:
                 return f"its values have the size of queries and keys, here they have {values} and not {size}"
-            if isinstance(call.form, ClippedVectors) and call.form.values is not None:
-                return (
-                    f"the scheme adds vectors to values, which have {values} dimensions and not {size} as queries have"
-                )
+            if call.form is not None and call.form.value_table is not None:
+                sizes = f"{values} dimensions and not {size} as queries have"
+                return f"the scheme adds vectors to values, which have {sizes}"
         return self.why_not(call)
 
     def distrust(self, call: Call) -> str | None:
@@ -73,7 +78,7 @@ class Engine:
         return None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Compute a call that there is nothing against.
+        """Compute a call that the engine does not refuse.
 
         Returns:
             output (B, Q, H, V) in the query's dtype, and the weights (B, H, Q, L) or None.

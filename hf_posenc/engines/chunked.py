@@ -1,8 +1,8 @@
 """The reference engine on a few queries at a time: exact for every scheme and mask, in linear memory.
 
-A chunk of queries needs scores of its own only: (rows, L) instead of (Q, L). Keys that the whole chunk cannot see
-(later ones, those before a sliding window) are cut off, which saves half of plain causal attention. In training a chunk
-is computed again in the backward pass instead of being kept.
+A chunk of queries needs only its own scores, (rows, L) instead of (Q, L). Keys that the whole chunk cannot see (later
+ones, and those before a sliding window) are cut off. This saves half of plain causal attention. In training a chunk is
+computed again in the backward pass instead of being stored.
 
 Accuracy class: that of the reference.
 """
@@ -22,7 +22,7 @@ from . import reference
 from .base import Engine, why_not_in_blocks
 
 SCORES = 2**21
-"""Scores of one chunk, over batch and heads: 8 MiB in float32, what the caches of a CPU hold."""
+"""Scores of one chunk, over batch and heads: 8 MiB in float32, which the caches of a CPU hold."""
 
 
 class Chunked(Engine):
@@ -61,7 +61,7 @@ def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
     Args:
         call: with compact positions.
         rows: queries at a time.
-        compute: returns the output of such a part; in training it runs again in the backward pass.
+        compute: returns the output of a few queries. In training it runs again in the backward pass.
 
     Returns:
         output (B, Q, H, V), as `compute` returns it.
@@ -100,7 +100,7 @@ def cut(positions: Positions, queries: slice, keys: slice) -> Positions:
 def _seen(positions: Positions, queries: slice) -> slice:
     """Return the keys that some query of the chunk may see by order and window; keys are in causal order."""
     index = positions.query_index[:, queries]
-    if index.is_cuda:  # reading values would stall the device; there all keys are scored
+    if index.is_cuda:  # reading values would wait for the device; there all keys are scored
         return slice(0, positions.key_index.shape[-1])
     key_index = positions.key_index
     end = int((key_index <= index.max()).sum(-1).max())

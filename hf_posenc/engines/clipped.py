@@ -1,16 +1,18 @@
 """Vectors of clipped distances (Shaw et al. 2018) in linear memory: far keys by plain flash attention, near ones apart.
 
-With `c = min(d, m)` the scores are `q . (k + a_c)` and the values `v + b_c`. Written with what all keys at a distance
-of at least `m` share, they are `q . k + q . (a_c - a_m) + q . a_m` and `v + (b_c - b_m) + b_m`. Softmax does not see
-`q . a_m`, which is the same for every key of a row, and `b_m` is added to every output, since weights sum to 1: what is
-left is plain attention, but for a band of `m` distances. For a chunk of queries the keys before the band are plain
-attention without any mask, which the flash kernel computes with its log-sum-exp: those before a group of chunks in one
-call, since it is faster with many queries, and those since then in another. The other keys of the chunk, rows + m - 1
-of them, are scored one by one, and the parts are merged by their log-sum-exps. In a block of scores
-(rows, rows + m - 1) the band is a strided view: entry `t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
+With `c = min(d, m)` the scores are `q . (k + a_c)` and the values `v + b_c`. Keys at a distance of at least `m` share
+the last vectors. So the scores are `q . k + q . (a_c - a_m) + q . a_m`, and the values `v + (b_c - b_m) + b_m`. Softmax
+does not see `q . a_m`, which is the same for every key of a row. Weights sum to 1, so `b_m` is added to every output.
+Without these two it is plain attention, except in a band of `m` distances.
 
-Backward: the kernel's own for the far part, given the merged output and log-sum-exp; the near part is computed again.
-The gradients of a row's scores sum to 0, so that of `a_m` is minus those of the others.
+For a chunk of queries the keys before the band are plain attention without any mask, which the flash kernel computes
+with its log-sum-exp. Keys before a whole group of chunks are computed in one call, since the kernel is faster with many
+queries, and those since then in another. The other keys of the chunk, rows + m - 1 of them, are scored one by one, and
+the parts are merged by their log-sum-exps. In a block of scores (rows, rows + m - 1) the band is a strided view: entry
+`t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
+
+Backward: the kernel's own for the far part, given the merged output and log-sum-exp. The near part is computed again.
+The gradients of a row's scores sum to 0, so the gradient of `a_m` is minus the sum of the others.
 
 Accuracy class: flash for the far part, float32 for the near one.
 """
@@ -39,7 +41,7 @@ SMALLEST = -80.0
 """Logarithm below which a weight is 0: from there on `exp` is several times slower, and float32 ends at -87."""
 
 
-class Clipped(SpanEngine):
+class Clipped(SpanEngine[ClippedVectors]):
     """Vectors of clipped distances (Shaw); no sliding windows."""
 
     name = "clipped"
@@ -53,9 +55,11 @@ class Clipped(SpanEngine):
         assert isinstance(call.positions, Positions)
         return "it has no sliding windows" if int(call.positions.window.min()) < call.key.shape[2] else None
 
-    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
-        return attend(query, key, value, call.form.keys, call.form.values, scaling=call.scaling)
+    def attend_span(
+        self, form: ClippedVectors, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int
+    ) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.attend_span`."""
+        return attend(query, key, value, form.keys, form.values, scaling=call.scaling)
 
 
 def attend(
@@ -85,21 +89,21 @@ def attend(
 
 
 class _Table:
-    """What the vectors of near keys (H|1, m, D) have beside the one that far keys share."""
+    """The vectors of near keys minus the one that far keys share, (H|1, m, D)."""
 
     def __init__(self, table: Tensor) -> None:
         by_head = table.detach().float() if table.ndim == 3 else table.detach().float()[None]
-        if by_head.shape[1] == 1:  # with m = 0 no key is near: a band of one distance, that has what far keys have
+        if by_head.shape[1] == 1:  # with m = 0 no key is near: a band of one distance, with the vector of far keys
             by_head = by_head.expand(-1, 2, -1)
         self.near = (by_head[:, :-1] - by_head[:, -1:]).flip(1)  # furthest first, as in the band
 
     @staticmethod
     def gradient(table: Tensor, of_near: Tensor) -> Tensor:
         """Return the gradient of a table from that of `near` (H, m, D)."""
-        found = torch.cat([of_near.flip(1), -of_near.sum(1, keepdim=True)], 1)
+        gradient = torch.cat([of_near.flip(1), -of_near.sum(1, keepdim=True)], 1)
         if table.shape[-2] == 1:
-            found = found.sum(1, keepdim=True)
-        return (found.sum(0) if table.ndim == 2 else found).to(table.dtype)
+            gradient = gradient.sum(1, keepdim=True)
+        return (gradient.sum(0) if table.ndim == 2 else gradient).to(table.dtype)
 
 
 class _Chunk:
@@ -116,7 +120,7 @@ class _Chunk:
         self.hidden = (column > row + near - 1) | (column < self.missing)
 
     def window(self, tensor: Tensor) -> Tensor:
-        """Return the chunk's keys or values in float32, (B, H, width, D); before the first there are zeros."""
+        """Return the chunk's keys or values in float32, (B, H, width, D), with zeros before the first."""
         part = tensor[:, :, self.keys].float()
         return torch.nn.functional.pad(part, (0, 0, self.missing, 0)) if self.missing else part
 
@@ -132,12 +136,12 @@ class _Chunk:
         return block.masked_fill_(self.hidden, float("-inf"))
 
     def add(self, sums: Tensor, part: Tensor) -> None:
-        """Add what belongs to the window's rows to (B, H, L, D), in place."""
+        """Add the rows of the window to sums (B, H, L, D), in place."""
         sums[:, :, self.keys] += part[:, :, self.missing :]
 
 
 def _groups(queries: int, shift: int, near: int, rows: int) -> Iterator[tuple[slice, slice, list[_Chunk]]]:
-    """Give the queries of each group of chunks, the keys before all of their near ones, and the chunks."""
+    """Yield the queries of each group of chunks, the keys before all of their near ones, and the chunks."""
     for start in range(0, queries, rows * CHUNKS):
         group = slice(start, min(start + rows * CHUNKS, queries))
         starts = range(start, group.stop, rows)
@@ -240,5 +244,5 @@ class _Clipped(torch.autograd.Function):
                     plain(chunk.rows, slice(keys.stop, chunk.first))
         of_keys = _Table.gradient(key_table, of_a)
         of_values = None if value_table is None else _Table.gradient(value_table, of_b)
-        found = (each.to(query.dtype) for each in (of_query, of_key, of_value))
-        return *found, of_keys, of_values, None, None
+        of_inputs = (each.to(query.dtype) for each in (of_query, of_key, of_value))
+        return *of_inputs, of_keys, of_values, None, None

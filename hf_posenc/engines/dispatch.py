@@ -1,4 +1,4 @@
-"""Which engine computes a call: the first, fastest first, that can carry it exactly; and why."""
+"""Choice of the engine for a call: the first, fastest first, that can carry it exactly; and the reason."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from .chunked import Chunked
 from .clipped import Clipped
 from .decode import Decode
 from .flex import Flex
-from .plain import Plain
 from .reference import Reference
 from .rescaled import Rescaled
-from .rounded import Rounded
+from .sdpa import Sdpa
 from .skewed import Skewed
 from .toeplitz import Toeplitz
 
 ENGINES: tuple[Engine, ...] = (
-    Plain(),
+    Sdpa(),
     Decode({None: 1024}),
     Banded({torch.float32: 1024**2, torch.bfloat16: (4096 if cpu.has_amx() else 1024) ** 2}),
     Toeplitz({None: 128**2}),
@@ -34,12 +33,12 @@ ENGINES: tuple[Engine, ...] = (
     Flex({None: 1024**2}),
     Chunked({None: 512**2}),
     Reference(),
-    Rounded(),
 )
 """Every engine, fastest first.
 
-Where two cross was measured by scripts/benchmark_attention.py on two cores of a Xeon with AMX and of a Zen 5 EPYC; not
-so that of `flex`, whose kernels take seconds to compile, which short calls do not pay back.
+The sizes at which one becomes faster than the next were measured by scripts/benchmark_attention.py, on two cores of a
+Xeon with AMX and of a Zen 5 EPYC. That of `flex` was not measured: its kernels take seconds to compile, too long for
+short calls.
 """
 
 NAMES = tuple(engine.name for engine in ENGINES)
@@ -52,7 +51,7 @@ class Choice:
 
     Attributes:
         engine: its name.
-        reason: what kept the faster ones from it, in words.
+        reason: why the faster ones were not chosen, in words.
     """
 
     engine: str
@@ -63,8 +62,8 @@ class Choice:
         return f"{self.engine}: {self.reason}"
 
 
-def named(name: str) -> Engine:
-    """Return an engine by its name; ValueError, naming the choices, if there is none."""
+def find_engine(name: str) -> Engine:
+    """Return an engine by its name; an unknown one is a ValueError that lists the choices."""
     for engine in ENGINES:
         if engine.name == name:
             return engine
@@ -84,7 +83,7 @@ def choose(wanted: str, call: Call) -> Choice:
         ValueError: if a wanted engine cannot carry the call; the message says why.
     """
     if wanted != "auto":
-        if reason := named(wanted).refusal(call):
+        if reason := find_engine(wanted).refusal(call):
             raise ValueError(f"attention={wanted!r} cannot compute this call: {reason}; use attention='auto'")
         return Choice(wanted, "asked for")
     if torch.compiler.is_compiling():  # before sizes are compared, which would fix them in the graph
@@ -107,7 +106,7 @@ def choose(wanted: str, call: Call) -> Choice:
 
 
 def attend(call: Call, wanted: str = "auto") -> tuple[Tensor, Tensor | None]:
-    """Compute a call by the engine that suits it.
+    """Compute a call by the chosen engine, see `choose`.
 
     Args:
         call: the call, with its form.
@@ -119,7 +118,7 @@ def attend(call: Call, wanted: str = "auto") -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError: if a wanted engine cannot carry the call.
     """
-    engine, size = named(choose(wanted, call).engine), call.value.shape[-1]
+    engine, size = find_engine(choose(wanted, call).engine), call.value.shape[-1]
     if size == call.query.shape[-1] or engine.value_sizes:
         return engine.attend(call)
     value = torch.nn.functional.pad(call.value, (0, call.query.shape[-1] - size))

@@ -1,19 +1,22 @@
-"""Engines that compute plain causal attention of one document: a call is split into such pieces, if it can be."""
+"""Engines that compute plain causal attention of one document. A call is split into such pieces, where it can be."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import ClassVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..call import Call
+from ..forms import Form
 from ..positions import Positions
 from .base import Engine, why_not_in_blocks
 
+F = TypeVar("F", bound=Form)
+
 Span = tuple[slice, slice, slice]
-"""Batch rows, queries and keys that are plain causal attention among themselves: the last query on the last key."""
+"""Batch rows, queries and keys that are plain causal attention by themselves; the last query sits on the last key."""
 
 
 def spans(positions: Positions) -> list[Span] | None:
@@ -35,51 +38,46 @@ def spans(positions: Positions) -> list[Span] | None:
         return None
     everything = slice(None)
     end = int(index[0, -1] - key_index[0, 0]) + 1  # a static cache is longer than what is in it
-    one = bool(positions.key_valid[:, :end].all()) and bool(
-        (positions.key_segment[:, :end] == positions.query_segment[:, :1]).all()
-    )
     if end > keys or end < queries:
         return None
-    if one:
+    if bool(positions.key_valid[:, :end].all()) and bool(
+        (positions.key_segment[:, :end] == positions.query_segment[:, :1]).all()
+    ):  # one document without padding
         lag = positions.query_positions - index
         same = (positions.key_positions - key_index)[:, :end] == lag[:, :1]
         return [(everything, everything, slice(0, end))] if bool((lag == lag[:, :1]).all() and same.all()) else None
-    if end != queries or end != keys:
-        return None
-    found: list[Span] = []
-    shape = (max(t.shape[0] for t in (positions.key_valid, positions.key_segment, positions.key_positions)), keys)
-    valid, segment, position = (
-        each.expand(shape) for each in (positions.key_valid, positions.key_segment, positions.key_positions)
-    )
+    return _documents(positions) if queries == keys == end else None
+
+
+def _documents(positions: Positions) -> list[Span] | None:
+    """Return the documents of each row, of queries and keys that are the same tokens, or None as `spans` does."""
+    everyone = (positions.key_valid, positions.key_segment, positions.key_positions)
+    batch, keys = max(each.shape[0] for each in everyone), positions.key_index.shape[-1]
+    valid, segment, position = (each.expand(batch, keys) for each in everyone)
     joined = (valid[:, 1:] == valid[:, :-1]) & (segment[:, 1:] == segment[:, :-1])
     if not bool(((position[:, 1:] - position[:, :-1] == 1) | ~joined | ~valid[:, 1:]).all()):
         return None
-    for row in range(shape[0]):
+    pieces: list[Span] = []
+    for row in range(batch):
         edges = [0, *((~joined[row]).nonzero()[:, 0] + 1).tolist(), keys]
-        part = slice(row, row + 1) if shape[0] > 1 else everything
+        rows = slice(row, row + 1) if batch > 1 else slice(None)
         documents: set[int] = set()
         for start, stop in pairwise(edges):
             if bool(valid[row, start]):
                 document = int(segment[row, start])
-                if document in documents:  # padding inside a document: what is after it sees what is before it
+                if document in documents:  # padding inside a document, whose tokens see each other across it
                     return None
                 documents.add(document)
-                found.append((part, slice(start, stop), slice(start, stop)))
-    return found
+                pieces.append((rows, slice(start, stop), slice(start, stop)))
+    return pieces
 
 
 def _counts_up(index: Tensor) -> bool:
     return bool((index[:, 1:] - index[:, :-1] == 1).all())
 
 
-class SpanEngine(Engine):
-    """An engine for CPUs, in float32 and bfloat16, without weights, soft cap and dropout, in O(L) memory.
-
-    Attributes:
-        wrong_form: why it does not take a scheme of another form.
-    """
-
-    wrong_form: ClassVar[str]
+class SpanEngine(Engine, Generic[F]):
+    """An engine for CPUs, in float32 and bfloat16, without weights, soft cap and dropout, in O(L) memory."""
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
@@ -100,12 +98,8 @@ class SpanEngine(Engine):
             return "padded keys in a cache, padding inside a document, or position_ids with gaps"
         return None
 
-    def why_not_form(self, call: Call) -> str | None:
-        """Return why the engine does not take the scheme's form, or None if it does."""
-        return None if isinstance(call.form, self.forms or ()) else self.wrong_form
-
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Compute each piece by itself, see `Engine.attend`; padding gets zeros."""
+        """Compute the pieces one by one, see `Engine.attend`; padding gets zeros."""
         positions = call.positions
         assert isinstance(positions, Positions)
         with torch.autocast(call.query.device.type, enabled=False):  # bounds and tables need float32
@@ -119,20 +113,22 @@ class SpanEngine(Engine):
             window = int(positions.window.min())
             if len(pieces) == 1 and pieces[0][1] == slice(None):
                 rows, _, keys = pieces[0]
-                return self.part(call, query[rows], key[rows, :, keys], value[rows, :, keys], window).transpose(
-                    1, 2
-                ), None
+                output = self.attend_span(
+                    call.form, call, query[rows], key[rows, :, keys], value[rows, :, keys], window
+                )
+                return output.transpose(1, 2), None
             output = torch.zeros_like(query)
             for rows, queries, keys in pieces:
                 q, k, v = query[rows, :, queries], key[rows, :, keys], value[rows, :, keys]
-                output[rows, :, queries] = self.part(call, q, k, v, window)
+                output[rows, :, queries] = self.attend_span(call.form, call, q, k, v, window)
         return output.transpose(1, 2), None
 
-    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    def attend_span(self, form: F, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention; the last query sits on the last key.
 
         Args:
-            call: has the form and the scalings.
+            form: how the scores depend on distance.
+            call: has the scalings.
             query: (B, H, Q, D).
             key: (B, H, L, D), L >= Q.
             value: (B, H, L, D).

@@ -1,14 +1,14 @@
 """Attention with an additive bias of distance, in linear memory: chunked flash attention on a strided view of a table.
 
 Let `b(d)` be the bias and take the rows `i0 <= i < i0 + n` of the queries in reverse order, `i = i0 + n - 1 - r`. The
-bias of row `r` and key `j` is then `b(i0 + n - 1 - (r + j))`: it depends on `r + j` only. So a vector
-`t[m] = b(L - 1 - m)` for `m < L`, and `-inf` above it, read with the strides (1, 1), *is* the bias and the causal mask
-of that chunk: a zero-copy view that the flash kernel of the CPU takes as its mask. Per head the table has O(L) numbers,
-whatever the number of queries; nothing of shape (Q, L) exists.
+bias of row `r` and key `j` is then `b(i0 + n - 1 - (r + j))`: it depends on `r + j` only. Take a vector
+`t[m] = b(L - 1 - m)` for `m < L`, and `-inf` above it. Read with the strides (1, 1) it *is* the bias and the causal
+mask of that chunk, a zero-copy view that the flash kernel of the CPU takes as its mask. Per head the table has O(L)
+numbers, whatever the number of queries. Nothing of shape (Q, L) exists.
 
 Backward: the kernel's own, chunk by chunk, with the log-sum-exp of the forward. The gradient of a learned table is the
-sum of the score gradients along each diagonal: they are recomputed for one chunk at a time, written with a row stride
-one longer than a row, which turns diagonals into columns, and summed.
+sum of the score gradients along each diagonal. They are computed again, one chunk at a time, and written with a row
+stride one longer than a row. This turns diagonals into columns, which are summed.
 
 Accuracy class: flash (float32 accumulation in the kernel; the bias stays in float32 beside bfloat16 inputs).
 """
@@ -25,29 +25,31 @@ from torch.autograd.function import once_differentiable
 
 from ..call import Call
 from ..forms import Bias, Slopes
-from . import chunks
+from . import tiles
 from .spans import SpanEngine
 
 ROWS = 256
-"""Queries per chunk. Fewer cost more kernel calls, more waste the upper half of a larger block on the diagonal."""
+"""Queries per chunk. Fewer need more kernel calls; more waste the upper half of a larger block on the diagonal."""
 
 MANY_ROWS = 768
 """Queries per chunk of long sequences: from here on the kernel takes 256 at a time instead of 64."""
 
 LONG = 8 * MANY_ROWS
-"""Queries from which what larger chunks waste on the diagonal is less than what they gain."""
+"""Queries from which larger chunks gain more than they waste on the diagonal."""
 
 
-class Toeplitz(SpanEngine):
+class Toeplitz(SpanEngine[Bias | Slopes]):
     """Any additive bias of distance; sliding windows."""
 
     name = "toeplitz"
     forms = (Bias, Slopes)
     wrong_form = "the scheme is no additive bias of distance"
 
-    def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
-        table = chunks.windowed(call.form.table(key.shape[2]), window)
+    def attend_span(
+        self, form: Bias | Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int
+    ) -> Tensor:
+        """Compute plain causal attention, see `SpanEngine.attend_span`."""
+        table = tiles.windowed(form.table(key.shape[2]), window)
         return attend(query, key, value, table, scaling=call.scaling)
 
 
@@ -83,7 +85,7 @@ def attend(
         value: (B, H, L, D).
         table: (H, L) float32, bias of distance 0 .. L-1, added to the scaled scores. Gradients flow to it.
         scaling: factor of the scores.
-        pieces: what to compute: `whole(...)` by default. Keys that no piece of a row reaches are left out.
+        pieces: the kernel calls, by default `whole(...)`. Keys that no piece of a row reaches are left out.
 
     Returns:
         (B, H, Q, D) in the query's dtype.
@@ -109,11 +111,11 @@ class _Toeplitz(torch.autograd.Function):
         pieces: tuple[Piece, ...],
     ) -> Tensor:
         shift = key.shape[2] - query.shape[2]
-        reversed_ = chunks.reversed_table(table.detach(), -math.inf)
+        reversed_ = tiles.reversed_table(table.detach(), -math.inf)
         output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         for i, end, h, h_end, j in pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
-            mask = chunks.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
+            mask = tiles.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
             part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, heads, i:end].flip(2),
                 key[:, heads, keys],
@@ -134,15 +136,15 @@ class _Toeplitz(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, table, output, sums = ctx.saved_tensors
         shift, length = key.shape[2] - query.shape[2], key.shape[2]
-        reversed_ = chunks.reversed_table(table, -math.inf)
+        reversed_ = tiles.reversed_table(table, -math.inf)
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         of_reversed = diagonals = None
         if ctx.needs_input_grad[3]:
             of_reversed = torch.zeros_like(reversed_)
-            diagonals = chunks.Diagonals(max(end - i for i, end, *_ in ctx.pieces), length)
+            diagonals = tiles.Diagonals(max(end - i for i, end, *_ in ctx.pieces), length)
         for i, end, h, h_end, j in ctx.pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
-            mask = chunks.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
+            mask = tiles.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
             g, q, o = (each[:, heads, i:end].flip(2) for each in (gradient, query, output))
             k, v = key[:, heads, keys], value[:, heads, keys]
             total = sums[:, heads, i:end].flip(2).contiguous()
@@ -154,7 +156,7 @@ class _Toeplitz(torch.autograd.Function):
             of_value[:, heads, keys] += dv
             if of_reversed is not None and diagonals is not None:
                 at = length - 1 - (shift + end - 1) + j
-                _add_scores(of_reversed[heads], at, diagonals, mask, ctx.scaling, total, g, q, k, v, o)
+                _add_scores(of_reversed[heads], at, diagonals, mask, ctx.scaling, total, (q, k, v, o, g))
         of_table = None if of_reversed is None else of_reversed[:, :length].flip(1)
         return of_query, of_key, of_value, of_table, None, None
 
@@ -162,22 +164,28 @@ class _Toeplitz(torch.autograd.Function):
 def _add_scores(
     sums: Tensor,
     at: int,
-    diagonals: chunks.Diagonals,
+    diagonals: tiles.Diagonals,
     mask: Tensor,
     scaling: float,
     total: Tensor,
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
+    chunk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Add a chunk's score gradients to `sums` (H, 2 L), one entry per diagonal `r + j`, head by head."""
+    """Add the score gradients of a chunk to `sums` (H, 2 L), one entry per diagonal `r + j`, head by head.
+
+    Args:
+        sums: added to, in place.
+        at: first diagonal.
+        diagonals: memory.
+        mask: (1, H, rows, keys), the bias.
+        scaling: factor of the scores.
+        total: (B, H, rows), the log-sum-exp of each row.
+        chunk: queries, keys, values, outputs and their gradients, (B, H, rows or keys, D).
+    """
     rows, keys = mask.shape[-2:]
-    for h in range(q.shape[1]):
-        for b in range(q.shape[0]):
-            qf, kf, vf, gf, of = (each[b, h].float() for each in (q, k, v, g, o))
-            weights = torch.addmm(mask[0, h], qf, kf.T, alpha=scaling).sub_(total[b, h, :, None]).exp_()
-            scores = gf @ vf.T
-            torch.mul(scores.sub_((gf * of).sum(-1, keepdim=True)), weights, out=diagonals.room(rows, keys))
+    for h in range(mask.shape[1]):
+        for b in range(total.shape[0]):
+            q, k, v, o, g = (each[b, h].float() for each in chunk)
+            weights = torch.addmm(mask[0, h], q, k.T, alpha=scaling).sub_(total[b, h, :, None]).exp_()
+            scores = g @ v.T
+            torch.mul(scores.sub_((g * o).sum(-1, keepdim=True)), weights, out=diagonals.room(rows, keys))
             diagonals.add_to(sums[h], at, rows, keys)

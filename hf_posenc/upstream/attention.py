@@ -69,7 +69,7 @@ UNKNOWN_DOCUMENTS = (
 def check_engine(attention: str) -> None:
     """Raise ValueError unless this is a value of `patch_model(..., attention=...)`: `auto` or an engine's name."""
     if attention != "auto":
-        dispatch.named(attention)
+        dispatch.find_engine(attention)
 
 
 def scheme_attention(

@@ -1,4 +1,4 @@
-"""Attention without positions by torch's own kernels: what layers without a scheme on their scores compute."""
+"""Attention without positions by torch's own kernels, for layers without a scheme on their scores."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from .base import Engine
 from .spans import spans
 
 WHOLE = 2**18
-"""Entries up to which a mask is made whole on a CPU. From here on a mask of few queries, on the keys that they may see,
-took less time in every case: at 4096 tokens 1/15 with a window of 64, half without one."""
+"""Entries up to which a mask is made whole on a CPU. Above, a mask of few queries at a time, on the keys that they may
+see, took less time in every case: at 4096 tokens 1/15 with a window of 64, half without one."""
 
 PAIRS = 2**20
 """Entries of the mask of a few queries, at most, on a CPU."""
 
 PAIRS_ELSEWHERE = 2**25
-"""The same on other devices, where small kernels are slow; up to here masks are made whole."""
+"""`PAIRS` on other devices, where small kernels are slow. Up to here masks are made whole there."""
 
 ROWS = 256
 """Queries at a time on a CPU, at most: each of them is masked on the keys that any of the others sees."""
 
 
-class Plain(Engine):
+class Sdpa(Engine):
     """`scaled_dot_product_attention`: O(L) memory, but for a user's 4-D mask and while compiling."""
 
     name = "sdpa"
     forms = (Content,)
+    wrong_form = "it computes attention without positions, and this scheme changes scores"
     traced = True
     value_sizes = True
 
     def considered(self, call: Call) -> bool:
         """Return whether no scheme is on the scores."""
-        return isinstance(call.form, Content)
+        return self.why_not_form(call) is None
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
-        if not isinstance(call.form, Content):
-            return "it computes attention without positions, and this scheme changes scores"
+        if (reason := self.why_not_form(call)) is not None:
+            return reason
         if call.weights:
             return "attention weights were asked for, which only the reference engine has"
         if call.softcap is not None:
@@ -81,7 +82,7 @@ def _rows(call: Call) -> int:
     on_cpu = call.query.device.type == "cpu"
     if masks * queries * keys <= (WHOLE if on_cpu else PAIRS_ELSEWHERE):
         return queries
-    if not on_cpu:  # reading the window would be waiting for the device
+    if not on_cpu:  # reading the window would wait for the device
         return max(16, PAIRS_ELSEWHERE // (masks * keys))
     keys = min(keys, int(positions.window.max()) + ROWS)
     return min(ROWS, max(16, PAIRS // (masks * keys)))
@@ -98,7 +99,7 @@ def _mask(call: Call) -> Tensor:
 def _is_plainly_causal(call: Call) -> bool:
     """Return whether queries and keys are the same tokens, one document without padding or window, all of it visible.
 
-    Only asked where values can be read without waiting for a device.
+    False while compiling and on other devices than a CPU, where reading the positions would wait for the device.
     """
     positions, length = call.positions, call.query.shape[2]
     if torch.compiler.is_compiling() or call.query.device.type != "cpu" or isinstance(positions, DensePositions):
