@@ -9,11 +9,13 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import analysis
-from .analysis import Decay, integrals, plots, probe
+from . import analysis, theory
+from .analysis import Decay, plots, probe
 from .api import schemes_of
 from .evaluation import measure_recurrence
 from .schemes.base import Scheme
+from .theory import integrals
+from .theory import plots as theory_plots
 
 SEGMENTS = 8
 """Segments of a text that the picture of recurrence reads."""
@@ -91,7 +93,7 @@ class Kind:
 
 
 def schedule(text: str) -> integrals.Values | None:
-    """Return the frequencies that a text says, see `analysis.wave_integral`; None if it says none.
+    """Return the frequencies that a text says, see `theory.wave_integral`; None if it says none.
 
     `10000` is a base, `t` and `t^2` are powers of t, and `1,0.3,0.1` is a list of radians per token.
     """
@@ -134,11 +136,11 @@ def _of_model(model: PreTrainedModel, asked: Asked) -> Tensor:
 def _grid(theta: integrals.Values, asked: Asked) -> Tensor:
     if not isinstance(theta, float):
         raise ValueError("the frequencies of a grid are said by their base, as 10000")
-    return analysis.grid_decay(analysis.axis_frequencies(GRID_SIZE, base=theta), asked.length)
+    return theory.grid_decay(theory.axis_frequencies(GRID_SIZE, base=theta), asked.length)
 
 
 def _curves(model: PreTrainedModel, asked: Asked) -> dict[str, Decay]:
-    found = analysis.rotary_weights(model, asked.text, progress=True)
+    found = theory.rotary_weights(model, asked.text, progress=True)
     return found.curves(range(-asked.length, asked.length + 1), progress=True)
 
 
@@ -204,13 +206,13 @@ KINDS = {
     "vectors": Kind(_one(plots.position_vectors), VECTORS, MODEL_VECTORS),
     "similarity": Kind(_one(plots.similarity_matrix), VECTORS, MODEL_VECTORS),
     "grid": Kind(
-        _one(plots.grid_decay),
+        _one(theory_plots.grid_decay),
         schedule=Numbers(_grid, ("length",)),
     ),
     "decay": Kind(_all(plots.decay_curves), CURVES, MODEL_CURVES, several=True),
     "waves": Kind(
-        _all(plots.wave_curves),
-        schedule=Numbers(lambda theta, asked: analysis.wave_decay(asked.length, theta).curves(), ("length",)),
+        _all(theory_plots.wave_curves),
+        schedule=Numbers(lambda theta, asked: theory.wave_decay(asked.length, theta).curves(), ("length",)),
         model=Numbers(_curves, READING),
         several=True,
     ),
@@ -255,31 +257,31 @@ KINDS = {
         several=True,
     ),
     "expansion": Kind(
-        _one(plots.expansion_terms),
-        model=Numbers(lambda model, asked: analysis.expansion(model, asked.text, *asked.pair, progress=True), PAIR),
+        _one(theory_plots.expansion_terms),
+        model=Numbers(lambda model, asked: theory.expansion(model, asked.text, *asked.pair, progress=True), PAIR),
     ),
     "hessian": Kind(
-        _one(plots.mixed_hessian),
-        model=Numbers(lambda model, asked: analysis.mixed_hessian(model, asked.text, *asked.pair, progress=True), PAIR),
+        _one(theory_plots.mixed_hessian),
+        model=Numbers(lambda model, asked: theory.mixed_hessian(model, asked.text, *asked.pair, progress=True), PAIR),
     ),
     "terms": Kind(
-        _one(plots.score_terms),
-        model=Numbers(lambda model, asked: analysis.score_terms(model, asked.text, progress=True), READING),
+        _one(theory_plots.score_terms),
+        model=Numbers(lambda model, asked: theory.score_terms(model, asked.text, progress=True), READING),
     ),
     "negative": Kind(
-        _one(plots.negative_products),
-        model=Numbers(lambda model, asked: analysis.negative_products(model, asked.text), READING),
+        _one(theory_plots.negative_products),
+        model=Numbers(lambda model, asked: theory.negative_products(model, asked.text), READING),
     ),
     "table": Kind(
-        _one(plots.position_scores),
+        _one(theory_plots.position_scores),
         model=Numbers(
-            lambda model, asked: analysis.position_scores(model, asked.text, length=asked.length, progress=True),
+            lambda model, asked: theory.position_scores(model, asked.text, length=asked.length, progress=True),
             READING,
         ),
     ),
     "statistics": Kind(
-        _all(plots.embedding_statistics),
-        model=Numbers(lambda model, asked: analysis.embedding_statistics(model), ()),
+        _all(theory_plots.embedding_statistics),
+        model=Numbers(lambda model, asked: theory.embedding_statistics(model), ()),
         several=True,
     ),
     "recurrence": Kind(_losses, model=Numbers(_segments, READING), several=True),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_posenc.analysis import rotary_weights
+from hf_posenc.theory import rotary_weights
 
 DISTANCES = (-512, -128, -32, -8, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 

@@ -20,12 +20,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_posenc.analysis import (
+from hf_posenc.analysis import position_vectors
+from hf_posenc.theory import (
     EmbeddingStatistics,
     distance_share,
     embedding_statistics,
     neighbour_distances,
-    position_vectors,
     vector_statistics,
 )
 

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.analysis import PositionScores, position_scores, scores_between
+from hf_posenc.theory import PositionScores, position_scores, scores_between
 
 TABLE, NORM, PROJECTIONS = "transformer.wpe.weight", "transformer.h.0.ln_1", ("attention_0.query", "attention_0.key")
 TENSORS = (TABLE, *(f"{name}.{part}" for name in (NORM, *PROJECTIONS) for part in ("weight", "bias")))

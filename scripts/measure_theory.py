@@ -20,8 +20,9 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from hf_posenc import analysis, patched
-from hf_posenc.analysis import Expansion, plots
+from hf_posenc import analysis, patched, theory
+from hf_posenc.analysis.plots import save
+from hf_posenc.theory import Expansion, plots
 from hf_posenc.version import VERSION
 
 
@@ -64,15 +65,13 @@ def main(arguments: list[str] | None = None) -> None:
     texts = written(model, options.texts, length)
 
     pairs = [torch.randperm(length - 1)[:2].sort().values.tolist() for _ in range(options.texts * options.pairs)]
-    found = [
-        analysis.expansion(model, texts[number % options.texts], *pair, rows=0) for number, pair in enumerate(pairs)
-    ]
+    found = [theory.expansion(model, texts[number % options.texts], *pair, rows=0) for number, pair in enumerate(pairs)]
     with patched(model, "sinusoidal"):
         split = [
-            analysis.expansion(model, texts[number], *pairs[number], rows=model.config.hidden_size)
+            theory.expansion(model, texts[number], *pairs[number], rows=model.config.hidden_size)
             for number in range(options.hessians)
         ]
-    terms = analysis.score_terms(model, texts)
+    terms = theory.score_terms(model, texts)
     single = analysis.equivariance(model, texts)
     with patched(model, "nope"):
         blind = analysis.equivariance(model.double(), texts)
@@ -102,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if options.plot:
-        plots.save(plots.score_terms(terms, title=f"Scores of {result['model']}"), options.plot)
+        save(plots.score_terms(terms, title=f"Scores of {result['model']}"), options.plot)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,8 @@ from typing import Any
 
 import torch
 
-from hf_posenc.analysis import (
-    Decay,
-    decay,
-    frequencies,
-    plots,
-    precision_audit,
-    scheme_vectors,
-    sinusoidal_integral,
-    wave_decay,
-)
+from hf_posenc.analysis import Decay, decay, frequencies, plots, precision_audit, scheme_vectors
+from hf_posenc.theory import sinusoidal_integral, wave_decay
 
 CALIBRATION = Path(__file__).parents[1] / "docs/measured/calibration_stories260K.json"
 """What scripts/measure_calibration.py measured."""

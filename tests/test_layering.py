@@ -27,6 +27,7 @@ LAYERS = (
     ("verification", "checkpoint", "export", "lora", "parallel", "catalogue", "calibration"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
+    ("theory",),
     ("recipes", "pictures"),
     ("commands",),
     ("cli",),

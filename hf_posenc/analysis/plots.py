@@ -12,14 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import pen
 from .pen import FORMATS, check_installed, kind_of, save
-from .theory_figures import (
-    embedding_statistics,
-    grid_decay,
-    mixed_hessian,
-    negative_products,
-    properties,
-    wave_curves,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,12 +20,10 @@ if TYPE_CHECKING:
 
     from ..calibration import Calibration, LayerFit
     from .decay import AttentionByDistance, Decay
-    from .expansion import Expansion
     from .frequencies import Frequencies
     from .order import Equivariance, OrderSensitivity
-    from .position_scores import PositionScores
     from .precision import DistinctBiases
-    from .terms import ScoreTerms
+    from .properties import Properties
 
 __all__ = [
     "FORMATS",
@@ -43,27 +33,22 @@ __all__ = [
     "check_installed",
     "decay_curves",
     "distinct_biases",
-    "embedding_statistics",
     "equivariance_by_layer",
-    "expansion_terms",
-    "grid_decay",
     "kind_of",
     "loss_by_position",
     "loss_curve",
-    "mixed_hessian",
-    "negative_products",
     "order_by_layer",
     "perplexity_by_length",
-    "position_scores",
     "position_vectors",
     "properties",
     "retrieval_heat_map",
     "save",
-    "score_terms",
     "similarity_matrix",
-    "wave_curves",
     "wavelengths",
 ]
+
+VERDICTS = {"yes": "#B7DFCF", "no": "#F2C6A7", "not applicable": "#E4E4E4"}
+"""Lighter shades of the green and the vermilion of the other figures, and a grey; each has its word on it."""
 
 # ------------------------------------------------------------------------------------------------------ runs of a model
 
@@ -362,24 +347,6 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
     return figure
 
 
-def position_scores(found: PositionScores, *, title: str = "") -> Figure:
-    """Draw the bias by distance that is closest to what positions add to scores, head by head, and how close it comes.
-
-    Args:
-        found: what `hf_posenc.analysis.position_scores` returned.
-        title: above the axes; empty means none.
-    """
-    with pen.style():
-        figure, axes = pen.new_axes(title)
-        labels = [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
-        for curve, label, look in zip(found.bias.tolist(), labels, pen.styles(labels), strict=True):
-            axes.plot(curve, label=label, **{**look, "marker": ""})
-        axes.set_xlabel("distance (tokens)")
-        axes.set_ylabel("bias (nats)")
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, title="explained")
-    return figure
-
-
 def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
     """Draw wavelengths against the trained length: what lies above it never completes a turn in training.
 
@@ -514,81 +481,6 @@ def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: st
     return figure
 
 
-def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
-    """Draw how large the terms of Su's expansion and its residual are, for the input of each layer and the output.
-
-    Args:
-        found: what `hf_posenc.analysis.expansion` returned. Where a term is 0 there is no mark.
-        title: above the axes; empty means none.
-    """
-    rows = [*found.layers, found.output]
-    words = {
-        "slope_first": "$p_m$, slope",
-        "slope_second": "$p_n$, slope",
-        "curvature_first": "$p_m$, curvature",
-        "curvature_second": "$p_n$, curvature",
-        "mixed": "$p_m$ and $p_n$: the sixth term",
-        "residual": "residual",
-    }
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=pen.width(dict.fromkeys(words.values())))
-        for (name, label), style in zip(words.items(), pen.styles(words.values()), strict=True):
-            sizes = [terms.sizes[name] or math.nan for terms in rows]
-            axes.plot(range(len(found.layers)), sizes[:-1], label=label, **style)
-            axes.plot([len(found.layers)], sizes[-1:], **style)  # of another function: not joined
-        axes.set_yscale("log")
-        step = math.ceil(len(found.layers) / 16)
-        places = range(0, len(found.layers), step)
-        axes.set_xticks([*places, len(found.layers)], [*map(str, places), "output"])
-        axes.set_xlabel(f"hidden state into layer (m = {found.first}, n = {found.second})")
-        axes.set_ylabel("size (norm; of the output: nats)")
-        pen.legend(axes, words)
-    return figure
-
-
-def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
-    """Draw what the attention scores of each layer and head are made of, a panel for each of the four terms.
-
-    Args:
-        measured: what `hf_posenc.analysis.score_terms` returned.
-        title: above the panels; empty means none.
-
-    Raises:
-        ValueError: if there are no layers.
-        ImportError: without matplotlib.
-    """
-    import torch
-
-    pen.require(measured.layers, "terms of scores")
-    heads = max(len(layer.shares) for layer in measured.layers)
-    shares = torch.full((len(measured.names), len(measured.layers), heads), math.nan, dtype=torch.float64)
-    for row, layer in enumerate(measured.layers):
-        shares[:, row, : len(layer.shares)] = 100 * layer.shares.T
-    most = max(100.0, pen.limit(shares.nan_to_num()))  # one that works against the others leaves these more than all
-    with pen.style():
-        from matplotlib.figure import Figure
-
-        height = min(9.0, 1.7 + 0.3 * len(measured.layers))
-        figure = Figure(figsize=(10.0, height), layout="constrained")
-        panels = figure.subplots(1, len(measured.names), sharey=True)
-        for axes, name, values in zip(panels, measured.names, shares, strict=True):
-            axes.grid(False)
-            image = axes.imshow(
-                values.tolist(), aspect="auto", cmap="RdBu", vmin=-most, vmax=most, interpolation="nearest"
-            )
-            axes.set_title(name, fontsize=10)
-            axes.set_xlabel("head")
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        step = math.ceil(len(measured.layers) / 24)
-        rows = range(0, len(measured.layers), step)
-        panels[0].set_yticks(rows, [str(measured.layers[row].index) for row in rows])
-        panels[0].set_ylabel("layer")
-        pen.colour_bar(figure, image, list(panels), "share of the score (%)")
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return figure
-
-
 def calibration(report: Calibration, *, title: str = "") -> Figure:
     """Draw what calibration did to each layer: curves by distance, and how far each head is from the base's attention.
 
@@ -688,3 +580,38 @@ def _mean_over_pairs(curves: Tensor) -> Tensor:
     """Return the mean of curves (H, T) over the pairs of a query and a key of a window, (H, 1)."""
     pairs = curves.new_tensor(range(curves.shape[1], 0, -1))
     return (curves * pairs).sum(-1, keepdim=True) / pairs.sum()
+
+
+def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
+    """Draw the verdicts on the five properties, a row for each scheme or model.
+
+    Args:
+        found: label -> what `hf_posenc.analysis.properties` returned. An untrained scheme is marked with a star.
+        title: above the table; empty means none.
+
+    Raises:
+        ValueError: if there are none.
+        ImportError: without matplotlib.
+    """
+    pen.require(list(found), "properties")
+    names = [row.name for row in next(iter(found.values())).rows]
+    labels = [f"{label} *" if each.untrained else label for label, each in found.items()]
+    with pen.style():
+        from matplotlib.colors import to_rgb
+
+        figure, axes = pen.new_axes(title, width=1.4 + 1.25 * len(names), height=1.0 + 0.42 * len(found))
+        axes.grid(False)
+        axes.imshow([[to_rgb(VERDICTS[row.verdict]) for row in each.rows] for each in found.values()], aspect="auto")
+        for line, each in enumerate(found.values()):
+            for column, row in enumerate(each.rows):
+                axes.text(column, line, row.verdict, ha="center", va="center", fontsize=9)
+        axes.set_xticks(range(len(names)), names)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.tick_params(length=0)
+        for between in range(1, len(labels)):
+            axes.axhline(between - 0.5, color="white", linewidth=1.5)
+        for between in range(1, len(names)):
+            axes.axvline(between - 0.5, color="white", linewidth=1.5)
+        if any(each.untrained for each in found.values()):
+            axes.set_xlabel("* before training")
+    return figure

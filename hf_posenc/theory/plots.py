@@ -1,4 +1,7 @@
-"""Figures of what the theory of positions computes: waves, grids, properties, Hessians, tables; part of `plots`."""
+"""Figures of the theory: waves, grids, expansions, Hessians, terms of scores, tables. They need matplotlib.
+
+Every function returns a `matplotlib.figure.Figure`, as those of `hf_posenc.analysis.plots` do, whose `save` writes it.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,29 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import pen
+from ..analysis import pen
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from .decay import Decay
-    from .expansion import MixedHessian
-    from .properties import Properties
+    from ..analysis.decay import Decay
+    from .expansion import Expansion, MixedHessian
+    from .position_scores import PositionScores
     from .sparsity import NegativeProducts
     from .statistics import EmbeddingStatistics
+    from .terms import ScoreTerms
 
-VERDICTS = {"yes": "#B7DFCF", "no": "#F2C6A7", "not applicable": "#E4E4E4"}
-"""Lighter shades of the green and the vermilion of the other figures, and a grey; each has its word on it."""
+__all__ = [
+    "embedding_statistics",
+    "expansion_terms",
+    "grid_decay",
+    "mixed_hessian",
+    "negative_products",
+    "position_scores",
+    "score_terms",
+    "wave_curves",
+]
 
 
 def wave_curves(found: Mapping[str, Mapping[str, Decay]], *, title: str = "") -> Figure:
@@ -54,7 +66,7 @@ def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
     """Draw what a shift of a grid leaves of the product of two places.
 
     Args:
-        scores: what `hf_posenc.analysis.grid_decay` returned, (2 n + 1, 2 n + 1).
+        scores: what `hf_posenc.theory.grid_decay` returned, (2 n + 1, 2 n + 1).
         title: above the axes; empty means none.
     """
     reach = len(scores) // 2 + 0.5
@@ -76,46 +88,11 @@ def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
     return figure
 
 
-def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
-    """Draw the verdicts on the five properties, a row for each scheme or model.
-
-    Args:
-        found: label -> what `hf_posenc.analysis.properties` returned. An untrained scheme is marked with a star.
-        title: above the table; empty means none.
-
-    Raises:
-        ValueError: if there are none.
-        ImportError: without matplotlib.
-    """
-    pen.require(list(found), "properties")
-    names = [row.name for row in next(iter(found.values())).rows]
-    labels = [f"{label} *" if each.untrained else label for label, each in found.items()]
-    with pen.style():
-        from matplotlib.colors import to_rgb
-
-        figure, axes = pen.new_axes(title, width=1.4 + 1.25 * len(names), height=1.0 + 0.42 * len(found))
-        axes.grid(False)
-        axes.imshow([[to_rgb(VERDICTS[row.verdict]) for row in each.rows] for each in found.values()], aspect="auto")
-        for line, each in enumerate(found.values()):
-            for column, row in enumerate(each.rows):
-                axes.text(column, line, row.verdict, ha="center", va="center", fontsize=9)
-        axes.set_xticks(range(len(names)), names)
-        axes.set_yticks(range(len(labels)), labels)
-        axes.tick_params(length=0)
-        for between in range(1, len(labels)):
-            axes.axhline(between - 0.5, color="white", linewidth=1.5)
-        for between in range(1, len(names)):
-            axes.axvline(between - 0.5, color="white", linewidth=1.5)
-        if any(each.untrained for each in found.values()):
-            axes.set_xlabel("* before training")
-    return figure
-
-
 def mixed_hessian(found: MixedHessian, *, title: str = "") -> Figure:
     """Draw the rows of the Hessian between two positions that were computed, and the share of the diagonal in them.
 
     Args:
-        found: what `hf_posenc.analysis.mixed_hessian` returned.
+        found: what `hf_posenc.theory.mixed_hessian` returned.
         title: above the axes; empty means none.
     """
     rows, size = found.block.shape
@@ -134,7 +111,7 @@ def negative_products(found: NegativeProducts, *, title: str = "") -> Figure:
     """Draw the share of products of queries and keys that are negative, by layer and head.
 
     Args:
-        found: what `hf_posenc.analysis.negative_products` returned.
+        found: what `hf_posenc.theory.negative_products` returned.
         title: above the axes; empty means none.
     """
     layers, heads = found.shares.shape
@@ -156,7 +133,7 @@ def embedding_statistics(found: Mapping[str, EmbeddingStatistics], *, title: str
     """Draw norms, how diagonal covariances are, and how far neighbouring positions are apart, for several models.
 
     Args:
-        found: label -> what `hf_posenc.analysis.embedding_statistics` returned. An open mark beside a diagonal share is
+        found: label -> what `hf_posenc.theory.embedding_statistics` returned. An open mark beside a diagonal share is
             that of independent coordinates.
         title: above the panels; empty means none.
 
@@ -215,6 +192,99 @@ def embedding_statistics(found: Mapping[str, EmbeddingStatistics], *, title: str
             pen.legend(steps, tables)
         else:
             steps.set_visible(False)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def position_scores(found: PositionScores, *, title: str = "") -> Figure:
+    """Draw the bias by distance that is closest to what positions add to scores, head by head, and how close it comes.
+
+    Args:
+        found: what `hf_posenc.theory.position_scores` returned.
+        title: above the axes; empty means none.
+    """
+    with pen.style():
+        figure, axes = pen.new_axes(title)
+        labels = [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
+        for curve, label, look in zip(found.bias.tolist(), labels, pen.styles(labels), strict=True):
+            axes.plot(curve, label=label, **{**look, "marker": ""})
+        axes.set_xlabel("distance (tokens)")
+        axes.set_ylabel("bias (nats)")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, title="explained")
+    return figure
+
+
+def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
+    """Draw how large the terms of Su's expansion and its residual are, for the input of each layer and the output.
+
+    Args:
+        found: what `hf_posenc.theory.expansion` returned. Where a term is 0 there is no mark.
+        title: above the axes; empty means none.
+    """
+    rows = [*found.layers, found.output]
+    words = {
+        "slope_first": "$p_m$, slope",
+        "slope_second": "$p_n$, slope",
+        "curvature_first": "$p_m$, curvature",
+        "curvature_second": "$p_n$, curvature",
+        "mixed": "$p_m$ and $p_n$: the sixth term",
+        "residual": "residual",
+    }
+    with pen.style():
+        figure, axes = pen.new_axes(title, width=pen.width(dict.fromkeys(words.values())))
+        for (name, label), style in zip(words.items(), pen.styles(words.values()), strict=True):
+            sizes = [terms.sizes[name] or math.nan for terms in rows]
+            axes.plot(range(len(found.layers)), sizes[:-1], label=label, **style)
+            axes.plot([len(found.layers)], sizes[-1:], **style)  # of another function: not joined
+        axes.set_yscale("log")
+        step = math.ceil(len(found.layers) / 16)
+        places = range(0, len(found.layers), step)
+        axes.set_xticks([*places, len(found.layers)], [*map(str, places), "output"])
+        axes.set_xlabel(f"hidden state into layer (m = {found.first}, n = {found.second})")
+        axes.set_ylabel("size (norm; of the output: nats)")
+        pen.legend(axes, words)
+    return figure
+
+
+def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
+    """Draw what the attention scores of each layer and head are made of, a panel for each of the four terms.
+
+    Args:
+        measured: what `hf_posenc.theory.score_terms` returned.
+        title: above the panels; empty means none.
+
+    Raises:
+        ValueError: if there are no layers.
+        ImportError: without matplotlib.
+    """
+    import torch
+
+    pen.require(measured.layers, "terms of scores")
+    heads = max(len(layer.shares) for layer in measured.layers)
+    shares = torch.full((len(measured.names), len(measured.layers), heads), math.nan, dtype=torch.float64)
+    for row, layer in enumerate(measured.layers):
+        shares[:, row, : len(layer.shares)] = 100 * layer.shares.T
+    most = max(100.0, pen.limit(shares.nan_to_num()))  # one that works against the others leaves these more than all
+    with pen.style():
+        from matplotlib.figure import Figure
+
+        height = min(9.0, 1.7 + 0.3 * len(measured.layers))
+        figure = Figure(figsize=(10.0, height), layout="constrained")
+        panels = figure.subplots(1, len(measured.names), sharey=True)
+        for axes, name, values in zip(panels, measured.names, shares, strict=True):
+            axes.grid(False)
+            image = axes.imshow(
+                values.tolist(), aspect="auto", cmap="RdBu", vmin=-most, vmax=most, interpolation="nearest"
+            )
+            axes.set_title(name, fontsize=10)
+            axes.set_xlabel("head")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        step = math.ceil(len(measured.layers) / 24)
+        rows = range(0, len(measured.layers), step)
+        panels[0].set_yticks(rows, [str(measured.layers[row].index) for row in rows])
+        panels[0].set_ylabel("layer")
+        pen.colour_bar(figure, image, list(panels), "share of the score (%)")
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import probe
+from ..analysis import probe
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..analysis import probe
 from ..modes import evaluation
 from ..modules import owner_of
 from ..schemes.sinusoidal import Waves
 from ..tracing import recorded
-from . import probe, vectors
+from . import vectors
 from .statistics import diagonal_share
 
 

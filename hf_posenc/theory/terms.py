@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..analysis import probe
 from ..api import is_patched
 from ..calibration.maps import asked, attending, observe
 from ..call import Call
@@ -27,7 +28,7 @@ from ..forms import Content
 from ..modes import evaluation
 from ..patching.plan import BaseModel
 from ..tracing import LayerCall, first, recorded
-from . import probe, vectors
+from . import vectors
 
 ABSOLUTE: tuple[str, ...] = ("content-content", "content-position", "position-content", "position-position")
 """Names of the terms where vectors are added: of the query, then of the key."""

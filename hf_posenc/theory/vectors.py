@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..analysis import probe
 from ..modes import evaluation
 from ..patching.place import NoEmbedding
 from ..patching.plan import BaseModel
-from . import probe
 
 
 def sources(model: PreTrainedModel) -> list[nn.Module]:

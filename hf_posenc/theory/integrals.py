@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decay import Decay
+from ..analysis.decay import Decay
 
 Function = Callable[[Tensor], Tensor]
 """Of t between 0 and 1, a float64 tensor of any shape, to a tensor of that shape."""

@@ -10,12 +10,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..analysis import probe
 from ..calibration.maps import asked, attending, entering, observe
 from ..errors import UnsupportedModelError
 from ..modes import evaluation
 from ..patching.plan import BaseModel
 from ..patching.state import patch_of
-from . import probe
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .properties import linear_map
+from ..analysis.properties import linear_map
 
 
 def axis_frequencies(size: int, axes: int = 2, *, base: float = 10000.0) -> Tensor:

@@ -11,12 +11,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..analysis import probe
+from ..analysis.decay import Decay
 from ..calibration.maps import observe
 from ..errors import UnsupportedModelError
 from ..modes import evaluation
 from ..patching.plan import BaseModel
-from . import probe
-from .decay import Decay
 from .integrals import wave_integral, wave_sum
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..analysis import probe
 from ..calibration.maps import observe
 from ..modes import evaluation
 from ..patching.plan import BaseModel
-from . import probe
 
 
 @dataclass(frozen=True)
