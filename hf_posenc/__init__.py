@@ -1,7 +1,7 @@
 """Replace the position handling of Hugging Face causal language models, in place, by any documented scheme.
 
-Importing this imports nothing heavy: a public name is looked up when it is first used. AutoConfig is told the model
-types of patched models as soon as it is imported, by whomever.
+Importing this imports nothing heavy, because a public name is looked up when it is first used. The model types of
+patched models are registered with AutoConfig as soon as any package imports it.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""Figures of what is measured and computed elsewhere, which need matplotlib.
+"""Figures of evaluations, analyses and calibrations. They need matplotlib.
 
-Every function returns a `matplotlib.figure.Figure` that belongs to no window and no global state; `save` writes it.
+Every function returns a `matplotlib.figure.Figure` that belongs to no window and no global state. `save` writes it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 VERDICTS = {"yes": "#B7DFCF", "no": "#F2C6A7", "not applicable": "#E4E4E4"}
-"""Lighter shades of the green and the vermilion of the other figures, and a grey; each has its word on it."""
+"""Lighter shades of the green and the vermilion of the other figures, and a grey."""
 
 # ------------------------------------------------------------------------------------------------------ runs of a model
 
@@ -96,7 +96,7 @@ def loss_by_position(
     Args:
         curves: label -> bins (first position, last position + 1, mean loss in nats).
         trained_length: tokens; marked if given.
-        xlabel: where a token is, with the unit.
+        xlabel: label of the x axis, with its unit.
         title: above the axes; empty means none.
 
     Raises:
@@ -128,11 +128,11 @@ def loss_by_position(
 def loss_curve(
     curves: Mapping[str, Sequence[tuple[float, float]]], *, xlabel: str = "tokens", title: str = ""
 ) -> Figure:
-    """Draw loss against what was spent on it.
+    """Draw loss against the tokens, steps or seconds that were spent.
 
     Args:
         curves: label -> (tokens, steps or seconds, loss in nats).
-        xlabel: what was spent, with its unit.
+        xlabel: label of the x axis, with its unit.
         title: above the axes; empty means none.
 
     Raises:
@@ -156,7 +156,7 @@ def loss_curve(
 
 
 def retrieval_heat_map(cells: Sequence[Mapping[str, Any]], *, title: str = "") -> Figure:
-    """Draw retrieval accuracy by context length and depth of what is to be found; cells not measured stay blank.
+    """Draw retrieval accuracy by context length and depth of the answer; cells that were not measured stay blank.
 
     Args:
         cells: mappings with `length` (tokens), `depth` (0 start .. 1 end of the context) and `accuracy` (0 .. 1).
@@ -211,7 +211,7 @@ def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
 
 
 def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
-    """Draw the cosine of every two position vectors; the colours span what there is, which the label says.
+    """Draw the cosine of every two position vectors; the label says which range the colours span.
 
     Args:
         vectors: (T, E).
@@ -233,7 +233,7 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
     """Draw the score by distance of several schemes on one axis.
 
     Args:
-        curves: label -> what `hf_posenc.analysis.decay` returned.
+        curves: label -> result of `hf_posenc.analysis.decay`.
         heads: draw every layer and head of a curve thinly as well as their mean.
         title: above the axes; empty means none.
 
@@ -259,11 +259,11 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
 
 
 def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
-    """Draw what each head adds to the scores, query by key, up to the largest distance.
+    """Draw the bias that each head adds to the scores, query by key, up to the largest distance.
 
     Args:
-        curve: what `hf_posenc.analysis.decay` returned, of distances 0 .. n - 1.
-        layer: whose heads.
+        curve: result of `hf_posenc.analysis.decay` for distances 0 .. n - 1.
+        layer: index of the layer whose heads are drawn.
         title: above the axes; empty means none.
 
     Raises:
@@ -315,7 +315,7 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
     """Draw the attention that each layer and head pays to each distance, in bins that double.
 
     Args:
-        measured: what `hf_posenc.analysis.attention_by_distance` returned.
+        measured: result of `hf_posenc.analysis.attention_by_distance`.
         title: above the axes; empty means none.
     """
     import torch
@@ -348,11 +348,11 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
 
 
 def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
-    """Draw wavelengths against the trained length: what lies above it never completes a turn in training.
+    """Draw wavelengths against the trained length; waves above it never complete a turn in training.
 
     Args:
-        found: what `hf_posenc.analysis.frequencies` returned, of one trained length. Waves that stand still are left
-            out, and counted in the legend.
+        found: result of `hf_posenc.analysis.frequencies` for one trained length. Waves that stand still are left out,
+            and counted in the legend.
         title: above the axes; empty means none.
 
     Raises:
@@ -388,10 +388,10 @@ def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
 
 
 def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figure:
-    """Draw how many distances each way of computing biases tells apart, head by head, in percent of the length.
+    """Draw the share of distances that each method of computing biases tells apart, head by head.
 
     Args:
-        found: what `hf_posenc.analysis.precision_audit` returned.
+        found: result of `hf_posenc.analysis.precision_audit`.
         title: above the axes; empty means none.
 
     Raises:
@@ -428,10 +428,10 @@ def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figu
 
 
 def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "") -> Figure:
-    """Draw how much each layer notices of the order of its context, by itself and with those below it.
+    """Draw the change of each layer's output by another order of its context, alone and with the layers below it.
 
     Args:
-        measured: label -> what `hf_posenc.analysis.order_sensitivity` returned.
+        measured: label -> result of `hf_posenc.analysis.order_sensitivity`.
         title: above the axes; empty means none.
 
     Raises:
@@ -443,10 +443,10 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
 
 
 def equivariance_by_layer(measured: Mapping[str, Equivariance], *, title: str = "") -> Figure:
-    """Draw how far from equivariant the hidden states are behind each layer, without the causal mask and with it.
+    """Draw the distance from equivariance of the hidden states behind each layer, without the causal mask and with it.
 
     Args:
-        measured: label -> what `hf_posenc.analysis.equivariance` returned.
+        measured: label -> result of `hf_posenc.analysis.equivariance`.
         title: above the axes; empty means none.
 
     Raises:
@@ -482,14 +482,15 @@ def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: st
 
 
 def calibration(report: Calibration, *, title: str = "") -> Figure:
-    """Draw what calibration did to each layer: curves by distance, and how far each head is from the base's attention.
+    """Draw the result of a calibration for each layer: curves by distance, and divergences from the base's attention.
 
-    On the left what the base's positions add to a score, and the scheme's bias, one colour for each head; both less
-    their mean over pairs, which the softmax does not see. A scheme that multiplies scores has its factors on an axis of
-    its own. On the right the Kullback-Leibler divergence of each head, before, after the closed forms, at the end.
+    The left panel has the score that the base's positions add, and the scheme's bias, one colour for each head. Both
+    are shown minus their mean over pairs, which the softmax does not see. A scheme that multiplies scores has its
+    factors on another axis. The right panel has the Kullback-Leibler divergence of each head before, after the closed
+    forms, and at the end.
 
     Args:
-        report: what `hf_posenc.calibrate` returned.
+        report: result of `hf_posenc.calibrate`.
         title: above the panels; empty means none.
 
     Raises:
@@ -522,7 +523,7 @@ def calibration(report: Calibration, *, title: str = "") -> Figure:
 
 
 def _lines_of(report: Calibration) -> list[Any]:
-    """Return what the legend shows of the panels with curves."""
+    """Return the lines that the legend shows for the panels with curves."""
     from matplotlib.lines import Line2D
 
     names = ["base"] + [report.scheme] * any(each.scheme_curve is not None for each in report.layers)
@@ -533,7 +534,7 @@ def _lines_of(report: Calibration) -> list[Any]:
 
 
 def _curves_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
-    """Draw what positions do in a layer, by distance."""
+    """Draw the scores that positions add in a layer, by distance."""
     _, count = layer.base_curve.shape
     distances = list(range(count))
     drawn: list[tuple[Axes, Tensor, Any]] = [
@@ -560,7 +561,7 @@ def _curves_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
 
 
 def _divergences_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
-    """Draw how far a layer's heads are from the base's; their numbers have the colours of their curves."""
+    """Draw the divergences of a layer's heads from the base's; their numbers have the colours of their curves."""
     floor = 1e-6  # where heads agree to the last digit
     shown = {"before": layer.before, "closed forms": layer.closed, "at the end": layer.after}
     drawn = {name: values.clamp(min=floor).tolist() for name, values in shown.items()}
@@ -586,7 +587,7 @@ def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
     """Draw the verdicts on the five properties, a row for each scheme or model.
 
     Args:
-        found: label -> what `hf_posenc.analysis.properties` returned. An untrained scheme is marked with a star.
+        found: label -> result of `hf_posenc.analysis.properties`. An untrained scheme is marked with a star.
         title: above the table; empty means none.
 
     Raises:

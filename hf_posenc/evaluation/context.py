@@ -29,9 +29,9 @@ class PositionLoss:
     """Mean loss of the tokens at some places of a fresh window, or of a segment.
 
     Attributes:
-        first: place of the first of them, counted from 0; place 0 of a fresh window is never predicted.
-        last: place of the last one plus one.
-        tokens: how many there were in all windows.
+        first: first place, counted from 0; place 0 of a fresh window is never predicted.
+        last: last place plus one.
+        tokens: number of these tokens in all windows.
         loss: their mean negative log-likelihood in nats.
     """
 
@@ -65,8 +65,8 @@ class ContextMeasurement:
     def early_token_gap(self) -> float:
         """Nats per token by which fresh windows are worse than sliding ones.
 
-        This is the early-token curse (Press et al. 2021, appendix B): as a window grows, a gain in non-overlapping
-        perplexity that only comes from a smaller gap says nothing about the use of a longer context.
+        This is the early-token curse (Press et al. 2021, appendix B). As a window grows, non-overlapping perplexity may
+        gain from a smaller gap alone, which says nothing about the use of a longer context.
         """
         return self.non_overlapping.loss - self.sliding.loss
 
@@ -112,17 +112,17 @@ def measure_context(
 ) -> list[ContextMeasurement]:
     """Measure a model on whole documents at several context lengths, in one pass for each.
 
-    Windows never cross documents. Of a document of `N` tokens, `N - 1` count for the sliding perplexity (see
+    Windows never cross documents. A document of `N` tokens counts `N - 1` for the sliding perplexity (see
     `sliding_window_perplexity`) and `N - ceil(N / length)` for the non-overlapping one. A document that is no longer
     than `length` is one window, which counts for both.
 
     Args:
-        model: a causal language model, patched or not; set to eval mode and back. Under FSDP the wrapped one, with
-            `distributed`: every process takes part in every forward.
+        model: a causal language model, patched or not; set to eval mode and back. Under FSDP pass the wrapped model,
+            and `distributed`, because every process takes part in every forward.
         documents: `(N,)` int64 each, at least 2 tokens in one of them.
         lengths: tokens in a window, at least 2 each.
-        stride: tokens from one sliding window to the next; it must divide every length and be less. By default a
-            quarter of each length, half of it where that is no whole number.
+        stride: tokens from one sliding window to the next; it must divide every length and be less. The default is a
+            quarter of each length, or half of it where a quarter is no whole number.
         byte_counts: bytes of each document's text, for bits per byte.
         batch_size: windows per forward; by default as many as make about 8192 tokens, 1024 on a CPU.
         distributed: spread the windows over the processes of `torch.distributed`. All of them get the same result, and
@@ -133,8 +133,8 @@ def measure_context(
         One measurement per length, in the order given.
 
     Raises:
-        ValueError: a length, stride or number out of range, no document long enough to predict anything.
-        RuntimeError: `distributed` without an initialised process group.
+        ValueError: for a length, stride or number out of range, or if no document is long enough to predict anything.
+        RuntimeError: for `distributed` without an initialised process group.
     """
     check_documents(documents, byte_counts, batch_size)
     ranks = processes(distributed)
@@ -200,6 +200,7 @@ def stride_of(length: int, stride: int | None) -> int:
 
 
 def _windows(documents: Sequence[Tensor], length: int, stride: int) -> list[_Window]:
+    """Return the sliding and the fresh windows of all documents; a window may be both."""
     found = []
     for index, document in enumerate(documents):
         total = len(document)

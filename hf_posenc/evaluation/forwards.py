@@ -100,11 +100,10 @@ def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
     """Return a function from windows `(B, T)`, a slice of positions and perhaps a cache to their logits, in pieces.
 
     The pieces are rows `(R, V)`, the windows' positions one after the other. A long window's logits are far larger than
-    anything else in the forward, so where the head is a plain module behind the base model it is applied to
+    anything else in the forward. A head that is a plain module behind the base model is therefore applied to
     `LOGIT_ROWS` positions at a time. Some families scale or cap the logits after the head, so a short trial decides.
-    Where FSDP or ZeRO-3 has sharded a model, its parts cannot be called on their own, or only as often as in every
-    other process, whose windows may be of another length. There the logits are whole, and only what is made of them is
-    in pieces.
+    If FSDP or ZeRO-3 has sharded a model, its parts can only be called as often as in every other process, whose
+    windows may be of another length. Then the logits are computed whole and yielded in pieces.
 
     Args:
         model: in eval mode.

@@ -1,9 +1,9 @@
 """Perplexity of a causal language model at a given context length, counted two ways.
 
-Cutting a text into fresh windows makes every window start with tokens that have next to no context. A longer window has
-fewer of them, so its perplexity falls even when the model uses nothing of the longer context: the *early token curse*
-(Press, Smith and Lewis 2021, "Train Short, Test Long", appendix B). A sliding window scores every token with nearly the
-full context and has no such gain. Always look at both, at the same lengths.
+Cutting a text into fresh windows makes every window start with tokens that have next to no context. Longer windows have
+fewer such tokens, so perplexity falls even when the model uses nothing of the longer context. This is the *early token
+curse* (Press, Smith and Lewis 2021, "Train Short, Test Long", appendix B). A sliding window scores every token with
+nearly the full context and has no such gain. Always read both, at the same lengths.
 """
 
 import math
@@ -79,12 +79,12 @@ def sliding_window_perplexity(
         progress: show a progress bar, in tokens scored.
 
     Raises:
-        ValueError: a length or stride out of range, or a text shorter than `length`.
+        ValueError: for a length or stride out of range, or a text shorter than `length`.
     """
     total = _check(tokens, length)
     if not 1 <= stride < length:
         raise ValueError(f"stride must lie between 1 and length - 1 = {length - 1}, not {stride}")
-    spans = [(0, 1, length)]  # (start of the window, first and last + 1 scored token, counted from the text's start)
+    spans = [(0, 1, length)]  # see `_score`
     while (scored := spans[-1][2]) < total:
         end = min(scored + stride, total)
         spans.append((end - length, scored, end))
@@ -112,7 +112,7 @@ def non_overlapping_perplexity(
         progress: show a progress bar, in tokens scored.
 
     Raises:
-        ValueError: a length out of range, or a text shorter than `length`.
+        ValueError: for a length out of range, or a text shorter than `length`.
     """
     total = _check(tokens, length)
     spans = [(start, start + 1, min(start + length, total)) for start in range(0, total - 1, length)]
@@ -120,6 +120,7 @@ def non_overlapping_perplexity(
 
 
 def _check(tokens: Tensor, length: int) -> int:
+    """Return the number of tokens; ValueError for another shape, or fewer tokens than a window of at least 2."""
     if tokens.dim() != 1:
         raise ValueError(f"tokens must be one sequence of shape (N,), not {tuple(tokens.shape)}")
     if length < 2:
@@ -139,6 +140,7 @@ def _score(
     batch_size: int | None,
     progress: bool,
 ) -> Perplexity:
+    """Return the perplexity of spans (start of the window, first and last + 1 scored token)."""
     device = next(model.parameters()).device
     most = default_batch_size(device, length) if batch_size is None else batch_size
     if most < 1:

@@ -1,12 +1,13 @@
-"""Segment recurrence: a text is read in segments, each with the memory of what was read before it (Dai et al. 2019).
+"""Segment recurrence: a text is read in segments, each with a memory of the tokens before it (Dai et al. 2019).
 
-Transformer-XL (arXiv:1901.02860, section 3.2) keeps each layer's hidden states of the last `M` tokens; in the next
+Transformer-XL (arXiv:1901.02860, section 3.2) keeps each layer's hidden states of the last `M` tokens. In the next
 segment of `T` tokens the queries of every layer see them beside their own segment. Where distances alone matter, keys
-and values are functions of one token's hidden state, so keeping those is the same as making them again: a key-value
-cache that holds its last `M` entries, through which no gradient flows. That is transformers' own cache layer for
-sliding windows, given to a model whose mask has no such window, so that every token of a segment sees all the memory.
+and values are functions of one token's hidden state, so they can be kept instead of being made again. A key-value cache
+that holds its last `M` entries, through which no gradient flows, is therefore the memory. Transformers has that cache
+layer for sliding windows. Here it is given to a model whose mask has no such window, so that every token of a segment
+sees all the memory.
 
-So it is exactly one long forward in which, in every layer, a token sees its own segment and `M` tokens before that.
+The result is exactly one long forward in which, in every layer, a token sees its segment and `M` tokens before that.
 """
 
 import time
@@ -39,7 +40,7 @@ KEEPS_KEYS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers of transformers that hold nothing but keys and values of single tokens."""
 
 BY_LENGTH = ("dynamic", "longrope")
-"""The `rope_type` values whose frequencies depend on how far the text has been read."""
+"""Values of `rope_type` whose frequencies depend on the number of tokens read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class RecurrenceMeasurement:
 
     Attributes:
         segment: tokens in a segment, `T`.
-        memory: tokens before it that each layer sees beside it, `M`; 0 means segments that know nothing of each other.
+        memory: tokens before it that each layer sees beside it, `M`; 0 means independent segments.
         perplexity: perplexity of every token but the first of each document. Its `length` is `M + T`, its `windows` are
             segments.
         by_position: loss by the token's place in its segment, in bins `[0, 1), [1, 2), [2, 4), ...`. The token at place
@@ -88,11 +89,11 @@ def measure_recurrence(
 ) -> RecurrenceMeasurement:
     """Read whole documents segment by segment with memory, and score every token but the first of each.
 
-    With `L` layers the context of a token reaches `L * memory` tokens before its segment, since the memory of a layer
-    has read its own memory. Each token is computed once, and attends to at most `memory + segment` others. To compare
-    with: `memory=0` scores the same tokens from segments that know nothing of each other, and
-    `sliding_window_perplexity(length=memory + segment, stride=segment)` computes the same span again for every segment,
-    `(memory + segment) / segment` times the text, with a context that ends there in every layer.
+    With `L` layers the context of a token reaches `L * memory` tokens before its segment, because the memory of a layer
+    has read its own memory. Each token is computed once, and attends to at most `memory + segment` others. For
+    comparison, `memory=0` scores the same tokens from independent segments. In
+    `sliding_window_perplexity(length=memory + segment, stride=segment)` the context ends after the same span in every
+    layer, and the text is computed `(memory + segment) / segment` times.
 
     Position ids go on through a document. Schemes on scores read their differences, which are exact. Rotary angles are
     float32 in transformers: at position `p` they are off by up to `p * 6e-8` radians.
@@ -103,15 +104,15 @@ def measure_recurrence(
         segment: tokens in a segment, at least 1.
         memory: tokens of memory, at least 0.
         byte_counts: bytes of each document's text, for bits per byte.
-        batch_size: documents per forward; by default as many as make about 8192 tokens, 1024 on a CPU. The segments of
-            one document follow each other: one long document is read alone.
+        batch_size: documents per forward; by default as many as make about 8192 tokens, 1024 on a CPU. One long
+            document is read alone, because its segments follow each other.
         progress: show a progress bar, in tokens.
 
     Raises:
-        ValueError: a number out of range, no document long enough to predict anything.
+        ValueError: for a number out of range, or if no document is long enough to predict anything.
         UnsupportedModelError: with memory, for a model that does not read positions by their distances alone (position
             vectors, rotary frequencies that depend on the length, factors that grow with the position), or that keeps
-            something else of the past than keys and values.
+            more of the past than keys and values.
     """
     check_documents(documents, byte_counts, batch_size)
     if segment < 1:
@@ -180,7 +181,7 @@ def _read(
 def memory_cache(memory: int) -> Cache:
     """Return a cache to read segments with: every layer hands out its last `memory` tokens, and keeps as many.
 
-    Pass it as `past_key_values` of one forward after the other. A model's own sliding windows go on to hold.
+    Pass it as `past_key_values` to one forward after the other. A model's own sliding windows still apply.
 
     Args:
         memory: M, at least 1.
@@ -189,11 +190,7 @@ def memory_cache(memory: int) -> Cache:
 
 
 def check_memory(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be read with memory.
-
-    Raises:
-        UnsupportedModelError: see `measure_recurrence`.
-    """
+    """Raise UnsupportedModelError for a model that cannot be read with memory, see `measure_recurrence`."""
     model = without_adapter(model)
     base, schemes = BaseModel.of(model), schemes_of(model)
     table, rotary = base.found.position_table, base.found.rotary

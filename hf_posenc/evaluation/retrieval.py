@@ -23,7 +23,7 @@ class Cell:
 
     Attributes:
         length: tokens of the whole context, the answer included.
-        depth: where in the context the answer was given: 0 at its beginning, 1 right before the question.
+        depth: place of the answer in the context: 0 at its start, 1 right before the question.
         trials: number of contexts.
         tokens: number of answer tokens that were scored in all of them.
         accuracy: share of these tokens that are the model's first choice, given the tokens before.
@@ -149,18 +149,18 @@ def induction_copy(
 ) -> list[Cell]:
     """Repeat a passage of random tokens at the end of random tokens, and score all but the first two of them.
 
-    It needs no instructions and no language: two tokens say which passage is meant, and the rest has to be copied from
-    where it stood (induction heads, Olsson et al. 2022, arXiv:2209.11895).
+    It needs no instructions and no language. Two tokens say which passage is meant, and the rest has to be copied from
+    its first place (induction heads, Olsson et al. 2022, arXiv:2209.11895).
 
     Args:
         model: a causal language model, patched or not; set to eval mode and back.
         lengths: tokens of a context, at least twice the passage.
-        depths: where the passage stands first, between 0 and 1.
+        depths: first place of the passage, between 0 (start) and 1.
         trials: contexts per length and depth.
         passage: tokens that are repeated, at least 3.
         vocabulary: token ids to draw from; by default all of the model's but the first and last hundredth, where
             tokenizers keep their special tokens.
-        seed: of the contexts. They depend on it, the length, the depth and the trial's number alone.
+        seed: seed of the contexts. They depend on it, the length, the depth and the trial's number alone.
         distributed: spread the trials over the processes of `torch.distributed`; all get the same result.
         progress: show a progress bar, in trials.
 
@@ -168,8 +168,8 @@ def induction_copy(
         One cell per length and depth.
 
     Raises:
-        ValueError: a length, depth or number out of range.
-        RuntimeError: `distributed` without an initialised process group.
+        ValueError: for a length, depth or number out of range.
+        RuntimeError: for `distributed` without an initialised process group.
     """
     if passage < 3:
         raise ValueError(f"passage must be at least 3 tokens, not {passage}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..analysis import pen
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from torch import Tensor
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .expansion import Expansion, MixedHessian
     from .position_scores import PositionScores
     from .sparsity import NegativeProducts
-    from .statistics import EmbeddingStatistics
+    from .statistics import EmbeddingStatistics, VectorStatistics
     from .terms import ScoreTerms
 
 __all__ = [
@@ -35,11 +36,10 @@ __all__ = [
 
 
 def wave_curves(found: Mapping[str, Mapping[str, Decay]], *, title: str = "") -> Figure:
-    """Draw what waves give to a distance: the integral as a line, the sum over the pairs in dashes of the same colour.
+    """Draw means of waves by distance: the integral as a line, the sum over the pairs in dashes of the same colour.
 
     Args:
-        found: label -> what `WaveDecay.curves` or `RotaryWeights.curves` returned. Means over layers and heads are
-            drawn.
+        found: label -> result of `WaveDecay.curves` or `RotaryWeights.curves`; means over layers and heads are drawn.
         title: above the axes; empty means none.
 
     Raises:
@@ -63,10 +63,10 @@ def wave_curves(found: Mapping[str, Mapping[str, Decay]], *, title: str = "") ->
 
 
 def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
-    """Draw what a shift of a grid leaves of the product of two places.
+    """Draw the product of two places of a grid by their shift.
 
     Args:
-        scores: what `hf_posenc.theory.grid_decay` returned, (2 n + 1, 2 n + 1).
+        scores: result of `hf_posenc.theory.grid_decay`, (2 n + 1, 2 n + 1).
         title: above the axes; empty means none.
     """
     reach = len(scores) // 2 + 0.5
@@ -89,10 +89,10 @@ def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
 
 
 def mixed_hessian(found: MixedHessian, *, title: str = "") -> Figure:
-    """Draw the rows of the Hessian between two positions that were computed, and the share of the diagonal in them.
+    """Draw the rows of the Hessian between two positions, and the share of the diagonal in them.
 
     Args:
-        found: what `hf_posenc.theory.mixed_hessian` returned.
+        found: result of `hf_posenc.theory.mixed_hessian`.
         title: above the axes; empty means none.
     """
     rows, size = found.block.shape
@@ -111,7 +111,7 @@ def negative_products(found: NegativeProducts, *, title: str = "") -> Figure:
     """Draw the share of products of queries and keys that are negative, by layer and head.
 
     Args:
-        found: what `hf_posenc.theory.negative_products` returned.
+        found: result of `hf_posenc.theory.negative_products`.
         title: above the axes; empty means none.
     """
     layers, heads = found.shares.shape
@@ -130,11 +130,11 @@ def negative_products(found: NegativeProducts, *, title: str = "") -> Figure:
 
 
 def embedding_statistics(found: Mapping[str, EmbeddingStatistics], *, title: str = "") -> Figure:
-    """Draw norms, how diagonal covariances are, and how far neighbouring positions are apart, for several models.
+    """Draw norms, diagonal shares of covariances, and distances of neighbouring positions of several models.
 
     Args:
-        found: label -> what `hf_posenc.theory.embedding_statistics` returned. An open mark beside a diagonal share is
-            that of independent coordinates.
+        found: label -> result of `hf_posenc.theory.embedding_statistics`. The open mark beside a diagonal share is that
+            of independent coordinates.
         title: above the panels; empty means none.
 
     Raises:
@@ -148,48 +148,19 @@ def embedding_statistics(found: Mapping[str, EmbeddingStatistics], *, title: str
         for what, each in (("tokens", measured.tokens), ("positions", measured.positions))
         if each is not None
     }
-    places = range(len(sets))
-    marks: dict[str, Any] = {"linestyle": "none", "color": pen.COLOURS[0]}
+    distances = {
+        label: each.neighbour_distances.tolist()
+        for label, each in found.items()
+        if each.neighbour_distances is not None
+    }
     with pen.style():
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11.0, max(3.4, 1.4 + 0.3 * len(sets))), layout="constrained")
         norms, diagonals, steps = figure.subplots(1, 3)
-        norms.errorbar(
-            [each.mean_norm for each in sets.values()],
-            list(places),
-            xerr=[each.std_norm for each in sets.values()],
-            marker="o",
-            **marks,
-        )
-        norms.set_xlim(left=0)
-        norms.set_yticks(places, list(sets))
-        norms.set_xlabel("norm (mean and deviation)")
-        diagonals.plot([each.diagonal_share for each in sets.values()], places, marker="o", label="measured", **marks)
-        diagonals.plot(
-            [each.independent_share for each in sets.values()],
-            places,
-            marker="o",
-            markerfacecolor="white",
-            label="independent",
-            **marks,
-        )
-        diagonals.set_yticks(places, [""] * len(sets))
-        diagonals.set_xlim(-0.03, 1.03)
-        diagonals.set_xlabel("share of the diagonal in the covariance")
-        diagonals.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-        for axes in (norms, diagonals):
-            axes.set_ylim(len(sets) - 0.5, -0.5)
-        tables = {label: each for label, each in found.items() if each.neighbour_distances is not None}
-        for (label, each), look in zip(tables.items(), pen.styles(tables), strict=True):
-            values = each.neighbour_distances.tolist()  # type: ignore[union-attr]  # tables are those that have them
-            steps.plot(range(1, len(values) + 1), values, label=label, **{**look, "marker": ""})
-        if tables:
-            steps.set_xscale("log")
-            pen.positive_axis(steps, [value for line in steps.get_lines() for value in line.get_ydata()])
-            steps.set_xlabel("position (tokens)")
-            steps.set_ylabel("distance to the one before")
-            pen.legend(steps, tables)
+        _norms_and_diagonals(norms, diagonals, sets)
+        if distances:
+            _steps(steps, distances)
         else:
             steps.set_visible(False)
         if title:
@@ -197,11 +168,42 @@ def embedding_statistics(found: Mapping[str, EmbeddingStatistics], *, title: str
     return figure
 
 
+def _norms_and_diagonals(norms: Axes, diagonals: Axes, sets: Mapping[str, VectorStatistics]) -> None:
+    """Draw the norms and the diagonal shares of sets of vectors, a row for each set."""
+    rows = range(len(sets))
+    marks: dict[str, Any] = {"linestyle": "none", "color": pen.COLOURS[0], "marker": "o"}
+    means, deviations = ([getattr(each, name) for each in sets.values()] for name in ("mean_norm", "std_norm"))
+    norms.errorbar(means, list(rows), xerr=deviations, **marks)
+    norms.set_xlim(left=0)
+    norms.set_yticks(rows, list(sets))
+    norms.set_xlabel("norm (mean and deviation)")
+    diagonals.plot([each.diagonal_share for each in sets.values()], rows, label="measured", **marks)
+    marks["markerfacecolor"] = "white"
+    diagonals.plot([each.independent_share for each in sets.values()], rows, label="independent", **marks)
+    diagonals.set_yticks(rows, [""] * len(sets))
+    diagonals.set_xlim(-0.03, 1.03)
+    diagonals.set_xlabel("share of the diagonal in the covariance")
+    diagonals.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    for axes in (norms, diagonals):
+        axes.set_ylim(len(sets) - 0.5, -0.5)
+
+
+def _steps(axes: Axes, distances: Mapping[str, list[float]]) -> None:
+    """Draw the distances of neighbouring positions of each model."""
+    for (label, values), look in zip(distances.items(), pen.styles(distances), strict=True):
+        axes.plot(range(1, len(values) + 1), values, label=label, **{**look, "marker": ""})
+    axes.set_xscale("log")
+    pen.positive_axis(axes, [value for values in distances.values() for value in values])
+    axes.set_xlabel("position (tokens)")
+    axes.set_ylabel("distance to the one before")
+    pen.legend(axes, distances)
+
+
 def position_scores(found: PositionScores, *, title: str = "") -> Figure:
-    """Draw the bias by distance that is closest to what positions add to scores, head by head, and how close it comes.
+    """Draw the bias by distance that is closest to the scores of positions, and the share it explains, head by head.
 
     Args:
-        found: what `hf_posenc.theory.position_scores` returned.
+        found: result of `hf_posenc.theory.position_scores`.
         title: above the axes; empty means none.
     """
     with pen.style():
@@ -216,10 +218,10 @@ def position_scores(found: PositionScores, *, title: str = "") -> Figure:
 
 
 def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
-    """Draw how large the terms of Su's expansion and its residual are, for the input of each layer and the output.
+    """Draw the sizes of the terms of Su's expansion and of its residual, for the input of each layer and the output.
 
     Args:
-        found: what `hf_posenc.theory.expansion` returned. Where a term is 0 there is no mark.
+        found: result of `hf_posenc.theory.expansion`. Where a term is 0 there is no mark.
         title: above the axes; empty means none.
     """
     rows = [*found.layers, found.output]
@@ -236,7 +238,7 @@ def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
         for (name, label), style in zip(words.items(), pen.styles(words.values()), strict=True):
             sizes = [terms.sizes[name] or math.nan for terms in rows]
             axes.plot(range(len(found.layers)), sizes[:-1], label=label, **style)
-            axes.plot([len(found.layers)], sizes[-1:], **style)  # of another function: not joined
+            axes.plot([len(found.layers)], sizes[-1:], **style)  # of another function, so not joined
         axes.set_yscale("log")
         step = math.ceil(len(found.layers) / 16)
         places = range(0, len(found.layers), step)
@@ -248,10 +250,10 @@ def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
 
 
 def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
-    """Draw what the attention scores of each layer and head are made of, a panel for each of the four terms.
+    """Draw the shares of the four terms in the attention scores of each layer and head, a panel for each term.
 
     Args:
-        measured: what `hf_posenc.theory.score_terms` returned.
+        measured: result of `hf_posenc.theory.score_terms`.
         title: above the panels; empty means none.
 
     Raises:
@@ -265,7 +267,7 @@ def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
     shares = torch.full((len(measured.names), len(measured.layers), heads), math.nan, dtype=torch.float64)
     for row, layer in enumerate(measured.layers):
         shares[:, row, : len(layer.shares)] = 100 * layer.shares.T
-    most = max(100.0, pen.limit(shares.nan_to_num()))  # one that works against the others leaves these more than all
+    most = max(100.0, pen.limit(shares.nan_to_num()))  # above 100 % where a term works against the others
     with pen.style():
         from matplotlib.figure import Figure
 

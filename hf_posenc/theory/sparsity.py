@@ -1,8 +1,8 @@
-"""How many products of queries and keys are negative: what a ReLU in front of the softmax sets to zero.
+"""Share of negative products of queries and keys, which a ReLU in front of the softmax sets to zero.
 
 DA-Transformer (Wu et al. 2021, arXiv:2010.06925) clips products at 0 before it multiplies them by its factors, so that
-a factor above 1 does not push a negative one further down, and calls the result sparse. What is sparse are the scores:
-one of 0 still has a weight, `e^0` before the softmax divides.
+a factor above 1 does not push a negative product further down. It calls the result sparse. The scores are sparse, the
+weights are not: a score of 0 has a weight, `e^0` before the softmax divides.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..patching.plan import BaseModel
 
 @dataclass(frozen=True)
 class NegativeProducts:
-    """How many products of a query and a key that it sees are negative.
+    """Share of negative products of a query and a key that it sees.
 
     Attributes:
         label: the model's class.
-        layers: (N,) indices of the layers that attend.
+        layers: indices of the N layers that attend.
         shares: (N, H) float64, 0 .. 1, over all visible pairs.
     """
 
@@ -35,7 +35,7 @@ class NegativeProducts:
     shares: Tensor
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {"label": self.label, "layers": list(self.layers), "shares": self.shares.tolist()}
 
 
