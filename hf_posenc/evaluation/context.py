@@ -19,7 +19,7 @@ from .forwards import (
     processes,
     progress_bar,
     score_batches,
-    token_losses,
+    window_losses,
 )
 from .perplexity import Perplexity
 
@@ -240,11 +240,9 @@ def _scores(
     zero unless the window is fresh.
     """
     chosen = [windows[index] for index in batch]
-    size, predicted = chosen[0].shape
+    _, predicted = chosen[0].shape
     tokens = torch.stack([documents[window.document][window.start : window.end] for window in chosen]).to(device)
-    # Token t is predicted by the output at t - 1.
-    pieces = logits_of(tokens, slice(size - predicted - 1, size - 1))
-    losses = torch.cat(list(token_losses(pieces, tokens[:, size - predicted :].reshape(-1))))
+    losses = torch.cat(list(window_losses(logits_of, tokens, predicted)))
     scores = torch.zeros(len(batch), 2, len(edges), dtype=torch.float64)
     for (sums, counts), window, row in zip(scores, chosen, losses.view(len(batch), -1).double().cpu(), strict=True):
         scored = window.end - window.scored

@@ -96,6 +96,14 @@ def token_losses(pieces: Iterable[Tensor], targets: Tensor) -> Iterator[Tensor]:
         done += len(wide)
 
 
+def window_losses(logits_of: LogitsOf, windows: Tensor, scored: int) -> Iterator[Tensor]:
+    """Yield the losses of the last `scored` tokens of windows (B, T), one window after the other, in pieces."""
+    size = windows.shape[1]
+    # Token t is predicted by the output at t - 1.
+    pieces = logits_of(windows, slice(size - scored - 1, size - 1))
+    yield from token_losses(pieces, windows[:, size - scored :].reshape(-1))
+
+
 def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
     """Return a function from windows `(B, T)`, a slice of positions and perhaps a cache to their logits, in pieces.
 

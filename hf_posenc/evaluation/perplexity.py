@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..modes import evaluation
-from .forwards import default_batch_size, in_batches, logits_function, progress_bar, token_losses
+from .forwards import default_batch_size, in_batches, logits_function, progress_bar, window_losses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +158,7 @@ def _score(
             _, first, end = spans[batch[0]]
             scored = end - first
             windows = torch.stack([tokens[start:end] for start, _, end in (spans[index] for index in batch)]).to(device)
-            # Token t is predicted by the output at t - 1.
-            pieces = logits_of(windows, slice(windows.shape[1] - scored - 1, windows.shape[1] - 1))
-            for losses in token_losses(pieces, windows[:, -scored:].reshape(-1)):
+            for losses in window_losses(logits_of, windows, scored):
                 nll += losses.sum(dtype=torch.float64).item()
             count += len(batch) * scored
             bar.update(len(batch) * scored)
