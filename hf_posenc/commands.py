@@ -27,7 +27,7 @@ from .catalogue import refused_types, served_type
 from .checkpoint import from_pretrained
 from .checkpoint import inspect as read_config
 from .errors import PluginError, UnsupportedModelError
-from .pictures import KINDS, OPTIONS_OF, Asked, Numbers, schedule
+from .plot_kinds import KINDS, OPTIONS_OF, Asked, Numbers, schedule
 from .registry import available_schemes, scheme_class, supported_model_types
 from .schemes.base import EVERY_SCHEME, Scheme
 from .spelling import did_you_mean

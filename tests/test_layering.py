@@ -14,7 +14,7 @@ PACKAGE = "hf_posenc"
 
 LAYERS = (
     ("errors", "version", "deferred", "spelling"),
-    ("arguments", "positions", "files", "modes", "tracing", "waves", "kept"),
+    ("arguments", "positions", "files", "modes", "tracing", "sinusoids", "kept"),
     ("registry",),
     ("call",),
     ("forms", "placement"),
@@ -28,7 +28,7 @@ LAYERS = (
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
     ("theory",),
-    ("recipes", "pictures"),
+    ("recipes", "plot_kinds"),
     ("commands",),
     ("cli",),
 )
@@ -45,7 +45,7 @@ CORE = {
     "modes": set(),
     "tracing": set(),
     "kept": set(),
-    "waves": set(),
+    "sinusoids": set(),
     "placement": set(),
     "modules": set(),
     "call": set(),

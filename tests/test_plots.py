@@ -392,7 +392,7 @@ def test_waves_and_recurrence_of_a_model_that_rotates(tmp_path, capsys):
 
 def test_the_command_line_names_every_kind_of_picture():
     from hf_posenc.cli import PLOTS
-    from hf_posenc.pictures import KINDS
+    from hf_posenc.plot_kinds import KINDS
 
     assert list(PLOTS) == list(KINDS)
 
@@ -402,7 +402,7 @@ def test_the_command_line_names_every_kind_of_picture():
     [("10000", 0.01), ("1e2", 0.1), ("t^2", 0.25), ("t^0.5", 0.5**0.5), ("t", 0.5), ("t^1,2", None), ("a,b", None)],
 )
 def test_frequencies_that_a_command_line_can_say(text, at_a_half):
-    from hf_posenc.pictures import schedule
+    from hf_posenc.plot_kinds import schedule
 
     found = schedule(text)
     if at_a_half is None:

@@ -128,7 +128,8 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
             length = query.norm(dim=-1, keepdim=True).clamp(min=1e-30)
             rows.append(_of_scores(owner, query, d, scaling, query / length**2 / scaling).cpu())
 
-        hooks = [a.posenc.register_forward_pre_hook(record, with_kwargs=True) for a in found.attentions]
+        modules = [attention.get_submodule("posenc") for attention in found.attentions]
+        hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
         try:
             with evaluation(model):
                 model(tokens, use_cache=False)

@@ -195,7 +195,8 @@ def added_to(model: PreTrainedModel) -> Added | None:
     """
     base = BaseModel.of(model)
     found = base.found
-    for module in [found.position_table, getattr(found.decoder, "posenc", None), getattr(found.layers[0], "posenc", 0)]:
+    patched = [holder._modules.get("posenc") for holder in (found.decoder, found.layers[0])]
+    for module in (found.position_table, *patched):
         if isinstance(module, NoEmbedding):
             continue
         if isinstance(module, PositionEmbedding):
@@ -204,7 +205,7 @@ def added_to(model: PreTrainedModel) -> Added | None:
         if isinstance(module, nn.Embedding):
             offset = base.family.table_offset
             return Added(module, module.num_embeddings - offset, offset)
-        if module is not None and module is found.position_table:
+        if module is found.position_table and module is not None:
             return Added(module, None)  # makes its vectors by a rule
     return None
 
@@ -226,7 +227,7 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
     if added is None:
         return None
     if length is None:
-        rows = int(added.limit or getattr(model.config, "max_position_embeddings", 0))
+        rows = added.limit or getattr(model.config, "max_position_embeddings", None)
         if not rows:
             raise ValueError(f"give a length: the config of this {type(model).__name__} does not say how many")
         length = min(rows, 2**16)
@@ -322,7 +323,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
             model.set_attn_implementation("eager")
             stack.callback(model.set_attn_implementation, stock)
         for index, attention in attentions.items():
-            module = attention.posenc if ours else attention
+            module = attention.get_submodule("posenc") if ours else attention
             if ours:
                 stack.callback(module.register_forward_pre_hook(take_reference, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(show(index)).remove)

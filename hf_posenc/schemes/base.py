@@ -24,8 +24,8 @@ from ..modules import (
     parameter,
 )
 from ..placement import Layers, Nowhere, OnHidden, OnRotary, OnScores, Placement
+from ..sinusoids import compute_dtype, geometric_frequencies, sinusoids, wide_dtype
 from ..spelling import did_you_mean
-from ..waves import compute_dtype, geometric_frequencies, sinusoids, wide_dtype
 
 
 @dataclass(frozen=True)
