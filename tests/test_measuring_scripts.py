@@ -124,7 +124,7 @@ def test_the_table_of_statistics_is_what_was_measured():
                 f"{found['count']:,}",
                 f"{found['mean_norm']:.2f}",
                 f"{each['ratio']:.2f}" if positions and each.get("ratio") else "",
-                f"{found['diagonal_share']:.2f} of {found['independent_share']:.2f}",
+                f"{found['diagonal_share']:.2f} ({found['independent_share']:.2f})",
                 f"{found['correlation']:.2f}",
                 f"{found['dimensions']:.1f}",
                 f"{each['distance_share']:.2f}" if positions else "",
