@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What docs/theory.md says of a trained model: Su's expansion, Dai's four terms, equivariance, on texts that it writes.
+"""Measure the numbers of docs/theory.md for a trained model: Su's expansion, Dai's four terms, equivariance.
 
 python scripts/measure_theory.py CHECKPOINT --json results.json --plot terms.png
 
-CHECKPOINT is a stock model that adds position vectors, with a token that texts begin with. It writes texts of the length
-it was trained at; pairs of positions are drawn in each. The Hessian at the token embeddings knows nothing of the model's
-own positions, so that its diagonal is split for sinusoids of the size of the model's table.
+CHECKPOINT is a stock model that adds position vectors, with a token that texts begin with. It writes texts of its trained
+length, and pairs of positions are drawn in each. The Hessian at the token embeddings does not depend on the model's own
+positions, so its diagonal is split for sinusoids of the size of the model's table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def quartiles(values: list[float]) -> dict[str, float]:
 
 
 def shares(found: list[Expansion], index: int | None) -> dict[str, dict[str, float]]:
-    """Return the quartiles of the share of each term in what enters a layer, or in the output."""
+    """Return the quartiles of the share of each term, for the input of a layer or for the output."""
     rows = [(each.output if index is None else each.layers[index]).shares for each in found]
     return {name: quartiles([row[name] for row in rows]) for name in rows[0]}
 
