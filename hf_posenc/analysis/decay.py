@@ -20,10 +20,11 @@ from ..modules import owner_of
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule
 from ..upstream import NAME
 from . import probe
+from .result import Result
 
 
 @dataclass(frozen=True)
-class Decay:
+class Decay(Result):
     """Score by distance.
 
     Attributes:
@@ -40,10 +41,6 @@ class Decay:
     def mean(self) -> Tensor:
         """The scores averaged over layers and heads, (n,)."""
         return self.scores.mean((0, 1))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {"label": self.label, "distances": self.distances.tolist(), "scores": self.scores.tolist()}
 
 
 def decay(

@@ -24,10 +24,11 @@ from ..patching.plan import BaseModel
 from ..tracing import LayerCall, first, recorded
 from ..upstream import NAME
 from . import probe
+from .result import Result
 
 
 @dataclass(frozen=True)
-class LayerOrder:
+class LayerOrder(Result):
     """Effect of another order of the context on one layer.
 
     Attributes:
@@ -46,7 +47,7 @@ class LayerOrder:
 
 
 @dataclass(frozen=True)
-class OrderSensitivity:
+class OrderSensitivity(Result):
     """Effect of another order of the context on a model, averaged over texts and changes.
 
     Attributes:
@@ -67,10 +68,6 @@ class OrderSensitivity:
     kl: float
     tokens: int
     changes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**self.__dict__, "layers": [dict(layer.__dict__) for layer in self.layers]}
 
     def __str__(self) -> str:
         """Return a table."""
@@ -157,7 +154,7 @@ def _layer_reordered(
 
 
 @dataclass(frozen=True)
-class LayerEquivariance:
+class LayerEquivariance(Result):
     """Distance of the hidden states behind one layer from equivariance.
 
     The numbers are relative changes of a token's hidden state when all but the last token of the text change places. A
@@ -177,7 +174,7 @@ class LayerEquivariance:
 
 
 @dataclass(frozen=True)
-class Equivariance:
+class Equivariance(Result):
     """Equivariance of a stack of layers, with the causal mask and without; means over texts and orders.
 
     Attributes:
@@ -191,10 +188,6 @@ class Equivariance:
     layers: tuple[LayerEquivariance, ...]
     tokens: int
     changes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**self.__dict__, "layers": [dict(layer.__dict__) for layer in self.layers]}
 
     def __str__(self) -> str:
         """Return a table."""

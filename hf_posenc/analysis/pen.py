@@ -117,6 +117,18 @@ def new_axes(title: str, *, width: float = 6.4, height: float = 4.0) -> tuple[Fi
     return figure, axes
 
 
+def new_panels(
+    title: str, rows: int, columns: int, *, width: float, height: float, **options: Any
+) -> tuple[Figure, Any]:
+    """Return a figure of a width and height in inches, and its axes as `Figure.subplots` returns them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure, figure.subplots(rows, columns, **options)
+
+
 def require(points: Sequence[Any], what: str) -> None:
     """Raise ValueError if there is nothing to draw."""
     if not points:

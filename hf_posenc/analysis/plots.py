@@ -282,12 +282,11 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
     limit = pen.limit(scores)
     with pen.style():
         from matplotlib.colors import SymLogNorm
-        from matplotlib.figure import Figure
 
         # Heads differ by orders of magnitude, and one scale for all of them keeps them comparable.
         colours = SymLogNorm(linthresh=limit / 100, vmin=-limit, vmax=limit)
-        figure = Figure(figsize=(1.2 + 1.75 * columns, 0.8 + 1.75 * rows), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+        size = {"width": 1.2 + 1.75 * columns, "height": 0.8 + 1.75 * rows}
+        figure, grid = pen.new_panels(title, rows, columns, **size, squeeze=False, sharex=True, sharey=True)
         image = None
         for head, axes in enumerate(grid.flat):
             if head >= len(maps):
@@ -298,8 +297,6 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
             axes.set_title(f"head {head}", fontsize=9)
         figure.supxlabel("key (position)", fontsize=10)
         figure.supylabel("query (position)", fontsize=10)
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         label = f"added to the score (nats),\nlogarithmic beyond ±{limit / 100:.2g}"
         pen.colour_bar(figure, image, list(grid.flat), label)
         ticks = [
@@ -461,10 +458,7 @@ def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: st
     """Draw numbers of each layer of several models, on one logarithmic axis; panels: attribute -> words above it."""
     floor = 1e-17
     with pen.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(1.6 + 3.5 * len(panels), 4.0), layout="constrained")
-        grid = figure.subplots(1, len(panels), sharey=True)
+        figure, grid = pen.new_panels(title, 1, len(panels), width=1.6 + 3.5 * len(panels), height=4.0, sharey=True)
         for axes, (name, words) in zip(grid, panels.items(), strict=True):
             for (label, each), style in zip(measured.items(), pen.styles(measured), strict=True):
                 x = [layer.index for layer in each.layers]
@@ -475,8 +469,6 @@ def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: st
             axes.set_title(words, fontsize=10)
             axes.set_xlabel("layer")
         grid[0].set_ylabel(ylabel)
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         grid[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
     return figure
 
@@ -501,10 +493,8 @@ def calibration(report: Calibration, *, title: str = "") -> Figure:
     blocks = max(1, round(math.sqrt(len(report.layers) / 8)))
     rows = math.ceil(len(report.layers) / blocks)
     with pen.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8.4 * blocks, 1.1 + 1.9 * rows), layout="constrained")
-        grid = figure.subplots(rows, 2 * blocks, squeeze=False)
+        size = {"width": 8.4 * blocks, "height": 1.1 + 1.9 * rows}
+        figure, grid = pen.new_panels(title, rows, 2 * blocks, **size, squeeze=False)
         panels = [(row[2 * block], row[2 * block + 1]) for block in range(blocks) for row in grid]
         for place, (curves, divergences) in enumerate(panels):
             if place >= len(report.layers):
@@ -517,8 +507,6 @@ def calibration(report: Calibration, *, title: str = "") -> Figure:
             _divergences_of(divergences, layer, label="head" if last else "")
         handles = [*_lines_of(report), *grid[0][1].get_lines()[:3]]
         figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 

@@ -18,12 +18,13 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as fal
 from ..forms import Bias, Slopes
 from ..schemes.base import Dims, Scheme, ScoreModule
 from . import probe
+from .result import Result
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class DistinctBiases:
+class DistinctBiases(Result):
     """Number of different biases that one method computes.
 
     Attributes:
@@ -39,10 +40,6 @@ class DistinctBiases:
     length: int
     heads: tuple[int, ...]
     finite: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**self.__dict__, "heads": list(self.heads)}
 
     def __str__(self) -> str:
         """Return one line."""

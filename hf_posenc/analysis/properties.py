@@ -26,6 +26,7 @@ from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule, by_laye
 from ..schemes.sinusoidal import Waves
 from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary
 from . import probe
+from .result import Result
 
 Verdict = Literal["yes", "no", "not applicable"]
 
@@ -38,7 +39,7 @@ SEEN = 0.01
 
 
 @dataclass(frozen=True)
-class Property:
+class Property(Result):
     """One property.
 
     Attributes:
@@ -53,7 +54,7 @@ class Property:
 
 
 @dataclass(frozen=True)
-class Properties:
+class Properties(Result):
     """The five properties of one scheme or model.
 
     Attributes:
@@ -69,10 +70,6 @@ class Properties:
     tested_length: int
     rows: tuple[Property, ...]
     untrained: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**self.__dict__, "rows": [dict(row.__dict__) for row in self.rows]}
 
     def __str__(self) -> str:
         """Return a table."""

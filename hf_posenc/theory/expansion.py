@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
+from ..analysis.result import Result
 from ..modes import evaluation
 from ..modules import owner_of
 from ..schemes.sinusoidal import Waves
@@ -33,7 +34,7 @@ from .statistics import diagonal_share
 
 
 @dataclass(frozen=True)
-class Terms:
+class Terms(Result):
     """The terms of one function `f` of two position vectors, float64: () of a number, (E,) of hidden states.
 
     Attributes:
@@ -67,12 +68,11 @@ class Terms:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
-        numbers = {each.name: getattr(self, each.name).tolist() for each in fields(self)}
-        return {**numbers, "shares": self.shares}
+        return {**super().to_dict(), "shares": self.shares}
 
 
 @dataclass(frozen=True)
-class DiagonalTerm:
+class DiagonalTerm(Result):
     """The sixth term with a diagonal `H`, `sum_k H_kk p_mk p_nk`, in two parts.
 
     For each pair of coordinates (a, b), with `c = p_ma p_na` and `d = p_mb p_nb`,
@@ -108,11 +108,11 @@ class DiagonalTerm:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON."""
-        return {**self.__dict__, "diagonal": self.diagonal.tolist(), "relative_share": self.relative_share}
+        return {**super().to_dict(), "relative_share": self.relative_share}
 
 
 @dataclass(frozen=True)
-class MixedHessian:
+class MixedHessian(Result):
     """Rows of `H = d2f/dx_m dx_n`, the second-order interaction of two positions.
 
     Attributes:
@@ -134,13 +134,9 @@ class MixedHessian:
     with_positions: bool
     term: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**self.__dict__, "block": self.block.tolist()}
-
 
 @dataclass(frozen=True)
-class Expansion:
+class Expansion(Result):
     """A model expanded around its token embeddings.
 
     Attributes:
@@ -164,15 +160,6 @@ class Expansion:
     output: Terms
     diagonal_share: float | None
     diagonal: DiagonalTerm | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {
-            **self.__dict__,
-            "layers": [each.to_dict() for each in self.layers],
-            "output": self.output.to_dict(),
-            "diagonal": None if self.diagonal is None else self.diagonal.to_dict(),
-        }
 
     def __str__(self) -> str:
         """Return a table of the sizes of all terms, and of the parts of the sixth with a diagonal `H`."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..analysis.decay import Decay
+from ..analysis.result import Result
 
 Function = Callable[[Tensor], Tensor]
 """t between 0 and 1, a float64 tensor of any shape -> values, a tensor of that shape."""
@@ -114,7 +114,7 @@ Values = complex | Sequence[complex] | Tensor | Function
 
 
 @dataclass(frozen=True)
-class WaveDecay:
+class WaveDecay(Result):
     """Mean of waves by distance: the sum over F pairs, and the integral that it approaches.
 
     Attributes:
@@ -135,10 +135,6 @@ class WaveDecay:
         """Return the real parts of sum and integral, for `plots.wave_curves`."""
         both = {"sum": self.sum, "integral": self.integral}
         return {label: Decay(label, self.distances, each.real[None, None]) for label, each in both.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON; a complex number is a pair of its real and imaginary part."""
-        return {key: (torch.view_as_real(v) if v.is_complex() else v).tolist() for key, v in self.__dict__.items()}
 
 
 def wave_decay(

@@ -154,17 +154,13 @@ def embedding_statistics(found: Mapping[str, EmbeddingStatistics], *, title: str
         if each.neighbour_distances is not None
     }
     with pen.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(11.0, max(3.4, 1.4 + 0.3 * len(sets))), layout="constrained")
-        norms, diagonals, steps = figure.subplots(1, 3)
+        height = max(3.4, 1.4 + 0.3 * len(sets))
+        figure, (norms, diagonals, steps) = pen.new_panels(title, 1, 3, width=11.0, height=height)
         _norms_and_diagonals(norms, diagonals, sets)
         if distances:
             _steps(steps, distances)
         else:
             steps.set_visible(False)
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
@@ -269,11 +265,8 @@ def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
         shares[:, row, : len(layer.shares)] = 100 * layer.shares.T
     most = max(100.0, pen.limit(shares.nan_to_num()))  # above 100 % where a term works against the others
     with pen.style():
-        from matplotlib.figure import Figure
-
         height = min(9.0, 1.7 + 0.3 * len(measured.layers))
-        figure = Figure(figsize=(10.0, height), layout="constrained")
-        panels = figure.subplots(1, len(measured.names), sharey=True)
+        figure, panels = pen.new_panels(title, 1, len(measured.names), width=10.0, height=height, sharey=True)
         for axes, name, values in zip(panels, measured.names, shares, strict=True):
             axes.grid(False)
             image = axes.imshow(
@@ -287,6 +280,4 @@ def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
         panels[0].set_yticks(rows, [str(measured.layers[row].index) for row in rows])
         panels[0].set_ylabel("layer")
         pen.colour_bar(figure, image, list(panels), "share of the score (%)")
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure

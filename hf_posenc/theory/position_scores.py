@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
+from ..analysis.result import Result
 from ..calibration.maps import asked, attending, entering, observe
 from ..errors import UnsupportedModelError
 from ..modes import evaluation
@@ -19,7 +19,7 @@ from ..patching.state import patch_of
 
 
 @dataclass(frozen=True)
-class PositionScores:
+class PositionScores(Result):
     """Scores between positions, over all pairs of a query and a key that is not ahead of it.
 
     Attributes:
@@ -42,10 +42,6 @@ class PositionScores:
     mean: Tensor
     bias: Tensor
     deviation: Tensor
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {name: part.tolist() if isinstance(part, Tensor) else part for name, part in self.__dict__.items()}
 
     def __str__(self) -> str:
         """Return a table, one line for each head."""

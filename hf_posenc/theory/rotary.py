@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..analysis import probe
 from ..analysis.decay import Decay
+from ..analysis.result import Result
 from ..calibration.maps import observe
 from ..errors import UnsupportedModelError
 from ..modes import evaluation
@@ -21,7 +21,7 @@ from .integrals import wave_integral, wave_sum
 
 
 @dataclass(frozen=True)
-class RotaryWeights:
+class RotaryWeights(Result):
     """Mean products of a query and a key before RoPE turns them, for each layer, head and pair of a model.
 
     Attributes:
@@ -76,16 +76,6 @@ class RotaryWeights:
             progress: show a progress bar.
         """
         return {"sum": self.decay(distances), "integral": self.integral(distances, progress=progress)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON; a complex number is a pair of its real and imaginary part."""
-        return {
-            "label": self.label,
-            "layers": list(self.layers),
-            "frequencies": self.frequencies.tolist(),
-            "weights": torch.view_as_real(self.weights).tolist(),
-            "still": self.still.tolist(),
-        }
 
 
 @torch.no_grad()

@@ -8,20 +8,20 @@ weights are not: a score of 0 has a weight, `e^0` before the softmax divides.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..analysis import probe
+from ..analysis.result import Result
 from ..calibration.maps import observe
 from ..modes import evaluation
 from ..patching.plan import BaseModel
 
 
 @dataclass(frozen=True)
-class NegativeProducts:
+class NegativeProducts(Result):
     """Share of negative products of a query and a key that it sees.
 
     Attributes:
@@ -33,10 +33,6 @@ class NegativeProducts:
     label: str
     layers: tuple[int, ...]
     shares: Tensor
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {"label": self.label, "layers": list(self.layers), "shares": self.shares.tolist()}
 
 
 @torch.no_grad()

@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..analysis import probe
+from ..analysis.result import Result
 
 
 @dataclass(frozen=True)
-class VectorStatistics:
+class VectorStatistics(Result):
     """Statistics of a set of vectors.
 
     Attributes:
@@ -48,7 +49,7 @@ class VectorStatistics:
 
 
 @dataclass(frozen=True)
-class EmbeddingStatistics:
+class EmbeddingStatistics(Result):
     """Statistics of token and position embeddings of a model.
 
     Attributes:
@@ -68,17 +69,6 @@ class EmbeddingStatistics:
     ratio: float | None
     neighbour_distances: Tensor | None
     distance_share: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {
-            "label": self.label,
-            "tokens": dict(self.tokens.__dict__),
-            "positions": None if self.positions is None else dict(self.positions.__dict__),
-            "ratio": self.ratio,
-            "neighbour_distances": None if self.neighbour_distances is None else self.neighbour_distances.tolist(),
-            "distance_share": self.distance_share,
-        }
 
 
 def vector_statistics(vectors: Tensor) -> VectorStatistics:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
+from ..analysis.result import Result
 from ..api import is_patched
 from ..calibration.maps import asked, attending, observe
 from ..call import Call
@@ -41,7 +41,7 @@ LINEAR = 1e-4
 
 
 @dataclass(frozen=True)
-class LayerTerms:
+class LayerTerms(Result):
     """The four terms of the scores of one layer.
 
     Only the differences between the keys of a query count, because the softmax does not see what they have in common.
@@ -60,7 +60,7 @@ class LayerTerms:
 
 
 @dataclass(frozen=True)
-class ScoreTerms:
+class ScoreTerms(Result):
     """The four terms of the scores of a model, layer by layer and head by head.
 
     Attributes:
@@ -74,13 +74,6 @@ class ScoreTerms:
     names: tuple[str, ...]
     layers: tuple[LayerTerms, ...]
     tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        layers = [
-            {"index": each.index, "shares": each.shares.tolist(), "sizes": each.sizes.tolist()} for each in self.layers
-        ]
-        return {**self.__dict__, "layers": layers}
 
     def __str__(self) -> str:
         """Return a table of the shares, the mean over heads and the range."""
