@@ -188,6 +188,15 @@ def position_edges(length: int) -> list[int]:
     return [1 << power for power in range(max(1, math.ceil(math.log2(length))))] + [length]
 
 
+def losses_by_position(edges: list[int], nll: Sequence[float], tokens: Sequence[float]) -> tuple[PositionLoss, ...]:
+    """Return the mean losses of bins from their sums of losses and numbers of tokens, without empty bins."""
+    return tuple(
+        PositionLoss(first=first, last=last, tokens=int(count), loss=total / count)
+        for (first, last), total, count in zip(pairwise(edges), nll, tokens, strict=True)
+        if count
+    )
+
+
 def stride_of(length: int, stride: int | None) -> int:
     """Return the stride at a length, chosen if None; ValueError if it does not fit."""
     if length < 2:
@@ -276,15 +285,10 @@ def _measurement(
         tokens=sum(tokens[1:]),
         nll=sum(nll[1:]),
     )
-    bins = zip(pairwise(edges), tokens[1:], nll[1:], strict=True)
     return ContextMeasurement(
         length=length,
         sliding=sliding,
         non_overlapping=fresh,
-        by_position=tuple(
-            PositionLoss(first=first, last=last, tokens=count, loss=total / count)
-            for (first, last), count, total in bins
-            if count
-        ),
+        by_position=losses_by_position(edges, nll[1:], tokens[1:]),
         bits_per_byte=sliding.nll / math.log(2) / total_bytes if total_bytes else None,
     )

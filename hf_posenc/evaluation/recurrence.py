@@ -32,7 +32,7 @@ from ..patching.plan import BaseModel
 from ..patching.state import without_adapter
 from ..schemes.base import RotaryScheme, by_layer_type
 from ..upstream.rotary import IdentityRotary
-from .context import PositionLoss, check_documents, position_edges
+from .context import PositionLoss, check_documents, losses_by_position, position_edges
 from .forwards import IGNORED, LogitsOf, default_batch_size, in_batches, logits_function, progress_bar, token_losses
 from .perplexity import Perplexity
 
@@ -115,10 +115,9 @@ def measure_recurrence(
             more of the past than keys and values.
     """
     check_documents(documents, byte_counts, batch_size)
-    if segment < 1:
-        raise ValueError(f"segment must be at least 1, not {segment}")
-    if memory < 0:
-        raise ValueError(f"memory must be at least 0, not {memory}")
+    for name, value, least in (("segment", segment, 1), ("memory", memory, 0)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
     if memory:
         check_memory(model)
     longest_first = sorted((document for document in documents if len(document) > 1), key=len, reverse=True)
@@ -128,10 +127,7 @@ def measure_recurrence(
         logits_of = logits_function(model, longest_first[0])
         began = time.perf_counter()
         nll, counts = _read(logits_of, longest_first, segment, memory, batch_size, next(model.parameters()).device, bar)
-        seconds = time.perf_counter() - began
-    nll, counts = nll.roll(1), counts.roll(1)  # from the place of the output to that of the token it predicts
-    edges = [0, *position_edges(segment)]
-    bins = [(first, last, counts[first:last].sum(), nll[first:last].sum()) for first, last in pairwise(edges)]
+        speed = total / (time.perf_counter() - began)
     perplexity = Perplexity(
         method="segment_recurrence",
         length=memory + segment,
@@ -140,17 +136,16 @@ def measure_recurrence(
         tokens=total,
         nll=nll.sum().item(),
     )
+    edges = [0, *position_edges(segment)]
+    bins = [[values[first:last].sum().item() for first, last in pairwise(edges)] for values in (nll, counts)]
+    bits_per_byte = perplexity.nll / log(2) / sum(byte_counts) if byte_counts is not None else None
     return RecurrenceMeasurement(
         segment=segment,
         memory=memory,
         perplexity=perplexity,
-        by_position=tuple(
-            PositionLoss(first=first, last=last, tokens=int(tokens), loss=(loss / tokens).item())
-            for first, last, tokens, loss in bins
-            if tokens
-        ),
-        bits_per_byte=perplexity.nll / log(2) / sum(byte_counts) if byte_counts is not None else None,
-        tokens_per_second=total / seconds,
+        by_position=losses_by_position(edges, *bins),
+        bits_per_byte=bits_per_byte,
+        tokens_per_second=speed,
     )
 
 
@@ -163,11 +158,11 @@ def _read(
     device: torch.device,
     bar: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return sums of losses, and how many they are, by the place of the output in its segment: (T,) float64 each.
+    """Return sums of losses, and how many they are, by the place of the token in its segment: (T,) float64 each.
 
     Documents, longest first, are read side by side in batches.
     """
-    nll, counts = torch.zeros(2, segment, dtype=torch.float64)
+    nll, counts = torch.zeros(2, segment, dtype=torch.float64)  # by the place of the output
     most = batch_size or default_batch_size(device, segment)
     for batch in in_batches([None] * len(documents), lambda shape: most):
         chosen = [documents[index] for index in batch]
@@ -175,7 +170,7 @@ def _read(
             nll[: losses.shape[1]] += losses.sum(0)
             counts[: losses.shape[1]] += counted.sum(0)
             bar.update(int(counted.sum()))
-    return nll, counts
+    return nll.roll(1), counts.roll(1)  # from the place of the output to that of the token it predicts
 
 
 def memory_cache(memory: int) -> Cache:
