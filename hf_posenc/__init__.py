@@ -1,158 +1,38 @@
 """Replace the position handling of Hugging Face causal language models, in place, by any documented scheme.
 
-Importing this imports nothing heavy: a public name is looked up when it is first used. AutoConfig is told the model
-types of patched models as soon as it is imported, by whomever.
+Importing this imports nothing heavy, because a public name is looked up when it is first used. The model types of
+patched models are registered with AutoConfig as soon as any package imports it.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .deferred import after_import
 
-if TYPE_CHECKING:
-    from .api import is_patched, patch_model, patched, schemes_of, unpatch_model
-    from .calibration.calibrate import Calibration, calibrate
-    from .call import Call
-    from .checkpoint import from_pretrained, inspect
-    from .classes import register_family
-    from .description import describe, which_engine
-    from .errors import (
-        AlreadyPatchedError,
-        CheckpointError,
-        HfPosencError,
-        NotPatchedError,
-        PluginError,
-        UnknownSchemeError,
-        UnsupportedModelError,
-    )
-    from .export import export_stock
-    from .families.base import Family
-    from .forms import Bias, ClippedVectors, Factors, Form, RelativeKeys, Slopes
-    from .lora import load_adapter, lora_config
-    from .modules import PositionEmbedding, Rotation, ScoreModule
-    from .parallel import context_group, context_parallel, shard_sequence
-    from .registry import available_schemes, register_scheme
-    from .schemes.base import Dims, EmbeddingScheme, RotaryScheme, Scheme, ScoreScheme
-    from .verification import verify
-    from .version import VERSION as __version__
-
-__all__ = [
-    "AlreadyPatchedError",
-    "Bias",
-    "Calibration",
-    "Call",
-    "CheckpointError",
-    "ClippedVectors",
-    "Dims",
-    "EmbeddingScheme",
-    "Factors",
-    "Family",
-    "Form",
-    "HfPosencError",
-    "NotPatchedError",
-    "PluginError",
-    "PositionEmbedding",
-    "RelativeKeys",
-    "RotaryScheme",
-    "Rotation",
-    "Scheme",
-    "ScoreModule",
-    "ScoreScheme",
-    "Slopes",
-    "UnknownSchemeError",
+_NAMES = {
+    ".api": "is_patched patch_model patched schemes_of unpatch_model",
+    ".calibration.calibrate": "Calibration calibrate",
+    ".call": "Call",
+    ".checkpoint": "from_pretrained inspect",
+    ".classes": "register_family",
+    ".description": "describe which_engine",
+    ".errors": "AlreadyPatchedError CheckpointError HfPosencError NotPatchedError PluginError UnknownSchemeError "
     "UnsupportedModelError",
-    "__version__",
-    "available_schemes",
-    "calibrate",
-    "context_group",
-    "context_parallel",
-    "describe",
-    "export_stock",
-    "from_pretrained",
-    "inspect",
-    "is_patched",
-    "load_adapter",
-    "lora_config",
-    "patch_model",
-    "patched",
-    "register_family",
-    "register_scheme",
-    "schemes_of",
-    "shard_sequence",
-    "unpatch_model",
-    "verify",
-    "which_engine",
-]
-
-_FROM = {
-    ".api": (
-        "is_patched",
-        "patch_model",
-        "patched",
-        "schemes_of",
-        "unpatch_model",
-    ),
-    ".calibration": (
-        "Calibration",
-        "calibrate",
-    ),
-    ".call": ("Call",),
-    ".checkpoint": (
-        "from_pretrained",
-        "inspect",
-    ),
-    ".classes": ("register_family",),
-    ".description": ("describe", "which_engine"),
-    ".errors": (
-        "AlreadyPatchedError",
-        "CheckpointError",
-        "HfPosencError",
-        "NotPatchedError",
-        "PluginError",
-        "UnknownSchemeError",
-        "UnsupportedModelError",
-    ),
-    ".export": ("export_stock",),
-    ".families.base": ("Family",),
-    ".forms": (
-        "Bias",
-        "ClippedVectors",
-        "Factors",
-        "Form",
-        "RelativeKeys",
-        "Slopes",
-    ),
-    ".lora": (
-        "load_adapter",
-        "lora_config",
-    ),
-    ".version": ("__version__",),
-    ".modules": (
-        "PositionEmbedding",
-        "Rotation",
-        "ScoreModule",
-    ),
-    ".parallel": (
-        "context_group",
-        "context_parallel",
-        "shard_sequence",
-    ),
-    ".registry": (
-        "available_schemes",
-        "register_scheme",
-    ),
-    ".schemes.base": (
-        "Dims",
-        "EmbeddingScheme",
-        "RotaryScheme",
-        "Scheme",
-        "ScoreScheme",
-    ),
-    ".verification": ("verify",),
+    ".export": "export_stock",
+    ".families.base": "Family",
+    ".forms": "Bias ClippedVectors Factors Form RelativeKeys Slopes",
+    ".lora": "load_adapter lora_config",
+    ".modules": "PositionEmbedding Rotation ScoreModule",
+    ".parallel": "context_group context_parallel shard_sequence",
+    ".registry": "available_schemes register_scheme",
+    ".schemes.base": "Dims EmbeddingScheme RotaryScheme Scheme ScoreScheme",
+    ".verification": "verify",
 }
-"""Module -> the public names that it has."""
+"""Module -> the public names that it has; `__init__.pyi` has them for type checkers."""
 
-_MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()} | {"__version__": ".version"}
+
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

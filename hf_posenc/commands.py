@@ -28,7 +28,7 @@ from .checkpoint import from_pretrained
 from .checkpoint import inspect as read_config
 from .description import describe
 from .errors import PluginError, UnsupportedModelError
-from .pictures import KINDS, OPTIONS_OF, Asked, Numbers, schedule
+from .plot_kinds import KINDS, OPTIONS_OF, Asked, Numbers, schedule
 from .registry import available_schemes, scheme_class, supported_model_types
 from .schemes.base import EVERY_SCHEME, Scheme
 from .spelling import did_you_mean

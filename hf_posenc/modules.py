@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .call import Call
 from .forms import Content, Form
-from .waves import sinusoids
+from .sinusoids import sinusoids
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a model with RoPE gives to a distance, by the products of queries and keys that it turns on a text.
+"""Measure the score by distance of a model with RoPE, from the products of queries and keys that it turns on a text.
 
     python scripts/measure_decay.py stories=CHECKPOINT --text FILE --json results.json
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_posenc.analysis import rotary_weights
+from hf_posenc.theory import rotary_weights
 
 DISTANCES = (-512, -128, -32, -8, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -43,7 +43,7 @@ def measure(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """Return numbers with four digits, in whatever holds them."""
+    """Return numbers with four digits, in any nested lists and dicts."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list):

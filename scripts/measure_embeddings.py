@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Statistics of token and position matrices: norms, how diagonal their covariances are, how far neighbours are apart.
+"""Measure token and position matrices: norms, diagonal shares of covariances, distances of neighbours.
 
     python scripts/measure_embeddings.py --json results.json                                  # a GPT-2 trained on the spot
     python scripts/measure_embeddings.py stories=CHECKPOINT gpt2=FILE.safetensors:KEY --json results.json
@@ -20,12 +20,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_posenc.analysis import (
+from hf_posenc.analysis import position_vectors
+from hf_posenc.theory import (
     EmbeddingStatistics,
     distance_share,
     embedding_statistics,
     neighbour_distances,
-    position_vectors,
     vector_statistics,
 )
 
@@ -46,7 +46,7 @@ def embedded(steps: int, seed: int) -> PreTrainedModel:
 
 
 def rounded(value: Any) -> Any:
-    """Return numbers with five digits, in whatever holds them."""
+    """Return numbers with five digits, in any nested lists and dicts."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How much of what a table of positions does to scores a bias by distance can carry, head by head.
+"""Measure the share of a table of positions' scores that a bias by distance can carry, head by head.
 
 python scripts/measure_position_scores.py gpt2_positions.safetensors CHECKPOINT embedded --json results.json
 
@@ -8,8 +8,8 @@ trained first, or a safetensors file with the table, the norm and the projection
 in `TENSORS`. Checkpoints are measured with positions alone and as the mean over tokens: of text that the base writes, or
 of what the embedded one was trained on.
 
-And what the table is worth beside attention: the loss where each layer has the base's own attention weights, but values,
-MLPs and the head read hidden states without the table, or with nothing but its mean.
+It also measures the worth of the table beside attention: the loss if each layer has the base's own attention weights, but
+values, MLPs and the head read hidden states without the table, or with its mean only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.analysis import PositionScores, position_scores, scores_between
+from hf_posenc.theory import PositionScores, position_scores, scores_between
 
 TABLE, NORM, PROJECTIONS = "transformer.wpe.weight", "transformer.h.0.ln_1", ("attention_0.query", "attention_0.key")
 TENSORS = (TABLE, *(f"{name}.{part}" for name in (NORM, *PROJECTIONS) for part in ("weight", "bias")))
@@ -103,7 +103,7 @@ def of_checkpoint(name: str, first: int, last: int | None) -> tuple[dict[str, Po
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", help=f"safetensors files, checkpoints, {EMBEDDED}")
     parser.add_argument(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What segments with memory gain and cost: against segments without, and against sliding windows of the same span.
+"""Measure gain and cost of segments with memory, against segments without and sliding windows of the same span.
 
 python scripts/measure_recurrence.py CHECKPOINT TEXT... --schemes transformer_xl --train TEXT... --json results.json
 
@@ -74,7 +74,7 @@ def sliding(model: PreTrainedModel, documents: list[Tensor], span: int, segment:
 
 
 def rows(model: PreTrainedModel, documents: list[Tensor], spans: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Return what each (segment, memory) gives."""
+    """Return a row of results for each (segment, memory)."""
     measured = []
     for segment, memory in spans:
         found = measure_recurrence(model, documents, segment=segment, memory=memory)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What docs/theory.md says of a trained model: Su's expansion, Dai's four terms, equivariance, on texts that it writes.
+"""Measure the numbers of docs/theory.md for a trained model: Su's expansion, Dai's four terms, equivariance.
 
 python scripts/measure_theory.py CHECKPOINT --json results.json --plot terms.png
 
-CHECKPOINT is a stock model that adds position vectors, with a token that texts begin with. It writes texts of the length
-it was trained at; pairs of positions are drawn in each. The Hessian at the token embeddings knows nothing of the model's
-own positions, so that its diagonal is split for sinusoids of the size of the model's table.
+CHECKPOINT is a stock model that adds position vectors, with a token that texts begin with. It writes texts of its trained
+length, and pairs of positions are drawn in each. The Hessian at the token embeddings does not depend on the model's own
+positions, so its diagonal is split for sinusoids of the size of the model's table.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from hf_posenc import analysis, patched
-from hf_posenc.analysis import Expansion, plots
+from hf_posenc import analysis, patched, theory
+from hf_posenc.analysis.plots import save
+from hf_posenc.theory import Expansion, plots
 from hf_posenc.version import VERSION
 
 
@@ -41,7 +42,7 @@ def quartiles(values: list[float]) -> dict[str, float]:
 
 
 def shares(found: list[Expansion], index: int | None) -> dict[str, dict[str, float]]:
-    """Return the quartiles of the share of each term in what enters a layer, or in the output."""
+    """Return the quartiles of the share of each term, for the input of a layer or for the output."""
     rows = [(each.output if index is None else each.layers[index]).shares for each in found]
     return {name: quartiles([row[name] for row in rows]) for name in rows[0]}
 
@@ -64,15 +65,13 @@ def main(arguments: list[str] | None = None) -> None:
     texts = written(model, options.texts, length)
 
     pairs = [torch.randperm(length - 1)[:2].sort().values.tolist() for _ in range(options.texts * options.pairs)]
-    found = [
-        analysis.expansion(model, texts[number % options.texts], *pair, rows=0) for number, pair in enumerate(pairs)
-    ]
+    found = [theory.expansion(model, texts[number % options.texts], *pair, rows=0) for number, pair in enumerate(pairs)]
     with patched(model, "sinusoidal"):
         split = [
-            analysis.expansion(model, texts[number], *pairs[number], rows=model.config.hidden_size)
+            theory.expansion(model, texts[number], *pairs[number], rows=model.config.hidden_size)
             for number in range(options.hessians)
         ]
-    terms = analysis.score_terms(model, texts)
+    terms = theory.score_terms(model, texts)
     single = analysis.equivariance(model, texts)
     with patched(model, "nope"):
         blind = analysis.equivariance(model.double(), texts)
@@ -102,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if options.plot:
-        plots.save(plots.score_terms(terms, title=f"Scores of {result['model']}"), options.plot)
+        save(plots.score_terms(terms, title=f"Scores of {result['model']}"), options.plot)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
 
 from hf_posenc import Scheme, patch_model, register_scheme
-from hf_posenc.analysis import negative_products
 from hf_posenc.evaluation import sliding_window_perplexity
 from hf_posenc.forms import Bias
 from hf_posenc.schemes.alibi import Alibi
@@ -34,6 +33,7 @@ from hf_posenc.schemes.base import Dims, ScoreModule, ScoreScheme, compute_dtype
 from hf_posenc.schemes.da_transformer import DATransformer, DistanceRescaling
 from hf_posenc.schemes.learned import Learned
 from hf_posenc.schemes.sinusoidal import Sinusoidal
+from hf_posenc.theory import negative_products
 from hf_posenc.version import VERSION
 
 SHORT, LONG = 128, 512

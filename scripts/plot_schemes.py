@@ -1,4 +1,4 @@
-"""Draws the gallery: what each scheme does to positions and distances, and what a swap costs, as it was measured.
+"""Draw the gallery: positions and distances in each scheme, and the measured cost of a swap.
 
     python scripts/plot_schemes.py docs/images            # writes every picture as PNG
     python scripts/plot_schemes.py docs/images --format svg --only decay similarity
@@ -16,21 +16,13 @@ from typing import Any
 
 import torch
 
-from hf_posenc.analysis import (
-    Decay,
-    decay,
-    frequencies,
-    plots,
-    precision_audit,
-    scheme_vectors,
-    sinusoidal_integral,
-    wave_decay,
-)
+from hf_posenc.analysis import Decay, decay, frequencies, plots, precision_audit, scheme_vectors
+from hf_posenc.theory import sinusoidal_integral, wave_decay
 
 CALIBRATION = Path(__file__).parents[1] / "docs/measured/calibration_stories260K.json"
-"""What scripts/measure_calibration.py measured."""
+"""Results of scripts/measure_calibration.py."""
 YARN = CALIBRATION.with_name("calibration_stories260K_yarn.json")
-"""RoPE with YaRN, by the same script on the same base and text, fine-tuned at the rate of calibrated starts."""
+"""Results of the same script on the same base and text for RoPE with YaRN, fine-tuned at the rate of calibrated starts."""
 
 
 def vectors(length: int = 128, **hyperparameters: Any) -> torch.Tensor:
@@ -83,7 +75,7 @@ def waves() -> Any:
 
 
 def cost_of_swaps() -> Any:
-    """Loss at the base's length against all tokens that were read, those of the calibration too; mean of the seeds."""
+    """Draw the loss at the base's length, mean of the seeds, against all tokens read, those of the calibration included."""
     runs = json.loads(CALIBRATION.read_text(encoding="utf-8"))["runs"]
     shown = {
         "control": "base (at 0 untouched)",
@@ -106,7 +98,7 @@ def cost_of_swaps() -> Any:
 
 
 def loss_by_length(runs: Mapping[str, Any], name: str, *, tuned: bool) -> dict[int, list[float]]:
-    """Length -> losses of all seeds of what is called `name`, before or after all of its fine-tuning."""
+    """Return length -> losses of all seeds of the runs called `name`, before or after all of their fine-tuning."""
     found: dict[int, list[float]] = {}
     for key, run in runs.items():
         if key.rpartition(", seed ")[0] == name and "after" in run:
@@ -117,7 +109,7 @@ def loss_by_length(runs: Mapping[str, Any], name: str, *, tuned: bool) -> dict[i
 
 
 def reach_of_swaps() -> Any:
-    """Perplexity at each length of base, YaRN, plain and calibrated swap, all fine-tuned; exp of the seeds' mean loss."""
+    """Draw perplexity by length of base, YaRN, plain and calibrated swap, all fine-tuned; exp of the seeds' mean loss."""
     measured, yarn = (json.loads(path.read_text(encoding="utf-8")) for path in (CALIBRATION, YARN))
     shown = {
         "base (RoPE)": "control",
@@ -159,7 +151,7 @@ GALLERY: dict[str, Callable[[], Any]] = {
     "calibration": cost_of_swaps,
     "reach": reach_of_swaps,
 }
-"""Name of a picture -> what draws it."""
+"""Name of a picture -> function that draws it."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_posenc
 from hf_posenc import CheckpointError, calibrate, context_group, context_parallel, patch_model, shard_sequence
-from hf_posenc.evaluation import induction_copy, measure_context, perplexity
+from hf_posenc.evaluation import forwards, induction_copy, measure_context
 from hf_posenc.schemes.base import PositionModule
 
 IGNORED = -100
@@ -423,8 +423,8 @@ def compare_measurements(how: str) -> dict[str, Any]:
     Args:
         how: `fsdp2`, or through accelerate: `accelerate-zero3`.
     """
-    rows = perplexity.LOGIT_ROWS
-    perplexity.LOGIT_ROWS = 10
+    rows = forwards.LOGIT_ROWS
+    forwards.LOGIT_ROWS = 10
 
     def measure(model: nn.Module, distributed: bool) -> tuple[list[float], list[int]]:
         texts = [tokens(1, count, seed=count)[0] for count in (90, 7, 41)]
@@ -443,7 +443,7 @@ def compare_measurements(how: str) -> dict[str, Any]:
         else:
             losses, counts = measure(wrap(whole, how), True)
     finally:
-        perplexity.LOGIT_ROWS = rows
+        forwards.LOGIT_ROWS = rows
     return {
         "losses": losses,
         "difference": max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)),

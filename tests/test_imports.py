@@ -1,5 +1,6 @@
 """Importing the package imports nothing heavy, and whatever is imported first, patched checkpoints load."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from families import tiny
 
+import hf_posenc
 from hf_posenc import patch_model
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +35,14 @@ except SystemExit as stop:
 assert not {"torch", "transformers", "peft", "accelerate"} & set(sys.modules), sorted(sys.modules)
 """
     assert "schemes" in python(code)
+
+
+def test_type_checkers_read_the_names_that_there_are():
+    stub = ast.parse((ROOT / "hf_posenc/__init__.pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    named = {alias.asname: f".{node.module}" for node in imports for alias in node.names if alias.name == alias.asname}
+    assert named | {"__version__": ".version"} == hf_posenc._MODULE_OF
+    assert all(hasattr(hf_posenc, name) for name in hf_posenc.__all__)
 
 
 FIRST = [

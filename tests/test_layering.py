@@ -16,7 +16,7 @@ PACKAGE = "hf_posenc"
 
 LAYERS = (
     ("errors", "version", "deferred", "spelling"),
-    ("arguments", "positions", "files", "waves", "kept", "dims"),
+    ("arguments", "positions", "files", "sinusoids", "kept", "dims"),
     ("registry",),
     ("call",),
     ("forms",),
@@ -32,7 +32,8 @@ LAYERS = (
     ("description", "verification", "checkpoint", "export", "lora", "parallel", "catalogue", "calibration"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
-    ("recipes", "pictures"),
+    ("theory",),
+    ("recipes", "plot_kinds"),
     ("commands",),
     ("cli",),
 )
@@ -48,7 +49,7 @@ CORE = {
     "positions": set(),
     "dims": set(),
     "kept": set(),
-    "waves": set(),
+    "sinusoids": set(),
     "placement": set(),
     "modules": set(),
     "call": set(),

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_posenc import analysis, patch_model
+from hf_posenc import patch_model, theory
 from hf_posenc.evaluation import measure_recurrence, sliding_window_perplexity
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,7 @@ def test_decay(script, tiny_checkpoints):
     measured = json.loads(found.read_text())["tiny"]
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama")
     ids = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")(text.read_text())["input_ids"]
-    expected = analysis.rotary_weights(model, torch.tensor(ids[:72]).view(3, 24)).decay(measured["distances"]).scores
+    expected = theory.rotary_weights(model, torch.tensor(ids[:72]).view(3, 24)).decay(measured["distances"]).scores
     torch.testing.assert_close(torch.tensor(measured["sum"]).double(), expected, rtol=1e-3, atol=1e-5)
     assert measured["mean"] == pytest.approx(expected.mean((0, 1)).tolist(), rel=1e-3, abs=1e-5)
     assert measured["heads"] == 4
@@ -124,7 +124,7 @@ def test_the_table_of_statistics_is_what_was_measured():
                 f"{found['count']:,}",
                 f"{found['mean_norm']:.2f}",
                 f"{each['ratio']:.2f}" if positions and each.get("ratio") else "",
-                f"{found['diagonal_share']:.2f} of {found['independent_share']:.2f}",
+                f"{found['diagonal_share']:.2f} ({found['independent_share']:.2f})",
                 f"{found['correlation']:.2f}",
                 f"{found['dimensions']:.1f}",
                 f"{each['distance_share']:.2f}" if positions else "",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GPT2Config, LlamaConfig
 
-from hf_posenc.evaluation import non_overlapping_perplexity, perplexity, sliding_window_perplexity
+from hf_posenc.evaluation import forwards, non_overlapping_perplexity, sliding_window_perplexity
 
 # Float64 models, but transformers computes norms, rotary angles and some softmaxes in float32 whatever the model's
 # dtype, and a float32 round-off (6e-8) depends on the shape it is computed in. Relative, on sums over tens of tokens.
@@ -91,7 +91,7 @@ def test_non_overlapping_equals_one_token_at_a_time(config_class, count, length)
 def test_batching_and_logit_pieces_change_nothing(monkeypatch, batch_size):
     model, tokens = tiny(), text(60)
     expected = sliding_window_perplexity(model, tokens, length=16, stride=4, batch_size=1)
-    monkeypatch.setattr(perplexity, "LOGIT_ROWS", 5)
+    monkeypatch.setattr(forwards, "LOGIT_ROWS", 5)
     measured = sliding_window_perplexity(model, tokens, length=16, stride=4, batch_size=batch_size)
     assert measured.tokens == expected.tokens
     assert measured.nll == pytest.approx(expected.nll, rel=TOLERANCE)
@@ -106,11 +106,11 @@ def test_logits_of_a_plain_head_are_never_whole(config_class, pieces):
     model.get_output_embeddings().register_forward_hook(
         lambda module, args, output: rows.append(output.shape[:-1].numel())
     )
-    monkey_rows, perplexity.LOGIT_ROWS = perplexity.LOGIT_ROWS, 10
+    monkey_rows, forwards.LOGIT_ROWS = forwards.LOGIT_ROWS, 10
     try:
         non_overlapping_perplexity(model, text(60), length=60)
     finally:
-        perplexity.LOGIT_ROWS = monkey_rows
+        forwards.LOGIT_ROWS = monkey_rows
     assert (max(rows) <= 10) == pieces
 
 

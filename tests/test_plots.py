@@ -13,10 +13,11 @@ import torch
 from families import tiny, tokens
 
 import hf_posenc
-from hf_posenc import analysis
+from hf_posenc import analysis, theory
 from hf_posenc.analysis import plots, probe
 from hf_posenc.calibration import Calibration, HeldOutLoss, LayerFit
 from hf_posenc.cli import main
+from hf_posenc.theory import plots as theory_plots
 
 pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
 
@@ -46,23 +47,26 @@ def figures():
     yield "precision", lambda: plots.distinct_biases(analysis.precision_audit(300))
     yield "attention", lambda: plots.attention_by_distance(analysis.attention_by_distance(tiny("gpt2"), tokens(1, 20)))
     yield "order", lambda: plots.order_by_layer({"a": analysis.order_sensitivity(tiny("gpt2"), tokens(1, 8))})
-    yield "waves", lambda: plots.wave_curves({"t": analysis.wave_decay(9, lambda t: t).curves()}, title="Waves")
-    yield "grid", lambda: plots.grid_decay(analysis.grid_decay(analysis.axis_frequencies(8), 4))
+    yield "waves", lambda: theory_plots.wave_curves({"t": theory.wave_decay(9, lambda t: t).curves()}, title="Waves")
+    yield "grid", lambda: theory_plots.grid_decay(theory.grid_decay(theory.axis_frequencies(8), 4))
     yield "properties", lambda: plots.properties({"learned": analysis.properties("learned", trained_length=16)})
-    yield "hessian", lambda: plots.mixed_hessian(analysis.mixed_hessian(tiny("gpt2"), tokens(1, 9)[0], 2, 5, rows=8))
-    yield "negative", lambda: plots.negative_products(analysis.negative_products(tiny("gpt2"), tokens(1, 9)))
+    yield (
+        "hessian",
+        lambda: theory_plots.mixed_hessian(theory.mixed_hessian(tiny("gpt2"), tokens(1, 9)[0], 2, 5, rows=8)),
+    )
+    yield "negative", lambda: theory_plots.negative_products(theory.negative_products(tiny("gpt2"), tokens(1, 9)))
     yield (
         "statistics",
-        lambda: plots.embedding_statistics({f: analysis.embedding_statistics(tiny(f)) for f in ("gpt2", "llama")}),
+        lambda: theory_plots.embedding_statistics({f: theory.embedding_statistics(tiny(f)) for f in ("gpt2", "llama")}),
     )
     yield "equivariance", lambda: plots.equivariance_by_layer({"a": analysis.equivariance(tiny("gpt2"), tokens(1, 8))})
     yield (
         "expansion",
-        lambda: plots.expansion_terms(analysis.expansion(tiny("gpt2"), tokens(1, 9), 2, 5), title="Terms"),
+        lambda: theory_plots.expansion_terms(theory.expansion(tiny("gpt2"), tokens(1, 9), 2, 5), title="Terms"),
     )
-    yield "terms", lambda: plots.score_terms(analysis.score_terms(tiny("gpt2"), tokens(1, 12)), title="Terms")
+    yield "terms", lambda: theory_plots.score_terms(theory.score_terms(tiny("gpt2"), tokens(1, 12)), title="Terms")
 
-    yield "table", lambda: plots.position_scores(analysis.position_scores(tiny("gpt2"), length=12), title="Table")
+    yield "table", lambda: theory_plots.position_scores(theory.position_scores(tiny("gpt2"), length=12), title="Table")
     yield "calibration", lambda: plots.calibration(REPORT, title="Calibration")
 
 
@@ -186,8 +190,8 @@ def test_equivariance_has_a_panel_with_the_mask_and_one_without():
 
 
 def test_sizes_of_the_terms_of_an_expansion():
-    found = analysis.expansion(tiny("gpt2"), tokens(1, 9), 2, 5, rows=0)
-    lines = plots.expansion_terms(found).axes[0].lines
+    found = theory.expansion(tiny("gpt2"), tokens(1, 9), 2, 5, rows=0)
+    lines = theory_plots.expansion_terms(found).axes[0].lines
     for name, (layers, output) in zip(found.output.sizes, zip(lines[0::2], lines[1::2], strict=True), strict=True):
         assert math.isnan(layers.get_ydata()[0])  # nothing has reached the last token yet
         assert layers.get_ydata()[1] == found.layers[1].sizes[name]
@@ -195,8 +199,8 @@ def test_sizes_of_the_terms_of_an_expansion():
 
 
 def test_terms_have_a_panel_each():
-    measured = analysis.score_terms(tiny("gpt2"), tokens(1, 12))
-    panels = plots.score_terms(measured).axes[:4]
+    measured = theory.score_terms(tiny("gpt2"), tokens(1, 12))
+    panels = theory_plots.score_terms(measured).axes[:4]
     assert [axes.get_title() for axes in panels] == list(measured.names)
     for place, axes in enumerate(panels):
         shown = torch.tensor(axes.images[0].get_array().data)
@@ -213,8 +217,8 @@ def test_wavelengths_and_trained_length():
 
 
 def test_waves_are_a_line_and_dashes_of_one_colour():
-    found = {"t": analysis.wave_decay(9, lambda t: t), "t^2": analysis.wave_decay(9, lambda t: t**2)}
-    lines = plots.wave_curves({label: each.curves() for label, each in found.items()}).axes[0].lines
+    found = {"t": theory.wave_decay(9, lambda t: t), "t^2": theory.wave_decay(9, lambda t: t**2)}
+    lines = theory_plots.wave_curves({label: each.curves() for label, each in found.items()}).axes[0].lines
     assert [line.get_label() for line in lines] == ["t, sum", "t, integral", "t^2, sum", "t^2, integral"]
     assert lines[0].get_color() == lines[1].get_color() != lines[2].get_color()
     assert lines[2].get_ydata().tolist() == found["t^2"].sum.real.tolist()
@@ -229,8 +233,8 @@ def test_verdicts_stand_in_their_cells():
 
 
 def test_statistics_of_a_model_without_positions_have_no_neighbours():
-    both = {family: analysis.embedding_statistics(tiny(family)) for family in ("gpt2", "llama")}
-    norms, diagonals, steps = plots.embedding_statistics(both).axes
+    both = {family: theory.embedding_statistics(tiny(family)) for family in ("gpt2", "llama")}
+    norms, diagonals, steps = theory_plots.embedding_statistics(both).axes
     assert [label.get_text() for label in norms.get_yticklabels()] == [
         "gpt2, tokens",
         "gpt2, positions",
@@ -243,7 +247,7 @@ def test_statistics_of_a_model_without_positions_have_no_neighbours():
     ]
     (line,) = steps.lines
     assert line.get_ydata().tolist() == both["gpt2"].neighbour_distances.tolist()
-    assert not plots.embedding_statistics({"llama": both["llama"]}).axes[2].get_visible()
+    assert not theory_plots.embedding_statistics({"llama": both["llama"]}).axes[2].get_visible()
 
 
 def test_calibration_shows_curves_and_divergences():
@@ -277,8 +281,8 @@ def test_calibration_of_many_layers_has_a_panel_for_each():
 
 
 def test_the_bias_that_comes_closest_to_a_tables_scores_is_drawn_head_by_head():
-    found = analysis.position_scores(tiny("gpt2"), length=12)
-    axes = plots.position_scores(found).axes[0]
+    found = theory.position_scores(tiny("gpt2"), length=12)
+    axes = theory_plots.position_scores(found).axes[0]
     assert [line.get_ydata().tolist() for line in axes.lines] == found.bias.tolist()
     shares = [text.get_text() for text in axes.get_legend().get_texts()]
     assert shares == [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
@@ -381,14 +385,14 @@ def test_waves_and_recurrence_of_a_model_that_rotates(tmp_path, capsys):
         assert each["memory"] == memory
         assert each["perplexity"]["nll"] == pytest.approx(expected.perplexity.nll, rel=1e-5)
     ids = torch.randint(vocabulary, (8,), generator=torch.Generator().manual_seed(0))
-    weights = analysis.rotary_weights(model, ids)
+    weights = theory.rotary_weights(model, ids)
     for name, curve in (("sum", weights.decay(range(-8, 9))), ("integral", weights.integral(range(-8, 9)))):
         torch.testing.assert_close(torch.tensor(found["waves"][name]["scores"]).double(), curve.scores)
 
 
 def test_the_command_line_names_every_kind_of_picture():
     from hf_posenc.cli import PLOTS
-    from hf_posenc.pictures import KINDS
+    from hf_posenc.plot_kinds import KINDS
 
     assert list(PLOTS) == list(KINDS)
 
@@ -398,7 +402,7 @@ def test_the_command_line_names_every_kind_of_picture():
     [("10000", 0.01), ("1e2", 0.1), ("t^2", 0.25), ("t^0.5", 0.5**0.5), ("t", 0.5), ("t^1,2", None), ("a,b", None)],
 )
 def test_frequencies_that_a_command_line_can_say(text, at_a_half):
-    from hf_posenc.pictures import schedule
+    from hf_posenc.plot_kinds import schedule
 
     found = schedule(text)
     if at_a_half is None:

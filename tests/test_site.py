@@ -37,7 +37,7 @@ def test_the_reference_has_every_public_name_once():
     found = Counter(name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE))
     wanted = {f"{scheme_class(name).__module__}.{scheme_class(name).__name__}" for name in available_schemes()}
     elsewhere = {"hf_posenc.calibration": {"calibrate", "Calibration"}}  # also names of hf_posenc
-    for module in ("", ".calibration", ".evaluation", ".analysis", ".analysis.plots"):
+    for module in ("", ".calibration", ".evaluation", ".analysis", ".analysis.plots", ".theory", ".theory.plots"):
         name = f"hf_posenc{module}"
         left_out = elsewhere.get(name, set()) | {"__version__"}
         wanted |= {f"{name}.{each}" for each in importlib.import_module(name).__all__ if each not in left_out}

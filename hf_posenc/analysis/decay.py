@@ -1,7 +1,7 @@
-"""What a scheme gives to a distance: in formula, as its parameters stand, and as attention that is really paid.
+"""Decay with distance: by a scheme's formula, by a model's parameters, and in the attention that a model pays.
 
 All schemes share one measure, so that their curves share one axis: the attention score of a key at distance `d` whose
-content alone would score 1 (for position vectors: the inner product of two positions, of size 1 at distance 0).
+content alone would score 1. For position vectors it is the inner product of two positions, 1 at distance 0.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from ..modules import owner_of
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule
 from ..upstream import NAME
 from . import probe
+from .result import Result
 
 
 @dataclass(frozen=True)
-class Decay:
+class Decay(Result):
     """Score by distance.
 
     Attributes:
-        label: what was looked at.
+        label: name of the scheme, or the model's class.
         distances: (n,) tokens, int64 or float64.
         scores: (N, H, n) float64, one row per layer and head; (1, 1, n) where they do not differ.
     """
@@ -38,12 +39,8 @@ class Decay:
 
     @property
     def mean(self) -> Tensor:
-        """Scores averaged over layers and heads, (n,)."""
+        """The scores averaged over layers and heads, (n,)."""
         return self.scores.mean((0, 1))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {"label": self.label, "distances": self.distances.tolist(), "scores": self.scores.tolist()}
 
 
 def decay(
@@ -55,27 +52,28 @@ def decay(
     seed: int = 0,
     **hyperparameters: Any,
 ) -> Decay:
-    """Return the score of a scheme by distance, as it starts.
+    """Return the score of a scheme by distance, with the parameters that it starts from.
 
-    `sinusoidal` and `learned`: `<p_m, p_{m+d}>` averaged over m, divided by the mean of `|p_m|^2`. `rope`: the expected
-    product of a query and key that are equal in every pair, `(2/D) sum_u cos(d w_u)`, times the square of a scaling's
-    attention factor. Schemes that change scores: their score for a query and key of equal entries whose content scores
-    1: `1 - m_h d` for ALiBi, `f_h(d)` for DA-Transformer, `1 + q . a_d / sqrt(D)` for Shaw. `nope`: 1.
+    For `sinusoidal` and `learned` it is `<p_m, p_{m+d}>` averaged over m, divided by the mean of `|p_m|^2`. For `rope`
+    it is the expected product of a query and key that are equal in every pair, `(2/D) sum_u cos(d w_u)`, times the
+    square of a scaling's attention factor. Schemes that change scores are given a query and key of equal entries whose
+    content scores 1: `1 - m_h d` for ALiBi, `f_h(d)` for DA-Transformer, `1 + q . a_d / sqrt(D)` for Shaw. It is 1 for
+    `nope`.
 
     Args:
         scheme: a registered name or an instance.
-        distances: to evaluate, in tokens; a number n means 0 .. n - 1. They may be negative, a key ahead of its query,
-            where a scheme knows both directions: those that add vectors or turn pairs.
+        distances: distances in tokens; a number n means 0 .. n - 1. Schemes that add vectors or turn pairs take
+            negative ones too, a key ahead of its query.
         dims: sizes of the attention.
-        trained_length: of the base, in tokens.
-        seed: of parameters that start at random.
-        **hyperparameters: beside a name.
+        trained_length: length that the base was trained at, in tokens.
+        seed: seed of parameters that start at random.
+        **hyperparameters: hyper-parameters beside a name.
 
     Returns:
         Decay with one row per head.
 
     Raises:
-        ValueError: for distances that do not exist.
+        ValueError: for distances that the scheme or model does not have.
     """
     d = _distances(distances)
     resolved, module = probe.build(scheme, dims=dims, trained_length=trained_length, seed=seed, **hyperparameters)
@@ -98,10 +96,10 @@ def decay(
 
 @torch.no_grad()
 def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequence[int] | None = None) -> Decay:
-    """Return the score by distance of a model as it stands, layer by layer and head by head.
+    """Return the score by distance of a model, layer by layer and head by head.
 
-    As `decay`, with the model's own tables, angles and parameters. For schemes that change scores the query is the mean
-    query of each head on the text, and the key is parallel to it.
+    The scores are those of `decay`, with the tables, angles and parameters of the model. For schemes that change scores
+    the query is the mean query of each head on the text, and the key is parallel to it.
 
     Args:
         model: patched or stock.
@@ -112,7 +110,7 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
         Decay.
 
     Raises:
-        ValueError: for distances that do not exist.
+        ValueError: for distances that the scheme or model does not have.
     """
     tokens = probe.check_tokens(tokens, 2)
     d = _distances(tokens.shape[1] if distances is None else distances)
@@ -127,7 +125,8 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
             length = query.norm(dim=-1, keepdim=True).clamp(min=1e-30)
             rows.append(_of_scores(owner, query, d, scaling, query / length**2 / scaling).cpu())
 
-        hooks = [a.posenc.register_forward_pre_hook(record, with_kwargs=True) for a in found.attentions]
+        modules = [attention.get_submodule("posenc") for attention in found.attentions]
+        hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
         try:
             with evaluation(model):
                 model(tokens, use_cache=False)
@@ -149,6 +148,7 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
 
 
 def _distances(distances: int | Sequence[int]) -> Tensor:
+    """Return distances as (n,) int64; ValueError if there are none."""
     found = torch.arange(distances) if isinstance(distances, int) else torch.tensor(list(distances), dtype=torch.int64)
     if not len(found):
         raise ValueError("distances are numbers of tokens, at least one")
@@ -158,7 +158,7 @@ def _distances(distances: int | Sequence[int]) -> Tensor:
 def _of_vectors(vectors: Tensor, distances: Tensor) -> Tensor:
     """Return mean inner products over all pairs at each distance, (1, 1, n), by the autocorrelation theorem.
 
-    `<p_m, p_n>` is `<p_n, p_m>`, so that the direction of a distance does not matter.
+    The direction of a distance does not matter, because `<p_m, p_n>` is `<p_n, p_m>`.
     """
     rows = len(vectors)
     spectrum = torch.fft.rfft(vectors, n=2 * rows, dim=0)
@@ -168,6 +168,7 @@ def _of_vectors(vectors: Tensor, distances: Tensor) -> Tensor:
 
 
 def _of_rotation(rotary: nn.Module, distances: Tensor, kind: str | None, angles: str) -> Tensor:
+    """Return the mean over pairs of the cosine of the angle at each distance, (1, 1, n)."""
     # The cosine of an angle is that of its negative.
     cos, _ = probe.rotations(rotary, torch.cat([torch.zeros(1, dtype=torch.int64), distances.abs()]), kind, angles)
     return (cos[1:] * cos[0]).mean(-1)[None, None]  # position 0 shows the attention factor
@@ -189,7 +190,7 @@ def _of_scores(
 
 @dataclass(frozen=True)
 class AttentionByDistance:
-    """Attention that is really paid to each distance.
+    """Attention that a model pays to each distance.
 
     Attributes:
         label: the model's class.
@@ -205,11 +206,11 @@ class AttentionByDistance:
 
     @property
     def mean_distance(self) -> Tensor:
-        """Mean distance of a token attended to, in tokens, (N, H)."""
+        """The mean distance of a token attended to, in tokens, (N, H)."""
         return self.mass @ torch.arange(self.mass.shape[-1], dtype=torch.float64)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return everything, ready for JSON."""
         return {
             "label": self.label,
             "first_query": self.first_query,
@@ -228,8 +229,8 @@ def attention_by_distance(
     Args:
         model: patched or stock.
         tokens: (T,) or (B, T) text without padding; takes B H T^2 numbers of memory per layer.
-        first_query: position from which queries count; None means the second half, where every query has at least T/2
-            keys, so that short distances are not favoured by queries that have no others.
+        first_query: position from which queries count; None means the second half. There every query has at least T/2
+            keys, so that queries with few keys do not favour short distances.
         progress: show a progress bar.
 
     Returns:

@@ -1,8 +1,8 @@
 """Wavelengths of sinusoids and of RoPE, against the length a model was trained at.
 
-A wave that never completes a turn in training shows angles at longer contexts that the model has never seen. These are
-what NTK-aware scaling and YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2) interpolate, and those that complete
-many turns are what they leave alone.
+A wave that never completes a turn in training shows angles at longer contexts that the model has never seen. NTK-aware
+scaling and YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2) interpolate these waves, and leave those that
+complete many turns alone.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Frequencies:
     """Waves of one scheme.
 
     Attributes:
-        label: what was looked at.
+        label: name of the scheme, or the model's class.
         frequencies: (F,) float64, radians per token, in the scheme's order; 0 does not turn.
-        trained_length: tokens.
+        trained_length: length of the training, in tokens.
     """
 
     label: str
@@ -36,21 +36,21 @@ class Frequencies:
 
     @property
     def wavelengths(self) -> Tensor:
-        """Tokens per turn (F,); infinite where nothing turns."""
+        """The tokens per turn, (F,); infinite where nothing turns."""
         return 2 * math.pi / self.frequencies.abs()
 
     @property
     def turns(self) -> Tensor:
-        """Turns within the trained length, (F,)."""
+        """The number of turns within the trained length, (F,)."""
         return self.trained_length / self.wavelengths
 
     @property
     def completed(self) -> int:
-        """Number of waves that complete a turn within the trained length."""
+        """The number of waves that complete a turn within the trained length."""
         return int((self.turns >= 1).sum())
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON; a wave that does not turn has a wavelength of None."""
+        """Return everything, ready for JSON; a wave that does not turn has a wavelength of None."""
         return {
             "label": self.label,
             "trained_length": self.trained_length,
@@ -78,16 +78,18 @@ def frequencies(
 
     Args:
         scheme: `sinusoidal` or `rope`, by name or as an instance, or a model that has either.
-        trained_length: tokens; None means the model's `max_position_embeddings`, 512 without a model.
-        length: of the context that is run, for scalings that depend on it (dynamic, longrope); None means the trained.
+        trained_length: length of the training in tokens; None means the model's `max_position_embeddings`, 512 without
+            a model.
+        length: length of the context, for scalings that depend on it (dynamic, longrope); None means the trained
+            length.
         dims: sizes of the attention, without a model.
-        **hyperparameters: beside a name.
+        **hyperparameters: hyper-parameters beside a name.
 
     Returns:
-        One entry; one per kind of layer where these differ (Gemma 3).
+        One entry, or one for each kind of layer where these differ (Gemma 3).
 
     Raises:
-        ValueError: if there are no waves, or nobody says for what length a model was trained.
+        ValueError: if there are no waves, or if the config of a model does not say at what length it was trained.
     """
     if isinstance(scheme, PreTrainedModel):
         label = type(scheme).__name__
@@ -117,5 +119,6 @@ def frequencies(
 
 
 def _of_waves(module: Waves) -> Tensor:
+    """Return the frequencies of sinusoids, (F,) float64 on the CPU."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     return module.waves(device).detach().double().cpu()

@@ -1,9 +1,9 @@
-"""How much the order of the context matters: swap or shuffle it and see what the last token notices.
+"""How much the order of the context matters: swap or shuffle it and measure what changes for the last token.
 
-Attention without positions is a sum over an unordered set, `softmax(q K^T) V`, so one such layer gives the last token
-exactly the same output whatever the order of what it reads. A causal stack without positions is not blind: earlier
-tokens see sets that depend on the order, and the mask alone leaks it to the layers above. Without the mask a whole
-stack is equivariant: what it writes for shuffled tokens is what it writes for the tokens, shuffled.
+Attention without positions is a sum over an unordered set, `softmax(q K^T) V`. One such layer therefore gives the last
+token exactly the same output in whatever order it reads the others. A causal stack without positions is not blind:
+earlier tokens see sets that depend on the order, and the mask alone leaks it to the layers above. Without the mask a
+whole stack is equivariant: shuffled tokens give the same hidden states, shuffled.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from ..live.eval_mode import evaluation
 from ..live.watch import LayerCall, first, recorded
 from ..upstream import NAME
 from . import probe
+from .result import Result
 
 
 @dataclass(frozen=True)
-class LayerOrder:
-    """What one layer does with another order of its context.
+class LayerOrder(Result):
+    """Effect of another order of the context on one layer.
 
     Attributes:
-        index: of the layer.
+        index: index of the layer.
         own: relative change of the last token's output when only this layer's other inputs change places.
         accumulated: relative change of the last token's hidden state after this layer when the tokens of the text
             change places.
@@ -46,16 +47,17 @@ class LayerOrder:
 
 
 @dataclass(frozen=True)
-class OrderSensitivity:
-    """What a model notices of order. Averages over texts and changes.
+class OrderSensitivity(Result):
+    """Effect of another order of the context on a model, averaged over texts and changes.
 
     Attributes:
         label: the model's class.
         change: `swap` or `shuffle`.
         layers: one entry per layer.
-        total_variation: of the next-token distribution when the tokens of the text change places, 0 .. 1.
+        total_variation: total variation (0 .. 1) of the next-token distribution when the tokens of the text change
+            places.
         kl: Kullback-Leibler divergence of the changed from the original next-token distribution, nats.
-        tokens: in a text.
+        tokens: number of tokens in a text.
         changes: number of swaps or shuffles averaged over.
     """
 
@@ -66,10 +68,6 @@ class OrderSensitivity:
     kl: float
     tokens: int
     changes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {**self.__dict__, "layers": [dict(layer.__dict__) for layer in self.layers]}
 
     def __str__(self) -> str:
         """Return a table."""
@@ -95,15 +93,15 @@ def order_sensitivity(
 ) -> OrderSensitivity:
     """Change the order of the context and measure what reaches the last token, layer by layer.
 
-    The last token stays in its place. Costs `changes * (layers + 2)` short forward passes. A sliding window that is
-    shorter than the text shows some tokens to the last one and hides others, which a changed order changes as well.
+    The last token stays in its place. Costs `changes * (layers + 2)` short forward passes. Where a sliding window is
+    shorter than the text, another order also changes which tokens the last one sees.
 
     Args:
         model: a causal language model, patched or stock, best in float32 or float64.
         tokens: (T,) or (B, T) text without padding, T >= 3.
         change: `swap` two neighbouring tokens of the context that differ, or `shuffle` all of it.
-        changes: how many, drawn at random.
-        seed: of the draw.
+        changes: number of swaps or shuffles, drawn at random.
+        seed: seed of the draw.
         progress: show a progress bar.
 
     Returns:
@@ -129,10 +127,7 @@ def order_sensitivity(
             variation += _variation(moved, logits)
             divergence += _divergence(moved, logits)
             for index, layer in enumerate(layers):
-                call = calls[index]
-                own = first(layer(call.hidden_states[:, order], *call.args, **call.kwargs))[:, -1]
-                with _reordered(layer, order):
-                    alone = model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
+                own, alone = _layer_reordered(model, layer, calls[index], tokens, order)
                 sums[0, index] += _change(own, states[index])
                 sums[1, index] += _change(moved_states[index], states[index])
                 sums[2, index] += _variation(alone, logits)
@@ -149,15 +144,24 @@ def order_sensitivity(
     )
 
 
-@dataclass(frozen=True)
-class LayerEquivariance:
-    """How far from equivariant the hidden states behind one layer are.
+def _layer_reordered(
+    model: PreTrainedModel, layer: nn.Module, call: LayerCall, tokens: Tensor, order: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the last token's output of a layer that reads another order, and the model's logits if no other does."""
+    own = first(layer(call.hidden_states[:, order], *call.args, **call.kwargs))[:, -1]
+    with _reordered(layer, order):
+        return own, model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
 
-    Relative change of a token's hidden state when all but the last token of the text change places: that of a token is
-    compared with its own, wherever it is now. 0, up to rounding, is equivariant.
+
+@dataclass(frozen=True)
+class LayerEquivariance(Result):
+    """Distance of the hidden states behind one layer from equivariance.
+
+    The numbers are relative changes of a token's hidden state when all but the last token of the text change places. A
+    token is compared with itself, wherever it is now. 0, up to rounding, is equivariant.
 
     Attributes:
-        index: of the layer.
+        index: index of the layer.
         unmasked: mean over tokens, when every token sees every other.
         causal: mean over tokens, when each sees those before it.
         causal_last: of the last token, which sees the same tokens in either order.
@@ -170,13 +174,13 @@ class LayerEquivariance:
 
 
 @dataclass(frozen=True)
-class Equivariance:
-    """What a stack of layers makes of shuffled tokens, with the causal mask and without. Means over texts and orders.
+class Equivariance(Result):
+    """Equivariance of a stack of layers, with the causal mask and without; means over texts and orders.
 
     Attributes:
         label: the model's class.
         layers: one entry per layer.
-        tokens: in a text.
+        tokens: number of tokens in a text.
         changes: number of orders averaged over.
     """
 
@@ -184,10 +188,6 @@ class Equivariance:
     layers: tuple[LayerEquivariance, ...]
     tokens: int
     changes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {**self.__dict__, "layers": [dict(layer.__dict__) for layer in self.layers]}
 
     def __str__(self) -> str:
         """Return a table."""
@@ -204,17 +204,17 @@ class Equivariance:
 def equivariance(
     model: PreTrainedModel, tokens: Tensor, *, changes: int = 4, seed: int = 0, progress: bool = False
 ) -> Equivariance:
-    """Shuffle a text and see whether the hidden states behind each layer are shuffled with it, and no more.
+    """Shuffle a text and measure how far the hidden states behind each layer are from being shuffled alike.
 
-    The last token stays in its place. Costs `2 changes + 3` forward passes with dense attention. Without the mask, with
-    which sliding windows go, a model without positions is equivariant, unless some of its layers read tokens one after
-    the other instead of attending.
+    The last token stays in its place. Costs `2 changes + 3` forward passes with dense attention. Without the mask a
+    model without positions is equivariant, unless some of its layers read tokens one after the other instead of
+    attending. Sliding windows go with the mask.
 
     Args:
         model: a causal language model, patched or stock, best in float32 or float64.
         tokens: (T,) or (B, T) text without padding, T >= 3.
-        changes: how many orders, drawn at random.
-        seed: of the draw.
+        changes: number of orders, drawn at random.
+        seed: seed of the draw.
         progress: show a progress bar.
 
     Returns:
@@ -226,17 +226,8 @@ def equivariance(
             or the family's attention masks by itself.
     """
     tokens = probe.check_tokens(tokens, 3)
-    label = type(model).__name__
-    if model.config._attn_implementation == NAME:
-        raise UnsupportedModelError(
-            f"the mask of this {label} cannot be taken away: it attends through the function of hf_posenc, which shows "
-            "no token those that come later, since no scheme has distances to them"
-        )
-    if BaseModel.of(model).family.bypasses_interface:
-        raise UnsupportedModelError(f"the mask of {label} cannot be taken away: its attention masks by itself")
-    found = probe.parts(model)
-    layers = found.layers
-    length = tokens.shape[1]
+    _require_removable_mask(model)
+    layers, length = probe.parts(model).layers, tokens.shape[1]
     unmasked = {
         "attention_mask": torch.zeros(1, 1, length, length, dtype=model.dtype, device=tokens.device),
         "position_ids": torch.arange(length, device=tokens.device)[None],
@@ -253,27 +244,43 @@ def equivariance(
             bar.update()
             return _states(model, layers, text, arguments)
 
-        free, causal = (states(tokens, arguments) for arguments in (unmasked, {}))
-        vocabulary: Any = found.token_embedding.weight
-        another = (tokens[:, -1:] + 1) % len(vocabulary)
-        if states(torch.cat([tokens[:, :-1], another], -1), unmasked)[-1][:, 0].equal(free[-1][:, 0]):
-            raise UnsupportedModelError(f"the first token of {label} does not see the last one, mask or no mask")
+        free, causal = states(tokens, unmasked), states(tokens, {})
+        if states(_other_last(model, tokens), unmasked)[-1][:, 0].equal(free[-1][:, 0]):
+            raise UnsupportedModelError(
+                f"the first token of {type(model).__name__} does not see the last one, mask or no mask"
+            )
         for order in orders:
-            moved = states(tokens[:, order], unmasked)
-            masked = states(tokens[:, order], {})
+            moved, masked = states(tokens[:, order], unmasked), states(tokens[:, order], {})
             for index in range(len(layers)):
                 sums[0, index] += _change(moved[index], free[index][:, order])
                 sums[1, index] += _change(masked[index], causal[index][:, order])
                 sums[2, index] += _change(masked[index][:, -1], causal[index][:, -1])
-    means = (sums / changes).T.tolist()
-    rows = tuple(LayerEquivariance(index, *row) for index, row in enumerate(means))
-    return Equivariance(label, rows, length, changes)
+    rows = tuple(LayerEquivariance(index, *row) for index, row in enumerate((sums / changes).T.tolist()))
+    return Equivariance(type(model).__name__, rows, length, changes)
+
+
+def _require_removable_mask(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if a model masks in its attention, where a mask of zeros does not reach."""
+    label = type(model).__name__
+    if model.config._attn_implementation == NAME:
+        raise UnsupportedModelError(
+            f"the mask of this {label} cannot be taken away: it attends through the function of hf_posenc, which shows "
+            "no token those that come later, since no scheme has distances to them"
+        )
+    if BaseModel.of(model).family.bypasses_interface:
+        raise UnsupportedModelError(f"the mask of {label} cannot be taken away: its attention masks by itself")
+
+
+def _other_last(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Return tokens with other ones at the end."""
+    vocabulary: Any = probe.parts(model).token_embedding.weight
+    return torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % len(vocabulary)], -1)
 
 
 def _states(
     model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, arguments: dict[str, Tensor]
 ) -> list[Tensor]:
-    """Run the model; return the hidden states behind each layer."""
+    """Run the model and return the hidden states behind each layer."""
     states: list[Tensor] = []
 
     def after(layer: nn.Module, args: Any, output: Any) -> None:
@@ -287,7 +294,7 @@ def _states(
 
 
 def _orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
-    """Return orders (T,) that move at least one token of every kind of change, the last token in its place."""
+    """Return orders (T,) that change the text and leave the last token in its place."""
     generator = torch.Generator().manual_seed(seed)
     length = tokens.shape[1]
     context = tokens[:, :-1].cpu()
@@ -310,7 +317,7 @@ def _orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
 def _trace(
     model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor
 ) -> tuple[list[LayerCall], list[Tensor], Tensor]:
-    """Run the model; return what each layer was called with, its last token's output, and the last logits."""
+    """Run the model and return each layer's call and last token's output, and the last logits."""
     states: list[Tensor] = []
 
     def after(layer: nn.Module, args: Any, output: Any) -> None:

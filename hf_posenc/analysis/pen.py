@@ -1,6 +1,6 @@
-"""What all figures share: their look, their axes, and how they are written to a file.
+"""Drawing for all figures: their look, their axes, and how they are written to a file.
 
-Colours are Okabe and Ito's, told apart by colour-blind readers; lines differ in marker and dashes as well.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart. Lines differ in marker and dashes as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MISSING = "plots need matplotlib, which is not installed: pip install matplotlib. The numbers need no plots"
 
 FORMATS = ("png", "svg", "pdf")
-"""What `save` can write."""
+"""Formats that `save` can write."""
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
 """Okabe and Ito 2008, without the yellow (too faint on white), with a grey."""
@@ -30,7 +30,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 METHODS = {"non-overlapping": 1, "sliding window": 0, "sliding": 0}
-"""Words in a label that say how perplexity was counted, and the dashes that they get; the rest decides the colour."""
+"""Words in a label that say how perplexity was counted -> index of their dashes; the rest decides the colour."""
 
 GREY = "#595959"
 _STYLE: Any = {
@@ -70,7 +70,7 @@ def kind_of(path: str | Path) -> str:
 
 
 def check_installed() -> None:
-    """Raise ImportError where there is no matplotlib: before a computation of which a picture was asked for."""
+    """Raise ImportError if matplotlib is missing. Call it before a computation whose result is to be drawn."""
     style()
 
 
@@ -78,8 +78,8 @@ def save(figure: Figure, path: str | Path, *, dpi: int = 150) -> Path:
     """Write a figure, atomically; the same figure gives the same bytes (no date, no random ids).
 
     Args:
-        figure: of `plots`, or any other.
-        path: its suffix decides the format, one of `FORMATS`. An existing file is replaced.
+        figure: any figure, of `plots` or not.
+        path: file to write, replaced if it exists. Its suffix decides the format, one of `FORMATS`.
         dpi: pixels per inch of a PNG.
 
     Returns:
@@ -90,7 +90,7 @@ def save(figure: Figure, path: str | Path, *, dpi: int = 150) -> Path:
         OSError: if the file cannot be written.
     """
     path, kind = Path(path), kind_of(path)
-    # What each format writes about its making.
+    # Metadata that each format would write about its making.
     unwanted = {"png": ("Software",), "svg": ("Date", "Creator"), "pdf": ("CreationDate", "Creator", "Producer")}[kind]
     with style(), replaced(path) as partial:
         figure.savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", metadata=dict.fromkeys(unwanted))
@@ -98,7 +98,7 @@ def save(figure: Figure, path: str | Path, *, dpi: int = 150) -> Path:
 
 
 def style() -> AbstractContextManager[None]:
-    """Have the look of our figures for the length of a `with` block; ImportError without matplotlib."""
+    """Use the look of our figures within a `with` block; ImportError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -107,7 +107,7 @@ def style() -> AbstractContextManager[None]:
 
 
 def new_axes(title: str, *, width: float = 6.4, height: float = 4.0) -> tuple[Figure, Axes]:
-    """Return a figure of this many inches, and its only axes."""
+    """Return a figure of a width and height in inches, and its only axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -117,6 +117,18 @@ def new_axes(title: str, *, width: float = 6.4, height: float = 4.0) -> tuple[Fi
     return figure, axes
 
 
+def new_panels(
+    title: str, rows: int, columns: int, *, width: float, height: float, **options: Any
+) -> tuple[Figure, Any]:
+    """Return a figure of a width and height in inches, and its axes as `Figure.subplots` returns them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure, figure.subplots(rows, columns, **options)
+
+
 def require(points: Sequence[Any], what: str) -> None:
     """Raise ValueError if there is nothing to draw."""
     if not points:
@@ -124,12 +136,12 @@ def require(points: Sequence[Any], what: str) -> None:
 
 
 def width(curves: Mapping[str, Any]) -> float:
-    """Return inches: the legend of many curves stands beside them."""
+    """Return the width of a figure in inches, with room beside the axes for the legend of many curves."""
     return 6.4 if len(curves) <= 4 else 6.4 + 0.075 * max(map(len, curves)) + 0.5
 
 
 def legend(axes: Axes, curves: Mapping[str, Any]) -> None:
-    """Say what each curve is, beside the axes if they are many."""
+    """Add a legend, beside the axes if there are many curves."""
     if len(curves) > 4:
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
     elif len(curves) > 1 or any(curves):
@@ -158,7 +170,7 @@ def styles(labels: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def columns(points: Iterable[Sequence[float]]) -> list[list[float]]:
-    """Return the coordinates of points, x and y."""
+    """Return the x and the y coordinates of points."""
     return [list(column) for column in zip(*points, strict=True)] or [[], []]
 
 
@@ -203,11 +215,14 @@ def positive_axis(axes: Axes, values: Iterable[float]) -> None:
 
 
 PERPLEXITY = "perplexity per token (log scale)"
-"""What an axis is called that `perplexity_axis` made."""
+"""Label of an axis that `perplexity_axis` made."""
 
 
 def perplexity_axis(axes: Axes, values: Iterable[float]) -> None:
-    """Make the y axis logarithmic, of a factor of two at least: a small difference looks small. ValueError below 0."""
+    """Make the y axis logarithmic, over a factor of 2 or more, so that a small difference looks small.
+
+    ValueError for a perplexity that is not more than 0.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     finite = [value for value in values if math.isfinite(value)]
@@ -226,7 +241,7 @@ def perplexity_axis(axes: Axes, values: Iterable[float]) -> None:
 
 
 def are_uneven(bins: Sequence[tuple[int, int]]) -> bool:
-    """Say whether bins (first, last + 1) grow so much that they want a logarithmic axis."""
+    """Return whether bins (first, last + 1) grow so much that they need a logarithmic axis."""
     widths = [last - first for first, last in bins]
     return max(widths) > 2 * min(widths)
 
@@ -263,7 +278,7 @@ def mark_trained(axes: Axes, trained_length: int | None) -> None:
 
 
 def mark_length(axes: Axes, text: str, tokens: int, side: Literal["left", "center", "right"]) -> None:
-    """Draw a thin vertical line with words above it, of which this side stands at the line."""
+    """Draw a thin vertical line with words above it, aligned to the line by this side."""
     axes.axvline(tokens, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
     axes.annotate(
         text,
@@ -278,7 +293,7 @@ def mark_length(axes: Axes, text: str, tokens: int, side: Literal["left", "cente
 
 
 def colour_bar(figure: Figure, image: Any, axes: Any, label: str, *, percent: bool = False) -> None:
-    """Say beside the axes what the colours of an image mean."""
+    """Add a bar beside the axes that says what the colours of an image mean."""
     bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.set_label(label)
     bar.outline.set_visible(False)
@@ -294,7 +309,7 @@ def limit(values: Tensor) -> float:
 def heat_map(
     figure: Figure, axes: Axes, values: Tensor, label: str, *, symmetric: bool = False, aspect: Any = "auto"
 ) -> None:
-    """Draw a matrix; where the sign means something, white is 0."""
+    """Draw a matrix; with `symmetric` colours, for values of both signs, white is 0."""
     axes.grid(False)
     most = limit(values)
     colours: dict[str, Any] = {"cmap": "RdBu", "vmin": -most, "vmax": most} if symmetric else {}

@@ -1,6 +1,6 @@
-"""Figures of what is measured and computed elsewhere, which need matplotlib.
+"""Figures of evaluations, analyses and calibrations. They need matplotlib.
 
-Every function returns a `matplotlib.figure.Figure` that belongs to no window and no global state; `save` writes it.
+Every function returns a `matplotlib.figure.Figure` that belongs to no window and no global state. `save` writes it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import pen
 from .pen import FORMATS, check_installed, kind_of, save
-from .theory_figures import (
-    embedding_statistics,
-    grid_decay,
-    mixed_hessian,
-    negative_products,
-    properties,
-    wave_curves,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,12 +20,10 @@ if TYPE_CHECKING:
 
     from ..calibration import Calibration, LayerFit
     from .decay import AttentionByDistance, Decay
-    from .expansion import Expansion
     from .frequencies import Frequencies
     from .order import Equivariance, OrderSensitivity
-    from .position_scores import PositionScores
     from .precision import DistinctBiases
-    from .terms import ScoreTerms
+    from .properties import Properties
 
 __all__ = [
     "FORMATS",
@@ -43,27 +33,22 @@ __all__ = [
     "check_installed",
     "decay_curves",
     "distinct_biases",
-    "embedding_statistics",
     "equivariance_by_layer",
-    "expansion_terms",
-    "grid_decay",
     "kind_of",
     "loss_by_position",
     "loss_curve",
-    "mixed_hessian",
-    "negative_products",
     "order_by_layer",
     "perplexity_by_length",
-    "position_scores",
     "position_vectors",
     "properties",
     "retrieval_heat_map",
     "save",
-    "score_terms",
     "similarity_matrix",
-    "wave_curves",
     "wavelengths",
 ]
+
+VERDICTS = {"yes": "#B7DFCF", "no": "#F2C6A7", "not applicable": "#E4E4E4"}
+"""Lighter shades of the green and the vermilion of the other figures, and a grey."""
 
 # ------------------------------------------------------------------------------------------------------ runs of a model
 
@@ -111,7 +96,7 @@ def loss_by_position(
     Args:
         curves: label -> bins (first position, last position + 1, mean loss in nats).
         trained_length: tokens; marked if given.
-        xlabel: where a token is, with the unit.
+        xlabel: label of the x axis, with its unit.
         title: above the axes; empty means none.
 
     Raises:
@@ -143,11 +128,11 @@ def loss_by_position(
 def loss_curve(
     curves: Mapping[str, Sequence[tuple[float, float]]], *, xlabel: str = "tokens", title: str = ""
 ) -> Figure:
-    """Draw loss against what was spent on it.
+    """Draw loss against the tokens, steps or seconds that were spent.
 
     Args:
         curves: label -> (tokens, steps or seconds, loss in nats).
-        xlabel: what was spent, with its unit.
+        xlabel: label of the x axis, with its unit.
         title: above the axes; empty means none.
 
     Raises:
@@ -171,7 +156,7 @@ def loss_curve(
 
 
 def retrieval_heat_map(cells: Sequence[Mapping[str, Any]], *, title: str = "") -> Figure:
-    """Draw retrieval accuracy by context length and depth of what is to be found; cells not measured stay blank.
+    """Draw retrieval accuracy by context length and depth of the answer; cells that were not measured stay blank.
 
     Args:
         cells: mappings with `length` (tokens), `depth` (0 start .. 1 end of the context) and `accuracy` (0 .. 1).
@@ -226,7 +211,7 @@ def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
 
 
 def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
-    """Draw the cosine of every two position vectors; the colours span what there is, which the label says.
+    """Draw the cosine of every two position vectors; the label says which range the colours span.
 
     Args:
         vectors: (T, E).
@@ -248,7 +233,7 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
     """Draw the score by distance of several schemes on one axis.
 
     Args:
-        curves: label -> what `hf_posenc.analysis.decay` returned.
+        curves: label -> result of `hf_posenc.analysis.decay`.
         heads: draw every layer and head of a curve thinly as well as their mean.
         title: above the axes; empty means none.
 
@@ -274,11 +259,11 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
 
 
 def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
-    """Draw what each head adds to the scores, query by key, up to the largest distance.
+    """Draw the bias that each head adds to the scores, query by key, up to the largest distance.
 
     Args:
-        curve: what `hf_posenc.analysis.decay` returned, of distances 0 .. n - 1.
-        layer: whose heads.
+        curve: result of `hf_posenc.analysis.decay` for distances 0 .. n - 1.
+        layer: index of the layer whose heads are drawn.
         title: above the axes; empty means none.
 
     Raises:
@@ -297,12 +282,11 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
     limit = pen.limit(scores)
     with pen.style():
         from matplotlib.colors import SymLogNorm
-        from matplotlib.figure import Figure
 
         # Heads differ by orders of magnitude, and one scale for all of them keeps them comparable.
         colours = SymLogNorm(linthresh=limit / 100, vmin=-limit, vmax=limit)
-        figure = Figure(figsize=(1.2 + 1.75 * columns, 0.8 + 1.75 * rows), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+        size = {"width": 1.2 + 1.75 * columns, "height": 0.8 + 1.75 * rows}
+        figure, grid = pen.new_panels(title, rows, columns, **size, squeeze=False, sharex=True, sharey=True)
         image = None
         for head, axes in enumerate(grid.flat):
             if head >= len(maps):
@@ -313,8 +297,6 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
             axes.set_title(f"head {head}", fontsize=9)
         figure.supxlabel("key (position)", fontsize=10)
         figure.supylabel("query (position)", fontsize=10)
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         label = f"added to the score (nats),\nlogarithmic beyond ±{limit / 100:.2g}"
         pen.colour_bar(figure, image, list(grid.flat), label)
         ticks = [
@@ -330,7 +312,7 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
     """Draw the attention that each layer and head pays to each distance, in bins that double.
 
     Args:
-        measured: what `hf_posenc.analysis.attention_by_distance` returned.
+        measured: result of `hf_posenc.analysis.attention_by_distance`.
         title: above the axes; empty means none.
     """
     import torch
@@ -362,30 +344,12 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
     return figure
 
 
-def position_scores(found: PositionScores, *, title: str = "") -> Figure:
-    """Draw the bias by distance that is closest to what positions add to scores, head by head, and how close it comes.
-
-    Args:
-        found: what `hf_posenc.analysis.position_scores` returned.
-        title: above the axes; empty means none.
-    """
-    with pen.style():
-        figure, axes = pen.new_axes(title)
-        labels = [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
-        for curve, label, look in zip(found.bias.tolist(), labels, pen.styles(labels), strict=True):
-            axes.plot(curve, label=label, **{**look, "marker": ""})
-        axes.set_xlabel("distance (tokens)")
-        axes.set_ylabel("bias (nats)")
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, title="explained")
-    return figure
-
-
 def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
-    """Draw wavelengths against the trained length: what lies above it never completes a turn in training.
+    """Draw wavelengths against the trained length; waves above it never complete a turn in training.
 
     Args:
-        found: what `hf_posenc.analysis.frequencies` returned, of one trained length. Waves that stand still are left
-            out, and counted in the legend.
+        found: result of `hf_posenc.analysis.frequencies` for one trained length. Waves that stand still are left out,
+            and counted in the legend.
         title: above the axes; empty means none.
 
     Raises:
@@ -421,10 +385,10 @@ def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
 
 
 def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figure:
-    """Draw how many distances each way of computing biases tells apart, head by head, in percent of the length.
+    """Draw the share of distances that each method of computing biases tells apart, head by head.
 
     Args:
-        found: what `hf_posenc.analysis.precision_audit` returned.
+        found: result of `hf_posenc.analysis.precision_audit`.
         title: above the axes; empty means none.
 
     Raises:
@@ -461,10 +425,10 @@ def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figu
 
 
 def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "") -> Figure:
-    """Draw how much each layer notices of the order of its context, by itself and with those below it.
+    """Draw the change of each layer's output by another order of its context, alone and with the layers below it.
 
     Args:
-        measured: label -> what `hf_posenc.analysis.order_sensitivity` returned.
+        measured: label -> result of `hf_posenc.analysis.order_sensitivity`.
         title: above the axes; empty means none.
 
     Raises:
@@ -476,10 +440,10 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
 
 
 def equivariance_by_layer(measured: Mapping[str, Equivariance], *, title: str = "") -> Figure:
-    """Draw how far from equivariant the hidden states are behind each layer, without the causal mask and with it.
+    """Draw the distance from equivariance of the hidden states behind each layer, without the causal mask and with it.
 
     Args:
-        measured: label -> what `hf_posenc.analysis.equivariance` returned.
+        measured: label -> result of `hf_posenc.analysis.equivariance`.
         title: above the axes; empty means none.
 
     Raises:
@@ -494,10 +458,7 @@ def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: st
     """Draw numbers of each layer of several models, on one logarithmic axis; panels: attribute -> words above it."""
     floor = 1e-17
     with pen.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(1.6 + 3.5 * len(panels), 4.0), layout="constrained")
-        grid = figure.subplots(1, len(panels), sharey=True)
+        figure, grid = pen.new_panels(title, 1, len(panels), width=1.6 + 3.5 * len(panels), height=4.0, sharey=True)
         for axes, (name, words) in zip(grid, panels.items(), strict=True):
             for (label, each), style in zip(measured.items(), pen.styles(measured), strict=True):
                 x = [layer.index for layer in each.layers]
@@ -508,96 +469,20 @@ def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: st
             axes.set_title(words, fontsize=10)
             axes.set_xlabel("layer")
         grid[0].set_ylabel(ylabel)
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         grid[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
     return figure
 
 
-def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
-    """Draw how large the terms of Su's expansion and its residual are, for the input of each layer and the output.
-
-    Args:
-        found: what `hf_posenc.analysis.expansion` returned. Where a term is 0 there is no mark.
-        title: above the axes; empty means none.
-    """
-    rows = [*found.layers, found.output]
-    words = {
-        "slope_first": "$p_m$, slope",
-        "slope_second": "$p_n$, slope",
-        "curvature_first": "$p_m$, curvature",
-        "curvature_second": "$p_n$, curvature",
-        "mixed": "$p_m$ and $p_n$: the sixth term",
-        "residual": "residual",
-    }
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=pen.width(dict.fromkeys(words.values())))
-        for (name, label), style in zip(words.items(), pen.styles(words.values()), strict=True):
-            sizes = [terms.sizes[name] or math.nan for terms in rows]
-            axes.plot(range(len(found.layers)), sizes[:-1], label=label, **style)
-            axes.plot([len(found.layers)], sizes[-1:], **style)  # of another function: not joined
-        axes.set_yscale("log")
-        step = math.ceil(len(found.layers) / 16)
-        places = range(0, len(found.layers), step)
-        axes.set_xticks([*places, len(found.layers)], [*map(str, places), "output"])
-        axes.set_xlabel(f"hidden state into layer (m = {found.first}, n = {found.second})")
-        axes.set_ylabel("size (norm; of the output: nats)")
-        pen.legend(axes, words)
-    return figure
-
-
-def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
-    """Draw what the attention scores of each layer and head are made of, a panel for each of the four terms.
-
-    Args:
-        measured: what `hf_posenc.analysis.score_terms` returned.
-        title: above the panels; empty means none.
-
-    Raises:
-        ValueError: if there are no layers.
-        ImportError: without matplotlib.
-    """
-    import torch
-
-    pen.require(measured.layers, "terms of scores")
-    heads = max(len(layer.shares) for layer in measured.layers)
-    shares = torch.full((len(measured.names), len(measured.layers), heads), math.nan, dtype=torch.float64)
-    for row, layer in enumerate(measured.layers):
-        shares[:, row, : len(layer.shares)] = 100 * layer.shares.T
-    most = max(100.0, pen.limit(shares.nan_to_num()))  # one that works against the others leaves these more than all
-    with pen.style():
-        from matplotlib.figure import Figure
-
-        height = min(9.0, 1.7 + 0.3 * len(measured.layers))
-        figure = Figure(figsize=(10.0, height), layout="constrained")
-        panels = figure.subplots(1, len(measured.names), sharey=True)
-        for axes, name, values in zip(panels, measured.names, shares, strict=True):
-            axes.grid(False)
-            image = axes.imshow(
-                values.tolist(), aspect="auto", cmap="RdBu", vmin=-most, vmax=most, interpolation="nearest"
-            )
-            axes.set_title(name, fontsize=10)
-            axes.set_xlabel("head")
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        step = math.ceil(len(measured.layers) / 24)
-        rows = range(0, len(measured.layers), step)
-        panels[0].set_yticks(rows, [str(measured.layers[row].index) for row in rows])
-        panels[0].set_ylabel("layer")
-        pen.colour_bar(figure, image, list(panels), "share of the score (%)")
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return figure
-
-
 def calibration(report: Calibration, *, title: str = "") -> Figure:
-    """Draw what calibration did to each layer: curves by distance, and how far each head is from the base's attention.
+    """Draw the result of a calibration for each layer: curves by distance, and divergences from the base's attention.
 
-    On the left what the base's positions add to a score, and the scheme's bias, one colour for each head; both less
-    their mean over pairs, which the softmax does not see. A scheme that multiplies scores has its factors on an axis of
-    its own. On the right the Kullback-Leibler divergence of each head, before, after the closed forms, at the end.
+    The left panel has the score that the base's positions add, and the scheme's bias, one colour for each head. Both
+    are shown minus their mean over pairs, which the softmax does not see. A scheme that multiplies scores has its
+    factors on another axis. The right panel has the Kullback-Leibler divergence of each head before, after the closed
+    forms, and at the end.
 
     Args:
-        report: what `hf_posenc.calibrate` returned.
+        report: result of `hf_posenc.calibrate`.
         title: above the panels; empty means none.
 
     Raises:
@@ -608,10 +493,8 @@ def calibration(report: Calibration, *, title: str = "") -> Figure:
     blocks = max(1, round(math.sqrt(len(report.layers) / 8)))
     rows = math.ceil(len(report.layers) / blocks)
     with pen.style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(8.4 * blocks, 1.1 + 1.9 * rows), layout="constrained")
-        grid = figure.subplots(rows, 2 * blocks, squeeze=False)
+        size = {"width": 8.4 * blocks, "height": 1.1 + 1.9 * rows}
+        figure, grid = pen.new_panels(title, rows, 2 * blocks, **size, squeeze=False)
         panels = [(row[2 * block], row[2 * block + 1]) for block in range(blocks) for row in grid]
         for place, (curves, divergences) in enumerate(panels):
             if place >= len(report.layers):
@@ -624,13 +507,11 @@ def calibration(report: Calibration, *, title: str = "") -> Figure:
             _divergences_of(divergences, layer, label="head" if last else "")
         handles = [*_lines_of(report), *grid[0][1].get_lines()[:3]]
         figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
-        if title:
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
 def _lines_of(report: Calibration) -> list[Any]:
-    """Return what the legend shows of the panels with curves."""
+    """Return the lines that the legend shows for the panels with curves."""
     from matplotlib.lines import Line2D
 
     names = ["base"] + [report.scheme] * any(each.scheme_curve is not None for each in report.layers)
@@ -641,7 +522,7 @@ def _lines_of(report: Calibration) -> list[Any]:
 
 
 def _curves_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
-    """Draw what positions do in a layer, by distance."""
+    """Draw the scores that positions add in a layer, by distance."""
     _, count = layer.base_curve.shape
     distances = list(range(count))
     drawn: list[tuple[Axes, Tensor, Any]] = [
@@ -668,7 +549,7 @@ def _curves_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
 
 
 def _divergences_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
-    """Draw how far a layer's heads are from the base's; their numbers have the colours of their curves."""
+    """Draw the divergences of a layer's heads from the base's; their numbers have the colours of their curves."""
     floor = 1e-6  # where heads agree to the last digit
     shown = {"before": layer.before, "closed forms": layer.closed, "at the end": layer.after}
     drawn = {name: values.clamp(min=floor).tolist() for name, values in shown.items()}
@@ -688,3 +569,38 @@ def _mean_over_pairs(curves: Tensor) -> Tensor:
     """Return the mean of curves (H, T) over the pairs of a query and a key of a window, (H, 1)."""
     pairs = curves.new_tensor(range(curves.shape[1], 0, -1))
     return (curves * pairs).sum(-1, keepdim=True) / pairs.sum()
+
+
+def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
+    """Draw the verdicts on the five properties, a row for each scheme or model.
+
+    Args:
+        found: label -> result of `hf_posenc.analysis.properties`. An untrained scheme is marked with a star.
+        title: above the table; empty means none.
+
+    Raises:
+        ValueError: if there are none.
+        ImportError: without matplotlib.
+    """
+    pen.require(list(found), "properties")
+    names = [row.name for row in next(iter(found.values())).rows]
+    labels = [f"{label} *" if each.untrained else label for label, each in found.items()]
+    with pen.style():
+        from matplotlib.colors import to_rgb
+
+        figure, axes = pen.new_axes(title, width=1.4 + 1.25 * len(names), height=1.0 + 0.42 * len(found))
+        axes.grid(False)
+        axes.imshow([[to_rgb(VERDICTS[row.verdict]) for row in each.rows] for each in found.values()], aspect="auto")
+        for line, each in enumerate(found.values()):
+            for column, row in enumerate(each.rows):
+                axes.text(column, line, row.verdict, ha="center", va="center", fontsize=9)
+        axes.set_xticks(range(len(names)), names)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.tick_params(length=0)
+        for between in range(1, len(labels)):
+            axes.axhline(between - 0.5, color="white", linewidth=1.5)
+        for between in range(1, len(names)):
+            axes.axvline(between - 0.5, color="white", linewidth=1.5)
+        if any(each.untrained for each in found.values()):
+            axes.set_xlabel("* before training")
+    return figure

@@ -1,7 +1,7 @@
-"""How many distances a dtype can tell apart: for our biases, and for those that BLOOM and Falcon compute.
+"""The number of distances that a dtype can tell apart, for our biases and for those that BLOOM and Falcon compute.
 
-bfloat16 keeps 8 bits of a number: of the biases of 8192 keys some 900 different values are left, so most neighbouring
-distances get the same bias. Biases here are float32 whatever the model's dtype.
+bfloat16 keeps 8 bits of a number, so that the biases of 8192 keys have some 900 different values and most neighbouring
+distances get the same bias. Biases here are float32 for every dtype of a model.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as fal
 
 from ..schemes.base import Dims, Scheme, ScoreModule
 from . import probe
+from .result import Result
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class DistinctBiases:
-    """Different biases of one way of computing them.
+class DistinctBiases(Result):
+    """Number of different biases that one method computes.
 
     Attributes:
         method: `hf_posenc`, `bloom` or `falcon`.
-        dtype: of the model, e.g. `bfloat16`.
+        dtype: dtype of the model, e.g. `bfloat16`.
         length: number of distances, 0 .. length - 1, in tokens.
-        heads: different values per head, (H,); `length` is all of them.
+        heads: number of different values of each head; `length` if all differ.
         finite: whether every bias is a finite number.
     """
 
@@ -38,10 +39,6 @@ class DistinctBiases:
     length: int
     heads: tuple[int, ...]
     finite: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {**self.__dict__, "heads": list(self.heads)}
 
     def __str__(self) -> str:
         """Return one line."""
@@ -63,11 +60,11 @@ def precision_audit(
     """Count the different biases that distances 0 .. length - 1 get.
 
     Args:
-        length: in tokens.
+        length: number of distances, in tokens.
         num_heads: H.
-        dtypes: of the model.
-        scheme: one whose effect is a bias by distance (`alibi`).
-        **hyperparameters: beside a name.
+        dtypes: dtypes of the model.
+        scheme: a scheme whose effect is a bias by distance (`alibi`).
+        **hyperparameters: hyper-parameters beside a name.
 
     Returns:
         One entry per dtype for each of `hf_posenc`, `bloom` and `falcon`.
@@ -96,7 +93,7 @@ def precision_audit(
 
 
 def _model_of(build: Callable[..., Tensor]) -> str:
-    """Return the model whose code a function of transformers is."""
+    """Return the model type whose code a function of transformers belongs to."""
     return build.__module__.rpartition("modeling_")[2]
 
 

@@ -1,4 +1,4 @@
-"""What the analyses read: schemes built on their own, and the modules, angles and attention weights of a model."""
+"""Schemes built without a model, and the modules, angles and attention weights of a model, for the analyses to read."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from ..upstream import NAME
 from ..upstream.rotary import IdentityRotary, PartialRotary, by_pair, make_rotary, scaling_types
 
 DIMS = Dims(num_heads=8, num_key_value_heads=8, head_dim=64, hidden_size=512, num_layers=1)
-"""Sizes of the attention that a scheme without a model is looked at in."""
+"""Sizes of the attention of a scheme without a model."""
 
 TRAINED_LENGTH = 512
-"""Length of the training that a scheme without a model is taken to have had, in tokens."""
+"""Length that the base of a scheme without a model is taken to be trained at, in tokens."""
 
 
 def build(
@@ -42,17 +42,18 @@ def build(
     seed: int = 0,
     **hyperparameters: Any,
 ) -> tuple[Scheme, nn.Module | None]:
-    """Make a scheme's module without a model, in float64, as it starts.
+    """Build a scheme's module without a model, in float64, with the parameters that it starts from.
 
     Args:
         scheme: a name or an instance.
         dims: sizes of the attention.
-        trained_length: of the base, in tokens; embeddings start at an RMS of sqrt(1/2), as sinusoids of size 1.
-        seed: of parameters that start at random.
-        **hyperparameters: beside a name.
+        trained_length: length that the base was trained at, in tokens. Embeddings start at an RMS of sqrt(1/2), as
+            sinusoids of size 1 do.
+        seed: seed of parameters that start at random.
+        **hyperparameters: hyper-parameters beside a name.
 
     Returns:
-        The scheme with its choices made, and its module: one that makes vectors, angles or scores, None for `nope`.
+        The resolved scheme, and its module, which makes vectors, angles or scores; None for `nope`.
     """
     (wanted,) = parse_schemes(scheme, hyperparameters)
     native = Native(None, 0.5**0.5, trained_length)
@@ -72,7 +73,7 @@ def build(
 
 
 class _Bench:
-    """Stands in for a model of one layer that has no positions: takes what a placement puts there."""
+    """A stand-in for a model of one layer without positions, which keeps the modules that a placement puts there."""
 
     name = "a model"
     has_table = False
@@ -98,34 +99,45 @@ class _Bench:
         return self.dims
 
     def require_own_attention(self, scheme: str) -> None:
-        """Do nothing: attention is computed here as it has to be."""
+        """Do nothing, because nothing attends here."""
 
     def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
-        """Return the scheme as it would be on a base that rotates nothing."""
+        """Return the scheme with the rotation that it has on a base that rotates nothing."""
         scheme.check(self.dims)
         return scheme.with_base({}, self.trained_length, scaling_types())
 
+    def has_own_rotation(self, scheme: RotaryScheme) -> bool:
+        """Return False: it rotates nothing."""
+        return False
+
+    def turns_like_stock(self, scheme: RotaryScheme) -> bool:
+        """Return False: it is of no stock class."""
+        return False
+
+    def silence_rotation(self) -> None:
+        """Do nothing: it rotates nothing."""
+
     def share(self, module: nn.Module) -> Reference:
-        """Own a module."""
+        """Keep a module, and return a reference to it."""
         self.modules.append(module)
         self.holder.posenc = module
         return Reference(self.holder, "posenc")
 
     def on_attention(self, layer: int, module: nn.Module) -> None:
-        """Take the module of the attention."""
+        """Keep the module of the attention."""
         self.modules.append(module)
 
     def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
-        """Take the module of the vectors, unless it is shared and here already."""
+        """Keep the module of the vectors, unless it is a reference to one that is kept already."""
         if isinstance(module, nn.Module):
             self.modules.append(module)
 
     def at_input(self, module: PositionEmbedding) -> None:
-        """Take the module of the vectors."""
+        """Keep the module of the vectors."""
         self.modules.append(module)
 
     def turn(self, scheme: RotaryScheme) -> None:
-        """Make the module of the angles, and widen it to whole heads."""
+        """Build the module of the angles, and widen it to whole heads."""
         parameters = scheme.rope_parameters()
         if parameters is None:
             rotary: nn.Module = scheme.build(self.dims)
@@ -136,12 +148,12 @@ class _Bench:
 
 
 def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tensor | None:
-    """Return the vectors that a scheme adds to the hidden states, as it starts.
+    """Return the vectors that a scheme adds to the hidden states, with the parameters that it starts from.
 
     Args:
         scheme: a name or an instance.
         length: number of positions.
-        **arguments: as for `build`.
+        **arguments: arguments of `build`.
 
     Returns:
         (length, E) float64, or None if the scheme adds none.
@@ -165,12 +177,12 @@ def parts(model: PreTrainedModel) -> Resolved:
 
 @dataclass(frozen=True)
 class Added:
-    """What makes the vectors that a model adds to its hidden states.
+    """The module that makes the vectors which a model adds to its hidden states.
 
     Attributes:
-        module: of the patch or the base.
+        module: module of the patch or the base.
         limit: number of positions that exist, or None if there is no limit.
-        offset: rows of a base's table that stand before position 0.
+        offset: number of rows of a base's table before position 0.
     """
 
     module: nn.Module
@@ -178,7 +190,7 @@ class Added:
     offset: int = 0
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Return the vectors (T, E) of positions (T,), float64 on the CPU; gradients flow to what is trained."""
+        """Return the vectors (T, E) of positions (T,), float64 on the CPU; gradients flow to the parameters."""
         device = next(itertools.chain(self.module.parameters(), self.module.buffers()), positions).device
         ids = positions.to(device)
         if isinstance(self.module, PositionEmbedding):
@@ -191,13 +203,14 @@ class Added:
 
 
 def added_to(model: PreTrainedModel) -> Added | None:
-    """Return what makes the vectors that a patched or stock model adds; with a table per layer, the first layer's.
+    """Return the module of the vectors that a patched or stock model adds, or None if it adds none.
 
-    None if it adds none.
+    With a table per layer it is the first layer's.
     """
     base = BaseModel.of(model)
     found = base.found
-    for module in [found.position_table, getattr(found.decoder, "posenc", None), getattr(found.layers[0], "posenc", 0)]:
+    patched = [holder._modules.get("posenc") for holder in (found.decoder, found.layers[0])]
+    for module in (found.position_table, *patched):
         if isinstance(module, NoEmbedding):
             continue
         if isinstance(module, PositionEmbedding):
@@ -206,7 +219,7 @@ def added_to(model: PreTrainedModel) -> Added | None:
         if isinstance(module, nn.Embedding):
             offset = base.family.table_offset
             return Added(module, module.num_embeddings - offset, offset)
-        if module is not None and module is found.position_table:
+        if module is found.position_table and module is not None:
             return Added(module, None)  # makes its vectors by a rule
     return None
 
@@ -216,19 +229,19 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
 
     Args:
         model: patched or stock.
-        length: number of positions; None means the whole table, or the config's length where there is no table.
+        length: number of positions; None means the whole table, or the config's length if there is no table.
 
     Returns:
         (length, E) float64 on the CPU, or None if the model adds none. With a table per layer, the first layer's.
 
     Raises:
-        ValueError: if the table is shorter, or nobody says how many there are.
+        ValueError: if the table is shorter, or if neither the caller nor the config gives a length.
     """
     added = added_to(model)
     if added is None:
         return None
     if length is None:
-        rows = int(added.limit or getattr(model.config, "max_position_embeddings", 0))
+        rows = added.limit or getattr(model.config, "max_position_embeddings", None)
         if not rows:
             raise ValueError(f"give a length: the config of this {type(model).__name__} does not say how many")
         length = min(rows, 2**16)
@@ -239,9 +252,9 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
 
 
 def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:
-    """Return the module that makes the angles of a patched or stock model, and in which form, see `Family.angles`.
+    """Return the module that makes the angles of a patched or stock model, and their form, see `Family.angles`.
 
-    None if nothing is rotated.
+    The module is None if nothing is rotated.
     """
     base = BaseModel.of(model)
     found, angles = base.found, base.family.angles
@@ -255,13 +268,13 @@ def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:
 def rotations(
     rotary: nn.Module, positions: Tensor, layer_type: str | None = None, angles: str = "list twice"
 ) -> tuple[Tensor, Tensor]:
-    """Return what a rotary module turns queries and keys by.
+    """Return the cosines and sines that a rotary module turns queries and keys by.
 
     Args:
-        rotary: of a model, or of `build`.
-        positions: (T,) integers; scalings that depend on the length see the largest.
-        layer_type: for families whose kinds of layers turn differently (Gemma 3).
-        angles: the form in which the module gives them, see `Family.angles`.
+        rotary: module of a model, or of `build`.
+        positions: (T,) integers; scalings that depend on the length read the largest.
+        layer_type: type of the layer, for families whose types turn differently (Gemma 3).
+        angles: form of the module's output, see `Family.angles`.
 
     Returns:
         cosines and sines (T, pairs), float64, times the module's attention factor.
@@ -277,7 +290,7 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
     """Return the scores of a query against one key per distance.
 
     Args:
-        module: of a scheme on attention scores.
+        module: module of a scheme on attention scores.
         query: (B, H, 1, D).
         key: (B, H, n, D).
         distances: (n,) integers >= 0.
@@ -296,14 +309,14 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
 
 @contextmanager
 def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] | None = None) -> Iterator[None]:
-    """Let every layer attend densely, and show the attention weights.
+    """Let every layer attend densely within a `with` block, and show the attention weights.
 
-    Schemes that change scores run in the reference engine, everything else in the family's own eager attention: both
-    have weights, and second derivatives.
+    Schemes that change scores run in the reference engine, everything else in the family's own eager attention. Both
+    have weights and second derivatives.
 
     Args:
         model: patched or stock.
-        see: called with a layer's index and its weights (B, H, Q, L), layer by layer as the model runs.
+        see: function of a layer's index and its weights (B, H, Q, L), called layer by layer as the model runs.
     """
     attentions = parts(model).attention_of
     ours = model.config._attn_implementation == NAME
@@ -324,7 +337,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
             model.set_attn_implementation("eager")
             stack.callback(model.set_attn_implementation, stock)
         for index, attention in attentions.items():
-            module = attention.posenc if ours else attention
+            module = attention.get_submodule("posenc") if ours else attention
             if ours:
                 stack.callback(module.register_forward_pre_hook(take_reference, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(show(index)).remove)
@@ -332,7 +345,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
 
 
 def check_tokens(tokens: Tensor, least: int) -> Tensor:
-    """Return tokens as (B, T); ValueError unless there are at least so many in a row."""
+    """Return tokens as (B, T); ValueError if a text has fewer than `least`."""
     tokens = tokens[None] if tokens.ndim == 1 else tokens
     if tokens.ndim != 2 or tokens.shape[1] < least:
         raise ValueError(f"tokens must be (T,) or (B, T) with T >= {least}, not {tuple(tokens.shape)}")

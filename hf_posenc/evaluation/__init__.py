@@ -1,4 +1,4 @@
-"""How far a causal language model's context really reaches: functions from (model, tokens) to numbers."""
+"""Measures of how far a causal language model's context reaches: functions from (model, tokens) to numbers."""
 
 from .context import ContextMeasurement, PositionLoss, measure_context, short_context_regression
 from .harness import harness_model

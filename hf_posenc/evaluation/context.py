@@ -1,29 +1,37 @@
-"""What one pass over a text says about a context length: both perplexities, loss by position, bits per byte."""
+"""Both perplexities, loss by position and bits per byte of a text, at several context lengths, in one pass for each."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..live.eval_mode import evaluation
-from .perplexity import Perplexity, default_batch_size, logits_function
+from .forwards import (
+    LogitsOf,
+    default_batch_size,
+    in_batches,
+    logits_function,
+    processes,
+    progress_bar,
+    score_batches,
+    window_losses,
+)
+from .perplexity import Perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionLoss:
-    """Loss of the tokens at some places of a fresh window, or of a segment.
+    """Mean loss of the tokens at some places of a fresh window, or of a segment.
 
     Attributes:
-        first: place of the first of them, counted from 0; place 0 of a fresh window is never predicted.
-        last: place of the last one plus one.
-        tokens: how many there were in all windows.
+        first: first place, counted from 0; place 0 of a fresh window is never predicted.
+        last: last place plus one.
+        tokens: number of these tokens in all windows.
         loss: their mean negative log-likelihood in nats.
     """
 
@@ -35,16 +43,16 @@ class PositionLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextMeasurement:
-    """What was measured at one context length.
+    """Measurement at one context length.
 
     Attributes:
         length: tokens in a window.
-        sliding: every token scored with nearly the full context.
-        non_overlapping: windows cut fresh.
+        sliding: perplexity from sliding windows, where every token has nearly the full context.
+        non_overlapping: perplexity from windows that are cut fresh.
         by_position: loss by the token's place in a fresh window, in bins `[1, 2), [2, 4), [4, 8), ...`.
-        bits_per_byte: of the text, from the sliding windows, `log2` likelihood over bytes of all documents; it compares
-            models with different tokenizers. The first token of a document is not predicted, its bytes are counted:
-            with long documents that is nothing. None if the bytes are not known.
+        bits_per_byte: `log2` likelihood of the text from the sliding windows, over the bytes of all documents. It
+            compares models with different tokenizers. The first token of a document is not predicted, but its bytes
+            are counted, which makes no difference with long documents. None if the bytes are not known.
     """
 
     length: int
@@ -57,13 +65,13 @@ class ContextMeasurement:
     def early_token_gap(self) -> float:
         """Nats per token by which fresh windows are worse than sliding ones.
 
-        This is the early-token curse (Press et al. 2021, appendix B): as a window grows, a gain in non-overlapping
-        perplexity that only comes from a smaller gap says nothing about the use of a longer context.
+        This is the early-token curse (Press et al. 2021, appendix B). As a window grows, non-overlapping perplexity may
+        gain from a smaller gap alone, which says nothing about the use of a longer context.
         """
         return self.non_overlapping.loss - self.sliding.loss
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, the derived ones included, ready for JSON."""
+        """Return all numbers, the derived ones included, ready for JSON."""
         return {
             "length": self.length,
             "sliding": self.sliding.to_dict(),
@@ -86,7 +94,7 @@ class _Window:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Windows of one shape go into one batch: their length, and the number of predictions that are looked at."""
+        """Length of the window and number of predictions that are scored; windows of one shape go into one batch."""
         first = self.start + 1 if self.fresh else self.scored
         return self.end - self.start, self.end - first
 
@@ -102,19 +110,19 @@ def measure_context(
     distributed: bool = False,
     progress: bool = False,
 ) -> list[ContextMeasurement]:
-    """Measures a model on whole documents at several context lengths, in one pass for each.
+    """Measure a model on whole documents at several context lengths, in one pass for each.
 
-    Windows never cross documents. Of a document of `N` tokens, `N - 1` count for the sliding perplexity (see
+    Windows never cross documents. A document of `N` tokens counts `N - 1` for the sliding perplexity (see
     `sliding_window_perplexity`) and `N - ceil(N / length)` for the non-overlapping one. A document that is no longer
     than `length` is one window, which counts for both.
 
     Args:
-        model: a causal language model, patched or not; set to eval mode and back. Under FSDP the wrapped one, with
-            `distributed`: every process takes part in every forward.
+        model: a causal language model, patched or not; set to eval mode and back. Under FSDP pass the wrapped model,
+            and `distributed`, because every process takes part in every forward.
         documents: `(N,)` int64 each, at least 2 tokens in one of them.
         lengths: tokens in a window, at least 2 each.
-        stride: tokens from one sliding window to the next; it must divide every length and be less. By default a
-            quarter of each length, half of it where that is no whole number.
+        stride: tokens from one sliding window to the next; it must divide every length and be less. The default is a
+            quarter of each length, or half of it where a quarter is no whole number.
         byte_counts: bytes of each document's text, for bits per byte.
         batch_size: windows per forward; by default as many as make about 8192 tokens, 1024 on a CPU.
         distributed: spread the windows over the processes of `torch.distributed`. All of them get the same result, and
@@ -125,41 +133,46 @@ def measure_context(
         One measurement per length, in the order given.
 
     Raises:
-        ValueError: a length, stride or number out of range, no document long enough to predict anything.
-        RuntimeError: `distributed` without an initialised process group.
+        ValueError: for a length, stride or number out of range, or if no document is long enough to predict anything.
+        RuntimeError: for `distributed` without an initialised process group.
     """
     check_documents(documents, byte_counts, batch_size)
-    if distributed and not dist.is_initialized():
-        raise RuntimeError("distributed=True needs torch.distributed.init_process_group first")
+    ranks = processes(distributed)
     strides = [stride_of(length, stride) for length in lengths]
     total_bytes = sum(byte_counts) if byte_counts is not None else None
+    measured = []
     with evaluation(model), torch.no_grad():
-        trial = next(document for document in documents if len(document) > 1)
-        return [
-            _measure(model, documents, length, step, total_bytes, batch_size, distributed, progress, trial)
-            for length, step in zip(lengths, strides, strict=True)
-        ]
+        logits_of = logits_function(model, next(document for document in documents if len(document) > 1))
+        device = next(model.parameters()).device
+        for length, step in zip(lengths, strides, strict=True):
+            windows, edges = _windows(documents, length, step), position_edges(length)
+            batches = _batches(windows, lambda size: batch_size or default_batch_size(device, size))
+            score = partial(_scores, logits_of, documents, windows, edges, device)
+            with progress_bar(len(windows), f"context {length}", "window", progress) as bar:
+                scores = score_batches(batches, score, (2, len(edges)), ranks, device, bar)
+            measured.append(_measurement(length, step, windows, edges, scores, total_bytes))
+    return measured
 
 
 def short_context_regression(
     before: Sequence[ContextMeasurement], after: Sequence[ContextMeasurement], *, trained_length: int
 ) -> dict[int, float]:
-    """Compares a model with its base at the lengths that the base was trained for.
+    """Compare a model with its base at the lengths that the base was trained for.
 
     Args:
         before: measurements of the base.
-        after: of the model made from it, on the same text.
-        trained_length: tokens the base was trained at.
+        after: measurements of the model made from it, on the same text.
+        trained_length: tokens that the base was trained at.
 
     Returns:
-        By length, up to `trained_length`: nats per token of sliding-window loss that were lost (negative: won).
+        Length up to `trained_length` -> change of the sliding-window loss, in nats per token; positive is worse.
     """
     reference = {row.length: row.sliding.loss for row in before if row.length <= trained_length}
     return {row.length: row.sliding.loss - reference[row.length] for row in after if row.length in reference}
 
 
 def check_documents(documents: Sequence[Tensor], byte_counts: Sequence[int] | None, batch_size: int | None) -> None:
-    """Refuse what cannot be measured; ValueError."""
+    """Raise ValueError for documents, byte counts or a batch size that cannot be measured."""
     if byte_counts is not None and len(byte_counts) != len(documents):
         raise ValueError(f"there are {len(documents)} documents and {len(byte_counts)} byte counts")
     if any(document.dim() != 1 for document in documents):
@@ -175,6 +188,15 @@ def position_edges(length: int) -> list[int]:
     return [1 << power for power in range(max(1, math.ceil(math.log2(length))))] + [length]
 
 
+def losses_by_position(edges: list[int], nll: Sequence[float], tokens: Sequence[float]) -> tuple[PositionLoss, ...]:
+    """Return the mean losses of bins from their sums of losses and numbers of tokens, without empty bins."""
+    return tuple(
+        PositionLoss(first=first, last=last, tokens=int(count), loss=total / count)
+        for (first, last), total, count in zip(pairwise(edges), nll, tokens, strict=True)
+        if count
+    )
+
+
 def stride_of(length: int, stride: int | None) -> int:
     """Return the stride at a length, chosen if None; ValueError if it does not fit."""
     if length < 2:
@@ -187,6 +209,7 @@ def stride_of(length: int, stride: int | None) -> int:
 
 
 def _windows(documents: Sequence[Tensor], length: int, stride: int) -> list[_Window]:
+    """Return the sliding and the fresh windows of all documents; a window may be both."""
     found = []
     for index, document in enumerate(documents):
         total = len(document)
@@ -205,49 +228,47 @@ def _windows(documents: Sequence[Tensor], length: int, stride: int) -> list[_Win
     return found
 
 
-def _measure(
-    model: nn.Module,
+def _batches(windows: list[_Window], most: Callable[[int], int]) -> list[list[int]]:
+    """Return batches of windows of one shape, shortest first, at most `most(tokens in a window)` of them."""
+    order = sorted(range(len(windows)), key=lambda index: windows[index].shape)  # stable
+    groups = in_batches([windows[index].shape for index in order], lambda shape: most(shape[0]))
+    return [[order[place] for place in group] for group in groups]
+
+
+def _scores(
+    logits_of: LogitsOf,
     documents: Sequence[Tensor],
-    length: int,
-    stride: int,
-    total_bytes: int | None,
-    batch_size: int | None,
-    distributed: bool,
-    progress: bool,
-    trial: Tensor,
+    windows: list[_Window],
+    edges: list[int],
+    device: torch.device,
+    batch: list[int],
+) -> Tensor:
+    """Return sums of losses, and how many they are, of the windows of a batch: (B, 2, bins + 1) float64 on the CPU.
+
+    The first are over the tokens that count for the sliding perplexity, the others over the bins of places, which are
+    zero unless the window is fresh.
+    """
+    chosen = [windows[index] for index in batch]
+    _, predicted = chosen[0].shape
+    tokens = torch.stack([documents[window.document][window.start : window.end] for window in chosen]).to(device)
+    losses = torch.cat(list(window_losses(logits_of, tokens, predicted)))
+    scores = torch.zeros(len(batch), 2, len(edges), dtype=torch.float64)
+    for (sums, counts), window, row in zip(scores, chosen, losses.view(len(batch), -1).double().cpu(), strict=True):
+        scored = window.end - window.scored
+        sums[0], counts[0] = row[len(row) - scored :].sum(), scored
+        if window.fresh:
+            for number, (first, last) in enumerate(pairwise(edges), start=1):
+                part = row[first - 1 : last - 1]  # the loss of place 1 is the first
+                sums[number], counts[number] = part.sum(), len(part)
+    return scores
+
+
+def _measurement(
+    length: int, stride: int, windows: list[_Window], edges: list[int], scores: Tensor, total_bytes: int | None
 ) -> ContextMeasurement:
-    device = next(model.parameters()).device
-    windows = _windows(documents, length, stride)
-    batches: list[list[int]] = []
-    for index in sorted(range(len(windows)), key=lambda index: windows[index].shape):  # stable
-        size = batch_size or default_batch_size(device, windows[index].shape[0])
-        if batches and len(batches[-1]) < size and windows[batches[-1][0]].shape == windows[index].shape:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    edges = position_edges(length)
-    # Of each window: sums over what counts for the sliding perplexity, and over each bin of places if it is fresh.
-    sums = torch.zeros(len(windows), len(edges), dtype=torch.float64)
-    counts = torch.zeros(len(windows), len(edges), dtype=torch.float64)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-    logits_of = logits_function(model, trial)
-    with tqdm(total=len(windows), desc=f"context {length}", unit="window", leave=False, disable=not progress) as bar:
-        # Every process makes as many forwards as the others, also where it has nothing left: FSDP needs all of them.
-        for number in range(math.ceil(len(batches) / world)):
-            mine = number * world + rank
-            batch = batches[mine] if mine < len(batches) else batches[0]
-            losses = _losses(logits_of, [windows[index] for index in batch], documents, device)
-            if mine < len(batches):
-                for index, row in zip(batch, losses, strict=True):
-                    _count(windows[index], row, edges, sums[index], counts[index])
-            bar.update(len(batch) * world)
-    if distributed:
-        # Each window was counted by one process and is zero elsewhere: the sum is exact, in whatever order.
-        for part in (sums, counts):
-            moved = part.to(device)
-            dist.all_reduce(moved)
-            part.copy_(moved)
-    nll, tokens = sums.sum(0).tolist(), [int(value) for value in counts.sum(0).tolist()]
+    """Return what the scores (windows, 2, bins + 1) add up to."""
+    sums, counts = scores.unbind(1)
+    nll, tokens = sums.contiguous().sum(0).tolist(), [int(count) for count in counts.sum(0).tolist()]
     sliding = Perplexity(
         method="sliding",
         length=length,
@@ -268,34 +289,6 @@ def _measure(
         length=length,
         sliding=sliding,
         non_overlapping=fresh,
-        by_position=tuple(
-            PositionLoss(first=first, last=last, tokens=number, loss=total / number)
-            for (first, last), number, total in zip(pairwise(edges), tokens[1:], nll[1:], strict=True)
-            if number
-        ),
+        by_position=losses_by_position(edges, nll[1:], tokens[1:]),
         bits_per_byte=sliding.nll / math.log(2) / total_bytes if total_bytes else None,
     )
-
-
-def _losses(logits_of: Any, batch: list[_Window], documents: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Losses `(B, R)` of the last `R` tokens of each window, in float64 on the CPU."""
-    size, looked_at = batch[0].shape
-    tokens = torch.stack([documents[window.document][window.start : window.end] for window in batch]).to(device)
-    targets = tokens[:, size - looked_at :].reshape(-1)
-    parts, done = [], 0
-    # Token t is predicted by the output at t - 1.
-    for logits in logits_of(tokens, slice(size - looked_at - 1, size - 1)):
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        parts.append(F.cross_entropy(wide, targets[done : done + len(wide)], reduction="none"))
-        done += len(wide)
-    return torch.cat(parts).view(len(batch), looked_at).double().cpu()
-
-
-def _count(window: _Window, losses: Tensor, edges: list[int], sums: Tensor, counts: Tensor) -> None:
-    """Adds one window's losses up: first what counts for the sliding perplexity, then bin by bin."""
-    scored = window.end - window.scored
-    sums[0], counts[0] = losses[len(losses) - scored :].sum(), scored
-    if window.fresh:
-        for number, (first, last) in enumerate(pairwise(edges), start=1):
-            part = losses[first - 1 : last - 1]  # the loss of place 1 is the first
-            sums[number], counts[number] = part.sum(), len(part)

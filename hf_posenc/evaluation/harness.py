@@ -1,4 +1,4 @@
-"""A patched model in the language model evaluation harness (EleutherAI's lm_eval), in process."""
+"""Evaluate a patched model in EleutherAI's language model evaluation harness (lm_eval), in process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..verification import verify
 
 
 def harness_model(model: nn.Module, tokenizer: Any, *, max_length: int | None = None, **options: Any) -> Any:
-    """Hand a model to lm_eval: as it is in memory, after asking every layer for its positions.
+    """Wrap a model in memory for lm_eval, after checking that every layer responds to positions.
 
     The harness would otherwise load a checkpoint by name, with classes that do not know of the patch.
 
@@ -21,17 +21,17 @@ def harness_model(model: nn.Module, tokenizer: Any, *, max_length: int | None = 
 
     Args:
         model: patched, on its device; or stock, for comparison.
-        tokenizer: of the model.
-        max_length: tokens of a context; None means what the harness reads from the config. A scheme without a limit
-            sets that to at least 131072: say what the model was trained at, or a rolling perplexity is of one window.
-        **options: of `lm_eval.models.huggingface.HFLM`, for instance `batch_size`.
+        tokenizer: the model's tokenizer.
+        max_length: tokens of a context; None means the length that the harness reads from the config. A scheme without
+            a limit sets that to at least 131072. Give the trained length, or a rolling perplexity is of one window.
+        **options: options of `lm_eval.models.huggingface.HFLM`, for instance `batch_size`.
 
     Returns:
         An `lm_eval.api.model.LM`.
 
     Raises:
         ImportError: if lm_eval is not installed.
-        HfPosencError: if a layer of a patched model does not answer to its positions; the report is the message.
+        HfPosencError: if a layer of a patched model does not respond to positions; the report is the message.
         ValueError: if `max_length` is beyond the scheme's limit.
     """
     try:

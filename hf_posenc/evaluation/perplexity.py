@@ -1,37 +1,25 @@
 """Perplexity of a causal language model at a given context length, counted two ways.
 
-Cutting a text into fresh windows makes every window start with tokens that have next to no context. A longer window has
-fewer of them, so its perplexity falls even when the model uses nothing of the longer context: the *early token curse*
-(Press, Smith and Lewis 2021, "Train Short, Test Long", appendix B). A sliding window scores every token with nearly the
-full context and has no such gain. Always look at both, at the same lengths.
+Cutting a text into fresh windows makes every window start with tokens that have next to no context. Longer windows have
+fewer such tokens, so perplexity falls even when the model uses nothing of the longer context. This is the *early token
+curse* (Press, Smith and Lewis 2021, "Train Short, Test Long", appendix B). A sliding window scores every token with
+nearly the full context and has no such gain. Always read both, at the same lengths.
 """
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from tqdm.auto import tqdm
-from transformers import Cache
 
 from ..live.eval_mode import evaluation
-
-# Windows are scored in batches of about this many tokens. A CPU gains nothing from more, and its caches lose.
-TOKENS_PER_BATCH = 8192
-TOKENS_PER_CPU_BATCH = 1024
-# Logits exist for this many tokens at a time: with a vocabulary of 128k, half a gigabyte in float32.
-LOGIT_ROWS = 1024
-# Tokens of the trial that decides whether the language-model head may be applied on its own.
-TRIAL_TOKENS = 8
+from .forwards import default_batch_size, in_batches, logits_function, progress_bar, window_losses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """What one measurement counted.
+    """Perplexity of a text, and what was counted for it.
 
     Attributes:
         method: `"sliding"`, `"non_overlapping"` or `"segment_recurrence"`.
@@ -61,7 +49,7 @@ class Perplexity:
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, the derived ones included, ready for JSON."""
+        """Return all numbers, the derived ones included, ready for JSON."""
         return {**asdict(self), "loss": self.loss, "perplexity": self.perplexity}
 
 
@@ -74,7 +62,7 @@ def sliding_window_perplexity(
     batch_size: int | None = None,
     progress: bool = False,
 ) -> Perplexity:
-    """Scores every token but the first, each once and with nearly the full context.
+    """Score every token but the first, each once and with nearly the full context.
 
     That is at least `length - stride` tokens, where the text has as many before it. The first window covers tokens `0
     .. length - 1` and scores all of them but token 0, which nothing predicts. Each further window starts `stride`
@@ -91,12 +79,12 @@ def sliding_window_perplexity(
         progress: show a progress bar, in tokens scored.
 
     Raises:
-        ValueError: a length or stride out of range, or a text shorter than `length`.
+        ValueError: for a length or stride out of range, or a text shorter than `length`.
     """
     total = _check(tokens, length)
     if not 1 <= stride < length:
         raise ValueError(f"stride must lie between 1 and length - 1 = {length - 1}, not {stride}")
-    spans = [(0, 1, length)]  # (start of the window, first and last + 1 scored token, counted from the text's start)
+    spans = [(0, 1, length)]  # see `_score`
     while (scored := spans[-1][2]) < total:
         end = min(scored + stride, total)
         spans.append((end - length, scored, end))
@@ -111,7 +99,7 @@ def non_overlapping_perplexity(
     batch_size: int | None = None,
     progress: bool = False,
 ) -> Perplexity:
-    """Cuts the text into fresh windows of `length` tokens and scores all but the first token of each.
+    """Cut the text into fresh windows of `length` tokens and score all but the first token of each.
 
     The last window may be shorter; one of a single token scores nothing and is left out. So `N - ceil(N / length)`
     tokens are scored.
@@ -124,7 +112,7 @@ def non_overlapping_perplexity(
         progress: show a progress bar, in tokens scored.
 
     Raises:
-        ValueError: a length out of range, or a text shorter than `length`.
+        ValueError: for a length out of range, or a text shorter than `length`.
     """
     total = _check(tokens, length)
     spans = [(start, start + 1, min(start + length, total)) for start in range(0, total - 1, length)]
@@ -132,6 +120,7 @@ def non_overlapping_perplexity(
 
 
 def _check(tokens: Tensor, length: int) -> int:
+    """Return the number of tokens; ValueError for another shape, or fewer tokens than a window of at least 2."""
     if tokens.dim() != 1:
         raise ValueError(f"tokens must be one sequence of shape (N,), not {tuple(tokens.shape)}")
     if length < 2:
@@ -151,96 +140,26 @@ def _score(
     batch_size: int | None,
     progress: bool,
 ) -> Perplexity:
+    """Return the perplexity of spans (start of the window, first and last + 1 scored token)."""
     device = next(model.parameters()).device
-    if batch_size is None:
-        batch_size = default_batch_size(device, length)
-    if batch_size < 1:
+    most = default_batch_size(device, length) if batch_size is None else batch_size
+    if most < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    batches = in_batches([(first - start, end - start) for start, first, end in spans], lambda shape: most)
     nll, count = 0.0, 0
+    total = sum(end - first for _, first, end in spans)
     with (
         evaluation(model),
         torch.no_grad(),
-        tqdm(
-            total=sum(end - first for _, first, end in spans),
-            desc=f"{method.replace('_', '-')} {length}",
-            unit="tok",
-            unit_scale=True,
-            leave=False,
-            disable=not progress,
-        ) as bar,
+        progress_bar(total, f"{method.replace('_', '-')} {length}", "tok", progress) as bar,
     ):
         logits_of = logits_function(model, tokens)
-        for batch in _batches(spans, batch_size):
-            scored = batch[0][2] - batch[0][1]
-            windows = torch.stack([tokens[start:end] for start, _, end in batch]).to(device)
-            # Token t is predicted by the output at t - 1.
-            rows = logits_of(windows, slice(windows.shape[1] - scored - 1, windows.shape[1] - 1))
-            targets = windows[:, -scored:].reshape(-1)
-            done = 0
-            for logits in rows:
-                wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-                losses = F.cross_entropy(wide, targets[done : done + len(wide)], reduction="none")
+        for batch in batches:
+            _, first, end = spans[batch[0]]
+            scored = end - first
+            windows = torch.stack([tokens[start:end] for start, _, end in (spans[index] for index in batch)]).to(device)
+            for losses in window_losses(logits_of, windows, scored):
                 nll += losses.sum(dtype=torch.float64).item()
-                done += len(wide)
-            count += done
-            bar.update(done)
+            count += len(batch) * scored
+            bar.update(len(batch) * scored)
     return Perplexity(method=method, length=length, stride=stride, windows=len(spans), tokens=count, nll=nll)
-
-
-def _batches(spans: list[tuple[int, int, int]], batch_size: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Neighbouring windows of one shape: the first and the last may be shorter or score another number of tokens."""
-    batch: list[tuple[int, int, int]] = []
-    for span in spans:
-        same = batch and all(span[i] - batch[0][i] == span[0] - batch[0][0] for i in (1, 2))
-        if batch and (not same or len(batch) == batch_size):
-            yield batch
-            batch = []
-        batch.append(span)
-    yield batch
-
-
-def default_batch_size(device: torch.device, length: int) -> int:
-    """Windows of a length per forward, where nobody says."""
-    return max(1, (TOKENS_PER_CPU_BATCH if device.type == "cpu" else TOKENS_PER_BATCH) // length)
-
-
-def logits_function(model: nn.Module, tokens: Tensor) -> Callable[..., Iterator[Tensor]]:
-    """A function from windows `(B, T)`, a slice of positions and perhaps a cache to their logits, as rows, in pieces.
-
-    The rows are `(R, V)`, the windows' positions one after the other. A long window's logits are far larger than
-    anything else in the forward. Where the head is a plain module behind the base model it is applied to `LOGIT_ROWS`
-    positions at a time. Some families scale or cap the logits after the head, so a short trial decides. Where FSDP
-    or ZeRO-3 has sharded a model, its parts cannot be called on their own, or only as often as in every other process,
-    whose windows may be of another length: there the logits are whole, and only what is made of them is in pieces.
-
-    Args:
-        model: in eval mode.
-        tokens: `(N,)`, of which the first few are the trial.
-    """
-
-    def keeping(cache: Cache | None) -> dict[str, Any]:
-        return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
-
-    def whole(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:
-        logits = model(input_ids=windows, **keeping(cache)).logits
-        yield from logits[:, positions].flatten(0, 1).split(LOGIT_ROWS)
-
-    base, head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", lambda: None)()
-    sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
-    if base is None or base is model or head is None or sharded:
-        return whole
-    trial = tokens[:TRIAL_TOKENS].to(next(model.parameters()).device)[None]
-
-    def hidden_states(windows: Tensor, cache: Cache | None = None) -> Tensor | None:
-        return getattr(base(input_ids=windows, **keeping(cache)), "last_hidden_state", None)
-
-    def in_pieces(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:
-        hidden = hidden_states(windows, cache)
-        assert hidden is not None  # the trial saw it
-        yield from (head(rows) for rows in hidden[:, positions].flatten(0, 1).split(LOGIT_ROWS))
-
-    hidden = hidden_states(trial)
-    if hidden is None:
-        return whole
-    expected = model(input_ids=trial, use_cache=False).logits
-    return in_pieces if torch.allclose(head(hidden), expected, rtol=1e-5, atol=1e-5) else whole

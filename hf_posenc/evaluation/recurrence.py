@@ -1,12 +1,13 @@
-"""Segment recurrence: a text is read in segments, each with the memory of what was read before it (Dai et al. 2019).
+"""Segment recurrence: a text is read in segments, each with a memory of the tokens before it (Dai et al. 2019).
 
-Transformer-XL (arXiv:1901.02860, section 3.2) keeps each layer's hidden states of the last `M` tokens; in the next
+Transformer-XL (arXiv:1901.02860, section 3.2) keeps each layer's hidden states of the last `M` tokens. In the next
 segment of `T` tokens the queries of every layer see them beside their own segment. Where distances alone matter, keys
-and values are functions of one token's hidden state, so keeping those is the same as making them again: a key-value
-cache that holds its last `M` entries, through which no gradient flows. That is transformers' own cache layer for
-sliding windows, given to a model whose mask has no such window, so that every token of a segment sees all the memory.
+and values are functions of one token's hidden state, so they can be kept instead of being made again. A key-value cache
+that holds its last `M` entries, through which no gradient flows, is therefore the memory. Transformers has that cache
+layer for sliding windows. Here it is given to a model whose mask has no such window, so that every token of a segment
+sees all the memory.
 
-So it is exactly one long forward in which, in every layer, a token sees its own segment and `M` tokens before that.
+The result is exactly one long forward in which, in every layer, a token sees its segment and `M` tokens before that.
 """
 
 import time
@@ -18,10 +19,8 @@ from math import log
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -34,31 +33,30 @@ from ..modules import PositionEmbedding
 from ..patching.place import NoEmbedding
 from ..schemes.base import by_layer_type
 from ..upstream.rotary import IdentityRotary
-from .context import PositionLoss, check_documents, position_edges
-from .perplexity import Perplexity, default_batch_size, logits_function
+from .context import PositionLoss, check_documents, losses_by_position, position_edges
+from .forwards import IGNORED, LogitsOf, default_batch_size, in_batches, logits_function, progress_bar, token_losses
+from .perplexity import Perplexity
 
 KEEPS_KEYS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""What transformers keeps for layers that have nothing but keys and values of single tokens."""
+"""Cache layers of transformers that hold nothing but keys and values of single tokens."""
 
 BY_LENGTH = ("dynamic", "longrope")
-"""The `rope_type` values whose frequencies depend on how far the text has been read."""
-
-IGNORED = -100
-"""Target of padding, which is not counted."""
+"""Values of `rope_type` whose frequencies depend on the number of tokens read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrenceMeasurement:
-    """What reading in segments gave.
+    """Perplexity of a text that was read in segments, and how fast it was read.
 
     Attributes:
         segment: tokens in a segment, `T`.
-        memory: tokens before it that each layer sees beside it, `M`; 0 means segments that know nothing of each other.
-        perplexity: of every token but the first of each document. Its `length` is `M + T`, its `windows` are segments.
+        memory: tokens before it that each layer sees beside it, `M`; 0 means independent segments.
+        perplexity: perplexity of every token but the first of each document. Its `length` is `M + T`, its `windows` are
+            segments.
         by_position: loss by the token's place in its segment, in bins `[0, 1), [1, 2), [2, 4), ...`. The token at place
             0 is predicted by the last one of the segment before.
-        bits_per_byte: of the text, as in `ContextMeasurement`; None if the bytes are not known.
-        tokens_per_second: read, the loss included.
+        bits_per_byte: bits per byte of the text, as in `ContextMeasurement`; None if the bytes are not known.
+        tokens_per_second: speed of reading, the loss included.
     """
 
     segment: int
@@ -69,7 +67,7 @@ class RecurrenceMeasurement:
     tokens_per_second: float = field(compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, the derived ones included, ready for JSON."""
+        """Return all numbers, the derived ones included, ready for JSON."""
         return {
             "segment": self.segment,
             "memory": self.memory,
@@ -90,13 +88,13 @@ def measure_recurrence(
     batch_size: int | None = None,
     progress: bool = False,
 ) -> RecurrenceMeasurement:
-    """Reads whole documents segment by segment with memory, and scores every token but the first of each.
+    """Read whole documents segment by segment with memory, and score every token but the first of each.
 
-    With `L` layers the context of a token reaches `L * memory` tokens before its segment, since the memory of a layer
-    has read its own memory. Each token is computed once, and attends to at most `memory + segment` others. To compare
-    with: `memory=0` scores the same tokens from segments that know nothing of each other, and
-    `sliding_window_perplexity(length=memory + segment, stride=segment)` computes the same span again for every segment,
-    `(memory + segment) / segment` times the text, with a context that ends there in every layer.
+    With `L` layers the context of a token reaches `L * memory` tokens before its segment, because the memory of a layer
+    has read its own memory. Each token is computed once, and attends to at most `memory + segment` others. For
+    comparison, `memory=0` scores the same tokens from independent segments. In
+    `sliding_window_perplexity(length=memory + segment, stride=segment)` the context ends after the same span in every
+    layer, and the text is computed `(memory + segment) / segment` times.
 
     Position ids go on through a document. Schemes on scores read their differences, which are exact. Rotary angles are
     float32 in transformers: at position `p` they are off by up to `p * 6e-8` radians.
@@ -107,52 +105,30 @@ def measure_recurrence(
         segment: tokens in a segment, at least 1.
         memory: tokens of memory, at least 0.
         byte_counts: bytes of each document's text, for bits per byte.
-        batch_size: documents per forward; by default as many as make about 8192 tokens, 1024 on a CPU. The segments of
-            one document follow each other: one long document is read alone.
+        batch_size: documents per forward; by default as many as make about 8192 tokens, 1024 on a CPU. One long
+            document is read alone, because its segments follow each other.
         progress: show a progress bar, in tokens.
 
     Raises:
-        ValueError: a number out of range, no document long enough to predict anything.
+        ValueError: for a number out of range, or if no document is long enough to predict anything.
         UnsupportedModelError: with memory, for a model that does not read positions by their distances alone (position
             vectors, rotary frequencies that depend on the length, factors that grow with the position), or that keeps
-            something else of the past than keys and values.
+            more of the past than keys and values.
     """
     check_documents(documents, byte_counts, batch_size)
-    if segment < 1:
-        raise ValueError(f"segment must be at least 1, not {segment}")
-    if memory < 0:
-        raise ValueError(f"memory must be at least 0, not {memory}")
+    for name, value, least in (("segment", segment, 1), ("memory", memory, 0)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
     if memory:
         check_memory(model)
-    device = next(model.parameters()).device
     longest_first = sorted((document for document in documents if len(document) > 1), key=len, reverse=True)
-    size = batch_size or default_batch_size(device, segment)
-    batches = [longest_first[start : start + size] for start in range(0, len(longest_first), size)]
-    nll, counts = torch.zeros(2, segment, dtype=torch.float64)  # by the place of the output that predicts
     total = sum(len(document) - 1 for document in longest_first)
-    with (
-        evaluation(model),
-        torch.no_grad(),
-        tqdm(
-            total=total,
-            desc=f"segments {segment} + {memory}",
-            unit="tok",
-            unit_scale=True,
-            leave=False,
-            disable=not progress,
-        ) as bar,
-    ):
+    bar = progress_bar(total, f"segments {segment} + {memory}", "tok", progress)
+    with evaluation(model), torch.no_grad(), bar:
         logits_of = logits_function(model, longest_first[0])
         began = time.perf_counter()
-        for batch in batches:
-            for losses, counted in _segments(logits_of, batch, segment, memory, device):
-                nll[: losses.shape[1]] += losses.sum(0)
-                counts[: losses.shape[1]] += counted.sum(0)
-                bar.update(int(counted.sum()))
-        seconds = time.perf_counter() - began
-    nll, counts = nll.roll(1), counts.roll(1)  # from the place of the output to that of the token it predicts
-    edges = [0, *position_edges(segment)]
-    bins = [(first, last, counts[first:last].sum(), nll[first:last].sum()) for first, last in pairwise(edges)]
+        nll, counts = _read(logits_of, longest_first, segment, memory, batch_size, next(model.parameters()).device, bar)
+        speed = total / (time.perf_counter() - began)
     perplexity = Perplexity(
         method="segment_recurrence",
         length=memory + segment,
@@ -161,24 +137,47 @@ def measure_recurrence(
         tokens=total,
         nll=nll.sum().item(),
     )
+    edges = [0, *position_edges(segment)]
+    bins = [[values[first:last].sum().item() for first, last in pairwise(edges)] for values in (nll, counts)]
+    bits_per_byte = perplexity.nll / log(2) / sum(byte_counts) if byte_counts is not None else None
     return RecurrenceMeasurement(
         segment=segment,
         memory=memory,
         perplexity=perplexity,
-        by_position=tuple(
-            PositionLoss(first=first, last=last, tokens=int(tokens), loss=(loss / tokens).item())
-            for first, last, tokens, loss in bins
-            if tokens
-        ),
-        bits_per_byte=perplexity.nll / log(2) / sum(byte_counts) if byte_counts is not None else None,
-        tokens_per_second=total / seconds,
+        by_position=losses_by_position(edges, *bins),
+        bits_per_byte=bits_per_byte,
+        tokens_per_second=speed,
     )
+
+
+def _read(
+    logits_of: LogitsOf,
+    documents: Sequence[Tensor],
+    segment: int,
+    memory: int,
+    batch_size: int | None,
+    device: torch.device,
+    bar: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return sums of losses, and how many they are, by the place of the token in its segment: (T,) float64 each.
+
+    Documents, longest first, are read side by side in batches.
+    """
+    nll, counts = torch.zeros(2, segment, dtype=torch.float64)  # by the place of the output
+    most = batch_size or default_batch_size(device, segment)
+    for batch in in_batches([None] * len(documents), lambda shape: most):
+        chosen = [documents[index] for index in batch]
+        for losses, counted in _segments(logits_of, chosen, segment, memory, device):
+            nll[: losses.shape[1]] += losses.sum(0)
+            counts[: losses.shape[1]] += counted.sum(0)
+            bar.update(int(counted.sum()))
+    return nll.roll(1), counts.roll(1)  # from the place of the output to that of the token it predicts
 
 
 def memory_cache(memory: int) -> Cache:
     """Return a cache to read segments with: every layer hands out its last `memory` tokens, and keeps as many.
 
-    Pass it as `past_key_values` of one forward after the other. A model's own sliding windows go on to hold.
+    Pass it as `past_key_values` to one forward after the other. A model's own sliding windows still apply.
 
     Args:
         memory: M, at least 1.
@@ -187,11 +186,7 @@ def memory_cache(memory: int) -> Cache:
 
 
 def check_memory(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be read with memory.
-
-    Raises:
-        UnsupportedModelError: see `measure_recurrence`.
-    """
+    """Raise UnsupportedModelError for a model that cannot be read with memory, see `measure_recurrence`."""
     model = without_adapter(model)
     base, schemes = BaseModel.of(model), schemes_of(model)
     table, rotary = base.found.position_table, base.found.rotary
@@ -233,28 +228,25 @@ def check_memory(model: PreTrainedModel) -> None:
 
 
 def _segments(
-    logits_of: Any, documents: Sequence[Tensor], segment: int, memory: int, device: torch.device
+    logits_of: LogitsOf, documents: Sequence[Tensor], segment: int, memory: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Read documents (longest first) side by side; yield losses and what counts, (B, up to T) float64 on the CPU.
+    """Read documents, longest first, side by side; yield losses and a mask of 0 and 1, (B, up to T) float64 on the CPU.
 
-    What is shorter than the others is padded behind its end, where no token of it looks.
+    Shorter documents are padded behind their end, where none of their tokens looks.
     """
     read = [(document[:-1].split(segment), document[1:].split(segment)) for document in documents]
     cache, rows = memory_cache(memory) if memory else None, len(documents)
     for number in range(len(read[0][0])):
-        parts = [(given[number], asked[number]) for given, asked in read if number < len(given)]
+        parts = [(inputs[number], targets[number]) for inputs, targets in read if number < len(inputs)]
         if cache is not None and len(parts) < rows:
             cache.batch_select_indices(torch.arange(len(parts)))
         rows = len(parts)
-        tokens = pad_sequence([given for given, _ in parts], batch_first=True).to(device)
-        targets = pad_sequence([asked for _, asked in parts], batch_first=True, padding_value=IGNORED).to(device)
-        found, done, flat = [], 0, targets.flatten()
-        for logits in logits_of(tokens, slice(0, tokens.shape[1]), cache):
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            found.append(F.cross_entropy(wide, flat[done : done + len(wide)], reduction="none", ignore_index=IGNORED))
-            done += len(wide)
+        tokens = pad_sequence([inputs for inputs, _ in parts], batch_first=True).to(device)
+        targets = pad_sequence([target for _, target in parts], batch_first=True, padding_value=IGNORED).to(device)
+        pieces = logits_of(tokens, slice(0, tokens.shape[1]), cache)
+        losses = torch.cat(list(token_losses(pieces, targets.flatten())))
         if cache is not None and not number and cache.get_seq_length() != tokens.shape[1]:
             raise UnsupportedModelError(
                 "the model does not keep its keys and values in the cache that it is called with"
             )
-        yield torch.cat(found).view_as(targets).double().cpu(), (targets != IGNORED).double().cpu()
+        yield losses.view_as(targets).double().cpu(), (targets != IGNORED).double().cpu()

@@ -25,8 +25,8 @@ from ..modules import (
     parameter,
 )
 from ..placement import Nowhere, OnHidden, OnRotary, OnScores, Placement
+from ..sinusoids import compute_dtype, geometric_frequencies, sinusoids, wide_dtype
 from ..spelling import did_you_mean
-from ..waves import compute_dtype, geometric_frequencies, sinusoids, wide_dtype
 
 EVERY_SCHEME = ("layers", "window")
 """The hyper-parameters that every scheme has."""

@@ -1,4 +1,4 @@
-"""The vectors that a model adds to its hidden states: where they are made, and what takes their place for a while."""
+"""Vectors that a model adds to its hidden states: find their modules, record them, replace them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..analysis import probe
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..patching.place import NoEmbedding
-from . import probe
 
 
 def sources(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that make the vectors which a patched or stock model adds; none for a model that adds none."""
+    """Return the modules that make the vectors of a patched or stock model; an empty list if it adds none."""
     return [module for each in _by_layer(model).values() for module in each]
 
 
 def _by_layer(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
-    """Return the modules by the index of the layer in front of which they add, 0 for the input."""
+    """Return the modules by the index of the layer in front of which they add vectors, 0 for the input."""
     found = probe.parts(model)
     by_layer = {index: [layer._modules.get("posenc")] for index, layer in enumerate(found.layers)}
     by_layer[0].insert(0, found.position_table)
@@ -61,11 +61,11 @@ def added(model: PreTrainedModel, tokens: Tensor) -> dict[int, Tensor]:
 
 @contextmanager
 def replaced(modules: list[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let something else come out of modules.
+    """Replace the outputs of modules within a `with` block.
 
     Args:
-        modules: of a model.
-        change: from what a module returns, (B|1, T, E), to what is taken in its place.
+        modules: modules of a model.
+        change: output of a module, (B|1, T, E) -> what takes its place.
     """
 
     def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ def replaced(modules: list[nn.Module], change: Callable[[Tensor], Tensor]) -> It
 
 @contextmanager
 def in_float64(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Have a model in float64: itself if it is, a copy otherwise.
+    """Provide a model in float64 within a `with` block: itself if it is in float64, a copy otherwise.
 
-    Constants of its code, which are made in torch's default dtype, are in float64 too; experts of a copy are computed
-    one after the other, since what computes all at once takes no float64.
+    Constants of its code are made in torch's default dtype, so that is float64 too. Experts of a copy are computed one
+    after the other, because the code that computes all at once takes no float64.
     """
     if not all(each.dtype == torch.float64 for each in model.parameters()):
         model = copy.deepcopy(model).double()

@@ -1,4 +1,4 @@
-"""What `hf-posenc plot` can draw: for each kind of picture, what it computes of a scheme, a model or frequencies."""
+"""Kinds of pictures of `hf-posenc plot`: how each computes its numbers for a scheme, a model or frequencies."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import analysis
-from .analysis import Decay, integrals, plots, probe
+from . import analysis, theory
+from .analysis import Decay, plots, probe
 from .api import schemes_of
 from .evaluation import measure_recurrence
 from .schemes.base import Scheme
+from .theory import integrals
+from .theory import plots as theory_plots
 
 SEGMENTS = 8
 """Segments of a text that the picture of recurrence reads."""
 
 GRID_SIZE = 64
-"""Coordinates of the vectors that a grid is drawn for, as many as a head has as a rule."""
+"""Coordinates of the vectors that a grid is drawn for; many heads have as many."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of the numbers of one source.
+    """Options of the command line for the numbers of one source.
 
     Attributes:
-        length: tokens: positions or distances to show, or what a model reads.
-        trained_length: of a scheme's base; None means the usual one, or what a model's config says.
-        positions: of the two tokens of an expansion; None means after a third and two thirds of the text.
+        length: number of positions or distances to show, or of tokens that a model reads.
+        trained_length: length that a scheme's base was trained at; None means the default, or that of a model's config.
+        positions: positions of the two tokens of an expansion; None means after a third and two thirds of the text.
         read: number of tokens -> tokens (n,) for the model to read.
     """
 
@@ -40,27 +42,27 @@ class Asked:
 
     @property
     def base_length(self) -> int:
-        """Length of the training of a scheme's base."""
+        """The length that a scheme's base was trained at."""
         return self.trained_length or probe.TRAINED_LENGTH
 
     @property
     def text(self) -> Tensor:
-        """Tokens (length,)."""
+        """The tokens that a model reads, (length,)."""
         return self.read(self.length)
 
     @property
     def pair(self) -> tuple[int, int]:
-        """Positions m and n."""
+        """The positions m and n of an expansion."""
         return self.positions or (self.length // 3, 2 * self.length // 3)
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What is computed of one sort of source.
+    """Numbers of one sort of source.
 
     Attributes:
-        compute: of the scheme, the model or the frequencies, and what is asked.
-        options: names of the options of the command line that it reads.
+        compute: scheme, model or frequencies, and the options -> numbers to draw.
+        options: names of the options of the command line that `compute` reads.
     """
 
     compute: Callable[[Any, Asked], Any]
@@ -72,11 +74,11 @@ class Kind:
     """One kind of picture.
 
     Attributes:
-        draw: of what was computed, by source, and a title.
-        scheme: what is computed of a scheme; None if the kind is for none.
-        model: likewise of a model.
-        schedule: likewise of frequencies: a base, a power of t, or a list.
-        several: whether sources are drawn on one axis, or one alone.
+        draw: numbers by source, and a title -> figure.
+        scheme: numbers of a scheme; None if the kind draws no schemes.
+        model: numbers of a model, likewise.
+        schedule: numbers of frequencies (a base, a power of t, or a list), likewise.
+        several: whether several sources are drawn on one axis.
     """
 
     draw: Callable[[dict[str, Any], str], Any]
@@ -86,12 +88,12 @@ class Kind:
     several: bool = False
 
     def numbers(self, sort: str) -> Numbers | None:
-        """Return what is computed of a sort of source: `scheme`, `model` or `schedule`."""
+        """Return the numbers of a sort of source: `scheme`, `model` or `schedule`."""
         return {"scheme": self.scheme, "model": self.model, "schedule": self.schedule}[sort]
 
 
 def schedule(text: str) -> integrals.Values | None:
-    """Return the frequencies that a text says, see `analysis.wave_integral`; None if it says none.
+    """Return the frequencies that a text stands for, see `theory.wave_integral`; None if it stands for none.
 
     `10000` is a base, `t` and `t^2` are powers of t, and `1,0.3,0.1` is a list of radians per token.
     """
@@ -107,12 +109,12 @@ def schedule(text: str) -> integrals.Values | None:
 
 
 def _one(draw: Callable[..., Any]) -> Callable[[dict[str, Any], str], Any]:
-    """Return what draws the only source."""
+    """Return a function that draws the only source."""
     return lambda found, title: draw(next(iter(found.values())), title=title)
 
 
 def _all(draw: Callable[..., Any]) -> Callable[[dict[str, Any], str], Any]:
-    """Return what draws all sources, by name."""
+    """Return a function that draws all sources by their names."""
     return lambda found, title: draw(found, title=title)
 
 
@@ -134,11 +136,11 @@ def _of_model(model: PreTrainedModel, asked: Asked) -> Tensor:
 def _grid(theta: integrals.Values, asked: Asked) -> Tensor:
     if not isinstance(theta, float):
         raise ValueError("the frequencies of a grid are said by their base, as 10000")
-    return analysis.grid_decay(analysis.axis_frequencies(GRID_SIZE, base=theta), asked.length)
+    return theory.grid_decay(theory.axis_frequencies(GRID_SIZE, base=theta), asked.length)
 
 
 def _curves(model: PreTrainedModel, asked: Asked) -> dict[str, Decay]:
-    found = analysis.rotary_weights(model, asked.text, progress=True)
+    found = theory.rotary_weights(model, asked.text, progress=True)
     return found.curves(range(-asked.length, asked.length + 1), progress=True)
 
 
@@ -210,13 +212,13 @@ KINDS = {
     "vectors": Kind(_one(plots.position_vectors), VECTORS, MODEL_VECTORS),
     "similarity": Kind(_one(plots.similarity_matrix), VECTORS, MODEL_VECTORS),
     "grid": Kind(
-        _one(plots.grid_decay),
+        _one(theory_plots.grid_decay),
         schedule=Numbers(_grid, ("length",)),
     ),
     "decay": Kind(_all(plots.decay_curves), CURVES, MODEL_CURVES, several=True),
     "waves": Kind(
-        _all(plots.wave_curves),
-        schedule=Numbers(lambda theta, asked: analysis.wave_decay(asked.length, theta).curves(), ("length",)),
+        _all(theory_plots.wave_curves),
+        schedule=Numbers(lambda theta, asked: theory.wave_decay(asked.length, theta).curves(), ("length",)),
         model=Numbers(_curves, READING),
         several=True,
     ),
@@ -261,31 +263,31 @@ KINDS = {
         several=True,
     ),
     "expansion": Kind(
-        _one(plots.expansion_terms),
-        model=Numbers(lambda model, asked: analysis.expansion(model, asked.text, *asked.pair, progress=True), PAIR),
+        _one(theory_plots.expansion_terms),
+        model=Numbers(lambda model, asked: theory.expansion(model, asked.text, *asked.pair, progress=True), PAIR),
     ),
     "hessian": Kind(
-        _one(plots.mixed_hessian),
-        model=Numbers(lambda model, asked: analysis.mixed_hessian(model, asked.text, *asked.pair, progress=True), PAIR),
+        _one(theory_plots.mixed_hessian),
+        model=Numbers(lambda model, asked: theory.mixed_hessian(model, asked.text, *asked.pair, progress=True), PAIR),
     ),
     "terms": Kind(
-        _one(plots.score_terms),
-        model=Numbers(lambda model, asked: analysis.score_terms(model, asked.text, progress=True), READING),
+        _one(theory_plots.score_terms),
+        model=Numbers(lambda model, asked: theory.score_terms(model, asked.text, progress=True), READING),
     ),
     "negative": Kind(
-        _one(plots.negative_products),
-        model=Numbers(lambda model, asked: analysis.negative_products(model, asked.text), READING),
+        _one(theory_plots.negative_products),
+        model=Numbers(lambda model, asked: theory.negative_products(model, asked.text), READING),
     ),
     "table": Kind(
-        _one(plots.position_scores),
+        _one(theory_plots.position_scores),
         model=Numbers(
-            lambda model, asked: analysis.position_scores(model, asked.text, length=asked.length, progress=True),
+            lambda model, asked: theory.position_scores(model, asked.text, length=asked.length, progress=True),
             READING,
         ),
     ),
     "statistics": Kind(
-        _all(plots.embedding_statistics),
-        model=Numbers(lambda model, asked: analysis.embedding_statistics(model), ()),
+        _all(theory_plots.embedding_statistics),
+        model=Numbers(lambda model, asked: theory.embedding_statistics(model), ()),
         several=True,
     ),
     "recurrence": Kind(_losses, model=Numbers(_segments, READING), several=True),
@@ -296,4 +298,4 @@ KINDS = {
         ),
     ),
 }
-"""What can be drawn, by the name of its kind."""
+"""Kind of picture by its name."""

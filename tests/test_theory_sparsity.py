@@ -5,8 +5,8 @@ import torch
 from families import FAMILIES, tiny, tokens
 
 from hf_posenc import patch_model
-from hf_posenc.analysis import negative_products
 from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.theory import negative_products
 
 
 @torch.no_grad()

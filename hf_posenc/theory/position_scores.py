@@ -1,39 +1,39 @@
-"""Scores that a table of positions gives by itself, and how much of them a bias by distance can carry."""
+"""Scores that a table of positions gives by itself, and the share of them that a bias by distance can carry."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..analysis import probe
+from ..analysis.result import Result
 from ..calibration.maps import asked, attending, observe
 from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.state import patch_of
 from ..live.watch import entering
-from . import probe
 
 
 @dataclass(frozen=True)
-class PositionScores:
+class PositionScores(Result):
     """Scores between positions, over all pairs of a query and a key that is not ahead of it.
 
     Attributes:
-        label: what was looked at.
+        label: the model's class, or the caller's name for the table.
         first: position of the first query and key that count.
         explained: (H,) share of the variance of the scores that their mean by distance explains (R^2).
-        explained_in_rows: (H,) the same of what is left when each query may add a constant to its scores, which the
-            softmax does not see: the share of the scores' deviations from their query's mean that `bias` explains.
+        explained_in_rows: (H,) share of the scores' squared deviations from their query's mean that `bias` explains.
+            Each query may add a constant to its scores, because the softmax does not see it.
         mean: (H, T) float64, mean score by distance.
-        bias: (H, T) float64, the bias by distance that is closest to the scores up to a constant of each query, least
-            squares; its own mean over pairs is 0.
-        deviation: (H,) root mean square of the scores' deviations from their query's mean, in nats: what positions
-            alone do to attention.
+        bias: (H, T) float64, the bias by distance that is closest to the scores by least squares, up to a constant of
+            each query. Its mean over pairs is 0.
+        deviation: (H,) root mean square of the scores' deviations from their query's mean, in nats: the effect of
+            positions alone on attention.
     """
 
     label: str
@@ -43,10 +43,6 @@ class PositionScores:
     mean: Tensor
     bias: Tensor
     deviation: Tensor
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {name: part.tolist() if isinstance(part, Tensor) else part for name, part in self.__dict__.items()}
 
     def __str__(self) -> str:
         """Return a table, one line for each head."""
@@ -74,18 +70,19 @@ def position_scores(
 ) -> PositionScores:
     """Measure the scores that the table of positions of a model gives in its first layer.
 
-    There the hidden state is token plus position exactly. What makes queries and keys of it begins with a norm, which
-    divides by the length of the sum, so that positions have no part of their own. Two things are well defined. Without
-    tokens, positions enter the layer alone, normed by their own length. With tokens, queries and keys are averaged at
-    each position over these tokens, norm and all: the product of the two means is the mean score of two positions over
-    pairs of tokens, what they do whatever stands there. It holds what a key's position is to an average query, too.
+    There the hidden state is exactly token plus position. Before queries and keys are made a norm divides by the length
+    of the sum, so positions have no separate part. Two quantities are well defined. Without tokens, positions enter the
+    layer alone, normed by their own length. With tokens, queries and keys are averaged at each position over these
+    tokens, norm included. The product of the two means is then the mean score of two positions over pairs of tokens. It
+    includes the effect of a key's position on an average query.
 
     Args:
         model: stock, with a table of positions that is added to its hidden states.
         tokens: (n,) or (B, T) integers; None means positions alone.
         length: number of positions from 0; None means the whole table.
         first: position from which queries and keys count; the very first ones are often unlike all others.
-        samples: of the tokens, evenly spread, at most; each costs the queries and keys of one layer.
+        samples: largest number of tokens that are averaged over, evenly spread; each costs the queries and keys of one
+            layer.
         progress: show a progress bar.
 
     Returns:
@@ -135,7 +132,7 @@ def scores_between(query: Tensor, key: Tensor, *, scaling: float, first: int = 0
         key: (H, T, D).
         scaling: factor of the scores, 1/sqrt(D) as a rule.
         first: position from which queries and keys count.
-        label: what it is of.
+        label: name of the table.
 
     Returns:
         PositionScores, for distances up to `T - 1 - first`; computed in float64, head by head.
@@ -153,7 +150,7 @@ def scores_between(query: Tensor, key: Tensor, *, scaling: float, first: int = 0
     keys = 1 + index.double()  # of each query
     # Normal equations of the bias, the constants of the queries eliminated: queries from max(d, d') on have both.
     common = (1 / keys).flip(0).cumsum(0).flip(0)[torch.maximum(index[:, None], index)]
-    normal = torch.diag(pairs) - common + 1.0  # a constant is free: this one makes the bias sum to 0
+    normal = torch.diag(pairs) - common + 1.0  # a constant is free, and this one makes the bias sum to 0
     factor = torch.linalg.cholesky(normal)
     rows = []
     for q, k in zip(query[:, first:].double(), key[:, first:].double(), strict=True):

@@ -1,37 +1,37 @@
-"""What RoPE turns in a model: the products of queries and keys that are the weights of its waves."""
+"""Products of queries and keys that RoPE turns in a model: the weights of its waves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..analysis import probe
+from ..analysis.decay import Decay
+from ..analysis.result import Result
 from ..calibration.maps import observe
 from ..errors import UnsupportedModelError
 from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
-from . import probe
-from .decay import Decay
 from .integrals import wave_integral, wave_sum
 
 
 @dataclass(frozen=True)
-class RotaryWeights:
-    """What RoPE turns in a model: for each layer, head and pair the mean product of a query and a key, before turning.
+class RotaryWeights(Result):
+    """Mean products of a query and a key before RoPE turns them, for each layer, head and pair of a model.
 
     Attributes:
         label: the model's class.
-        layers: (N,) indices of the layers that turn.
+        layers: indices of the N layers that turn.
         frequencies: (N, F) float64, radians per token.
-        weights: (N, H, F) complex128, `h_u`, times the scaling of the scores. The pairs (x, y) of q and k are the
-            complex numbers x + iy, and `h_u` is the mean of `q_u conj(k_u)`.
-        still: (N, H) float64, the same of the dimensions that no pair has.
+        weights: (N, H, F) complex128, `h_u` times the scaling of the scores. A pair (x, y) of q or k is the complex
+            number x + iy, and `h_u` is the mean of `q_u conj(k_u)`.
+        still: (N, H) float64, the mean product of the dimensions that do not turn, times the scaling.
     """
 
     label: str
@@ -41,9 +41,9 @@ class RotaryWeights:
     still: Tensor
 
     def decay(self, distances: Sequence[int]) -> Decay:
-        """Return the score by distance, were queries and keys the same at every distance.
+        """Return the score by distance for queries and keys that are the same at every distance.
 
-        `still + Re sum_u h_u e^(i d w_u)`; it is not divided by its value at 0, since h has either sign.
+        It is `still + Re sum_u h_u e^(i d w_u)`, not divided by its value at 0, because h has either sign.
 
         Args:
             distances: tokens, of either sign.
@@ -53,9 +53,9 @@ class RotaryWeights:
         return Decay(self.label, d, torch.stack(sums) + self.still[..., None])
 
     def integral(self, distances: Sequence[int], *, progress: bool = False) -> Decay:
-        """Return what the sum of `decay` approaches with more pairs between those that there are.
+        """Return the limit of `decay` with more and more pairs between the F pairs of the model.
 
-        `still + F Re integral_0^1 h(t) e^(i d theta(t)) dt`, see `wave_integral`.
+        It is `still + F Re integral_0^1 h(t) e^(i d theta(t)) dt`, see `wave_integral`.
 
         Args:
             distances: tokens, of either sign.
@@ -70,7 +70,7 @@ class RotaryWeights:
         return Decay(self.label, d, torch.stack(rows) + self.still[..., None])
 
     def curves(self, distances: Sequence[int], *, progress: bool = False) -> dict[str, Decay]:
-        """Return both, as `plots.wave_curves` draws them.
+        """Return sum (`decay`) and `integral`, for `plots.wave_curves`.
 
         Args:
             distances: tokens, of either sign.
@@ -78,23 +78,13 @@ class RotaryWeights:
         """
         return {"sum": self.decay(distances), "integral": self.integral(distances, progress=progress)}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON; a complex number is a pair of its real and imaginary part."""
-        return {
-            "label": self.label,
-            "layers": list(self.layers),
-            "frequencies": self.frequencies.tolist(),
-            "weights": torch.view_as_real(self.weights).tolist(),
-            "still": self.still.tolist(),
-        }
-
 
 @torch.no_grad()
 def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = False) -> RotaryWeights:
-    """Measure what RoPE turns on a text, over all pairs of a query and a key that is not ahead of it.
+    """Measure the products that RoPE turns on a text, over all pairs of a query and a key that is not ahead of it.
 
     Args:
-        model: patched or stock, whose layers all turn by one module (some may not turn at all).
+        model: patched or stock. All its layers turn by one module, or do not turn at all.
         tokens: (T,) or (B, T) text without padding, T >= 2.
         progress: show a progress bar.
 
@@ -102,7 +92,7 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
         RotaryWeights.
 
     Raises:
-        ValueError: if nothing is turned, or layers have rotations of their own.
+        ValueError: if the model turns nothing, or if its layers have different rotations.
         UnsupportedModelError: for latent attention, and for a stock model that bypasses transformers' interface.
     """
     tokens = probe.check_tokens(tokens, 2)
@@ -138,7 +128,7 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
 
 
 def _in_pairs(x: Tensor, pairs: int, layout: str) -> tuple[Tensor, Tensor]:
-    """Return what is turned of (B, H, T, D) as complex (B, H, T, pairs), and the other dimensions."""
+    """Return the pairs of (B, H, T, D) that turn, complex (B, H, T, pairs), and the other dimensions."""
     turning, still = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if layout == "half":
         return torch.complex(turning[..., :pairs], turning[..., pairs:]), still

@@ -1,9 +1,9 @@
 """Positions of several coordinates: sinusoids and RoPE on a grid, and the map that shifts them.
 
-A pair of dimensions turns by `w . x`, with a vector `w` of frequencies, one for each coordinate of the place `x`. Where
-each pair has one coordinate (`axis_frequencies`), the vectors are those of the coordinates, side by side. Whatever the
-frequencies, a shift by `s` turns every pair by `w . s`: one linear map for all places, and products that depend on the
-difference of two places only.
+A pair of dimensions turns by `w . x`, where `w` has one frequency for each coordinate of the place `x`. If each pair
+turns with one coordinate (`axis_frequencies`), a vector holds those of the coordinates side by side. With any
+frequencies a shift by `s` turns every pair by `w . s`. So a shift is one linear map for all places, and products depend
+on the difference of two places only.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .properties import linear_map
+from ..analysis.properties import linear_map
 
 
 def axis_frequencies(size: int, axes: int = 2, *, base: float = 10000.0) -> Tensor:
     """Return frequencies that give each coordinate an equal share of the pairs, `base^(-u / F)` with F pairs each.
 
     Args:
-        size: E or D, of the vectors: a multiple of `2 * axes`.
+        size: size of the vectors, E or D; a multiple of `2 * axes`.
         axes: number of coordinates.
-        base: of the frequencies.
+        base: base of the frequencies.
 
     Returns:
         (size / 2, axes) float64, radians per step; the pairs of the first coordinate first.
 
     Raises:
-        ValueError: for a size that does not divide.
+        ValueError: for a size that is no such multiple.
     """
     if axes < 1 or size < 1 or size % (2 * axes):
         raise ValueError(f"{axes} coordinates need a size that is a multiple of {2 * axes}, not {size}")
@@ -53,7 +53,7 @@ def grid_sinusoids(places: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def grid_shift(frequencies: Tensor, shift: Tensor) -> Tensor:
-    """Return the map of sinusoids from any place to the one `shift` further on, `p(x + s) = M_s p(x)`.
+    """Return the matrix that takes the sinusoids of any place to those `shift` further on, `p(x + s) = M_s p(x)`.
 
     Args:
         frequencies: (F, axes) radians per step.
@@ -83,10 +83,10 @@ def grid_rotation(vectors: Tensor, places: Tensor, frequencies: Tensor) -> Tenso
 
 
 def grid_decay(frequencies: Tensor, length: int) -> Tensor:
-    """Return what a shift of a grid leaves of the product of two places, the mean of `cos(w . s)` over the pairs.
+    """Return the product of two places of a grid by their shift, the mean of `cos(w . s)` over the pairs.
 
-    That is the product of two sinusoidal vectors of a grid, and of a query and a key that are equal in every pair and
-    turned by their places, over its value at a shift of 0.
+    It is 1 at a shift of 0. It holds for two sinusoidal vectors, and for a query and a key that are equal in every pair
+    and turned by their places.
 
     Args:
         frequencies: (F, 2) radians per step.

@@ -1,4 +1,4 @@
-"""Waves of positions, and the dtypes in which they are computed."""
+"""Sinusoids of positions, and the dtypes in which they are computed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What is assumed of embeddings when positions are derived by expansion, tested on a real model.
+"""Statistics of token and position embeddings, for the assumptions of Su's expansion.
 
-Su Jianlin (2021, spaces.ac.cn/archives/8231) expands a model to second order in what two positions add to the
-embeddings, `f ~ f_0 + p_m . df/dp_m + p_n . df/dp_n + ... + p_m^T H p_n`, assumes that `H` is close to diagonal, and
-arrives at sinusoids. Whether positions are small beside tokens can be measured here, and `H` itself in `expansion.py`.
+Su Jianlin (2021, spaces.ac.cn/archives/8231) expands a model to second order in the vectors that two positions add to
+the embeddings, `f ~ f_0 + p_m . df/dp_m + p_n . df/dp_n + ... + p_m^T H p_n`. He assumes that `H` is close to diagonal,
+and arrives at sinusoids. Whether positions are small beside tokens is measured here, and `H` itself in `expansion.py`.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from . import probe
+from ..analysis import probe
+from ..analysis.result import Result
 
 
 @dataclass(frozen=True)
-class VectorStatistics:
-    """A set of vectors.
+class VectorStatistics(Result):
+    """Statistics of a set of vectors.
 
     Attributes:
         count: number of vectors.
-        mean_norm: Euclidean norm, mean.
-        std_norm: and standard deviation.
-        diagonal_share: sum of the squared diagonal entries of the covariance over the sum of all squared entries: 1 for
-            a diagonal covariance, about 1/E for one direction that is spread over all coordinates.
-        independent_share: what `diagonal_share` is on average for so many vectors of independent normal coordinates
-            with these variances: below 1, since a covariance of n vectors is an estimate.
-        correlation: root mean square of the correlations of two coordinates; those of n vectors of independent
-            coordinates have `1 / sqrt(n - 1)`.
-        dimensions: `(sum of the eigenvalues)^2 / sum of their squares` of the covariance: between 1 and E, the number
-            of directions that the vectors spread over.
-        common: norm of the mean vector over the mean norm: how much of a vector all of them share.
+        mean_norm: mean of the Euclidean norms.
+        std_norm: standard deviation of the Euclidean norms.
+        diagonal_share: sum of the squared diagonal entries of the covariance over the sum of all squared entries. It is
+            1 for a diagonal covariance, about 1/E for one direction that is spread over all coordinates.
+        independent_share: mean `diagonal_share` of as many vectors of independent normal coordinates with these
+            variances. It is below 1, because a covariance of n vectors is an estimate.
+        correlation: root mean square of the correlations of two coordinates. With n vectors of independent coordinates
+            it is `1 / sqrt(n - 1)`.
+        dimensions: number of directions that the vectors spread over, between 1 and E: `(sum of the eigenvalues)^2 /
+            sum of their squares` of the covariance.
+        common: norm of the mean vector over the mean norm, the share of a vector that all have in common.
     """
 
     count: int
@@ -48,16 +49,18 @@ class VectorStatistics:
 
 
 @dataclass(frozen=True)
-class EmbeddingStatistics:
-    """Token against position embeddings.
+class EmbeddingStatistics(Result):
+    """Statistics of token and position embeddings of a model.
 
     Attributes:
         label: the model's class.
-        tokens: as they enter the model, each as often as the text has it; without a text, each row of the matrix once.
-        positions: of the same number of positions, without a text of all rows; None if the model adds no vectors.
-        ratio: mean norm of positions over mean norm of tokens; None likewise.
-        neighbour_distances: (T - 1,) `|p_{t+1} - p_t|`; None likewise.
-        distance_share: of the products `<p_m, p_n>`, see `distance_share`; None likewise.
+        tokens: token embeddings as they enter the model, each as often as the text has it. Without a text, each row of
+            the matrix once.
+        positions: position vectors of as many positions as the text has tokens, without a text of all rows. None, as
+            are the following, if the model adds no vectors.
+        ratio: mean norm of positions over mean norm of tokens.
+        neighbour_distances: (T - 1,) `|p_{t+1} - p_t|`.
+        distance_share: share of the distance in the products `<p_m, p_n>`, see `distance_share`.
     """
 
     label: str
@@ -67,20 +70,9 @@ class EmbeddingStatistics:
     neighbour_distances: Tensor | None
     distance_share: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {
-            "label": self.label,
-            "tokens": dict(self.tokens.__dict__),
-            "positions": None if self.positions is None else dict(self.positions.__dict__),
-            "ratio": self.ratio,
-            "neighbour_distances": None if self.neighbour_distances is None else self.neighbour_distances.tolist(),
-            "distance_share": self.distance_share,
-        }
-
 
 def vector_statistics(vectors: Tensor) -> VectorStatistics:
-    """Describe vectors (n, E), n >= 2."""
+    """Return the statistics of vectors (n, E), n >= 2."""
     vectors = vectors.double()
     norms, mean = vectors.norm(dim=-1), vectors.mean(0)
     covariance = (vectors - mean).T @ (vectors - mean) / (len(vectors) - 1)
@@ -104,7 +96,7 @@ def vector_statistics(vectors: Tensor) -> VectorStatistics:
 
 
 def diagonal_share(matrix: Tensor, rows: Sequence[int] | None = None) -> float:
-    """Return the squared diagonal of (n, E) over all its squares; row r has its diagonal entry in column rows[r]."""
+    """Return the squared diagonal of (n, E) over all its squares; row r has its diagonal entry in column `rows[r]`."""
     index = torch.arange(len(matrix)) if rows is None else torch.tensor(list(rows))
     squares = matrix.double().square()
     return (squares.gather(1, index[:, None]).sum() / squares.sum().clamp(min=1e-300)).item()
@@ -145,10 +137,10 @@ def embedding_statistics(model: PreTrainedModel, tokens: Tensor | None = None) -
 
 
 def distance_share(products: Tensor) -> float:
-    """Return how much of the variance of products (T, T) of two positions is a function of their distance alone.
+    """Return the share of the variance of products (T, T) of two positions that their distance alone explains.
 
-    1 for sinusoids and whatever else depends on `m - n` only; what is left is absolute. The products of a position with
-    itself do not count.
+    It is 1 for sinusoids and for everything else that depends on `m - n` only; the rest is absolute. The products of a
+    position with itself do not count.
     """
     products = products.double()
     size = len(products)
@@ -166,7 +158,7 @@ def distance_share(products: Tensor) -> float:
 def neighbour_distances(vectors: Tensor) -> Tensor:
     """Return `|p_{t+1} - p_t|` of vectors (T, E), (T - 1,) float64.
 
-    For sinusoids it is one number, `2 sqrt(sum_u sin^2(w_u / 2))` times the scale: no position is closer to its
-    neighbour than another, and where the first ones look closer in a trained table it is training that made them so.
+    For sinusoids all are one number, `2 sqrt(sum_u sin^2(w_u / 2))` times the scale. So no position is closer to its
+    neighbour than another, and in a table where the first ones are, training made them so.
     """
     return vectors.double().diff(dim=0).norm(dim=-1)

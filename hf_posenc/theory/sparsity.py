@@ -1,42 +1,38 @@
-"""How many products of queries and keys are negative: what a ReLU in front of the softmax sets to zero.
+"""Share of negative products of queries and keys, which a ReLU in front of the softmax sets to zero.
 
 DA-Transformer (Wu et al. 2021, arXiv:2010.06925) clips products at 0 before it multiplies them by its factors, so that
-a factor above 1 does not push a negative one further down, and calls the result sparse. What is sparse are the scores:
-one of 0 still has a weight, `e^0` before the softmax divides.
+a factor above 1 does not push a negative product further down. It calls the result sparse. The scores are sparse, the
+weights are not: a score of 0 has a weight, `e^0` before the softmax divides.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..analysis import probe
+from ..analysis.result import Result
 from ..calibration.maps import observe
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
-from . import probe
 
 
 @dataclass(frozen=True)
-class NegativeProducts:
-    """How many products of a query and a key that it sees are negative.
+class NegativeProducts(Result):
+    """Share of negative products of a query and a key that it sees.
 
     Attributes:
         label: the model's class.
-        layers: (N,) indices of the layers that attend.
+        layers: indices of the N layers that attend.
         shares: (N, H) float64, 0 .. 1, over all visible pairs.
     """
 
     label: str
     layers: tuple[int, ...]
     shares: Tensor
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {"label": self.label, "layers": list(self.layers), "shares": self.shares.tolist()}
 
 
 @torch.no_grad()

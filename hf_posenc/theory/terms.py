@@ -1,24 +1,25 @@
 """The four terms of an attention score (Dai et al. 2019, arXiv:1901.02860, section 3.3), measured in a model.
 
-Where position vectors `U` are added to the embeddings `E`, a score is a sum of four,
+Where position vectors `U` are added to the embeddings `E`, a score is a sum of four terms,
 
     A_ij = E_i W_q . W_k E_j + E_i W_q . W_k U_j + U_i W_q . W_k E_j + U_i W_q . W_k U_j
 
-content against content, content against position, and so on. Transformer-XL puts the distance in the place of `U_j`,
-and in the place of `U_i W_q` one vector for all positions.
+content against content, content against position, and so on. Transformer-XL replaces `U_j` by a vector of the distance,
+and `U_i W_q` by one vector for all positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..analysis import probe
+from ..analysis.result import Result
 from ..api import is_patched
 from ..calibration.maps import asked, attending, observe
 from ..call import Call
@@ -26,28 +27,28 @@ from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.watch import LayerCall, first, recorded
-from . import probe, vectors
+from . import vectors
 
 ABSOLUTE: tuple[str, ...] = ("content-content", "content-position", "position-content", "position-position")
 """Names of the terms where vectors are added: of the query, then of the key."""
 FAR = 1e8
-"""A factor of hidden states beside which what a layer adds to them is nothing, if its norms come first."""
+"""Factor of hidden states that makes all that a layer adds to them negligible, if its norms come first."""
 KEPT = 1e-3
-"""Largest relative change of hidden states that large by a layer that hands them on."""
+"""Largest relative change of hidden states multiplied by `FAR`, by a layer that hands them on."""
 LINEAR = 1e-4
-"""Largest relative residual of queries and keys as sums of a content and a position part: some norms are in float32."""
+"""Largest relative residual of queries and keys as sums of content and position; some norms are in float32."""
 
 
 @dataclass(frozen=True)
-class LayerTerms:
-    """What the scores of one layer are made of.
+class LayerTerms(Result):
+    """The four terms of the scores of one layer.
 
-    What counts is how much the keys of one query differ, since the softmax does not see what they have in common.
+    Only the differences between the keys of a query count, because the softmax does not see what they have in common.
 
     Attributes:
-        index: of the layer.
+        index: index of the layer.
         shares: (H, 4) float64, covariance of each term with the score over the variance of the score, among the visible
-            keys of a query, pooled over queries and texts. The four sum to 1; one that works against the others is
+            keys of a query, pooled over queries and texts. The four sum to 1. A term that works against the others is
             negative.
         sizes: (H, 4) float64, standard deviation of each term among the keys of a query, pooled likewise, nats.
     """
@@ -58,27 +59,20 @@ class LayerTerms:
 
 
 @dataclass(frozen=True)
-class ScoreTerms:
-    """What the scores of a model are made of, layer by layer and head by head.
+class ScoreTerms(Result):
+    """The four terms of the scores of a model, layer by layer and head by head.
 
     Attributes:
         label: the model's class.
-        names: of the four terms: `ABSOLUTE`, or what a scheme says of its own.
-        layers: one entry per layer that was looked at.
-        tokens: in a text.
+        names: names of the four terms: `ABSOLUTE`, or those that a scheme gives its own.
+        layers: one entry per layer that was measured.
+        tokens: number of tokens in a text.
     """
 
     label: str
     names: tuple[str, ...]
     layers: tuple[LayerTerms, ...]
     tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        layers = [
-            {"index": each.index, "shares": each.shares.tolist(), "sizes": each.sizes.tolist()} for each in self.layers
-        ]
-        return {**self.__dict__, "layers": layers}
 
     def __str__(self) -> str:
         """Return a table of the shares, the mean over heads and the range."""
@@ -98,12 +92,12 @@ def score_terms(
 ) -> ScoreTerms:
     """Split the attention scores of a model into Dai's four terms.
 
-    In a layer whose scheme has such terms itself (`transformer_xl`) these are taken. Otherwise the model must add
-    vectors to its hidden states: the position part of a hidden state is the sum of the vectors that were added up to
-    this layer, and all else is content, also what layers further down have made of positions; in the first layer this
-    is what the paper writes. Norms divide both parts by what they divide their sum by; their biases and those of
-    projections are content. Queries and keys are taken as they are when scores are computed, rotated where they are,
-    before a soft cap. Computed in float64, of a copy if the model is in another dtype.
+    A scheme that has such terms itself (`transformer_xl`) provides them. Otherwise the model must add vectors to its
+    hidden states. The position part of a hidden state is the sum of the vectors that were added up to this layer. All
+    else is content, also what lower layers have made of positions. In the first layer this is the equation of the
+    paper. Norms divide both parts by what they divide their sum by. Biases of norms and projections are content.
+    Queries and keys are taken as they enter the scores, rotated if the model rotates them, before a soft cap.
+    Everything is computed in float64, on a copy if the model is in another dtype.
 
     Args:
         model: patched or stock.
@@ -116,7 +110,7 @@ def score_terms(
 
     Raises:
         ValueError: if no layer, or one of those named, has such terms.
-        UnsupportedModelError: if queries and keys are no such sums, or the vectors do not stay in the hidden states.
+        UnsupportedModelError: if queries and keys are no such sums, or if the vectors do not stay in the hidden states.
     """
     tokens = probe.check_tokens(tokens, 2)
     label = type(model).__name__
@@ -134,7 +128,7 @@ def score_terms(
 def _measured(
     model: PreTrainedModel, tokens: Tensor, label: str, layers: Sequence[int] | None, progress: bool
 ) -> tuple[tuple[str, ...], list[LayerTerms]]:
-    """Return the names of the terms, and what `score_terms` says of each layer of a model in float64."""
+    """Return the names of the terms, and the terms of each layer of a model in float64."""
     base = BaseModel.of(model)
     found = base.found
     with evaluation(model), attending(model, base):
@@ -180,9 +174,9 @@ def _direct(added: dict[int, Tensor], layers: int) -> list[Tensor]:
 
 
 def _require_kept(label: str, layers: list[nn.Module], entered: list[LayerCall]) -> None:
-    """Raise UnsupportedModelError unless layers add to the hidden states that they read, and do not replace them.
+    """Raise UnsupportedModelError if a layer replaces the hidden states that it reads instead of adding to them.
 
-    A layer whose norms come first adds something bounded to what it reads, however large that is.
+    A layer whose norms come first adds something bounded to its input, however large the input is.
     """
     for index, layer in enumerate(layers):
         call = entered[index]
@@ -201,11 +195,11 @@ Parts = tuple[Tensor, Tensor]
 
 
 def _parts(base: BaseModel, index: int, seen: LayerCall, added: Tensor) -> tuple[Parts, Parts]:
-    """Split queries and keys of a layer that adds nothing at the moment.
+    """Split queries and keys of a layer in front of which no vectors are added at the moment.
 
-    Behind a norm they are `A h / s(h) + b`, linear in the hidden states `h` but for a number `s` of each token. What
-    comes out for the content alone, and for the position alone, has the right direction, and is short of the factors
-    `s(content) / s(h)` and `s(position) / s(h)`: two unknowns, found from the D numbers of a head.
+    Behind a norm they are `A h / s(h) + b`, linear in the hidden states `h` except for a number `s` of each token. The
+    outputs for the content alone and for the position alone have the right directions. They lack the factors
+    `s(content) / s(h)` and `s(position) / s(h)`, two unknowns that are fitted to the D numbers of a head.
     """
     layer, attention = base.found.layers[index], base.found.attention_of[index]
     whole = seen.hidden_states
@@ -218,7 +212,7 @@ def _parts(base: BaseModel, index: int, seen: LayerCall, added: Tensor) -> tuple
 
 
 def _split(values: list[Tensor], base: BaseModel, index: int) -> Parts:
-    """Return the parts of a sum, given it, what its parts alone would give, and what nothing gives."""
+    """Return the parts of a sum, from the values of the sum, of each part alone, and of zero."""
     constant = values[-1]
     whole, content, position = (value - constant for value in values[:-1])
     columns = torch.stack([content, position], -1)
@@ -233,7 +227,7 @@ def _split(values: list[Tensor], base: BaseModel, index: int) -> Parts:
 
 
 def _layer(index: int, terms: list[Tensor], call: Call) -> LayerTerms:
-    """Return what terms (B, H, Q, L) have to do with their sum, among the visible keys of each query."""
+    """Return shares and sizes of terms (B, H, Q, L) of a score, among the visible keys of each query."""
     visible = call.visible().expand(terms[0].shape)
     counts = visible.sum(-1, keepdim=True).clamp(min=1)
 

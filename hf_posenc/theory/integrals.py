@@ -1,8 +1,9 @@
-"""Sums of waves and the integrals that they approach: what frequencies and weights give to a distance.
+"""Scores by distance as sums of waves, and the integrals that these sums approach.
 
-The product of two sinusoidal vectors, or of a query and a key that RoPE has turned, is the real part of a mean of waves
-`h_u e^(i d w_u)` over the pairs `u`. With many pairs that is `integral_0^1 h(t) e^(i d theta(t)) dt` (Su 2021,
-spaces.ac.cn/archives/8231), where `theta(t)` are the frequencies as a function: `base^-t`, a power of t, or any other.
+The product of two sinusoidal vectors is the real part of a mean of waves `h_u e^(i d w_u)` over the pairs `u`, and so
+is that of a query and a key that RoPE has turned. With many pairs the mean is `integral_0^1 h(t) e^(i d theta(t)) dt`
+(Su 2021, spaces.ac.cn/archives/8231). `theta(t)` are the frequencies as a function: `base^-t`, a power of t, or any
+other.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .decay import Decay
+from ..analysis.decay import Decay
+from ..analysis.result import Result
 
 Function = Callable[[Tensor], Tensor]
-"""Of t between 0 and 1, a float64 tensor of any shape, to a tensor of that shape."""
+"""t between 0 and 1, a float64 tensor of any shape -> values, a tensor of that shape."""
 
 EULER = 0.5772156649015329
 
@@ -55,12 +56,12 @@ def cosine_integral(x: Tensor) -> Tensor:
 def sinusoidal_integral(distances: Tensor, *, base: float = 10000.0) -> Tensor:
     """Return the limit of the sinusoidal score for many dimensions, `integral_0^1 cos(d base^-s) ds`.
 
-    In closed form `(Ci(|d|) - Ci(|d| / base)) / ln(base)`. For `1 << d << base` that is about `1 - (gamma + ln d) /
+    Its closed form is `(Ci(|d|) - Ci(|d| / base)) / ln(base)`. For `1 << d << base` that is about `1 - (gamma + ln d) /
     ln(base)`: the score falls with the logarithm of the distance. With base 1 all waves are one, and it is `cos d`.
 
     Args:
         distances: (n,) tokens, of either sign.
-        base: of the frequencies, positive.
+        base: base of the frequencies, positive.
 
     Returns:
         (n,) float64.
@@ -113,13 +114,13 @@ Values = complex | Sequence[complex] | Tensor | Function
 
 
 @dataclass(frozen=True)
-class WaveDecay:
-    """What waves give to a distance: as the sum over the pairs that there are, and as the integral that it approaches.
+class WaveDecay(Result):
+    """Mean of waves by distance: the sum over F pairs, and the integral that it approaches.
 
     Attributes:
         distances: (n,) float64, tokens of either sign.
-        frequencies: (F,) float64, radians per token, of the sum.
-        weights: (F,) complex128, `h_u` of the sum.
+        frequencies: (F,) float64, radians per token of the terms of the sum.
+        weights: (F,) complex128, `h_u` of the terms of the sum.
         sum: (n,) complex128, `1/F sum_u h_u e^(i d w_u)`; its real part is the score.
         integral: (n,) complex128, `integral_0^1 h(t) e^(i d theta(t)) dt`.
     """
@@ -131,13 +132,9 @@ class WaveDecay:
     integral: Tensor
 
     def curves(self) -> dict[str, Decay]:
-        """Return the real parts of both, as `plots.wave_curves` draws them."""
+        """Return the real parts of sum and integral, for `plots.wave_curves`."""
         both = {"sum": self.sum, "integral": self.integral}
         return {label: Decay(label, self.distances, each.real[None, None]) for label, each in both.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON; a complex number is a pair of its real and imaginary part."""
-        return {key: (torch.view_as_real(v) if v.is_complex() else v).tolist() for key, v in self.__dict__.items()}
 
 
 def wave_decay(
@@ -147,20 +144,20 @@ def wave_decay(
     *,
     pairs: int | None = None,
 ) -> WaveDecay:
-    """Return what waves of any frequencies, with any weights, give to a distance: the finite sum beside the integral.
+    """Return the mean of waves of any frequencies and weights by distance: the finite sum beside the integral.
 
     Args:
         distances: tokens of either sign; a number n means -n .. n.
         theta: the frequencies, see `wave_integral`.
         weights: `h`, see `wave_integral`.
-        pairs: F, the number of terms of the sum. A list has its own number; None means that of a list, or 64. Terms of
-            a function stand at `t = u / F`, where Vaswani et al. 2017 have them.
+        pairs: F, the number of terms of the sum; None means the length of a list, or 64. Terms of a function stand at
+            `t = u / F`, as in Vaswani et al. 2017.
 
     Returns:
         WaveDecay.
 
     Raises:
-        ValueError: if lists and `pairs` differ in number, or as for `wave_integral`.
+        ValueError: if lists and `pairs` differ in number, and as for `wave_integral`.
     """
     listed = range(-distances, distances + 1) if isinstance(distances, int) else distances
     d = torch.as_tensor(listed if isinstance(listed, Tensor) else list(listed), dtype=torch.float64)
@@ -195,9 +192,9 @@ def wave_integral(distances: Tensor, theta: Values, weights: Values | None = Non
 
     Args:
         distances: (n,) tokens, of either sign.
-        theta: the frequencies in radians per token: a number b for `b^-t` (10000 in Vaswani et al. 2017), a function of
-            t, such as `lambda t: t**2`, or a list of F values, each in the middle of its share of 0 .. 1, with straight
-            lines between them.
+        theta: the frequencies in radians per token. A number b stands for `b^-t` (10000 in Vaswani et al. 2017), a
+            function such as `lambda t: t**2` for itself. Each of F values in a list stands in the middle of its share
+            of 0 .. 1, with straight lines between them.
         weights: `h`, real or complex: a function of t or a list likewise, or a number; None means 1.
 
     Returns:
@@ -223,12 +220,13 @@ class _Curve:
 
     @property
     def knots(self) -> Tensor:
-        """Where the function may have a corner, in (0, 1)."""
+        """The places in (0, 1) where the function may have a corner."""
         count = 0 if self.listed is None else len(self.listed)
         return (torch.arange(count, dtype=torch.float64) + 0.5) / max(count, 1)
 
 
 def _curve(values: Values, what: str) -> _Curve:
+    """Return the function that frequencies (`theta`) or `weights` stand for."""
     if isinstance(values, (int, float, complex)):
         if what == "weights":
             return _Curve(lambda t: values * torch.ones_like(t))
@@ -259,14 +257,14 @@ def _check_base(base: complex) -> float:
 
 
 NODES = 16
-"""Of Gauss and Legendre per panel."""
+"""Gauss-Legendre nodes per panel."""
 
 PANELS = 2**16
-"""Panels that may be under way at once: more means that halving them does not help."""
+"""Most panels at a time. If there are more, halving them does not help."""
 
 
 def _integral(distances: Tensor, theta: _Curve, weights: _Curve) -> Tensor:
-    """Halve panels until two halves agree with the whole, 64 distances at a time."""
+    """Return integrals by halving panels until two halves agree with the whole, 64 distances at a time."""
     points, shares = _gauss_legendre(NODES)
     even = torch.arange(9, dtype=torch.float64) / 8
     edges = torch.cat([even, theta.knots, weights.knots]).unique()

@@ -9,9 +9,9 @@ from families import tiny, tokens
 from torch.testing import assert_close
 
 from hf_posenc import patch_model
-from hf_posenc.analysis import (
-    cosine_integral,
-    decay,
+from hf_posenc.analysis import decay
+from hf_posenc.schemes.base import Dims
+from hf_posenc.theory import (
     expansion,
     power_asymptote,
     power_integral,
@@ -19,9 +19,8 @@ from hf_posenc.analysis import (
     sinusoidal_integral,
     wave_decay,
     wave_integral,
-    wave_sum,
 )
-from hf_posenc.schemes.base import Dims
+from hf_posenc.theory.integrals import cosine_integral, wave_sum
 
 WIDE = torch.arange(-128, 129)
 """The distances that Su 2021 plots."""

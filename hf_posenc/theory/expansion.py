@@ -1,15 +1,15 @@
 """A model expanded in the position vectors of two tokens: Su's derivation, term by term.
 
 Su Jianlin (2021, spaces.ac.cn/archives/8231) adds vectors `p_m` and `p_n` to the embeddings `x_m` and `x_n` of two
-tokens, and expands what the model computes to second order, around the embeddings without any position:
+tokens. He expands the model to second order, around the embeddings without any position:
 
     f(x_m + p_m, x_n + p_n) ~ f + p_m . df/dx_m + p_n . df/dx_n                           (terms 1 to 3)
                             + 1/2 p_m . d2f/dx_m2 p_m + 1/2 p_n . d2f/dx_n2 p_n           (terms 4 and 5)
                             + p_m . d2f/dx_m dx_n p_n                                     (term 6)
 
-Terms 1 to 5 hold at most one position each, so that only the sixth can carry a relative one. He assumes that
-`H = d2f/dx_m dx_n` is close to diagonal, and arrives at sinusoids. Whether the expansion is anywhere near the model,
-and `H` anywhere near diagonal, can be computed for every model that adds vectors.
+Terms 1 to 5 hold at most one position each, so only the sixth can carry a relative one. He assumes that
+`H = d2f/dx_m dx_n` is close to diagonal, and arrives at sinusoids. How close the expansion is to the model, and `H` to
+a diagonal matrix, can be computed for every model that adds vectors.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..analysis import probe
+from ..analysis.result import Result
 from ..live.eval_mode import evaluation
 from ..live.watch import recorded
 from ..modules import owner_of
 from ..schemes.sinusoidal import Waves
-from . import probe, vectors
+from . import vectors
 from .statistics import diagonal_share
 
 
 @dataclass(frozen=True)
-class Terms:
+class Terms(Result):
     """The terms of one function `f` of two position vectors, float64: () of a number, (E,) of hidden states.
 
     Attributes:
@@ -42,7 +44,7 @@ class Terms:
         curvature_first: `1/2 p_m . d2f/dx_m2 p_m`.
         curvature_second: `1/2 p_n . d2f/dx_n2 p_n`.
         mixed: `p_m . d2f/dx_m dx_n p_n`, the sixth term, the only one that can carry a relative position.
-        residual: `f` with both vectors, less these six.
+        residual: `f` with both vectors, minus these six.
     """
 
     value: Tensor
@@ -55,41 +57,40 @@ class Terms:
 
     @property
     def sizes(self) -> dict[str, float]:
-        """Absolute value or norm of each term that contains a position, and of the residual, by name."""
+        """Absolute value or norm of each term that contains a position, and of the residual."""
         return {each.name: getattr(self, each.name).norm().item() for each in fields(self)[1:]}
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each of the sizes over their sum; 0 if positions change nothing."""
+        """The sizes over their sum; 0 if positions change nothing."""
         total = sum(self.sizes.values())
         return {name: size / total if total else 0.0 for name, size in self.sizes.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        numbers = {each.name: getattr(self, each.name).tolist() for each in fields(self)}
-        return {**numbers, "shares": self.shares}
+        """Return everything, ready for JSON."""
+        return {**super().to_dict(), "shares": self.shares}
 
 
 @dataclass(frozen=True)
-class DiagonalTerm:
+class DiagonalTerm(Result):
     """The sixth term with a diagonal `H`, `sum_k H_kk p_mk p_nk`, in two parts.
 
     For each pair of coordinates (a, b), with `c = p_ma p_na` and `d = p_mb p_nb`,
 
         H_a c + H_b d = 1/2 (H_a + H_b) (c + d) + 1/2 (H_a - H_b) (c - d)
 
-    For sinusoids `c + d = s^2 cos((m - n) w)` and `c - d = s^2 cos((m + n) w)`, with the other sign if the sine comes
-    first, `s` the scale: the first part depends on the distance alone, the second on the places. A model with
+    For sinusoids of scale `s`, `c + d = s^2 cos((m - n) w)` and `c - d = s^2 cos((m + n) w)`, with the other sign if
+    the sine comes first. The first part depends on the distance alone, the second on the places. A model with
     `H_a = H_b` in every pair sees distances only.
 
     Attributes:
-        rows: coordinates that were looked at, pair by pair; the parts are sums over these.
-        diagonal: (rows,) float64, `H_kk` of each.
+        rows: coordinates that the parts are summed over, pair by pair.
+        diagonal: (rows,) float64, `H_kk` of each row.
         relative: sum of the first part.
         absolute: sum of the second part.
         complete: whether these are all coordinates that belong to a pair.
-        sinusoids: whether the vectors are sinusoids. Only then is `relative` a matter of the distance; other vectors
-            have no pairs of their own, and neighbouring coordinates are taken.
+        sinusoids: whether the vectors are sinusoids. Only then is `relative` a function of the distance. Other vectors
+            have no pairs, and neighbouring coordinates are taken for them.
     """
 
     rows: tuple[int, ...]
@@ -106,12 +107,12 @@ class DiagonalTerm:
         return abs(self.relative) / total if total else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {**self.__dict__, "diagonal": self.diagonal.tolist(), "relative_share": self.relative_share}
+        """Return everything, ready for JSON."""
+        return {**super().to_dict(), "relative_share": self.relative_share}
 
 
 @dataclass(frozen=True)
-class MixedHessian:
+class MixedHessian(Result):
     """Rows of `H = d2f/dx_m dx_n`, the second-order interaction of two positions.
 
     Attributes:
@@ -120,9 +121,9 @@ class MixedHessian:
         block: (rows, E) float64.
         rows: coordinates of `x_m` that the rows stand for.
         diagonal_share: squared diagonal entries over all squared entries of these rows; 1/E if there is no structure.
-        with_positions: whether the model's own vectors were added, so that this is not `H` of Su's expansion.
-        term: `p_m . H p_n` with the model's own vectors; None if not all rows are known, or it adds none, or several
-            layers add vectors that differ.
+        with_positions: whether the model's vectors were added; then this is not `H` of Su's expansion.
+        term: `p_m . H p_n` with the model's vectors. None if not all rows are known, if the model adds no vectors, or
+            if several layers add vectors that differ.
     """
 
     first: int
@@ -133,13 +134,9 @@ class MixedHessian:
     with_positions: bool
     term: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {**self.__dict__, "block": self.block.tolist()}
-
 
 @dataclass(frozen=True)
-class Expansion:
+class Expansion(Result):
     """A model expanded around its token embeddings.
 
     Attributes:
@@ -147,9 +144,10 @@ class Expansion:
         first: position m.
         second: position n.
         tokens: number of tokens that the model read.
-        layers: one entry per layer: `f` is the hidden state of the last token that was read, as it enters the layer.
-        output: `f` is the log-probability of the token behind those.
-        diagonal_share: of `H` for the output, in the rows that were computed, see `MixedHessian`; None if none were.
+        layers: terms for each layer, where `f` is the hidden state of the last token that was read, as it enters the
+            layer.
+        output: terms where `f` is the log-probability of the token behind those.
+        diagonal_share: share of the diagonal in `H` for the output, see `MixedHessian`; None if no rows were computed.
         diagonal: the sixth term of the output if `H` were diagonal; None if no rows were computed, or several layers
             add vectors that differ.
     """
@@ -163,17 +161,8 @@ class Expansion:
     diagonal_share: float | None
     diagonal: DiagonalTerm | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {
-            **self.__dict__,
-            "layers": [each.to_dict() for each in self.layers],
-            "output": self.output.to_dict(),
-            "diagonal": None if self.diagonal is None else self.diagonal.to_dict(),
-        }
-
     def __str__(self) -> str:
-        """Return a table of the sizes of all terms, and what a diagonal `H` makes of the sixth."""
+        """Return a table of the sizes of all terms, and of the parts of the sixth with a diagonal `H`."""
         names = ("p_m f_m", "p_n f_n", "p_m f_mm p_m/2", "p_n f_nn p_n/2", "p_m f_mn p_n", "residual")
         lines = [
             f"{self.label}, m = {self.first}, n = {self.second}, {self.tokens} tokens read: sizes of the terms",
@@ -199,17 +188,17 @@ def expansion(
     """Expand a model in the position vectors of two tokens, around the token embeddings alone.
 
     No other token has a position. A scheme that adds vectors in every layer adds those of the two tokens in each.
-    Computed in float64, of a copy if the model is in another dtype; families that compute norms or the softmax in
-    float32 whatever their dtype are as exact as that.
-    A model of the size of GPT-2 small takes 7 GiB and a minute of one core for 128 tokens.
+    Everything is computed in float64, on a copy if the model is in another dtype. Families that always compute norms or
+    the softmax in float32 are only as exact as that. A model of the size of GPT-2 small takes 7 GiB and a minute of one
+    core for 128 tokens.
 
     Args:
         model: a causal language model that adds position vectors, patched or stock.
         tokens: (T,) text, T >= 3; the last one is only predicted.
         first: m, 0 .. T - 2.
         second: n, 0 .. T - 2, another one.
-        rows: number of coordinates, in pairs that are evenly spread, for which the Hessian is computed, each one
-            backward pass; 0 means none.
+        rows: number of coordinates, in evenly spread pairs, for which the Hessian is computed. Each takes one backward
+            pass; 0 means none.
         progress: show a progress bar of the rows.
 
     Returns:
@@ -256,8 +245,8 @@ def expansion(
 def _terms(run: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[Terms]:
     """Return the terms of functions of two scales, at (0, 0).
 
-    Derivatives of vectors come from backward passes as well: what is summed with dummy weights is differentiated by the
-    scales, and the result, which is linear in the dummy weights, by those.
+    Derivatives of vectors come from backward passes as well. The values are summed with dummy weights, and the sum is
+    differentiated by the scales. The result is linear in the dummy weights and is differentiated by those.
     """
     with torch.enable_grad():
         scales = torch.zeros(2, dtype=torch.float64, device=device, requires_grad=True)
@@ -265,14 +254,14 @@ def _terms(run: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[
         dummies = [torch.zeros_like(value, requires_grad=True) for value in values]
         total = torch.stack([(dummy * value).sum() for dummy, value in zip(dummies, values, strict=True)]).sum()
 
-        def gradient(of: Tensor, by: Any) -> Any:
-            return torch.autograd.grad(of, by, create_graph=True, materialize_grads=True)
+        def gradient(value: Tensor, by: Any) -> Any:
+            return torch.autograd.grad(value, by, create_graph=True, materialize_grads=True)
 
         (slope,) = gradient(total, scales)
         (by_first,), (by_second,) = gradient(slope[0], scales), gradient(slope[1], scales)
         derivatives = [
-            [each.detach().cpu() for each in gradient(of, dummies)]
-            for of in (slope[0], slope[1], by_first[0], by_second[1], by_first[1])
+            [each.detach().cpu() for each in gradient(value, dummies)]
+            for value in (slope[0], slope[1], by_first[0], by_second[1], by_first[1])
         ]
     with torch.no_grad():
         both = run(torch.ones_like(scales))
@@ -295,20 +284,20 @@ def mixed_hessian(
     with_positions: bool = False,
     progress: bool = False,
 ) -> MixedHessian:
-    """Differentiate a model by what is added to its hidden states at one position, and at another.
+    """Differentiate a model by vectors that are added to its hidden states at two positions.
 
-    The function is the log-probability, at the last position but one, of the last token. What is added is added where
-    the model adds its position vectors, in every layer if it does so; to the token embeddings if it has none. Computed
-    in float64, see `expansion`, with dense attention, which has second derivatives.
+    The function is the log-probability, at the last position but one, of the last token. The vectors are added where
+    the model adds its position vectors, in every layer if it does so, and to the token embeddings if it adds none.
+    Everything is computed in float64, see `expansion`, with dense attention, which has second derivatives.
 
     Args:
         model: a causal language model, patched or stock.
         tokens: (T,) text, T >= 3.
         first: m, 0 .. T - 2.
         second: n, 0 .. T - 2, another one.
-        rows: coordinates of `x_m`, or their number, evenly spread; each one backward pass. None means all E.
-        with_positions: differentiate where the model is used, with its position vectors, and not as Su does without
-            any. A model that adds none is the same in both.
+        rows: coordinates of `x_m`, or their number, evenly spread; each takes one backward pass. None means all E.
+        with_positions: differentiate around the model with its position vectors, and not as Su does without any. For a
+            model that adds none there is no difference.
         progress: show a progress bar.
 
     Returns:
@@ -318,32 +307,15 @@ def mixed_hessian(
         ValueError: for positions out of range or equal, or more than one text.
     """
     tokens = _check(tokens, first, second)
-    with (
-        vectors.in_float64(model) as wide,
-        torch.enable_grad(),
-        evaluation(wide),
-        probe.dense_attention(wide),
-    ):
-        modules = vectors.sources(wide)
-        kept = float(with_positions or not modules)
-        index = torch.arange(tokens.shape[1] - 1, device=tokens.device)[:, None]
-        at: list[Tensor] = []
-
-        def change(own: Tensor) -> Tensor:
-            if not at:
-                at.extend(own.new_zeros(own.shape[-1], requires_grad=True) for _ in range(2))
-            return kept * own + (index == first) * at[0] + (index == second) * at[1]
-
-        with vectors.replaced(modules or [probe.parts(wide).token_embedding], change):
-            value = _log_probability(wide, tokens)
-        (slope,) = torch.autograd.grad(value, at[0], create_graph=True, materialize_grads=True)
+    with vectors.in_float64(model) as wide, torch.enable_grad(), evaluation(wide), probe.dense_attention(wide):
+        slope, at_second = _slope(wide, tokens, first, second, with_positions)
         size = len(slope)
         if rows is None or isinstance(rows, int):
             count = size if rows is None else min(rows, size)
             rows = [k * size // count for k in range(count)]
         block = torch.stack(
             [
-                torch.autograd.grad(slope[k], at[1], retain_graph=True, materialize_grads=True)[0].cpu()
+                torch.autograd.grad(slope[k], at_second, retain_graph=True, materialize_grads=True)[0].cpu()
                 for k in tqdm(rows, disable=not progress, desc="Hessian", unit="row")
             ]
         )
@@ -352,8 +324,27 @@ def mixed_hessian(
     return MixedHessian(first, second, block, tuple(rows), diagonal_share(block, rows), with_positions, term)
 
 
+def _slope(
+    model: PreTrainedModel, tokens: Tensor, first: int, second: int, with_positions: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the log-probability by the vector added at `first`, and the zero vector at `second`."""
+    modules = vectors.sources(model)
+    kept = float(with_positions or not modules)
+    index = torch.arange(tokens.shape[1] - 1, device=tokens.device)[:, None]
+    at: list[Tensor] = []
+
+    def change(own: Tensor) -> Tensor:
+        if not at:
+            at.extend(own.new_zeros(own.shape[-1], requires_grad=True) for _ in range(2))
+        return kept * own + (index == first) * at[0] + (index == second) * at[1]
+
+    with vectors.replaced(modules or [probe.parts(model).token_embedding], change):
+        value = _log_probability(model, tokens)
+    return torch.autograd.grad(value, at[0], create_graph=True, materialize_grads=True)[0], at[1]
+
+
 def _check(tokens: Tensor, first: int, second: int) -> Tensor:
-    """Return tokens as (1, T), after looking at what is asked of them."""
+    """Return tokens as (1, T); ValueError for several texts, or positions that are equal or out of range."""
     tokens = probe.check_tokens(tokens, 3)
     length = tokens.shape[1]
     if len(tokens) != 1:
@@ -370,13 +361,13 @@ def _log_probability(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def _one_set(model: PreTrainedModel, tokens: Tensor) -> Tensor | None:
-    """Return the vectors that a model adds, (T - 1, E) float64; None if there are none, or layers add others."""
+    """Return the vectors that a model adds, (T - 1, E) float64; None if it adds none, or if layers add other ones."""
     found = list(vectors.added(model, tokens[:, :-1]).values())
     return found[0] if found and all(each.equal(found[0]) for each in found) else None
 
 
 def _pairs(module: nn.Module, size: int) -> list[tuple[int, int]]:
-    """Return which coordinates belong to one wave; neighbours where there are no waves."""
+    """Return the pairs of coordinates that belong to one wave; neighbours if the vectors are no sinusoids."""
     count = size // 2
     if _waves(module) and owner_of(module).scheme.layout == "split":
         return [(k, k + size - count) for k in range(count)]
@@ -384,21 +375,22 @@ def _pairs(module: nn.Module, size: int) -> list[tuple[int, int]]:
 
 
 def _waves(module: nn.Module) -> bool:
+    """Return whether a module makes sinusoids."""
     return isinstance(owner_of(module), Waves)
 
 
 def _diagonal(block: MixedHessian, own: Tensor, module: nn.Module) -> DiagonalTerm:
-    """Return the two parts of the sixth term, of rows that come in pairs."""
+    """Return the two parts of the sixth term for rows that come in pairs (a, b)."""
     rows = list(block.rows)
     entries = block.block.gather(1, torch.tensor(rows)[:, None])[:, 0]
     products = (own[block.first] * own[block.second])[rows]
-    of_first, of_second = entries[0::2], entries[1::2]
-    here, there = products[0::2], products[1::2]
+    h_a, h_b = entries[0::2], entries[1::2]
+    c, d = products[0::2], products[1::2]
     return DiagonalTerm(
         rows=block.rows,
         diagonal=entries,
-        relative=((of_first + of_second) * (here + there) / 2).sum().item(),
-        absolute=((of_first - of_second) * (here - there) / 2).sum().item(),
+        relative=((h_a + h_b) * (c + d) / 2).sum().item(),
+        absolute=((h_a - h_b) * (c - d) / 2).sum().item(),
         complete=len(rows) == own.shape[-1] // 2 * 2,
         sinusoids=_waves(module),
     )

@@ -9,7 +9,7 @@ from families import tiny, tokens
 from test_calibration_recovery import LENGTH, positioned
 
 from hf_posenc import UnsupportedModelError, patch_model
-from hf_posenc.analysis import position_scores, scores_between
+from hf_posenc.theory import position_scores, scores_between
 
 
 def factors(scores):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from hf_posenc.analysis import axis_frequencies, grid_decay, grid_rotation, grid_shift, grid_sinusoids
+from hf_posenc.theory import axis_frequencies, grid_decay, grid_rotation, grid_shift, grid_sinusoids
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 

@@ -12,8 +12,8 @@ from situations import randomize
 from torch.testing import assert_close
 
 from hf_posenc import patch_model
-from hf_posenc.analysis import MixedHessian, expansion, mixed_hessian, vectors
-from hf_posenc.analysis.expansion import _diagonal
+from hf_posenc.theory import MixedHessian, expansion, mixed_hessian, vectors
+from hf_posenc.theory.expansion import _diagonal
 
 M, N = 2, 5
 RELATIVE = 1e-6

@@ -9,8 +9,8 @@ from situations import randomize
 from torch.testing import assert_close
 
 from hf_posenc import patch_model
-from hf_posenc.analysis import expansion, score_terms
 from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.theory import expansion, score_terms
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 

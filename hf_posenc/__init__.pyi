@@ -1,0 +1,51 @@
+"""The public names as type checkers and editors read them; `__init__.py` finds them when they are first used."""
+
+from .api import (
+    is_patched as is_patched,
+    patch_model as patch_model,
+    patched as patched,
+    schemes_of as schemes_of,
+    unpatch_model as unpatch_model,
+)
+from .calibration.calibrate import Calibration as Calibration, calibrate as calibrate
+from .call import Call as Call
+from .checkpoint import from_pretrained as from_pretrained, inspect as inspect
+from .classes import register_family as register_family
+from .description import describe as describe, which_engine as which_engine
+from .errors import (
+    AlreadyPatchedError as AlreadyPatchedError,
+    CheckpointError as CheckpointError,
+    HfPosencError as HfPosencError,
+    NotPatchedError as NotPatchedError,
+    PluginError as PluginError,
+    UnknownSchemeError as UnknownSchemeError,
+    UnsupportedModelError as UnsupportedModelError,
+)
+from .export import export_stock as export_stock
+from .families.base import Family as Family
+from .forms import (
+    Bias as Bias,
+    ClippedVectors as ClippedVectors,
+    Factors as Factors,
+    Form as Form,
+    RelativeKeys as RelativeKeys,
+    Slopes as Slopes,
+)
+from .lora import load_adapter as load_adapter, lora_config as lora_config
+from .modules import PositionEmbedding as PositionEmbedding, Rotation as Rotation, ScoreModule as ScoreModule
+from .parallel import (
+    context_group as context_group,
+    context_parallel as context_parallel,
+    shard_sequence as shard_sequence,
+)
+from .registry import available_schemes as available_schemes, register_scheme as register_scheme
+from .schemes.base import (
+    Dims as Dims,
+    EmbeddingScheme as EmbeddingScheme,
+    RotaryScheme as RotaryScheme,
+    Scheme as Scheme,
+    ScoreScheme as ScoreScheme,
+)
+from .verification import verify as verify
+
+__version__: str

@@ -1,0 +1,146 @@
+"""Forward passes of an evaluation: batches, logits in pieces, losses of tokens, and the share of each process."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from tqdm.auto import tqdm
+from transformers import Cache
+
+TOKENS_PER_BATCH = 8192
+"""Tokens of a batch, about, where nobody gives a batch size."""
+TOKENS_PER_CPU_BATCH = 1024
+"""Likewise on a CPU, which gains nothing from more and whose caches lose."""
+LOGIT_ROWS = 1024
+"""Tokens whose logits exist at a time. With a vocabulary of 128k that is half a gigabyte in float32."""
+TRIAL_TOKENS = 8
+"""Tokens of the trial that decides whether the language-model head may be applied on its own."""
+IGNORED = -100
+"""Target of padding, which has a loss of 0."""
+
+Shape = TypeVar("Shape", bound=Hashable)
+LogitsOf = Callable[..., Iterator[Tensor]]
+"""Windows (B, T), a slice of positions and perhaps a cache -> logits (R, V) in pieces, see `logits_function`."""
+
+
+def default_batch_size(device: torch.device, length: int) -> int:
+    """Return the number of windows of a length per forward where the caller gives none."""
+    return max(1, (TOKENS_PER_CPU_BATCH if device.type == "cpu" else TOKENS_PER_BATCH) // length)
+
+
+def in_batches(shapes: Sequence[Shape], most: Callable[[Shape], int]) -> list[list[int]]:
+    """Return batches of indices: neighbours of one shape, at most `most(shape)` of them."""
+    batches: list[list[int]] = []
+    for index, shape in enumerate(shapes):
+        if batches and shapes[batches[-1][0]] == shape and len(batches[-1]) < most(shape):
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+def progress_bar(total: int, what: str, unit: str, shown: bool) -> Any:
+    """Return a tqdm bar that leaves no line behind."""
+    return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "tok", leave=False, disable=not shown)
+
+
+def processes(distributed: bool) -> tuple[int, int]:
+    """Return the rank of this process and their number, (0, 1) unless `distributed`; RuntimeError without a group."""
+    if not distributed:
+        return 0, 1
+    if not dist.is_initialized():
+        raise RuntimeError("distributed=True needs torch.distributed.init_process_group first")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def score_batches(
+    batches: Sequence[list[int]],
+    score: Callable[[list[int]], Tensor],
+    row: tuple[int, ...],
+    ranks: tuple[int, int],
+    device: torch.device,
+    bar: Any,
+) -> Tensor:
+    """Score every batch in one of the processes, and return the scores of all items in each: (items, *row) on the CPU.
+
+    `score` gets the indices of a batch and returns (batch, *row). Every process makes as many forwards as the others,
+    also where no batch is left for it, because FSDP needs all of them in each. The scores of an item come from one
+    process and are zero in the others, so that their sum is exact.
+    """
+    rank, world = ranks
+    rows = torch.zeros(sum(map(len, batches)), *row, dtype=torch.float64)
+    for number in range(math.ceil(len(batches) / world)):
+        mine = number * world + rank
+        batch = batches[mine] if mine < len(batches) else batches[0]
+        scores = score(batch)
+        if mine < len(batches):
+            rows[batch] = scores
+        bar.update(len(batch) * world)
+    if world > 1:
+        rows = rows.to(device)
+        dist.all_reduce(rows)
+    return rows.cpu()
+
+
+def token_losses(pieces: Iterable[Tensor], targets: Tensor) -> Iterator[Tensor]:
+    """Yield the losses of targets (N,) in nats, float32 or float64, for each piece of their logits (R, V)."""
+    done = 0
+    for logits in pieces:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        yield F.cross_entropy(wide, targets[done : done + len(wide)], reduction="none", ignore_index=IGNORED)
+        done += len(wide)
+
+
+def window_losses(logits_of: LogitsOf, windows: Tensor, scored: int) -> Iterator[Tensor]:
+    """Yield the losses of the last `scored` tokens of windows (B, T), one window after the other, in pieces."""
+    size = windows.shape[1]
+    # Token t is predicted by the output at t - 1.
+    pieces = logits_of(windows, slice(size - scored - 1, size - 1))
+    yield from token_losses(pieces, windows[:, size - scored :].reshape(-1))
+
+
+def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
+    """Return a function from windows `(B, T)`, a slice of positions and perhaps a cache to their logits, in pieces.
+
+    The pieces are rows `(R, V)`, the windows' positions one after the other. A long window's logits are far larger than
+    anything else in the forward. A head that is a plain module behind the base model is therefore applied to
+    `LOGIT_ROWS` positions at a time. Some families scale or cap the logits after the head, so a short trial decides.
+    If FSDP or ZeRO-3 has sharded a model, its parts can only be called as often as in every other process, whose
+    windows may be of another length. Then the logits are computed whole and yielded in pieces.
+
+    Args:
+        model: in eval mode.
+        tokens: `(N,)`, of which the first few are the trial.
+    """
+
+    def keeping(cache: Cache | None) -> dict[str, Any]:
+        return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+
+    def whole(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:
+        logits = model(input_ids=windows, **keeping(cache)).logits
+        yield from logits[:, positions].flatten(0, 1).split(LOGIT_ROWS)
+
+    base, head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", lambda: None)()
+    sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
+    if base is None or base is model or head is None or sharded:
+        return whole
+    trial = tokens[:TRIAL_TOKENS].to(next(model.parameters()).device)[None]
+
+    def hidden_states(windows: Tensor, cache: Cache | None = None) -> Tensor | None:
+        return getattr(base(input_ids=windows, **keeping(cache)), "last_hidden_state", None)
+
+    def in_pieces(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:
+        hidden = hidden_states(windows, cache)
+        assert hidden is not None  # the trial saw it
+        yield from (head(rows) for rows in hidden[:, positions].flatten(0, 1).split(LOGIT_ROWS))
+
+    hidden = hidden_states(trial)
+    if hidden is None:
+        return whole
+    expected = model(input_ids=trial, use_cache=False).logits
+    return in_pieces if torch.allclose(head(hidden), expected, rtol=1e-5, atol=1e-5) else whole
