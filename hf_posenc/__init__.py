@@ -7,14 +7,15 @@ types of patched models as soon as it is imported, by whomever.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .deferred import after_import
+from .checkpoints.deferred import after_import
 
 if TYPE_CHECKING:
     from .api import describe, is_patched, patch_model, patched, schemes_of, unpatch_model, which_engine
     from .calibration.calibrate import Calibration, calibrate
     from .call import Call
-    from .checkpoint import from_pretrained, inspect
-    from .classes import register_family
+    from .checkpoints.announce import register_family
+    from .checkpoints.export import export_stock
+    from .checkpoints.inspecting import inspect
     from .errors import (
         AlreadyPatchedError,
         CheckpointError,
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
         UnknownSchemeError,
         UnsupportedModelError,
     )
-    from .export import export_stock
     from .families.base import Family
     from .forms import Bias, ClippedVectors, Factors, Form, RelativeKeys, Slopes
+    from .loading import from_pretrained
     from .lora import load_adapter, lora_config
     from .modules import PositionEmbedding, Rotation, ScoreModule
     from .parallel import context_group, context_parallel, shard_sequence
@@ -98,11 +99,7 @@ _FROM = {
         "calibrate",
     ),
     ".call": ("Call",),
-    ".checkpoint": (
-        "from_pretrained",
-        "inspect",
-    ),
-    ".classes": ("register_family",),
+    ".checkpoints.announce": ("register_family",),
     ".errors": (
         "AlreadyPatchedError",
         "CheckpointError",
@@ -112,7 +109,8 @@ _FROM = {
         "UnknownSchemeError",
         "UnsupportedModelError",
     ),
-    ".export": ("export_stock",),
+    ".checkpoints.export": ("export_stock",),
+    ".checkpoints.inspecting": ("inspect",),
     ".families.base": ("Family",),
     ".forms": (
         "Bias",
@@ -122,6 +120,7 @@ _FROM = {
         "RelativeKeys",
         "Slopes",
     ),
+    ".loading": ("from_pretrained",),
     ".lora": (
         "load_adapter",
         "lora_config",
@@ -179,7 +178,7 @@ def __dir__() -> list[str]:
 
 
 def _announce() -> None:
-    from .classes import announce_all
+    from .checkpoints.announce import announce_all
 
     announce_all()
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .checkpoints.adapters import WHERE, check_adapter, name_base, read_adapter_config, require_same_base
 from .errors import CheckpointError, NotPatchedError, UnsupportedModelError
-from .model_types.adapters import WHERE, check_adapter, name_base, read_adapter_config, require_same_base
 from .modules import PositionModule
 from .patching.plan import BaseModel
 from .patching.state import adapted_parts, patch_of, without_adapter

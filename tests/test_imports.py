@@ -37,7 +37,7 @@ assert not {"torch", "transformers", "peft", "accelerate"} & set(sys.modules), s
 
 FIRST = [
     "from transformers import AutoModelForCausalLM",
-    "import hf_posenc.model_types.model",
+    "import hf_posenc.checkpoints.building",
     "import transformers.models.auto.modeling_auto",
     "from transformers import AutoConfig",
     "from transformers import LlamaForCausalLM",
@@ -48,7 +48,7 @@ FIRST = [
     "import peft",
     "import accelerate",
     "import hf_posenc.classes",
-    "import hf_posenc.model_types.config",
+    "import hf_posenc.checkpoints.config",
     "import hf_posenc.upstream.rotary",
     "import hf_posenc.analysis",
     "from hf_posenc import verify",

@@ -13,18 +13,18 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_posenc"
 
 LAYERS = (
-    ("errors", "version", "deferred", "spelling"),
-    ("arguments", "positions", "files", "modes", "tracing", "waves", "kept"),
+    ("errors", "version", "spelling"),
+    ("arguments", "positions", "modes", "tracing", "waves", "kept"),
     ("registry",),
     ("call",),
     ("forms", "placement"),
     ("modules",),
     ("engines", "schemes", "families"),
-    ("upstream", "hub"),
+    ("upstream",),
     ("patching",),
-    ("model_types",),
+    ("checkpoints",),
     ("classes", "api"),
-    ("verification", "checkpoint", "export", "lora", "parallel", "catalogue", "calibration"),
+    ("verification", "loading", "lora", "parallel", "catalogue", "calibration"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
     ("recipes", "pictures"),
@@ -134,8 +134,8 @@ def test_imports_come_from_the_left(path, module, is_package):
         ("hf_posenc.engines.reference", "import numpy as np"),
         ("hf_posenc.families.table", "def late():\n    from ..upstream.masks import NAME"),
         ("hf_posenc.upstream.attention", "from ..patching import plan"),
-        ("hf_posenc.patching.place", "from ..model_types.model import PosEncMixin"),
-        ("hf_posenc.checkpoint", "from . import verification"),
+        ("hf_posenc.patching.place", "from ..checkpoints.building import PosEncMixin"),
+        ("hf_posenc.loading", "from . import verification"),
         ("hf_posenc.api", "from hf_posenc import patch_model"),
         ("hf_posenc.api", "import hf_posenc"),
         ("hf_posenc.registry", "if TYPE_CHECKING:\n    pass\nelse:\n    from .schemes import base"),
@@ -179,9 +179,9 @@ REGISTRIES = {
     ("hf_posenc.registry", "_REFUSED"),
     ("hf_posenc.registry", "_OFFERED"),  # what installed packages offer for these two, not imported yet
     # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
-    ("hf_posenc.model_types.config", "config_class"),
-    ("hf_posenc.model_types.model", "_model_class"),
-    ("hf_posenc.model_types.config", "register_models"),  # fills transformers' registries, once for each class
+    ("hf_posenc.checkpoints.config", "config_class"),
+    ("hf_posenc.checkpoints.building", "_model_class"),
+    ("hf_posenc.checkpoints.config", "register_models"),  # fills transformers' registries, once for each class
     # What the processor can do, which does not change; and torch.compile's own wrapper, which keeps kernels by itself.
     ("hf_posenc.engines.cpu", "has_amx"),
     ("hf_posenc.engines.cpu", "multiplies_bfloat16"),

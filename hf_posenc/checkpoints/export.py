@@ -10,15 +10,17 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from .errors import NotPatchedError, UnsupportedModelError
-from .model_types.config import STUB, PosEncConfigMixin
-from .model_types.entry import ENTRY
-from .model_types.guards import unguarded
-from .model_types.model import PosEncMixin, position_keys
-from .patching.plan import BaseModel
-from .patching.state import Patch, patch_of
-from .patching.wrappers import check_unquantized
-from .upstream.derived import stock_class
+from ..errors import NotPatchedError, UnsupportedModelError
+from ..patching.plan import BaseModel
+from ..patching.state import Patch, patch_of
+from ..patching.wrappers import check_unquantized
+from ..upstream.derived import stock_class
+from .building import PosEncMixin
+from .config import PosEncConfigMixin
+from .entry import ENTRY
+from .guards import unguarded
+from .names import STUB
+from .weights import position_keys
 
 TABLE_LENGTH = 1024
 """Rows of the table that vectors without a limit become, unless another number is asked for."""
