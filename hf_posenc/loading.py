@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import accelerate
@@ -19,7 +18,7 @@ from .checkpoints.stock import check_checkpoint_served, stock_loader
 from .errors import CheckpointError
 from .families.base import base_model_type
 from .modules import WithoutPositions
-from .patching.state import patch_of, without_adapter
+from .patching.state import patch_of
 from .registry import family_for, scheme_class
 from .schemes.base import Scheme
 from .upstream.attention import check_engine
@@ -75,9 +74,13 @@ def from_pretrained(
             )
         fields = dataclasses.fields(scheme_class(scheme)) if isinstance(scheme, str) else ()
         values = {field.name: kwargs.pop(field.name) for field in fields if field.name in kwargs}
-        patch = partial(patch_model, scheme=parse_schemes(scheme, values), attention=attention, seed=seed)
+        schemes = parse_schemes(scheme, values)
         check_checkpoint_served(raw)  # before the weights are read
-        model = _load_and_patch(partial(stock_loader(raw).from_pretrained, name_or_path), patch, kwargs)
+        dispatch = _take_dispatch_options(kwargs)
+        model = stock_loader(raw).from_pretrained(name_or_path, **kwargs)
+        model = patch_model(model, schemes, attention=attention, seed=seed)
+        if dispatch:
+            model = _dispatch(model, **dispatch)
         logger.warning_once(UNCALIBRATED)
         return model
     if scheme is not None:
@@ -85,41 +88,44 @@ def from_pretrained(
     if seed is not None:
         raise CheckpointError(f"hf_posenc: {name_or_path} is patched already: seed={seed} would draw nothing")
     model = saved_class(raw).from_pretrained(name_or_path, **kwargs)
-    choose_engine(model, attention)
+    _choose_engine(model, attention)
     return model
 
 
-def _load_and_patch(
-    load: Callable[..., PreTrainedModel],
-    patch: Callable[[PreTrainedModel], PreTrainedModel],
-    options: dict[str, Any],
-) -> PreTrainedModel:
-    """Load a stock model and patch it. One for several places is dispatched after that.
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Values of `device_map` that have accelerate choose a device for each module."""
+
+
+def _take_dispatch_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove and return the options that spread a model over several devices; none for a model on one.
+
+    transformers would use them while it loads, before there are new modules to place.
 
     Args:
-        load: transformers' `from_pretrained`, the name already given.
-        patch: `patch_model`, all but the model already given.
-        options: for `load`; `device_map`, `max_memory` and those for offloading are for dispatching.
+        options: of `from_pretrained`; those that are returned are removed.
     """
     device_map = options.get("device_map")
-    automatic = isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential")
-    if not automatic and not (isinstance(device_map, dict) and len(set(device_map.values())) > 1):
-        return patch(load(**options))
-    del options["device_map"]
-    names = {"offload_folder": "offload_dir", "offload_buffers": "offload_buffers"}
-    dispatch = {names[key]: options.pop(key) for key in names if key in options}
-    max_memory = options.pop("max_memory", None)
-    model = patch(load(**options))
-    if automatic:
+    several = isinstance(device_map, dict) and len(set(device_map.values())) > 1
+    if not several and not (isinstance(device_map, str) and device_map in _AUTOMATIC):
+        return {}
+    names = ("device_map", "max_memory", "offload_folder", "offload_buffers")
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def _dispatch(
+    model: PreTrainedModel, device_map: Any, max_memory: Any = None, offload_folder: Any = None, **options: Any
+) -> PreTrainedModel:
+    """Spread a patched model over several devices, by the options of `from_pretrained`."""
+    if isinstance(device_map, str):
         whole = list(model._no_split_modules or [])
         if device_map != "sequential":
             low_zero = device_map == "balanced_low_0"
             max_memory = accelerate.utils.get_balanced_memory(model, max_memory, whole, low_zero=low_zero)
         device_map = accelerate.infer_auto_device_map(model, max_memory, whole)
-    return accelerate.dispatch_model(model, device_map, **dispatch)
+    return accelerate.dispatch_model(model, device_map, offload_dir=offload_folder, **options)
 
 
-def choose_engine(model: PreTrainedModel, attention: str) -> None:
+def _choose_engine(model: PreTrainedModel, attention: str) -> None:
     """Set the engine that computes the attention of a patched model.
 
     Args:
@@ -139,7 +145,7 @@ def choose_engine(model: PreTrainedModel, attention: str) -> None:
             "change scores only"
         )
     patch.attention = attention
-    replaced = family_for(base_model_type(without_adapter(model).config)).bypasses_interface
+    replaced = family_for(base_model_type(model.config)).bypasses_interface
     for module in model.modules():
         chosen = replaced or "posenc_window" in module.__dict__
         if "posenc_engine" in module.__dict__ and (chosen or not isinstance(module.posenc, WithoutPositions)):

@@ -217,16 +217,22 @@ def make_ours(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> 
         model: of stock classes.
         schemes: as resolved against the model.
     """
-    config = model.config
-    set_class(undo, config, config_class(type(config)))
-    set_attribute(undo, config, "model_type", type(config).model_type)  # one that was read from a file has its own
-    register_models(type(config))
-    set_attribute(undo, config, ENTRY, make_entry(schemes))
-    for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
-        set_class(undo, module, model_class(type(module), stock_config(module.config)))
-    set_attribute(undo, config, "architectures", [type(model).__name__])
-    if _lacks_loss_type(model):
-        set_attribute(undo, model, "loss_type", "ForCausalLM")
+    config, parts = model.config, [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    own_classes = [model_class(type(part), type(part.config)) for part in parts]
+    own_config = config_class(type(config))
+    register_models(own_config)
+    set_class(undo, config, own_config)
+    for part, own in zip(parts, own_classes, strict=True):
+        set_class(undo, part, own)
+    attributes = {
+        "model_type": own_config.model_type,  # one that was read from a file has its own
+        ENTRY: make_entry(schemes),
+        "architectures": [type(model).__name__],
+        "_name_or_path": "",
+    }
+    for name, value in attributes.items():
+        set_attribute(undo, config, name, value)
     # PEFT writes this into adapters as their base; the stock checkpoint would be the wrong one.
     set_attribute(undo, model, "name_or_path", "")
-    set_attribute(undo, config, "_name_or_path", "")
+    if _lacks_loss_type(model):
+        set_attribute(undo, model, "loss_type", "ForCausalLM")

@@ -76,7 +76,7 @@ def _describe_scheme(scheme: dict[str, Any]) -> str:
 
 
 def hyperparameter_table(values: dict[str, Any]) -> str:
-    """Return a table of a scheme's hyper-parameters. Of those that every scheme has it shows `window`, where given."""
+    """Return a table of a scheme's hyper-parameters, without `layers`, and with `window` only where it is given."""
     shown = {key: value for key, value in values.items() if key != "layers" and (key != "window" or value is not None)}
     if not shown:
         return "It has no hyper-parameters."

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint contain: JSON objects, and the headers of weights. No weights are read."""
+"""The contents of a checkpoint's files: JSON values, and the headers of weights. No weights are read."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 A folder may come from anybody, and others may read or write it at the same time. Three rules hold everywhere:
 
-- What is written is complete or absent. A save collects its files in a folder of its own inside the target. It renames
+- A checkpoint is complete or absent. A save collects its files in a folder of its own inside the target. It renames
   that folder to `PENDING` once it is complete, and then moves its files into place. A kill before the rename leaves the
   old checkpoint. A kill after it leaves the new one, of which some files still lie in `PENDING`.
-- Only a writer that holds the lock moves or removes anything. Readers change nothing: after such a kill they read the
+- Only a writer that holds the lock moves or removes anything. Readers change nothing. After such a kill they read the
   files where they lie.
 - A name that is read from a file is never used as a path unless it is one that a save of ours writes.
 
