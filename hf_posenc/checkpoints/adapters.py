@@ -192,7 +192,7 @@ def require_same_base(
 
 
 def _describe(entry: Any) -> str:
-    schemes = [{key: value for key, value in each.items() if value is not None} for each in read_schemes(entry)]
+    schemes = [{key: value for key, value in scheme.items() if value is not None} for scheme in read_schemes(entry)]
     return " and ".join(map(str, schemes)) or "stock positions"
 
 
@@ -202,7 +202,7 @@ def _are_the_same(trained_on: Any, here: Any) -> bool:
     if not then or not now:
         return not trained_on and not here
     if SCHEMES not in trained_on:  # of version 0.1
-        then = [translate_scheme(each) for each in then]
+        then = list(map(translate_scheme, then))
     return len(then) == len(now) and all(map(mean_the_same, then, now))
 
 
@@ -212,13 +212,9 @@ def _base_config(name: str, revision: Any, source: dict[str, Any]) -> dict[str, 
         return None
     path = Path(name) / "config.json"
     if not os.path.isfile(path):
+        cache, revision = source.get("cache_dir"), revision if isinstance(revision, str) else None
         try:
-            own = revision if isinstance(revision, str) else None
-            path = Path(
-                hf_hub_download(
-                    name, "config.json", revision=own, cache_dir=source.get("cache_dir"), local_files_only=True
-                )
-            )
+            path = Path(hf_hub_download(name, "config.json", revision=revision, cache_dir=cache, local_files_only=True))
         except (OSError, ValueError):  # not there, or no name of a repository
             return None
     return json_object(path)

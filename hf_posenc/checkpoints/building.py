@@ -144,15 +144,15 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
 def _reason_to_refuse(schemes: Sequence[Scheme], attn_implementation: str | None) -> str:
     """Return why schemes that attend through this package refuse another attention implementation."""
     attending = [scheme for scheme in schemes if scheme.attends]
-    names = [each.name if each.acts_on.attends else f"the window of {each.name}" for each in attending]
+    parts = [scheme.name if scheme.acts_on.attends else f"the window of {scheme.name}" for scheme in attending]
     if not attending:
         return (
-            f"attn_implementation={attn_implementation!r} would leave {' and '.join(each.name for each in schemes)} "
+            f"attn_implementation={attn_implementation!r} would leave {' and '.join(s.name for s in schemes)} "
             f"without positions, which reach the layers of this family only through the attention {NAME!r}: keep it, "
             "or unpatch the model first"
         )
     return (
-        f"attn_implementation={attn_implementation!r} would drop {' and '.join(names)}, which changes attention "
+        f"attn_implementation={attn_implementation!r} would drop {' and '.join(parts)}, which changes attention "
         f"scores: keep {NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
     )
 
@@ -172,8 +172,8 @@ def model_class(stock: type[PreTrainedModel], config: type[PreTrainedConfig] | N
         stock: model class.
         config: stock config class of the model; that of the model class's own model type can be left out.
     """
-    own = stock.config_class
-    return _model_class(stock, own if config is None or config.model_type == own.model_type else config)
+    usual = stock.config_class
+    return _model_class(stock, usual if config is None or config.model_type == usual.model_type else config)
 
 
 @cached
@@ -218,14 +218,14 @@ def make_ours(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> 
         schemes: as resolved against the model.
     """
     config, parts = model.config, [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    own_classes = [model_class(type(part), type(part.config)) for part in parts]
-    own_config = config_class(type(config))
-    register_models(own_config)
-    set_class(undo, config, own_config)
-    for part, own in zip(parts, own_classes, strict=True):
-        set_class(undo, part, own)
+    part_classes = [model_class(type(part), type(part.config)) for part in parts]
+    our_config = config_class(type(config))
+    register_models(our_config)
+    set_class(undo, config, our_config)
+    for part, part_class in zip(parts, part_classes, strict=True):
+        set_class(undo, part, part_class)
     attributes = {
-        "model_type": own_config.model_type,  # one that was read from a file has its own
+        "model_type": our_config.model_type,  # one that was read from a file has its own
         ENTRY: make_entry(schemes),
         "architectures": [type(model).__name__],
         "_name_or_path": "",

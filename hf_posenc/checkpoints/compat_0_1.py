@@ -2,7 +2,8 @@
 
 Version 0.1 put a marker on the first layer only. Its hyper-parameters were not resolved: None stood for the base's own
 value. Its `rope` had no scaling unless one was given, and rotated every layer. Its `sinusoidal` trained frequencies in
-radians per token. Schemes are named here, and nowhere else outside `schemes/`, because what they meant then is fixed.
+radians per token. Names of schemes are written here, and nowhere else outside `schemes/`, because their meaning in that
+version is fixed.
 """
 
 from __future__ import annotations

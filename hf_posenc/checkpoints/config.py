@@ -114,9 +114,9 @@ class PosEncConfigMixin(StockConfig):
             self._output_attentions = wanted
 
     def _guards(self) -> dict[str, Any]:
-        own = {key: getattr(self, key, None) for key in ACTIVATIONS}
-        activations = {key: guarded(value) for key, value in own.items() if isinstance(value, str)}
-        return {**activations, "attn_implementation": UNREGISTERED}
+        values = {key: getattr(self, key, None) for key in ACTIVATIONS}
+        guards = {key: guarded(value) for key, value in values.items() if isinstance(value, str)}
+        return {**guards, "attn_implementation": UNREGISTERED}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as a dict, with all guards but that of `tie_word_embeddings`, which PEFT reads here."""

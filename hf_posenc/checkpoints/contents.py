@@ -77,15 +77,13 @@ def read_tensor_headers(directory: Path) -> dict[str, dict[str, Any]]:
     Raises:
         CheckpointError: if a header cannot be read.
     """
-    tensors: dict[str, dict[str, Any]] = {}
+    headers: dict[str, dict[str, Any]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if WEIGHTS.fullmatch(path.name):
-            tensors |= {name: each for name, each in read_header(path).items() if name != "__metadata__"}
-    for name, each in tensors.items():
-        if (
-            not isinstance(each, dict)
-            or not isinstance(each.get("dtype"), str)
-            or not isinstance(each.get("shape"), list)
-        ):
+            headers |= read_header(path)
+    headers.pop("__metadata__", None)
+    for name, header in headers.items():
+        known = isinstance(header, dict) and isinstance(header.get("dtype"), str)
+        if not known or not isinstance(header.get("shape"), list):
             raise CheckpointError(f"hf_posenc: the weights in {directory} say no dtype and shape of {name!r}")
-    return tensors
+    return headers

@@ -19,8 +19,8 @@ They notice accidents. They stop nobody who changes the digests too."""
 
 def config_digest(config: dict[str, Any]) -> str:
     """Return the digest of a saved config, without what transformers adds or rewrites when it reads one."""
-    kept = {k: v for k, v in config.items() if k not in (DIGESTS, "auto_map") and not k.startswith("_")}
-    return _digest(with_floats(kept))
+    saved = {k: v for k, v in config.items() if k not in (DIGESTS, "auto_map") and not k.startswith("_")}
+    return _digest(with_floats(saved))
 
 
 def with_floats(value: Any) -> Any:

@@ -65,8 +65,8 @@ def export_stock(
     stock_model = stock_class(type(model), PosEncMixin)
     stock_config: Any = stock_class(type(model.config), PosEncConfigMixin)
     settings = _stock_settings(model)
-    own = position_keys(model)
-    weights = {key: value for key, value in model.state_dict().items() if key not in own}
+    positions = position_keys(model)
+    weights = {key: value for key, value in model.state_dict().items() if key not in positions}
     turned = _turned_layers(patch, base)
     if patch.attends or turned is None:
         raise UnsupportedModelError(_nothing_fits(patch, base))

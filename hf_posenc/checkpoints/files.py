@@ -288,18 +288,13 @@ def read(directory: Path, load: Callable[[Path], Result]) -> Result:
     raise CheckpointError(f"hf_posenc: files of {directory} were exchanged while they were read, {ATTEMPTS} times")
 
 
-def is_interrupted(directory: Path) -> bool:
-    """Return whether a killed save left files that still have to be moved into place."""
-    return os.path.lexists(directory / PENDING)
-
-
 @contextmanager
 def _view(directory: Path) -> Iterator[Path]:
     """Yield the directory, or a folder of links to the files that completing an interrupted save would leave."""
-    if not is_interrupted(directory):
+    pending = directory / PENDING
+    if not os.path.lexists(pending):
         yield directory
         return
-    pending = directory / PENDING
     files, stale = _interrupted(pending)
     with tempfile.TemporaryDirectory(prefix="hf_posenc-", ignore_cleanup_errors=True) as name:
         folder = Path(name)

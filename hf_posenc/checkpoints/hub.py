@@ -210,8 +210,8 @@ def _read_remote_card(repo: str, revision: str | None, token: bool | str | None)
 
 def _own_card(folder: Path, config: dict[str, Any], repo: str, revision: str | None) -> str:
     """Return the card of a folder, whose example loads the repository, without paths of this machine."""
-    own = folder / "README.md"
-    text = own.read_text(encoding="utf-8") if own.is_file() else card(config)
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else card(config)
     arguments = json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else "")
     text = _LOADED.sub(lambda _: f"hf_posenc.from_pretrained({arguments})", text)
     return _ABSOLUTE.sub(_without_folders, text)
