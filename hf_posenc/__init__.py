@@ -7,20 +7,21 @@ patched models are registered with AutoConfig as soon as any package imports it.
 from importlib import import_module
 from typing import Any
 
-from .deferred import after_import
+from .checkpoints.deferred import after_import
 
 _NAMES = {
     ".api": "is_patched patch_model patched schemes_of unpatch_model",
     ".calibration.calibrate": "Calibration calibrate",
     ".call": "Call",
-    ".checkpoint": "from_pretrained inspect",
-    ".classes": "register_family",
+    ".checkpoints.announce": "register_family",
+    ".checkpoints.export": "export_stock",
+    ".checkpoints.inspecting": "inspect",
     ".description": "describe which_engine",
     ".errors": "AlreadyPatchedError CheckpointError HfPosencError NotPatchedError PluginError UnknownSchemeError "
     "UnsupportedModelError",
-    ".export": "export_stock",
     ".families.base": "Family",
     ".forms": "Bias ClippedVectors Factors Form RelativeKeys Slopes",
+    ".loading": "from_pretrained",
     ".lora": "load_adapter lora_config",
     ".modules": "PositionEmbedding Rotation ScoreModule",
     ".parallel": "context_group context_parallel shard_sequence",
@@ -59,7 +60,7 @@ def __dir__() -> list[str]:
 
 
 def _announce() -> None:
-    from .classes import announce_all
+    from .checkpoints.announce import announce_all
 
     announce_all()
 

@@ -9,8 +9,9 @@ from .api import (
 )
 from .calibration.calibrate import Calibration as Calibration, calibrate as calibrate
 from .call import Call as Call
-from .checkpoint import from_pretrained as from_pretrained, inspect as inspect
-from .classes import register_family as register_family
+from .checkpoints.announce import register_family as register_family
+from .checkpoints.export import export_stock as export_stock
+from .checkpoints.inspecting import inspect as inspect
 from .description import describe as describe, which_engine as which_engine
 from .errors import (
     AlreadyPatchedError as AlreadyPatchedError,
@@ -21,7 +22,6 @@ from .errors import (
     UnknownSchemeError as UnknownSchemeError,
     UnsupportedModelError as UnsupportedModelError,
 )
-from .export import export_stock as export_stock
 from .families.base import Family as Family
 from .forms import (
     Bias as Bias,
@@ -31,6 +31,7 @@ from .forms import (
     RelativeKeys as RelativeKeys,
     Slopes as Slopes,
 )
+from .loading import from_pretrained as from_pretrained
 from .lora import load_adapter as load_adapter, lora_config as lora_config
 from .modules import PositionEmbedding as PositionEmbedding, Rotation as Rotation, ScoreModule as ScoreModule
 from .parallel import (

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .checkpoints.building import PosEncMixin, make_ours
+from .checkpoints.config import PosEncConfigMixin
+from .checkpoints.entry import CALIBRATION
+from .checkpoints.stock import check_served
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
-from .hub import CALIBRATION
 from .live.state import Patch, alone, patch_of, without_adapter
-from .live.undo import Undo, set_attribute, set_class
+from .live.undo import Undo, set_attribute
 from .live.weights import have_moved, samples_of
 from .live.wrappers import check_in_place, check_unwrapped
-from .model_types.config import PosEncConfigMixin, config_class, register_models, stock_config
-from .model_types.entry import check_served, entry_of
-from .model_types.model import PosEncMixin, lacks_loss_type, model_class
 from .modules import PositionEmbedding, PositionModule, position_parameters
 from .patching.layers import MARKER
 from .patching.place import operate, seeded
@@ -119,7 +119,7 @@ def _patch(model: PreTrainedModel, wanted: Sequence[Scheme], attention: str, see
         with torch.device("cpu" if device.type == "meta" else device):
             owners = operate(undo, plan)
             _initialize(owners, native, seed, model)
-        _rename(undo, model, plan.schemes)
+        make_ours(undo, model, plan.schemes)
         samples = model.base_model.__dict__.get(SAMPLES) or samples_of(model)
         patch = Patch(plan.schemes, attention, undo, plan.base.found.layers, plan.limit(), plan.attends, samples)
         base = model.base_model
@@ -214,25 +214,6 @@ def _layer_parameter(model: PreTrainedModel, owner: nn.Module) -> torch.Tensor:
             if id(parameter) not in new and parameter.is_floating_point():
                 return parameter
     raise UnsupportedModelError(f"{type(model).__name__} has no floating-point parameters")
-
-
-def _rename(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> None:
-    """Give model and config our own types, so that what they save cannot be taken for a stock checkpoint."""
-    config: Any = model.config
-    stock: Any = type(config)
-    set_class(undo, config, config_class(stock))
-    set_attribute(undo, config, "model_type", type(config).model_type)  # one that was read from a file has its own
-    ours: Any = type(config)
-    register_models(ours)
-    set_attribute(undo, config, "position_encoding", entry_of(schemes))
-    for module in [m for m in model.modules() if isinstance(m, PreTrainedModel)]:
-        set_class(undo, module, model_class(type(module), stock_config(module.config)))
-    set_attribute(undo, config, "architectures", [type(model).__name__])
-    if lacks_loss_type(model):
-        set_attribute(undo, model, "loss_type", "ForCausalLM")
-    # PEFT writes this into adapters as their base; the stock checkpoint would be the wrong one.
-    set_attribute(undo, model, "name_or_path", "")
-    set_attribute(undo, config, "_name_or_path", "")
 
 
 def unpatch_model(model: Model) -> Model:

@@ -19,15 +19,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from . import files, hub
 from .analysis import plots
 from .api import parse_schemes
 from .arguments import hyperparameters
 from .catalogue import refused_types, served_type
-from .checkpoint import from_pretrained
-from .checkpoint import inspect as read_config
+from .checkpoints import files, hub
+from .checkpoints.inspecting import inspect as read_config
 from .description import describe
 from .errors import PluginError, UnsupportedModelError
+from .loading import from_pretrained
 from .plot_kinds import KINDS, OPTIONS_OF, Asked, Numbers, schedule
 from .registry import available_schemes, scheme_class, supported_model_types
 from .schemes.base import EVERY_SCHEME, Scheme

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .checkpoints.adapters import WHERE, check_adapter, name_base, read_adapter_config, require_same_base
 from .errors import CheckpointError, NotPatchedError, UnsupportedModelError
 from .live.base_model import BaseModel
 from .live.state import adapted_parts, patch_of, without_adapter
-from .model_types.adapters import WHERE, check_adapter, name_base, read_adapter_config, require_same_base
 from .modules import PositionEmbedding, PositionModule
 
 __all__ = ["check_adapter", "load_adapter", "lora_config", "name_base"]
@@ -98,24 +98,29 @@ def lora_config(
 
 
 def load_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **kwargs: Any) -> PeftModel:
-    """Load an adapter of any kind of PEFT's onto the base that it was trained on, and onto no other.
+    """Load an adapter of PEFT, of any kind, onto the base that it was trained on, and onto no other.
 
-    What counts is what the adapter says of its base: the entry that `lora_config` and `name_base` write, and patched
-    models write for adapters that sit inside them; else the config of the base that it names, as far as that is on this
-    machine; else the name itself, if it is this model's. An adapter that says nothing is refused.
+    The base is known by the first of these that there is:
+
+    1. the entry in the adapter's config. `lora_config` and `name_base` write it, and patched models write it for
+       adapters that sit inside them;
+    2. the config of the base that the adapter names, if that is on this machine;
+    3. the name itself, if it is this model's.
+
+    An adapter without any of them is refused.
 
     Args:
         model: patched, or stock for an adapter that was trained on a stock one.
         adapter: the adapter's directory, or a Hub id.
-        **kwargs: of `peft.PeftModel.from_pretrained`; `subfolder`, `revision`, `token`, `cache_dir`, ... say where the
-            adapter is for the check as well.
+        **kwargs: of `peft.PeftModel.from_pretrained`. `subfolder`, `revision`, `token`, `cache_dir`, ... are used by
+            the check as well.
 
     Returns:
         The model, wrapped.
 
     Raises:
         CheckpointError: if the model is not patched as the adapter's base was, the adapter does not say how that was,
-            or its adapter_config.json is none.
+            or its adapter_config.json is malformed.
         UnsupportedModelError: if the model has an adapter already.
         OSError: if there is no such adapter, or it cannot be read.
         TypeError: for an option that PEFT does not have.
@@ -166,7 +171,7 @@ def _config(raw: dict[str, Any], adapter: str | os.PathLike[str]) -> PeftConfig:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Return whether a value of JSON is of an annotated type; of types that JSON does not have, any value is."""
+    """Return whether a JSON value is of an annotated type. A type that JSON does not have is not checked."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_is_a(value, each) for each in inside)

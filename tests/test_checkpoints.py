@@ -32,8 +32,9 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc import CheckpointError, UnknownSchemeError, export_stock, from_pretrained, inspect, patch_model
-from hf_posenc.files import LOCK, PENDING, STAGING, complete
-from hf_posenc.model_types.digests import DIGESTS
+from hf_posenc.checkpoints.digests import DIGESTS
+from hf_posenc.checkpoints.files import PENDING, STAGING, complete
+from hf_posenc.checkpoints.locks import LOCK
 from hf_posenc.schemes.base import PositionModule
 
 SAVED = ("gpt2", "llama", "opt", "gemma2", "gpt_neox")
@@ -134,7 +135,7 @@ def test_a_fresh_swap_says_once_that_it_is_not_calibrated(tmp_path, monkeypatch)
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    monkeypatch.setattr(hf_posenc.checkpoint, "logger", logger := logging.getLogger("transformers.hf_posenc.fresh"))
+    monkeypatch.setattr(hf_posenc.loading, "logger", logger := logging.getLogger("transformers.hf_posenc.fresh"))
     monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.WARNING)
     logger.addHandler(handler)
     tiny("llama").save_pretrained(tmp_path / "stock")
@@ -183,9 +184,9 @@ def test_resized_embeddings_and_other_heads(case, family, tmp_path):
 def test_every_head_of_every_family_has_a_class():
     found = 0
     for family in FAMILIES:
-        config = hf_posenc.model_types.config.config_class(type(tiny(family).config))
+        config = hf_posenc.checkpoints.config.config_class(type(tiny(family).config))
         config()  # the Auto classes learn of a family's heads when one of its configs is made
-        for auto, name in hf_posenc.model_types.config.heads_of(config).items():
+        for auto, name in hf_posenc.checkpoints.names.heads_of(config).items():
             cls = getattr(transformers, auto)._model_mapping[config]
             assert cls is getattr(hf_posenc.classes, f"PosEnc{name}")
             assert issubclass(cls, getattr(transformers, name))
@@ -662,7 +663,6 @@ def test_losses_of_a_calibration_are_kept_and_shown(tmp_path):
         losses = "held-out loss 2.81 -> 1.93 nats per token (base 1.34)"
         assert f"\n  calibrated  with 81,234 tokens, stage attention; {losses}\n" in str(inspect(folder))
         assert losses.replace("->", "-&gt;") in (folder / "README.md").read_text()
-    assert hf_posenc.hub.STAGES == sys.modules["hf_posenc.calibration.calibrate"].STAGES
 
 
 def test_inspect_prints_nothing_that_a_terminal_obeys(tmp_path):
@@ -1019,7 +1019,7 @@ def test_rope_is_exported(family, scaling, tmp_path):
     model = patch_model(tiny(family), "rope", rope_theta=100.0, scaling=scaling)
     export_stock(model, tmp_path)
     stock = type(tiny(family)).from_pretrained(tmp_path)
-    assert not isinstance(stock, hf_posenc.model_types.model.PosEncMixin)
+    assert not isinstance(stock, hf_posenc.checkpoints.building.PosEncMixin)
     assert_same(logits(stock), logits(model))
     if scaling:  # GPT-NeoX turns one pair here, whose frequency is 1 whatever rope_theta is
         assert distance(logits(stock), logits(tiny(family))) > 1e-2

@@ -137,7 +137,7 @@ def test_verify_says_how_to_read_it(ours, capsys):
 
 def test_a_dry_run_says_what_push_would_send(ours, capsys, monkeypatch):
     """Names and sizes of the folder, and nobody is asked."""
-    monkeypatch.setattr(hf_posenc.hub, "HfApi", lambda **_: pytest.fail("asked"))
+    monkeypatch.setattr(hf_posenc.checkpoints.hub, "HfApi", lambda **_: pytest.fail("asked"))
     assert main(["push", ours, "me/x", "--dry-run", "--revision", "trial"]) == 0
     out = capsys.readouterr().out
     assert "to me/x, branch trial, in one commit:" in out
@@ -287,7 +287,7 @@ def test_ctrl_c_leaves_no_folder(moment, readable, tmp_path, capsys, monkeypatch
 
     before = there(tmp_path)
     if moment == "save":
-        monkeypatch.setattr("hf_posenc.model_types.model.PosEncMixin.save_pretrained", interrupted)
+        monkeypatch.setattr("hf_posenc.checkpoints.building.PosEncMixin.save_pretrained", interrupted)
     else:
         monkeypatch.setattr(hf_posenc, "calibrate", interrupted)
     assert main(readable) == 130

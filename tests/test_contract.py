@@ -710,7 +710,7 @@ class TestModelMachinery:
 
 
 def test_auto_config_asks_a_module_for_a_class_by_its_name(monkeypatch):
-    """Model types are announced by name, so that no family's code is imported before it is needed: classes.py."""
+    """Model types are announced by name, so that no family's code is imported before it is needed: announce.py."""
     from types import SimpleNamespace
 
     from transformers.models.auto import configuration_auto

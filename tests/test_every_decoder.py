@@ -23,10 +23,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
 from hf_posenc import patch_model, unpatch_model, verify
+from hf_posenc.checkpoints.building import PosEncMixin
 from hf_posenc.engines import dispatch
 from hf_posenc.families.base import resolve
 from hf_posenc.layer_state import STATE, OnAttention, use_engine
-from hf_posenc.model_types.model import PosEncMixin
 from hf_posenc.modules import PositionEmbedding, PositionModule
 from hf_posenc.registry import family_for, supported_model_types
 from hf_posenc.upstream.derived import stock_class

@@ -22,7 +22,8 @@ from situations import patched_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import hf_posenc
-from hf_posenc import CheckpointError, HfPosencError, files, from_pretrained, inspect, patch_model
+from hf_posenc import CheckpointError, HfPosencError, from_pretrained, inspect, patch_model
+from hf_posenc.checkpoints import files
 
 ROOT = Path(__file__).parents[1]
 IDS = tokens(1, 12)
@@ -636,7 +637,7 @@ def test_what_others_are_writing_stays_and_what_was_abandoned_goes(tmp_path):
     holder = f"""
         import sys, time
         from pathlib import Path
-        from hf_posenc.files import staged
+        from hf_posenc.checkpoints.files import staged
         with staged(Path({str(tmp_path)!r})) as folder:
             (folder / "config.json").write_text("{{}}")
             print("ready", flush=True)
@@ -707,7 +708,7 @@ def test_the_original_is_what_is_pushed_after_an_interrupted_save(tmp_path):
     """One view of a folder: `inspect`, loading and the files that are uploaded agree."""
     patched_model("shaw", "llama").save_pretrained(tmp_path)
     patched_model("alibi", "llama").save_pretrained(tmp_path / PENDING)
-    seen = hf_posenc.files.read(tmp_path, lambda folder: json.loads((folder / "config.json").read_text()))
+    seen = hf_posenc.checkpoints.files.read(tmp_path, lambda folder: json.loads((folder / "config.json").read_text()))
     assert seen["position_encoding"]["schemes"][0]["scheme"] == inspect(tmp_path).scheme == "alibi"
 
 

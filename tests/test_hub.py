@@ -15,7 +15,8 @@ from families import tokens
 from hub_server import Hub
 from situations import patched_model
 
-from hf_posenc import hub as hub_module
+from hf_posenc.checkpoints import cards, markdown
+from hf_posenc.checkpoints import hub as hub_module
 
 ROOT = Path(__file__).parents[1]
 IDS = tokens(2, 20)
@@ -293,7 +294,7 @@ def test_a_pushed_card_loads_from_where_it_is(hub, client, tmp_path):
     run(
         client(
             f"""
-            from hf_posenc import hub
+            from hf_posenc.checkpoints import hub
             from pathlib import Path
             hub.push(Path({folder!r}), "own")
             hub.push(Path({folder!r}), "branched", revision="trial")
@@ -320,7 +321,7 @@ def test_the_packages_card_escapes(tmp_path):
             "hf_posenc_version": "0<script>",
         },
     }
-    card = hub_module.card(config)
+    card = cards.card(config)
     assert "| `slopes` | ``'a\\|b`c`<script>'`` |" in card  # within a code span it is shown
     assert "0&lt;script&gt;" in card
     assert "# &lt;b&gt;llama with alibi positions" in card
@@ -357,8 +358,8 @@ def test_values_are_shown_by_an_independent_parser_as_they_are(value):
     )
     line = " ".join(value.split())
 
-    def read(markdown, *kinds):
-        parsed = parser.parse(markdown)
+    def read(text, *kinds):
+        parsed = parser.parse(text)
         assert {token.type.removesuffix("_open") for token in parsed if token.nesting == 1} == set(kinds)
         return [token.children for token in parsed if token.type == "inline"]
 
@@ -370,15 +371,15 @@ def test_values_are_shown_by_an_independent_parser_as_they_are(value):
         return words(children, "text")
 
     cell = ("table", "thead", "tbody", "tr", "th", "td")
-    plain = hub_module.plain(value)
+    plain = markdown.plain(value)
     assert shown(read(plain, "paragraph")[0]) == line
     assert shown(read(f"# {plain}", "heading")[0]) == line
     rows = read(f"| a | b |\n|---|---|\n| {plain} | c |", *cell)
     assert [shown(children) for children in rows] == ["a", "b", line, "c"]
-    spans = read(f"| a | b |\n|---|---|\n| {hub_module.code(value, cell=True)} | c |", *cell)
+    spans = read(f"| a | b |\n|---|---|\n| {markdown.code(value, cell=True)} | c |", *cell)
     assert len(spans) == 4
-    assert words(spans[2], "code_inline") == words(read(hub_module.code(value), "paragraph")[0], "code_inline") == line
-    (block,) = parser.parse(hub_module.fenced(value))
+    assert words(spans[2], "code_inline") == words(read(markdown.code(value), "paragraph")[0], "code_inline") == line
+    (block,) = parser.parse(markdown.fenced(value))
     assert (block.type, block.content) == ("fence", f"{value}\n")
 
 
@@ -386,15 +387,15 @@ def test_what_cannot_be_printed_is_an_escape():
     """A file's name that is no text, a terminal's colours, a change of direction: each would be shown as something else."""
     value = "\udcff \x1b[31m \u202e \x00"
     said = r"\udcff \x1b[31m \u202e \x00"
-    assert hub_module.code(value) == f"`{said}`"
-    assert hub_module.fenced(value) == f"```\n{said}\n```"
-    assert hub_module.plain(value) == said.replace("\\", "\\\\").replace("[", "\\[")
+    assert markdown.code(value) == f"`{said}`"
+    assert markdown.fenced(value) == f"```\n{said}\n```"
+    assert markdown.plain(value) == said.replace("\\", "\\\\").replace("[", "\\[")
 
 
 def test_the_packages_card_says_which_layers_have_which_scheme():
     def card(*schemes):
         entry = {"schemes": list(schemes), "hf_posenc_version": "1"}
-        return hub_module.card({"model_type": "posenc_llama", "position_encoding": entry})
+        return cards.card({"model_type": "posenc_llama", "position_encoding": entry})
 
     some = card(
         {"scheme": "alibi", "layers": [0, 2], "window": 8}, {"scheme": "nope", "layers": "1::2", "window": None}

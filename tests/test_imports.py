@@ -47,7 +47,7 @@ def test_type_checkers_read_the_names_that_there_are():
 
 FIRST = [
     "from transformers import AutoModelForCausalLM",
-    "import hf_posenc.model_types.model",
+    "import hf_posenc.checkpoints.building",
     "import transformers.models.auto.modeling_auto",
     "from transformers import AutoConfig",
     "from transformers import LlamaForCausalLM",
@@ -58,7 +58,7 @@ FIRST = [
     "import peft",
     "import accelerate",
     "import hf_posenc.classes",
-    "import hf_posenc.model_types.config",
+    "import hf_posenc.checkpoints.config",
     "import hf_posenc.upstream.rotary",
     "import hf_posenc.analysis",
     "from hf_posenc import verify",

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_posenc"
 
 LAYERS = (
-    ("errors", "version", "deferred", "spelling"),
-    ("arguments", "positions", "files", "sinusoids", "kept", "dims"),
+    ("errors", "version", "spelling"),
+    ("arguments", "positions", "sinusoids", "kept", "dims"),
     ("registry",),
     ("call",),
     ("forms",),
@@ -24,12 +24,12 @@ LAYERS = (
     ("layer_state",),
     ("placement",),
     ("engines", "schemes", "families"),
-    ("upstream", "hub"),
+    ("upstream",),
     ("live",),
     ("patching",),
-    ("model_types",),
+    ("checkpoints",),
     ("classes", "api"),
-    ("description", "verification", "checkpoint", "export", "lora", "parallel", "catalogue", "calibration"),
+    ("description", "verification", "loading", "lora", "parallel", "catalogue", "calibration"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
     ("theory",),
@@ -138,8 +138,8 @@ def test_imports_come_from_the_left():
         ("hf_posenc.engines.reference", "import numpy as np"),
         ("hf_posenc.families.table", "def late():\n    from ..upstream.masks import NAME"),
         ("hf_posenc.upstream.attention", "from ..patching import plan"),
-        ("hf_posenc.patching.place", "from ..model_types.model import PosEncMixin"),
-        ("hf_posenc.checkpoint", "from . import verification"),
+        ("hf_posenc.patching.place", "from ..checkpoints.building import PosEncMixin"),
+        ("hf_posenc.loading", "from . import verification"),
         ("hf_posenc.api", "from hf_posenc import patch_model"),
         ("hf_posenc.api", "import hf_posenc"),
         ("hf_posenc.registry", "if TYPE_CHECKING:\n    pass\nelse:\n    from .schemes import base"),
@@ -184,9 +184,9 @@ REGISTRIES = {
     ("hf_posenc.registry", "_REFUSED"),
     ("hf_posenc.registry", "_OFFERED"),  # what installed packages offer for these two, not imported yet
     # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
-    ("hf_posenc.model_types.config", "config_class"),
-    ("hf_posenc.model_types.model", "_model_class"),
-    ("hf_posenc.model_types.config", "register_models"),  # fills transformers' registries, once for each class
+    ("hf_posenc.checkpoints.config", "config_class"),
+    ("hf_posenc.checkpoints.building", "_model_class"),
+    ("hf_posenc.checkpoints.config", "register_models"),  # fills transformers' registries, once for each class
     # What the processor can do, which does not change; torch.compile's own wrapper, which keeps kernels by itself; and
     # whether these kernels are right, which a self-test of seconds finds once for each kind.
     ("hf_posenc.engines.cpu", "has_amx"),

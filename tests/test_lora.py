@@ -300,7 +300,7 @@ def test_where_the_adapter_is_reaches_the_check(tmp_path, monkeypatch):
         asked.append((repo_id, where))
         return str(tmp_path / filename)
 
-    monkeypatch.setattr(hf_posenc.model_types.adapters, "hf_hub_download", download)
+    monkeypatch.setattr(hf_posenc.checkpoints.adapters, "hf_hub_download", download)
     options = {"subfolder": "sub", "revision": "v1", "token": "hf_x", "cache_dir": "/tmp/x", "local_files_only": True}
     with pytest.raises(CheckpointError, match="was trained on"):
         load_adapter(tiny("llama"), "me/adapter", **options)

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 from situations import patched_model
 
-from hf_posenc import cli, hub
+from hf_posenc import cli
+from hf_posenc.checkpoints import hub
 
 SAME: dict = {}
 """Results of a recipe's plain runs, by recipe and arguments; their numbers do not depend on the folder."""
@@ -232,7 +233,7 @@ def pushed(**keywords):
             calls.append((repository, private))
             return SimpleNamespace(commit_url="url")
 
-        run.patch.setattr(hf_posenc.hub, "push", push)
+        run.patch.setattr(hf_posenc.checkpoints.hub, "push", push)
         assert run({"push_to": "me/x", **keywords}) == run.plain({})
         assert calls == [("me/x", True if "private" in keywords else None)]
 

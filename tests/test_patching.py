@@ -23,7 +23,6 @@ from hf_posenc import (
     AlreadyPatchedError,
     NotPatchedError,
     UnsupportedModelError,
-    api,
     available_schemes,
     calibrate,
     patch_model,
@@ -219,7 +218,9 @@ def snapshot_without_logits(whole):
     return type(whole)(**{**vars(whole), "logits": torch.empty(0)})
 
 
-@pytest.mark.parametrize("where", ["_initialize", "_rename", "entry_of", "model_class"])
+@pytest.mark.parametrize(
+    "where", ["api._initialize", "api.make_ours", "checkpoints.building.make_entry", "checkpoints.building.model_class"]
+)
 @every_scheme
 def test_a_failure_between_steps_leaves_the_model_as_it_was(monkeypatch, scheme, where):
     def fail(*args, **kwargs):
@@ -229,7 +230,7 @@ def test_a_failure_between_steps_leaves_the_model_as_it_was(monkeypatch, scheme,
         model = tiny(family)
         before = snapshot(model)
         with monkeypatch.context() as patch:
-            patch.setattr(api, where, fail)
+            patch.setattr(f"hf_posenc.{where}", fail)
             with pytest.raises(MemoryError):
                 patch_model(model, scheme, seed=0)
         assert_same(snapshot(model), before)

@@ -12,6 +12,7 @@ import transformers
 from families import tiny
 
 from hf_posenc import PluginError, UnknownSchemeError, UnsupportedModelError, available_schemes, classes, registry
+from hf_posenc.checkpoints import announce
 from hf_posenc.cli import main
 from hf_posenc.registry import FAMILIES, SCHEMES, family_for, scheme_class, supported_model_types
 
@@ -256,7 +257,7 @@ def test_the_command_lists_the_others_beside_a_broken_one(offers, capsys):
 )
 def test_a_broken_family_breaks_its_own_name_only(offers, value, said):
     offers((FAMILIES, "hyperclovax", value, "broken-package"))
-    classes.announce_all()  # as the import does: nothing is loaded, so nothing can fail
+    announce.announce_all()  # as the import does: nothing is loaded, so nothing can fail
     with pytest.raises(PluginError, match=rf"'hyperclovax' = '{value}' of broken-package 7.0 {said}"):
         family_for("hyperclovax")
     assert family_for("llama")
@@ -302,7 +303,7 @@ def test_a_model_type_that_transformers_lacks_is_a_warning(offers):
     with pytest.warns(
         UserWarning, match=r"'lama' = .* of one 7.0 cannot be used: the installed transformers has no such model type"
     ):
-        classes.announce_all()
+        announce.announce_all()
 
 
 def test_names_of_classes_that_are_none():

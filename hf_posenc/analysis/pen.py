@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..files import replaced
+from ..checkpoints.files import replaced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

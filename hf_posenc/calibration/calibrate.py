@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..checkpoints.entry import CALIBRATION, STAGES
 from ..errors import CheckpointError, NotPatchedError
-from ..hub import CALIBRATION
 from ..live.eval_mode import evaluation
 from ..live.state import adapted_parts, alone, patch_of, without_adapter
 from ..live.wrappers import check_in_place, check_unquantized, check_unwrapped
@@ -30,7 +30,6 @@ from .report import NOTHING, Calibration, HeldOutLoss, LayerFit
 from .state import FirstStage, StateFile, digest_of, digest_of_tokens
 from .teacher import check_base, check_head, check_tokens
 
-STAGES = ("closed_form", "attention")
 WEIGHTS = ("scheme", "query_key", "adapter")
 JUDGES = ("loss", "attention")
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .. import files
+from ..checkpoints import files
 from ..errors import CheckpointError
 
 ENTRY = "hf_posenc_calibration"

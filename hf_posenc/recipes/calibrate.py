@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
 
-from .. import files
 from ..analysis import plots
 from ..calibration.calibrate import JUDGES, STAGES, check_lengths, ignored
 from ..calibration.match import LOSSES
 from ..calibration.report import Calibration
+from ..checkpoints import files
 from ..families.base import base_model_type
 from ..registry import family_for
 from . import corpus, models, program, schemes

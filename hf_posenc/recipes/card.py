@@ -10,7 +10,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 
 from ..analysis import plots
-from ..hub import code, fenced, hyperparameters, layers_of_schemes, loading, plain
+from ..checkpoints.cards import hyperparameter_table, layers_of_schemes, loading_section
+from ..checkpoints.markdown import code, fenced, plain
 from ..registry import scheme_class
 from .results import last_name, without_paths, write_whole
 from .tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows, rate_of
@@ -49,9 +50,9 @@ def card(results: dict[str, Any], repository: str) -> str:
         scheme=code(scheme["name"]),
         train_length=plain(arguments["train_length"]),
         trained_length=plain(base["trained_length"]),
-        loading=loading(repository),
+        loading=loading_section(repository),
         about="\n".join(line.strip() for line in about.splitlines()),
-        hyperparameters=hyperparameters({key: value for key, value in scheme.items() if key != "name"}),
+        hyperparameters=hyperparameter_table({key: value for key, value in scheme.items() if key != "name"}),
         layers=layers_of_schemes([(scheme["name"], scheme.get("layers"))]),
         verification=fenced(results["verify"]),
         held_out=f"{results['data']['held_out_tokens']:,}",

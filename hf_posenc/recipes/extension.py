@@ -292,7 +292,8 @@ def steps(arguments: Arguments, sweep: Sweep | None, held: ExitStack) -> dict[st
         f"results     {output / 'results.json'}\n\n{tables.verdict(results)}"
     )
     if arguments.push_to and accelerator.is_main_process:
-        say(hf_posenc.hub.push(output / "model", arguments.push_to, private=arguments.private or None).commit_url)
+        commit = hf_posenc.checkpoints.hub.push(output / "model", arguments.push_to, private=arguments.private or None)
+        say(commit.commit_url)
     return results
 
 

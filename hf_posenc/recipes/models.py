@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 import hf_posenc
 
-from .. import hub
+from ..checkpoints import hub
 from ..errors import UnsupportedModelError
 from ..families.base import base_model_type
 from ..live.state import without_adapter

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis import plots
-from ..hub import plain
+from ..checkpoints.markdown import plain
 from . import identity
 from . import sweep_figures as figures
 from .many_runs import Runs, read

@@ -113,16 +113,6 @@ class Scheme:
                 raise TypeError(f"{self.name}: {field} must be True or False, not {getattr(self, field)!r}")
 
     @classmethod
-    def meant_in_0_1(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the hyper-parameters that version 0.1 meant by those that it wrote, by name."""
-        return values
-
-    @classmethod
-    def say_the_same(cls, then: dict[str, Any], now: dict[str, Any]) -> bool:
-        """Return whether hyper-parameters that an older version may have written mean those of a resolved scheme."""
-        return then == now
-
-    @classmethod
     def parse(cls, hyperparameters: dict[str, Any]) -> Scheme:
         """Build the scheme from keyword arguments or a checkpoint's entry; TypeError names unknown ones."""
         known = sorted((field.name for field in fields(cls)), key=lambda name: name in EVERY_SCHEME)

@@ -66,16 +66,6 @@ class Rope(RotaryScheme):
         """Which dimensions are a pair, or None for the base's own."""
         return self.layout
 
-    @classmethod
-    def meant_in_0_1(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return what version 0.1 meant: no scaling where none was given."""
-        return {**values, "scaling": values.get("scaling") or "none"}
-
-    @classmethod
-    def say_the_same(cls, then: dict[str, Any], now: dict[str, Any]) -> bool:
-        """Compare what version 0.1 may have left unsaid: the base's own, and no scaling."""
-        return set(then) == set(now) and all(_says(key, value, now[key]) for key, value in then.items())
-
     def __post_init__(self) -> None:
         """Check the hyper-parameters. Which types of scaling there are, and what each takes, transformers says."""
         if self.layout is not None:
@@ -266,17 +256,3 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
         first, second = turning[..., ::2], turning[..., 1::2]
         turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
     return torch.cat([turned.to(x.dtype), still], -1)
-
-
-def _says(key: str, then: Any, now: Any) -> bool:
-    """Return whether a value, perhaps of version 0.1, means that of a resolved scheme."""
-    if then == now:
-        return True
-    if isinstance(now, dict) and "rope_type" not in now and not (isinstance(then, dict) and set(then) == set(now)):
-        return all(_says(key, then, each) for each in now.values())
-    if key == "scaling":
-        if then is None:
-            return bool(now == "none")
-        filled = isinstance(then, dict) and isinstance(now, dict) and {**now, **then} == now
-        return bool(filled and set(now) - set(then) <= {_LENGTH})
-    return then is None and key in _BESIDE

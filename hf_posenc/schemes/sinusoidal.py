@@ -59,11 +59,6 @@ class Sinusoidal(EmbeddingScheme):
     placement: Literal["input", "every_layer"] = "input"
     scale: Literal["match"] | float = "match"
 
-    @classmethod
-    def meant_in_0_1(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return what version 0.1 meant: it trained frequencies in radians per token."""
-        return {**values, "trainable": "radians" if values.get("trainable") else False}
-
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
         self.positive("base")

@@ -1,4 +1,4 @@
-"""Stock checkpoints that compute what a patched model computes, where a stock class can."""
+"""Export a patched model as a stock checkpoint that computes the same, where a stock class can."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from .errors import NotPatchedError, UnsupportedModelError
-from .live.base_model import BaseModel
-from .live.state import Patch, patch_of
-from .live.wrappers import check_unquantized
-from .model_types.config import STUB, PosEncConfigMixin
-from .model_types.entry import ENTRY
-from .model_types.guards import unguarded
-from .model_types.model import PosEncMixin, position_keys
-from .placement import StockForm
-from .upstream.derived import stock_class
+from ..errors import NotPatchedError, UnsupportedModelError
+from ..live.base_model import BaseModel
+from ..live.state import Patch, patch_of
+from ..live.wrappers import check_unquantized
+from ..placement import StockForm
+from ..upstream.derived import stock_class
+from .building import PosEncMixin
+from .config import PosEncConfigMixin
+from .entry import ENTRY
+from .guards import unguarded
+from .names import STUB
+from .weights import position_keys
 
 TABLE_LENGTH = 1024
 """Rows of the table that vectors without a limit become, unless another number is asked for."""
@@ -29,6 +31,8 @@ def export_stock(
     model: PreTrainedModel, directory: str | os.PathLike[str], *, num_positions: int | None = None, **kwargs: Any
 ) -> None:
     """Save a patched model as a stock checkpoint that computes the same, where a stock class can.
+
+    It can be done for
 
     - `rope` and its scalings on families that rotate by themselves;
     - `nope` in all or some of the layers of llama and smollm3, as a SmolLM3 that leaves those layers unrotated;
@@ -62,27 +66,20 @@ def export_stock(
     stock_model = stock_class(type(model), PosEncMixin)
     stock_config: Any = stock_class(type(model.config), PosEncConfigMixin)
     settings = _stock_settings(model)
-    own = position_keys(model)
-    weights = {key: value for key, value in model.state_dict().items() if key not in own}
+    positions = position_keys(model)
+    weights = {key: value for key, value in model.state_dict().items() if key not in positions}
     place = None if form is None else base.found.position_table if form.table else base.found.rotary
     if patch.attends or form is None or place is None:
         raise UnsupportedModelError(_nothing_fits(patch, base))
     turned = list(form.turned)
     if form.table:
-        count = num_positions or patch.limit or TABLE_LENGTH
-        if patch.limit is not None and count > patch.limit:
-            raise ValueError(f"the table has {patch.limit} positions, not {count}")
-        key, table = _baked(model, base, count)
+        count = _table_length(patch, num_positions)
+        key, table = _make_table(model, base, count)
         weights[key] = table
         settings[model.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = count
     elif turned != list(base.found.rotated) or not any(turned):
         stock_model, stock_config = _unrotated_twin(base, stock_model, patch)
-        count = len(turned)
-        settings |= {"no_rope_layers": [int(each) for each in turned], "no_rope_layer_interval": count + 1}
-        if not any(turned):
-            settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-        if stock_config.model_type != base.name:
-            settings |= {"use_sliding_window": False, "layer_types": ["full_attention"] * count}
+        settings |= _unrotated_settings(turned, of_another_type=stock_config.model_type != base.name)
     with torch.device("meta"):
         stock = stock_model(stock_config.from_dict(settings))
     stock.load_state_dict(weights, assign=True)
@@ -90,6 +87,14 @@ def export_stock(
     if model.can_generate():
         stock.generation_config = model.generation_config
     stock.save_pretrained(directory, **kwargs)
+
+
+def _table_length(patch: Patch, wanted: int | None) -> int:
+    """Return the number of positions that the base's own table gets."""
+    count = wanted or patch.limit or TABLE_LENGTH
+    if patch.limit is not None and count > patch.limit:
+        raise ValueError(f"the table has {patch.limit} positions, not {count}")
+    return count
 
 
 def _stock_form(patch: Patch, base: BaseModel) -> StockForm | None:
@@ -110,7 +115,7 @@ def _nothing_fits(patch: Patch, base: BaseModel) -> str:
 
 
 def _stock_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the config as a stock class takes it, without our entry and guards."""
+    """Return the settings of a config for a stock class, without our entry and guards."""
     settings: dict[str, Any] = model.config.to_dict()
     for key in (ENTRY, "auto_map", "attn_implementation", "model_type", "architectures"):
         settings.pop(key, None)
@@ -137,13 +142,31 @@ def _unrotated_twin(
     return head, twin
 
 
+def _unrotated_settings(turned: list[bool], *, of_another_type: bool) -> dict[str, Any]:
+    """Return the settings of a class that leaves layers unrotated.
+
+    Args:
+        turned: for each layer whether it is rotated.
+        of_another_type: whether the class is of another model type than the base.
+    """
+    settings: dict[str, Any] = {
+        "no_rope_layers": [int(each) for each in turned],
+        "no_rope_layer_interval": len(turned) + 1,
+    }
+    if not any(turned):
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    if of_another_type:
+        settings |= {"use_sliding_window": False, "layer_types": ["full_attention"] * len(turned)}
+    return settings
+
+
 def _stem(config: type[PreTrainedConfig]) -> str:
-    """Return what the names of a family's classes begin with."""
+    """Return the beginning of the names of a family's classes."""
     return config.__name__.removesuffix("Config")
 
 
-def _baked(model: PreTrainedModel, base: BaseModel, count: int) -> tuple[str, torch.Tensor]:
-    """Return the key of the base's own table, and the vectors that are added in its place."""
+def _make_table(model: PreTrainedModel, base: BaseModel, count: int) -> tuple[str, torch.Tensor]:
+    """Return the key of the base's own table, and the vectors that stand in for its rows."""
     module: Any = base.found.position_table
     name = next(name for name, child in model.named_modules() if child is module)
     device = next(base.found.decoder.parameters()).device

@@ -1,4 +1,4 @@
-"""Something to do once a module of another package has been imported, by whomever."""
+"""Run a function after another package's module is imported."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:
-    """Do something as soon as a module has been imported: now, if it has been already.
+    """Call a function once, right after a module is imported: now, if it is imported already.
 
     Args:
         name: of the module, absolute.
-        action: is called once, right after the module's own code has run.
+        action: is called after the module's own code has run.
     """
     if name in sys.modules:
         action()
@@ -25,7 +25,7 @@ def after_import(name: str, action: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the others do, and has its loader call us back; then it is gone."""
+    """A finder of one module. It finds the module as the others do, gives it a loader that calls back, and is gone."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the module that is waited for, and None for every other."""
+        """Return the spec of our module, and None for every other."""
         if fullname != self.name or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
@@ -45,7 +45,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module as its own loader does, and calls back."""
+    """A loader that loads a module as its own loader does, and then calls back."""
 
     def __init__(self, loader: Any, action: Callable[[], None]) -> None:
         self.loader = loader
@@ -60,7 +60,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, give it back its own loader, and call back."""
+        """Run the module, restore its own loader, and call back."""
         self.loader.exec_module(module)
         module.__loader__ = self.loader
         if module.__spec__ is not None:

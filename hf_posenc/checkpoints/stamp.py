@@ -10,7 +10,7 @@ from transformers.quantizers import HfQuantizer
 Model = TypeVar("Model")
 
 SAVE = "hf_posenc_save"
-"""Key of a safetensors file's metadata. The metadata are part of the header, and so of the digests in config.json."""
+"""Key of a safetensors file's metadata. They are part of the header, and so of the digests in config.json."""
 
 
 class _Stamp(HfQuantizer):
@@ -31,7 +31,7 @@ class _Stamp(HfQuantizer):
 
     @property
     def quantization_config(self) -> Any:
-        """Return what the model's own quantizer has: transformers names it in its error."""
+        """Return that of the model's own quantizer, which transformers names in its error."""
         return None if self.own is None else self.own.quantization_config
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
@@ -43,7 +43,7 @@ def stamped(model: Model, state: dict[str, Any] | None) -> Model:
     """Return a view of a model whose weight files all carry one new mark.
 
     Args:
-        model: to be saved; it is not changed.
+        model: is saved, and not changed.
         state: the state dict that is saved, or None for the model's own.
 
     Returns:

@@ -1,0 +1,242 @@
+"""Adapters of PEFT on patched models: each names the base it was trained on, and is put on no other."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from peft.utils.constants import CONFIG_NAME
+from transformers import PreTrainedModel
+
+from ..errors import CheckpointError
+from ..live.state import patch_of
+from .compat_0_1 import mean_the_same, translate_scheme
+from .contents import json_object
+from .entry import CALIBRATION, ENTRY, SCHEMES, read_schemes
+from .stock import StockModel
+
+WHERE = frozenset(inspect.signature(hf_hub_download).parameters) - {"repo_id", "filename"}
+"""Options of huggingface_hub that say where an adapter is."""
+
+
+class AdapterMixin(StockModel):
+    """The part of our model classes that takes adapters."""
+
+    def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Load an adapter as transformers does, if it was trained on a base that is patched like this model.
+
+        Args:
+            peft_model_id: the adapter's directory, or a Hub id.
+            *args: as transformers has them.
+            **kwargs: as transformers has them.
+
+        Returns:
+            The value of transformers' method.
+
+        Raises:
+            CheckpointError: if the adapter was trained on another base, or does not say on which.
+            OSError: if there is no such adapter, or it cannot be read.
+        """
+        load: Any = super().load_adapter
+        given = inspect.signature(load).bind(peft_model_id, *args, **kwargs).arguments
+        options, config = given.get("kwargs", {}), given.get("peft_config")
+        load_config = vars(given.get("load_config") or SimpleNamespace())
+        adapter = peft_model_id or load_config.get("pretrained_model_name_or_path")
+        if config is not None:
+            raw = config if isinstance(config, dict) else config.to_dict()
+            if ENTRY in (raw.get("auto_mapping") or {}):
+                require_same_base(self, raw, adapter or "peft_config", {})
+        elif adapter is not None:
+            source = {
+                **(load_config.get("download_kwargs") or {}),
+                **(options.get("download_kwargs") or {}),
+                **(given.get("adapter_kwargs") or {}),
+            }
+            if given.get("local_files_only"):
+                source["local_files_only"] = True
+            check_adapter(self, adapter, **{key: value for key, value in source.items() if key in WHERE})
+        return load(peft_model_id, *args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. PEFT leaves the configs of its adapters here, and each is made to name the base.
+
+        Warns (UserWarning) of an adapter that neither trains nor saves position parameters which nothing has trained.
+        """
+        if name == "peft_config" and isinstance(value, dict):
+            for adapter, config in value.items():
+                _warn_of_frozen_positions(self, config)
+                value[adapter] = name_base(self, config)
+        super().__setattr__(name, value)
+
+
+def _warn_of_frozen_positions(model: PreTrainedModel, config: Any) -> None:
+    """Warn if an adapter leaves position parameters at the values that they started with.
+
+    Args:
+        model: patched, with the adapter inside.
+        config: of the adapter. If it names its base, `lora_config` or `name_base` made it, and the user has chosen.
+    """
+    patch, calibrated = patch_of(model), CALIBRATION in model.config.position_encoding
+    if patch is None or calibrated or config.inference_mode or ENTRY in (config.auto_mapping or {}):
+        return
+    saved_whole = tuple(getattr(config, "modules_to_save", None) or ())
+    frozen = [
+        name
+        for name, parameter in model.base_model.named_parameters()
+        if patch.started.get(name) == parameter._version
+        and not parameter.requires_grad
+        and not _is_within(name, saved_whole)
+    ]
+    if frozen:
+        owners = sorted({name.split(".")[-2] for name in frozen})
+        warnings.warn(
+            f"this adapter neither trains nor saves the position parameters of {patch.name} ({len(frozen)} tensors, "
+            f"{frozen[0]} the first), which nothing has trained or calibrated yet: take hf_posenc.lora_config(model), "
+            f"name modules_to_save={owners} in the config, or calibrate the model first",
+            stacklevel=3,
+        )
+
+
+def _is_within(parameter: str, modules: tuple[str, ...]) -> bool:
+    """Return whether a parameter is in one of the modules that PEFT finds by the ends of their names."""
+    parts = parameter.split(".")[:-1]
+    return bool(modules) and any(".".join(parts[:end]).endswith(modules) for end in range(1, len(parts) + 1))
+
+
+def name_base(model: PreTrainedModel, config: Any) -> Any:
+    """Return a PEFT config that names the patched base of its adapter, which `load_adapter` compares.
+
+    PEFT keeps the name in configs with a `task_type`, and drops it from others. Configs of adapters that sit inside the
+    model get it without this function. Give it those of prompts and prefixes before `get_peft_model`.
+
+    Args:
+        model: patched.
+        config: of any class of PEFT; it stays unchanged. One that names a base already keeps it.
+
+    Returns:
+        A copy of the config.
+    """
+    named = config.auto_mapping or {}
+    config = copy.copy(config)
+    config.auto_mapping = {
+        "base_model_class": type(model).__name__,
+        "parent_library": type(model).__module__,
+        ENTRY: dict(model.config.position_encoding),
+        **named,
+    }
+    return config
+
+
+def check_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **where: Any) -> None:
+    """Check that an adapter was trained on a base patched like this model.
+
+    Args:
+        model: patched or stock.
+        adapter: the adapter's directory, or a Hub id.
+        **where: `subfolder`, `revision`, `token`, `cache_dir`, ... as huggingface_hub has them.
+
+    Raises:
+        CheckpointError: if it was not, or the adapter does not name its base.
+        OSError: if there is no such adapter, or it cannot be read.
+    """
+    require_same_base(model, read_adapter_config(adapter, where), adapter, where)
+
+
+def require_same_base(
+    model: PreTrainedModel, raw: dict[str, Any], adapter: str | os.PathLike[str], source: dict[str, Any]
+) -> None:
+    """Raise CheckpointError unless an adapter names a base that was patched like a model.
+
+    Args:
+        model: patched or stock.
+        raw: the adapter's config, as JSON holds it.
+        adapter: its name in messages.
+        source: where it is, for `hf_hub_download`: the config of its base is looked for there.
+    """
+    here = getattr(model.config, ENTRY, None)
+    mapping, name = raw.get("auto_mapping") or {}, raw.get("base_model_name_or_path") or ""
+    if not isinstance(mapping, dict) or not isinstance(name, str) or not isinstance(mapping.get(ENTRY, {}), dict):
+        raise CheckpointError(
+            f"hf_posenc: adapter_config.json of {adapter}: auto_mapping must be an object, and so must its {ENTRY}; "
+            "base_model_name_or_path must be text"
+        )
+    cls = str(mapping.get("base_model_class") or "")
+    if ENTRY in mapping:
+        trained_on: Any = mapping[ENTRY]
+    elif (config := _base_config(name, raw.get("revision"), source)) is not None:
+        trained_on = config.get(ENTRY) if str(config.get("model_type")).startswith("posenc_") else None
+    elif name and name == model.__dict__.get("name_or_path"):
+        return
+    elif cls and not cls.startswith("PosEnc"):
+        trained_on = None
+    else:
+        base = f"the base {name!r}, which is not on this machine" if name else "no base"
+        base += f", and only that it was a {cls}" if cls else ""
+        raise CheckpointError(
+            f"hf_posenc: the adapter {adapter} names {base}: it cannot be told whether it was trained on "
+            f"{_describe(here)}. Adapters name their base if their config has a task_type and they sit inside the "
+            "model; for prompts and prefixes hf_posenc.lora.name_base(model, config) writes it. If you know that it "
+            "fits, peft.PeftModel.from_pretrained(model, adapter) loads it unchecked"
+        )
+    if not _are_the_same(trained_on, here):
+        raise CheckpointError(
+            f"hf_posenc: the adapter {adapter} was trained on {_describe(trained_on)}, this model has {_describe(here)}"
+        )
+
+
+def _describe(entry: Any) -> str:
+    schemes = [{key: value for key, value in scheme.items() if value is not None} for scheme in read_schemes(entry)]
+    return " and ".join(map(str, schemes)) or "stock positions"
+
+
+def _are_the_same(trained_on: Any, here: Any) -> bool:
+    """Return whether two entries, each None for stock positions, name the same schemes with the same values."""
+    then, now = (json.loads(json.dumps(read_schemes(entry))) for entry in (trained_on, here))
+    if not then or not now:
+        return not trained_on and not here
+    if SCHEMES not in trained_on:  # of version 0.1
+        then = list(map(translate_scheme, then))
+    return len(then) == len(now) and all(map(mean_the_same, then, now))
+
+
+def _base_config(name: str, revision: Any, source: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the config of the base that an adapter names, from a folder or the cache of downloads, or None."""
+    if not name:
+        return None
+    path = Path(name) / "config.json"
+    if not os.path.isfile(path):
+        cache, revision = source.get("cache_dir"), revision if isinstance(revision, str) else None
+        try:
+            path = Path(hf_hub_download(name, "config.json", revision=revision, cache_dir=cache, local_files_only=True))
+        except (OSError, ValueError):  # not there, or no name of a repository
+            return None
+    return json_object(path)
+
+
+def read_adapter_config(adapter: str | os.PathLike[str], source: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of adapter_config.json. Nothing that it names is imported.
+
+    Args:
+        adapter: the adapter's directory, or a Hub id.
+        source: where it is, for `hf_hub_download`.
+
+    Raises:
+        CheckpointError: if it is no JSON object, or would have PEFT import a module.
+        OSError: if it is not there, or cannot be read.
+    """
+    path = Path(adapter) / (source.get("subfolder") or "") / CONFIG_NAME
+    if not path.is_file():
+        if os.path.isdir(adapter):
+            raise FileNotFoundError(f"hf_posenc: {path.parent} has no {CONFIG_NAME}")
+        path = Path(hf_hub_download(str(adapter), CONFIG_NAME, **source))
+    raw = json_object(path)
+    if raw.get("megatron_config"):
+        raise CheckpointError(f"hf_posenc: {path}: megatron_config would have PEFT import the module that it names")
+    return raw

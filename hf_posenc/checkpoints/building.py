@@ -1,0 +1,237 @@
+"""Model classes of patched models: made on demand as `(PosEncMixin, LlamaForCausalLM)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+
+from ..errors import CheckpointError, HfPosencError
+from ..families.base import base_model_type
+from ..live.state import Patch
+from ..live.undo import Undo, set_attribute, set_class
+from ..live.wrappers import gathered
+from ..modules import PositionModule
+from ..patching.layers import MARKER
+from ..patching.place import operate
+from ..patching.plan import make_plan, needs_own_attention
+from ..registry import family_for, supported_model_types
+from ..schemes.base import Scheme
+from ..upstream import NAME
+from ..upstream.channel import carrying_forward
+from ..upstream.derived import revive, stock_class
+from .adapters import AdapterMixin
+from .announce import CLASSES
+from .compat_0_1 import translate_config
+from .config import READ, cached, config_class, register_models, stock_config
+from .entry import ENTRY, SCHEMES, check_version, make_entry, schemes_of_config
+from .guards import UNREGISTERED
+from .names import name_of, stock_classes
+from .saving import SavingMixin
+from .stock import architecture
+from .weights import LoadingMixin
+
+
+class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
+    """Mixin in front of a stock model class. It builds the schemes in, and guards the attention implementation."""
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        """Build the stock model and the schemes that the config names.
+
+        Args:
+            config: of a class made by `config_class`.
+            *args: handed on.
+            **kwargs: handed on.
+        """
+        read = config.__dict__.pop(READ, None)
+        schemes_of_config(config)  # before its version is looked at: a malformed entry may have none
+        check_version(config)
+        translate_config(config)
+        schemes = schemes_of_config(config)
+        attends = self._needs_own_attention(config)
+        backend = config._attn_implementation_internal
+        if attends and any(kind in str(backend) for kind in ("flash", "paged")):
+            raise ValueError(_reason_to_refuse(schemes, backend))
+        if backend in (NAME, UNREGISTERED):  # the stock constructor refuses them, as it should
+            config._attn_implementation_internal = None
+        try:
+            super().__init__(config, *args, **kwargs)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            if read is None or args or kwargs or isinstance(error, HfPosencError):  # not, or not only, of a checkpoint
+                raise
+            raise CheckpointError(
+                f"hf_posenc: config.json of {config.model_type!r} makes no {type(self).__name__}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if _lacks_loss_type(self):
+            self.loss_type = "ForCausalLM"
+        if "_posenc_patch" not in self.base_model.__dict__:
+            self._build_schemes(schemes)
+        elif attends:
+            config._attn_implementation_internal = NAME
+
+    def _build_schemes(self, schemes: Sequence[Scheme]) -> None:
+        """Patch the stock model for good, without the inverse steps."""
+        base, config = self.base_model, self.config
+        try:
+            plan = make_plan(base, schemes, "auto")
+        except HfPosencError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
+        patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit(), plan.attends)
+        object.__setattr__(base, "_posenc_patch", patch)
+        config.position_encoding = {**config.position_encoding, SCHEMES: make_entry(plan.schemes)[SCHEMES]}
+        owners = operate(Undo(), plan)
+        if not next(base.parameters()).is_meta:  # from_config; from_pretrained initialises what it does not load
+            for owner in owners:
+                with gathered(owner):
+                    owner.reset_parameters()
+        for module in base.modules():
+            if isinstance(module, PreTrainedModel) and not isinstance(module, PosEncMixin):
+                module.__class__ = model_class(type(module), stock_config(config))
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: transformers would leave modules without parameters of their own out of initialisation."""
+        return False
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, PositionModule):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+        for name, buffer in module._buffers.items():
+            if name.startswith(MARKER) and buffer is not None:
+                init.zeros_(buffer)
+
+    def _posenc_attends(self) -> bool:
+        """Return whether attention has to be that of this package."""
+        return self._needs_own_attention(self.config)
+
+    @staticmethod
+    def _needs_own_attention(config: PreTrainedConfig) -> bool:
+        return needs_own_attention(family_for(base_model_type(config)), schemes_of_config(config))
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False
+    ) -> str:
+        """Refuse an implementation that would drop the schemes.
+
+        The stock constructor and `set_attn_implementation` call it.
+        """
+        if self._posenc_attends() and not is_init_check and attn_implementation != NAME:
+            raise ValueError(_reason_to_refuse(schemes_of_config(self.config), attn_implementation))
+        if attn_implementation == NAME:
+            return NAME
+        adjusted: str = super()._check_and_adjust_attn_implementation(
+            attn_implementation, is_init_check=is_init_check, allow_all_kernels=allow_all_kernels
+        )
+        return adjusted
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the stock class, because this class is made on demand."""
+        return revive, (model_class, stock_class(type(self), PosEncMixin), stock_config(self.config)), self.__dict__
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: transformers would copy our source into the next checkpoint."""
+
+
+def _reason_to_refuse(schemes: Sequence[Scheme], attn_implementation: str | None) -> str:
+    """Return why schemes that attend through this package refuse another attention implementation."""
+    parts = [part for scheme in schemes if (part := scheme.acts_on.dropped_by_stock_attention(scheme)) is not None]
+    if not parts:
+        return (
+            f"attn_implementation={attn_implementation!r} would leave {' and '.join(s.name for s in schemes)} "
+            f"without positions, which reach the layers of this family only through the attention {NAME!r}: keep it, "
+            "or unpatch the model first"
+        )
+    return (
+        f"attn_implementation={attn_implementation!r} would drop {' and '.join(parts)}, which changes attention "
+        f"scores: keep {NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
+    )
+
+
+def _lacks_loss_type(model: Any) -> bool:
+    """Return whether transformers cannot tell a causal language model's loss from its class name: GPT2LMHeadModel.
+
+    It then takes the right loss and warns, which breaks `torch.compile(fullgraph=True)`.
+    """
+    return model.loss_type is None and model.can_generate()
+
+
+def model_class(stock: type[PreTrainedModel], config: type[PreTrainedConfig] | None = None) -> type[PreTrainedModel]:
+    """Return our model class in front of a stock one.
+
+    Args:
+        stock: model class.
+        config: stock config class of the model; that of the model class's own model type can be left out.
+    """
+    usual = stock.config_class
+    return _model_class(stock, usual if config is None or config.model_type == usual.model_type else config)
+
+
+@cached
+def _model_class(stock: type[PreTrainedModel], stock_config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    from transformers.utils import output_capturing
+
+    config = config_class(stock_config)
+    members: dict[str, Any] = {"__module__": CLASSES, "config_class": config}
+    model_type = stock_config.model_type
+    if model_type in supported_model_types() and (family := family_for(model_type)).positions_in_mask:
+        members["forward"] = carrying_forward(stock, family)
+    cls: Any = type(name_of(stock, stock_config), (PosEncMixin, stock), members)
+    # transformers looks up by class which outputs a model can record. Without this, output_attentions gives None.
+    dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
+    return cls
+
+
+def saved_class(raw: dict[str, Any]) -> type[PreTrainedModel]:
+    """Return our model class that a patched checkpoint names. Nothing of the checkpoint is run.
+
+    Args:
+        raw: its config.json.
+
+    Raises:
+        UnsupportedModelError: if no family serves its base.
+        CheckpointError: if it names no class of ours for that base.
+    """
+    base = str(raw["model_type"]).removeprefix("posenc_")
+    family_for(base)
+    config, model = stock_classes(architecture(raw))
+    if config is None or model is None or config.model_type != base:
+        raise CheckpointError(f"hf_posenc: architectures is {raw.get('architectures')!r}, which is no {base} of ours")
+    return model_class(model, config)
+
+
+def make_ours(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> None:
+    """Turn a patched model and its config into objects of our classes, which no stock class can load once saved.
+
+    Args:
+        undo: records the inverse steps.
+        model: of stock classes.
+        schemes: as resolved against the model.
+    """
+    config, parts = model.config, [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    part_classes = [model_class(type(part), type(part.config)) for part in parts]
+    our_config = config_class(type(config))
+    register_models(our_config)
+    set_class(undo, config, our_config)
+    for part, part_class in zip(parts, part_classes, strict=True):
+        set_class(undo, part, part_class)
+    attributes = {
+        "model_type": our_config.model_type,  # one that was read from a file has its own
+        ENTRY: make_entry(schemes),
+        "architectures": [type(model).__name__],
+        "_name_or_path": "",
+    }
+    for name, value in attributes.items():
+        set_attribute(undo, config, name, value)
+    # PEFT writes this into adapters as their base; the stock checkpoint would be the wrong one.
+    set_attribute(undo, model, "name_or_path", "")
+    if _lacks_loss_type(model):
+        set_attribute(undo, model, "loss_type", "ForCausalLM")

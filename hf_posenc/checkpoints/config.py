@@ -1,0 +1,188 @@
+"""Config classes of patched models: made on demand as `(PosEncConfigMixin, LlamaConfig)`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import transformers
+from transformers import PreTrainedConfig
+
+from ..errors import CheckpointError, HfPosencError
+from ..upstream import NAME
+from ..upstream.derived import revive, stock_class
+from .announce import CLASSES
+from .digests import DIGESTS, check_saved_config, config_digest, with_floats
+from .entry import renew_entry
+from .guards import ACTIVATIONS, CHECKED, UNREGISTERED, guarded, unguarded
+from .names import STUB, class_names, heads_of
+from .stock import StockConfig
+
+READ = "_posenc_read"
+"""Attribute of a config between its reading and the building of the model. It holds the digest of what was read, the
+options of the call, and the config as a dict at that time."""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def cached(function: Function) -> Function:
+    """Cache the values of a function. A type checker sees its signature, which `functools.cache` hides."""
+    return cast(Function, functools.cache(function))
+
+
+class PosEncConfigMixin(StockConfig):
+    """Mixin in front of a stock config class. It writes the schemes and the guards."""
+
+    position_encoding: dict[str, Any] | None = None
+
+    def __post_init__(self, *args: Any, **kwargs: Any) -> None:
+        """Initialize the stock config, and register its models with the Auto classes.
+
+        Args:
+            *args: handed on.
+            **kwargs: handed on.
+        """
+        super().__post_init__(*args, **kwargs)
+        register_models(type(self))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute without its guard, which the stock class would refuse. Making a config calls this too."""
+        super().__setattr__(name, unguarded(name, value))
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Check that a dict is unchanged since it was saved, and make a config of it.
+
+        Args:
+            config_dict: a config.json.
+            **kwargs: handed on.
+
+        Returns:
+            The config; with `return_unused_kwargs` a pair.
+
+        Raises:
+            CheckpointError: if the dict was changed after it was saved, or cannot be a config of this class.
+        """
+        if not isinstance(config_dict, dict):
+            raise CheckpointError(f"hf_posenc: a config is a JSON object, not {config_dict!r}")
+        saved = with_floats({key: value for key, value in config_dict.items() if key != DIGESTS})
+        check_saved_config(config_dict)
+        options = copy.copy(kwargs)
+        try:
+            made = super().from_dict(saved, **kwargs)
+        except (HfPosencError, OSError):
+            raise
+        except Exception as error:  # whatever a stock class finds wrong, of any type
+            raise CheckpointError(
+                f"hf_posenc: config.json makes no {cls.__name__}: {type(error).__name__}: {error}"
+            ) from error
+        config = made[0] if isinstance(made, tuple) else made
+        object.__setattr__(config, READ, (config_digest(config_dict), options, config.to_dict()))
+        return made
+
+    @property
+    def output_attentions(self) -> bool | None:
+        """Whether the model returns its attention weights. Our attention has them, so no other has to be chosen."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool | None) -> None:
+        if self._attn_implementation == NAME:
+            self._output_attentions = value
+        else:
+            PreTrainedConfig.output_attentions.fset(self, value)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: transformers 5.17 would give layer types new names, which the stock model does not know."""
+        return False
+
+    def validate(self) -> None:
+        """Check the config as transformers does.
+
+        transformers takes `output_attentions` for its own eager attention only, so that it must not see it on ours.
+        """
+        wanted = self._output_attentions
+        if self._attn_implementation == NAME:
+            self._output_attentions = False
+        try:
+            super().validate()
+        finally:
+            self._output_attentions = wanted
+
+    def _guards(self) -> dict[str, Any]:
+        values = {key: getattr(self, key, None) for key in ACTIVATIONS}
+        guards = {key: guarded(value) for key, value in values.items() if isinstance(value, str)}
+        return {**guards, "attn_implementation": UNREGISTERED}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as a dict, with all guards but that of `tie_word_embeddings`, which PEFT reads here."""
+        stock: dict[str, Any] = super().to_dict()
+        stock.pop(READ, None)
+        return {**stock, **self._guards()}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return the dict that is saved, with all guards, and the entry in the form of this version."""
+        saved = super().to_diff_dict()
+        saved.pop(READ, None)
+        auto_map = {"AutoConfig": f"{STUB}.{type(self).__name__}"}
+        auto_map |= {auto: f"{STUB}.{name}" for auto, name in class_names(stock_config(self)).items()}
+        entry = self.position_encoding
+        if isinstance(entry, dict):
+            entry = renew_entry(entry)
+        checked = {CHECKED: guarded(getattr(self, CHECKED))} if hasattr(self, CHECKED) else {}
+        return {**saved, "position_encoding": entry, "auto_map": auto_map, **checked, **self._guards()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy by the stock class, because this class is made on demand."""
+        return revive, (config_class, stock_class(type(self), PosEncConfigMixin)), self.__dict__
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: transformers would copy our source into the next checkpoint."""
+
+
+@cached
+def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return our config class in front of a stock one, model type `posenc_<base>`."""
+    members = {
+        "model_type": f"posenc_{stock.model_type}",
+        "__module__": __name__,
+        "__annotations__": {"position_encoding": "dict | None"},
+        "position_encoding": None,
+    }
+    cls = type("PosEnc" + stock.__name__, (PosEncConfigMixin, stock), members)
+    cls.__module__ = CLASSES  # set afterwards: dataclasses look into the module, which need not be imported yet
+    return cls
+
+
+def stock_config(config: PreTrainedConfig) -> type[PreTrainedConfig]:
+    """Return the stock class of a config: its own, or the one behind the mixin."""
+    return stock_class(type(config), PosEncConfigMixin) if isinstance(config, PosEncConfigMixin) else type(config)
+
+
+@cached
+def register_models(config: type[PreTrainedConfig]) -> None:
+    """Register our class of each head of a family with its Auto class, and its target modules with PEFT.
+
+    This runs when the first config of a class is made, which is before anybody looks for its model. Registering all
+    families when the package is imported would import the code of all of them.
+
+    Args:
+        config: a class made by `config_class`.
+    """
+    import peft.utils.constants
+
+    from .building import model_class
+
+    stock: Any = stock_class(config, PosEncConfigMixin)
+    for auto, name in heads_of(config).items():
+        model = getattr(transformers, name)
+        if model.config_class not in stock.sub_configs.values():  # heads of a multimodal type are of its text type
+            getattr(transformers, auto).register(config, model_class(model, stock), exist_ok=True)
+    for name, table in vars(peft.utils.constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict) and stock.model_type in table:
+            table.setdefault(f"posenc_{stock.model_type}", table[stock.model_type])

@@ -1,0 +1,89 @@
+"""The contents of a checkpoint's files: JSON values, and the headers of weights. No weights are read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Names of weights and of their index, as a save of ours writes them."""
+
+VARIANTS = re.compile(r"model[\w.-]*\.safetensors(\.index[\w.-]*\.json)?")
+"""These names, and those of a variant: `model.fp16.safetensors`."""
+
+_LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON value in a file.
+
+    Raises:
+        CheckpointError: if it holds anything else.
+        OSError: if it cannot be read.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"hf_posenc: {path} is no valid JSON: {error}") from error
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        CheckpointError: if it holds anything else.
+        OSError: if it cannot be read.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"hf_posenc: {path} holds no JSON object")
+    return value
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file: its metadata, and dtype, shape and place of each tensor.
+
+    Raises:
+        CheckpointError: if it has none.
+        OSError: if it cannot be read.
+    """
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= min(_LARGEST_HEADER, path.stat().st_size - 8):
+            raise CheckpointError(f"hf_posenc: {path} is no safetensors file: its header would have {size:,} bytes")
+        text = file.read(size)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"hf_posenc: the header of {path} is no valid JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"hf_posenc: the header of {path} is no JSON object")
+    return header
+
+
+def read_tensor_headers(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the header of each tensor in a checkpoint's weight files.
+
+    Args:
+        directory: of a checkpoint.
+
+    Returns:
+        By name its `dtype`, as safetensors calls it, its `shape` and its `data_offsets`; empty without weights.
+
+    Raises:
+        CheckpointError: if a header cannot be read.
+    """
+    headers: dict[str, dict[str, Any]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        if WEIGHTS.fullmatch(path.name):
+            headers |= read_header(path)
+    headers.pop("__metadata__", None)
+    for name, header in headers.items():
+        known = isinstance(header, dict) and isinstance(header.get("dtype"), str)
+        if not known or not isinstance(header.get("shape"), list):
+            raise CheckpointError(f"hf_posenc: the weights in {directory} say no dtype and shape of {name!r}")
+    return headers

@@ -1,0 +1,234 @@
+"""The Hugging Face Hub: find a checkpoint there, and upload one in one commit."""
+
+from __future__ import annotations
+
+import json
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelCard,
+    ModelCardData,
+    hf_hub_download,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from . import files
+from .cards import LIBRARY, card, metadata
+from .contents import json_object
+from .entry import ENTRY
+from .markdown import one_line
+
+_LOADED = re.compile(r"""hf_posenc\.from_pretrained\(\s*(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""")
+# What looks like an absolute path within a card. It begins a word, so that a part of an address does not match.
+_ABSOLUTE = re.compile(r"""(?<![^\s"'`(\[=,])/[^\s"'`)\],;|<>]+""")
+_WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
+# The card is made anew; the rest is a trainer's state.
+_NOT_UPLOADED = (
+    "README.md",
+    ".*",
+    "optimizer.*",
+    "scheduler.*",
+    "scaler.*",
+    "rng_state*",
+    "*.pth",
+    "training_args.bin",
+)
+
+
+def checkpoint_name(name: str) -> str:
+    """Return the name of a checkpoint unchanged, if it can be one.
+
+    Args:
+        name: a folder or a Hub id.
+
+    Raises:
+        FileNotFoundError: if it can only be meant as a folder, and there is none.
+    """
+    path = Path(name)
+    if path.is_file():
+        raise FileNotFoundError(f"{name} is a file: name the folder of a checkpoint")
+    if not path.is_dir() and (name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1):
+        raise FileNotFoundError(f"there is no folder {name} (on the Hub it would be NAME or ORGANIZATION/NAME)")
+    return name
+
+
+def find_checkpoint(name: str, revision: str | None = None) -> str:
+    """Return the name of a checkpoint that exists: as a folder, in the cache, or on the Hub.
+
+    The Hub is asked once, for five seconds at most. Loading would ask again and again.
+
+    Args:
+        name: a folder or a Hub id.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        FileNotFoundError: if there is no such folder, and no such repository or no answer.
+    """
+    if Path(checkpoint_name(name)).is_dir():
+        return name
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            HfApi().model_info(name, revision=revision, timeout=5.0)
+    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError):
+        raise FileNotFoundError(f"there is no folder {name}, and the Hub has no such checkpoint for you") from None
+    except Exception as error:  # whatever the library raises by which huggingface_hub asks
+        why = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise FileNotFoundError(f"there is no folder {name}, and the Hub has not answered: {why}") from None
+    return name
+
+
+def push(
+    folder: Path,
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    tags: list[str] | None = None,
+) -> CommitInfo:
+    """Upload a checkpoint's folder in one commit: what was there before is whole until the new one is.
+
+    Weight files of the repository that the folder does not have are deleted in the same commit. A card that is there
+    already is kept, and only its metadata are completed. In the folder's own card the example loads the repository.
+
+    Args:
+        folder: a checkpoint saved by a patched model; it is only read.
+        repo_id: `name` or `organization/name`; made if it does not exist.
+        commit_message: title of the commit.
+        commit_description: its text.
+        private: whether a new repository is private; None leaves it to the account's default.
+        token: access token; None takes the one that is stored.
+        revision: branch, made if it does not exist; None means the main one.
+        create_pr: open a pull request instead of committing.
+        tags: more tags for the card.
+
+    Returns:
+        huggingface_hub's CommitInfo.
+
+    Raises:
+        FileNotFoundError: if there is no such folder, or it has no config.json.
+        ValueError: if it is not a checkpoint of this package; `CheckpointError` if its config is malformed.
+        huggingface_hub.errors.HfHubHTTPError: what the Hub refuses.
+    """
+    _check_folder(folder)
+
+    def upload(view: Path) -> CommitInfo:
+        config = _read_config(view, folder)
+        api = HfApi(token=token)
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/pr"):
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        text = _read_remote_card(repo, revision, token)
+        if text is None:
+            text = _own_card(view, config, repo, revision)
+        readme = CommitOperationAdd("README.md", _complete_card(text, config, tags or []).encode())
+        adds = [CommitOperationAdd(path.name, path) for path in _uploaded_files(view)]
+        stale = _stale_weights(api.list_repo_files(repo, revision=revision), {add.path_in_repo for add in adds})
+        return api.create_commit(
+            repo,
+            [*adds, readme, *map(CommitOperationDelete, stale)],
+            commit_message=commit_message or f"Upload {config['architectures'][0]}",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+    return files.read(folder, upload)
+
+
+def planned(folder: Path) -> dict[str, int]:
+    """Return the size in bytes of each file that `push` would upload beside the card, by name. The Hub is not asked.
+
+    Args:
+        folder: as for `push`, with the same errors.
+    """
+    _check_folder(folder)
+
+    def sizes(view: Path) -> dict[str, int]:
+        _read_config(view, folder)
+        return {path.name: path.stat().st_size for path in _uploaded_files(view)}
+
+    return files.read(folder, sizes)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}: name the one that a patched model was saved in")
+
+
+def _read_config(view: Path, folder: Path) -> dict[str, Any]:
+    """Return the config of a patched checkpoint.
+
+    Args:
+        view: folder to read.
+        folder: its name in messages.
+    """
+    if not (view / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} is no checkpoint: it has no config.json")
+    config = json_object(view / "config.json")
+    if ENTRY not in config:
+        raise ValueError(f"{folder} is a stock {config.get('model_type')} checkpoint: push it with its own tools")
+    return config
+
+
+def _uploaded_files(folder: Path) -> list[Path]:
+    """Return the files that go to the Hub unchanged. The card does not."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not any(fnmatch(path.name, pattern) for pattern in _NOT_UPLOADED)
+    ]
+
+
+def _stale_weights(there: list[str], names: set[str]) -> list[str]:
+    """Return the weight files of a repository that are not among the names of an upload."""
+    return [name for name in there if name not in names and any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
+
+
+def _read_remote_card(repo: str, revision: str | None, token: bool | str | None) -> str | None:
+    try:
+        return Path(hf_hub_download(repo, "README.md", revision=revision, token=token)).read_text(encoding="utf-8")
+    except EntryNotFoundError:
+        return None
+
+
+def _own_card(folder: Path, config: dict[str, Any], repo: str, revision: str | None) -> str:
+    """Return the card of a folder, whose example loads the repository, without paths of this machine."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else card(config)
+    arguments = json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else "")
+    text = _LOADED.sub(lambda _: f"hf_posenc.from_pretrained({arguments})", text)
+    return _ABSOLUTE.sub(_without_folders, text)
+
+
+def _without_folders(found: re.Match[str]) -> str:
+    """Return the last name of a path of this machine, and anything else that looks like a path unchanged."""
+    path = Path(re.sub(r"\\(.)", r"\1", found[0]))  # without the escapes of Markdown
+    return found[0].rpartition("/")[2] if path.is_relative_to(Path.home()) or path.exists() else found[0]
+
+
+def _complete_card(text: str, config: dict[str, Any], tags: list[str]) -> str:
+    """Return a card with our metadata added to its own."""
+    content = ModelCard(text, ignore_metadata_errors=True)
+    assert isinstance(content.data, ModelCardData)
+    ours = metadata(config[ENTRY])
+    content.data.library_name = LIBRARY
+    content.data.pipeline_tag = content.data.pipeline_tag or ours.pipeline_tag
+    content.data.tags = list(dict.fromkeys([*(content.data.tags or []), *(ours.tags or []), *tags]))
+    return str(content)

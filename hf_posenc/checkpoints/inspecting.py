@@ -1,0 +1,229 @@
+"""Look into a checkpoint without reading its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import CheckpointError, HfPosencError
+from ..patching.layers import MARKER
+from ..schemes.base import EVERY_SCHEME
+from . import files
+from .building import saved_class
+from .cards import describe_calibration
+from .compat_0_1 import was_saved_by_0_1
+from .contents import json_object, read_tensor_headers
+from .digests import check_no_adapter, check_saved_weights
+from .entry import ENTRY, VERSION_KEY, read_calibration, read_schemes, schemes_of_config
+from .markdown import one_line
+from .stock import architecture, check_checkpoint_served
+from .weights import check_loaded, check_shapes, named_tensors, position_keys
+
+_WHERE = ("revision", "token", "cache_dir", "subfolder", "force_download", "local_files_only", "proxies")
+"""Options of transformers' from_pretrained that say where a checkpoint is; its config is found with the same."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Facts about a checkpoint, read from its config alone.
+
+    Attributes:
+        source: the directory or Hub id.
+        base: model type of the stock family.
+        architecture: class that it was saved from.
+        schemes: each with its name, `scheme`, and its hyper-parameters; none for a stock checkpoint.
+        calibration: `stage` and `tokens` of its last calibration, and `held_out_loss` where it was measured; or None.
+        version: of hf_posenc that saved it, or None.
+        problem: why this installation cannot load it, or None if it can.
+    """
+
+    source: str
+    base: str
+    architecture: str
+    schemes: tuple[dict[str, Any], ...]
+    calibration: dict[str, Any] | None
+    version: str | None
+    problem: str | None
+
+    @property
+    def scheme(self) -> str | None:
+        """The schemes' names, or None for a stock checkpoint."""
+        return " + ".join(each["scheme"] for each in self.schemes) or None
+
+    def __str__(self) -> str:
+        """Return a few readable lines. Escapes stand for what cannot be printed, because a config may be anybody's."""
+        positions = " + ".join(map(_describe_scheme, self.schemes)) or "stock positions"
+        calibration = "no" if self.calibration is None else describe_calibration(self.calibration)
+        rows = {
+            "base": f"{self.base} ({self.architecture})",
+            "calibrated": calibration if self.schemes else None,
+            "saved by": f"hf_posenc {self.version}" if self.version else "no hf_posenc",
+            "loadable": "yes" if self.problem is None else f"no: {self.problem}",
+        }
+        lines = [f"  {name:<12}{one_line(text)}" for name, text in rows.items() if text is not None]
+        return "\n".join([f"{one_line(self.source)}: {one_line(positions)}", *lines])
+
+
+def _describe_scheme(scheme: dict[str, Any]) -> str:
+    """Return a scheme and its hyper-parameters, those that every scheme has only where they are given."""
+    values = {key: value for key, value in scheme.items() if key != "scheme"}
+    shown = {key: value for key, value in values.items() if key not in EVERY_SCHEME or value is not None}
+    return f"{scheme['scheme']}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
+
+
+def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
+    """Describe a checkpoint without reading its weights; one in a directory also without a network.
+
+    Args:
+        name_or_path: a directory or a Hub id.
+        **kwargs: `revision`, `token`, `cache_dir`, ... as for `from_pretrained`.
+
+    Returns:
+        The facts in its config.
+
+    Raises:
+        CheckpointError: if config.json holds no JSON object.
+        OSError: if there is no config.json.
+        TypeError: for an option that does not say where the checkpoint is.
+    """
+    if unknown := sorted(set(kwargs) - set(_WHERE)):
+        raise TypeError(f"inspect takes {', '.join(_WHERE)}, not {', '.join(unknown)}")
+    directory = Path(name_or_path) / (kwargs.get("subfolder") or "")
+    if directory.is_dir():
+        raw, problem = files.read(directory, lambda folder: _examine_folder(folder, directory))
+    else:
+        raw = read_config(name_or_path, kwargs)
+        problem = _problem_of(raw, None, name_or_path)
+    model_type = str(raw.get("model_type", "unknown"))
+    entry = raw.get(ENTRY) if model_type.startswith("posenc_") else None
+    version = entry.get(VERSION_KEY) if isinstance(entry, dict) else None
+    try:
+        calibration = read_calibration(entry)
+    except CheckpointError:  # it is the `problem`
+        calibration = None
+    return Inspection(
+        source=str(name_or_path),
+        base=model_type.removeprefix("posenc_"),
+        architecture=architecture(raw) or "?",
+        schemes=tuple(read_schemes(entry)),
+        calibration=calibration,
+        version=version if isinstance(version, str) else None,
+        problem=problem,
+    )
+
+
+def read_config(name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a checkpoint, of a directory also where a save was interrupted.
+
+    Args:
+        name_or_path: a directory or a Hub id.
+        options: of `from_pretrained`; those that say where the checkpoint is are used.
+
+    Raises:
+        CheckpointError: if it holds no JSON object.
+        OSError: if there is none, or it cannot be read.
+    """
+    directory = Path(name_or_path) / (options.get("subfolder") or "")
+    if directory.is_dir():
+        return files.read(directory, _config_in)
+    try:
+        raw: dict[str, Any]
+        raw, _ = PreTrainedConfig.get_config_dict(
+            name_or_path, **{key: options[key] for key in _WHERE if key in options}
+        )
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"hf_posenc: config.json of {name_or_path} holds no JSON object") from error
+    if not raw:
+        raise OSError(f"hf_posenc: {name_or_path} has no config.json")
+    return raw
+
+
+def _config_in(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"hf_posenc: {folder} has no config.json")
+    return json_object(path)
+
+
+def _examine_folder(folder: Path, directory: Path) -> tuple[dict[str, Any], str | None]:
+    raw = _config_in(folder)
+    return raw, _problem_of(raw, folder, directory)
+
+
+def _problem_of(raw: dict[str, Any], folder: Path | None, source: str | os.PathLike[str]) -> str | None:
+    """Return why a checkpoint cannot be loaded, or None; no weight is read or allocated.
+
+    Args:
+        raw: its config.json.
+        folder: that it lies in, or None for one on the Hub, of which only the config is looked at.
+        source: its name in messages.
+    """
+    try:
+        if not str(raw.get("model_type")).startswith("posenc_"):
+            check_checkpoint_served(raw)
+            return None
+        cls = saved_class(raw)
+        config = cls.config_class.from_dict(raw)
+        schemes_of_config(config)
+        if folder is not None:
+            check_no_adapter(folder, Path(source))
+            check_saved_weights(raw, folder, Path(source))
+        _check_sizes(cls, config, {} if folder is None else read_tensor_headers(folder), source)
+    except HfPosencError as error:
+        return str(error)
+    return None
+
+
+def _check_sizes(
+    cls: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    headers: dict[str, dict[str, Any]],
+    source: str | os.PathLike[str],
+) -> None:
+    """Check that a config makes a model, and that the headers of the weights beside it fit. No weight is read.
+
+    Args:
+        cls: our class that the config names.
+        config: as it was read.
+        headers: of its weights, by `read_tensor_headers`; if empty, the config alone is checked.
+        source: name of the checkpoint in messages.
+
+    Raises:
+        CheckpointError: if the config makes no model, or position parameters are missing, unexpected or no floats.
+        WeightShapeError: if weights have other shapes than the config asks for.
+    """
+    layers = config.num_hidden_layers
+    marked = {name.split(f".{MARKER}")[0] for name in headers if f".{MARKER}" in name}
+    if headers and not was_saved_by_0_1(config) and len(marked) != layers:  # building that many might never end
+        raise CheckpointError(
+            f"hf_posenc: config.json of {source} says {layers} layers, its weights have {len(marked)}"
+        )
+    try:
+        with torch.device("meta"):
+            model = cls(config)
+    except HfPosencError:
+        raise
+    except Exception as error:  # whatever a stock class finds wrong, of any type
+        raise CheckpointError(
+            f"hf_posenc: config.json of {source} makes no {cls.__name__}: {type(error).__name__}: {error}"
+        ) from error
+    if not headers:
+        return
+    shapes = {name: list(tensor.shape) for name, tensor in named_tensors(model)}
+    check_shapes(
+        model,
+        [
+            (name, header["shape"], shapes[name])
+            for name, header in headers.items()
+            if shapes.get(name, header["shape"]) != header["shape"]
+        ],
+        source,
+    )
+    missing, unexpected = position_keys(model) - set(headers), set(headers) - set(shapes)
+    check_loaded(model, {"missing_keys": missing, "mismatched_keys": (), "unexpected_keys": unexpected}, source)

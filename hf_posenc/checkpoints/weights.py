@@ -1,0 +1,210 @@
+"""Load the weights of a patched checkpoint, and check that they are exactly those that its config needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import CheckpointError, UnsupportedModelError, WeightShapeError
+from ..modules import PositionModule
+from ..patching.layers import MARKER
+from ..upstream.attention import SPLIT_HEADS
+from . import files
+from .compat_0_1 import was_saved_by_0_1
+from .config import READ, PosEncConfigMixin
+from .contents import json_object
+from .digests import check_no_adapter, check_saved_weights, config_digest
+from .entry import schemes_of_config
+from .stock import StockModel
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""Parts of module names that FSDP1 and activation checkpointing add, and leave out of the names in a state dict."""
+
+
+class LoadingMixin(StockModel):
+    """The part of our model classes that loads them."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """Load as transformers does, and check that every position parameter was there.
+
+        Args:
+            pretrained_model_name_or_path: a directory or a Hub id.
+            *args: handed on.
+            output_loading_info: also return transformers' account of missing, unexpected and mismatched keys.
+            **kwargs: handed on.
+
+        Returns:
+            The model, in eval mode; with `output_loading_info` a pair.
+
+        Raises:
+            CheckpointError: if the config's entry or a weight is missing, a position parameter is unexpected, or files
+                are not those that were saved together.
+            WeightShapeError: if a weight has another shape than the config asks for.
+            UnsupportedModelError: for tensor parallelism, if the scheme changes attention scores.
+        """
+        path = pretrained_model_name_or_path
+        directory = None if path is None else Path(path) / (kwargs.get("subfolder") or "")
+        if directory is None or not directory.is_dir():
+            model, info = cls._from_pretrained(path, path, *args, **kwargs)
+        else:
+            kwargs.pop("subfolder", None)
+            model, info = files.read(directory, lambda folder: cls._from_folder(folder, directory, *args, **kwargs))
+            model.config.name_or_path = model.name_or_path = str(path)
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def _from_folder(cls, folder: Path, directory: Path, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Load from a folder that nobody changes meanwhile.
+
+        Args:
+            folder: is read.
+            directory: its name in messages.
+            *args: as for `from_pretrained`.
+            **kwargs: as for `from_pretrained`.
+        """
+        raw = json_object(folder / "config.json") if (folder / "config.json").exists() else {}
+        if raw:
+            check_no_adapter(folder, directory)
+        if kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
+            check_saved_weights(raw, folder, directory)
+        if isinstance(config := kwargs.get("config"), PosEncConfigMixin) and READ in config.__dict__:
+            digest, options, as_read = config.__dict__[READ]
+            if digest != config_digest(raw):  # saved anew since an Auto class read the config
+                if config.to_dict() != as_read:
+                    raise CheckpointError(
+                        f"hf_posenc: {directory} was saved anew after the given config had been read from it and "
+                        "changed: read the config again, or pass the changes to from_pretrained"
+                    )
+                kwargs["config"] = cls.config_class.from_pretrained(folder, **_config_overrides(options))
+        model, info = cls._from_pretrained(folder, directory, *args, **kwargs)
+        if folder != directory and "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+            raise CheckpointError(
+                f"hf_posenc: a save into {directory} was interrupted before its files were moved into place, and "
+                "weights that stay on disk would be looked for where they lie now: call "
+                "hf_posenc.checkpoints.files.complete on the folder first"
+            )
+        return model, info
+
+    @classmethod
+    def _from_pretrained(cls, path: Any, source: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """Load as transformers does, and check its account of the weights.
+
+        Args:
+            path: is read: a folder, a Hub id, or None.
+            source: its name in messages.
+            *args: as for `from_pretrained`.
+            **kwargs: as for `from_pretrained`.
+        """
+        kwargs.setdefault("use_safetensors", True)  # our format; other formats are read by unpickling
+        try:
+            model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise CheckpointError(f"hf_posenc: the weights of {source} cannot be read: {error}") from error
+        check_loaded(model, info, source)
+        if model._posenc_attends() and (model.tp_size or 1) > 1:
+            names = " and ".join(scheme.name for scheme in schemes_of_config(model.config))
+            raise UnsupportedModelError(f"{names}: {SPLIT_HEADS}")
+        return model, info
+
+    @classmethod
+    def _finalize_model_loading(cls, model: Any, load_config: Any, loading_info: Any) -> Any:
+        """Check the shapes of loaded weights before transformers allocates memory for those that were not loaded.
+
+        Args:
+            model: parameters that were not loaded are still on the meta device.
+            load_config: transformers' record of the call.
+            loading_info: transformers' account of the keys so far.
+        """
+        source, mismatched = load_config.pretrained_model_name_or_path, loading_info.mismatched_keys
+        if not load_config.ignore_mismatched_sizes:
+            check_shapes(model, mismatched, source)
+        missing = position_keys(model) & set(loading_info.missing_keys)
+        unexpected = loading_info.unexpected_keys
+        info = {"missing_keys": missing, "mismatched_keys": mismatched, "unexpected_keys": unexpected}
+        check_loaded(model, info, source)
+        return super()._finalize_model_loading(model, load_config, loading_info)
+
+
+def _config_overrides(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config that a user gave, among the options with which an Auto class read it."""
+    return {
+        k: v for k, v in options.items() if not k.startswith("_") and k not in ("return_unused_kwargs", "name_or_path")
+    }
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model's state dict with their names. Tied weights come once by each of their names.
+
+    Nothing is gathered from other processes.
+    """
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for wrapper in _WRAPPERS:
+            prefix = f"{prefix}.".replace(wrapper, "").removesuffix(".")
+        for name, tensor in {**module._parameters, **module._buffers}.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def position_keys(model: nn.Module) -> set[str]:
+    """Return the state-dict keys that belong to a patched model's schemes: their parameters and the markers."""
+    return {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        for key in {**module._parameters, **module._buffers}
+        if isinstance(module, PositionModule) or key.startswith(MARKER)
+    }
+
+
+def check_shapes(model: PreTrainedModel, mismatched: Iterable[Any], source: Any) -> None:
+    """Raise WeightShapeError if weights have other shapes than the config asks for.
+
+    Args:
+        model: made from the config.
+        mismatched: for each such weight its name, its shape, and the one that is wanted.
+        source: name of the checkpoint in the message.
+    """
+    if listed := ", ".join(str(each) for each in sorted(mismatched, key=str)):
+        raise WeightShapeError(
+            f"hf_posenc: weights of {source} have another shape than {model.config.position_encoding} and the rest "
+            f"of its config ask for (key, found, wanted): {listed}"
+        )
+
+
+def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> None:
+    """Check transformers' account of loaded keys.
+
+    A head that another architecture does not have starts at random, as in transformers. Nothing else may.
+
+    Args:
+        model: was loaded.
+        info: its `missing_keys`, `mismatched_keys` and `unexpected_keys`.
+        source: name of the checkpoint in the message.
+
+    Raises:
+        CheckpointError: if a weight was missing, or a position parameter left over or of another shape.
+    """
+    own = position_keys(model)
+    missing = set(info["missing_keys"])
+    if was_saved_by_0_1(model.config):  # which marked the first layer only
+        missing -= {key for key in own if key.rpartition(".")[2].startswith(MARKER)}
+    if type(model).__name__ not in (model.config.architectures or []):
+        prefix = f"{model.base_model_prefix}."
+        missing = {key for key in missing if key.startswith(prefix) or model.base_model is model}
+    mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
+    problems = {
+        "missing": sorted(missing),
+        "of another shape": sorted(own & mismatched),
+        "unexpected": sorted(key for key in info["unexpected_keys"] if "posenc" in key),
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{problem}: {', '.join(keys)}" for problem, keys in problems.items() if keys)
+        raise CheckpointError(f"hf_posenc: {source} does not fit {model.config.position_encoding}: {listed}")
