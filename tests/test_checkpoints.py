@@ -951,7 +951,7 @@ def test_an_interrupted_save_is_read_as_complete_and_left_as_it_is(tmp_path):
     assert not logits(model).equal(old)
     assert inspect(tmp_path).scheme == "shaw"
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    with pytest.raises(CheckpointError, match=r"hf_posenc\.files\.complete"):
+    with pytest.raises(CheckpointError, match=r"hf_posenc\.checkpoints\.files\.complete"):
         from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "offloaded")
     assert complete(tmp_path)
     assert not complete(tmp_path)
