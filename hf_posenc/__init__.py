@@ -11,7 +11,7 @@ from .deferred import after_import
 
 if TYPE_CHECKING:
     from .api import describe, is_patched, patch_model, patched, schemes_of, unpatch_model, which_engine
-    from .calibration.calibrate import Calibration, calibrate
+    from .calibration.calibrate import Calibration, Matching, calibrate
     from .call import Call
     from .checkpoint import from_pretrained, inspect
     from .classes import register_family
@@ -48,6 +48,7 @@ __all__ = [
     "Family",
     "Form",
     "HfPosencError",
+    "Matching",
     "NotPatchedError",
     "PluginError",
     "PositionEmbedding",
@@ -95,6 +96,7 @@ _FROM = {
     ),
     ".calibration": (
         "Calibration",
+        "Matching",
         "calibrate",
     ),
     ".call": ("Call",),

@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..calibration.maps import asked, attending, entering, observe
+from ..calibration.observe import attending, attention_call, entering, observe
 from ..errors import UnsupportedModelError
 from ..modes import evaluation
 from ..patching.plan import BaseModel
@@ -115,7 +115,7 @@ def position_scores(
             alone = [entering(model, found, each.to(some.device).view(1, 1))[0, 0] - vectors[0] for each in chosen]
             hidden = [each + vectors for each in alone]
         bar = tqdm(hidden, disable=not progress, desc="scores of positions", unit="token")
-        calls = [asked(found, attention, each[None], seen.layer).widened() for each in bar]
+        calls = [attention_call(found, attention, each[None], seen.layer).widened() for each in bar]
         query = torch.stack([call.query[0].double() for call in calls]).mean(0)
         key = torch.stack([call.key[0].double() for call in calls]).mean(0)
     scaling = calls[0].scaling

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..calibration.maps import observe
+from ..calibration.observe import observe
 from ..errors import UnsupportedModelError
 from ..modes import evaluation
 from ..patching.plan import BaseModel

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..calibration.maps import observe
+from ..calibration.observe import observe
 from ..modes import evaluation
 from ..patching.plan import BaseModel
 from . import probe

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..api import is_patched
-from ..calibration.maps import asked, attending, observe
+from ..calibration.observe import attending, attention_call, observe
 from ..call import Call
 from ..errors import UnsupportedModelError
 from ..forms import Content
@@ -211,7 +211,7 @@ def _parts(base: BaseModel, index: int, seen: LayerCall, added: Tensor) -> tuple
     whole = seen.hidden_states
     position = added.to(whole).expand_as(whole)
     calls = [
-        asked(layer, attention, hidden, seen).widened()
+        attention_call(layer, attention, hidden, seen).widened()
         for hidden in (whole, whole - position, position, torch.zeros_like(whole))
     ]
     return _split([call.query for call in calls], base, index), _split([call.key for call in calls], base, index)
