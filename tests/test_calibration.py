@@ -956,7 +956,7 @@ def test_an_error_half_way_leaves_the_patch():
 
 
 def test_averages_over_nothing():
-    empty = Averages.none(2, 3, torch.device("cpu"))
+    empty = Averages.empty(2, 3, torch.device("cpu"))
     assert empty.mean_difference.equal(torch.zeros(2, 3, dtype=torch.float64))
 
 
