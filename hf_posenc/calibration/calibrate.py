@@ -43,8 +43,9 @@ def calibrate(
     """Fit a scheme, and the projections of queries and keys, to what the base's positions did.
 
     Closed forms come first: for each layer and head several are tried on held-out windows, and the one whose attention
-    is closest to the base's is kept. Gradient steps then match the attention of each layer to the base's (`matching`),
-    on the base's own hidden states: no layer waits for those below, and no language-model loss is trained.
+    is closest to the base's is kept. Gradient steps then match the attention of each layer to the base's (`matching`).
+    They take place on the base's own hidden states, so no layer waits for those below. No language-model loss is
+    trained.
 
     The held-out language-model loss is measured before and after each stage, and decides: what predicts worse is put
     back, and the report says so. Memory grows with the number of distances, not with its square.

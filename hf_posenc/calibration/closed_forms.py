@@ -197,7 +197,7 @@ def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
 def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
     """Fit a module's parameters to coefficients, by least squares of float64.
 
-    What is added to scores may differ by a constant of the head, which the softmax does not see. A tail beyond the
+    The fit leaves a constant of each head open, which the softmax does not see. A tail beyond the
     seen distances weighs a little. Curves are then fitted again to the seen distances alone, so that the tail decides
     only the numbers that no seen distance reaches.
 
@@ -339,8 +339,8 @@ def mean_rotation_of(
     """Return the mean rotation of a layer's heads, or None where the queries cannot take it.
 
     It is `sum_d m(d) e^(i w d)` for each pair with angle `w` per token, where `m(d)` is the share of the base's
-    attention at distance `d`: what the rotation does on average to the product of a pair. It goes into the projection
-    where that alone makes the queries: not through a norm, a fused or a latent projection.
+    attention at distance `d`. On average the rotation multiplies the product of a pair by this number. It goes into
+    the projection where that alone makes the queries: not through a norm, a fused or a latent projection.
 
     Args:
         base: the patched model.

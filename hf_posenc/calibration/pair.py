@@ -138,7 +138,7 @@ class Pair:
         """Return what the base's layers see, and the inputs of the scheme's layers: the base's hidden states.
 
         Vectors that only one of the two models adds at the input are added to these hidden states, or subtracted, in
-        every layer: they run through the whole model beside what the layers write.
+        every layer, because they run through the whole model.
         """
         with self.as_base() as base:
             theirs = observe(base, tokens, [0, *self.layers] if 0 in self.base_model.sizes else self.layers)
