@@ -12,7 +12,8 @@ from typing import Any
 
 import peft
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import hf_posenc
 from hf_posenc import Calibration, Matching
@@ -84,7 +85,7 @@ def check(arguments: Any) -> None:
         arguments.learning_rate = PLAIN_RATE if arguments.calibrate == "none" else CALIBRATED_RATE
 
 
-def check_base(model: nn.Module, arguments: Any) -> None:
+def check_base(model: PreTrainedModel, arguments: Any) -> None:
     """Raise a UsageError where nobody sees the scores of the base that the calibration is to follow."""
     if family_for(model.config.model_type).bypasses_interface:
         raise UsageError(
@@ -119,18 +120,18 @@ def skipped(why: str) -> dict[str, Any]:
     return {"method": "none", "why": why}
 
 
-def loss_at(text: Text, length: int) -> Callable[[nn.Module], float]:
+def loss_at(text: Text, length: int) -> Callable[[PreTrainedModel], float]:
     """Return a function that measures held-out loss in windows of this length, or of all the text if it is shorter."""
     return held_out_loss(text, min(length, sum(len(document.tokens) for document in text.held_out)))
 
 
 def calibrate(
     accelerator: Accelerator,
-    model: nn.Module,
+    model: PreTrainedModel,
     tokens: Tensor,
     arguments: Any,
     *,
-    loss: Callable[[nn.Module], float],
+    loss: Callable[[PreTrainedModel], float],
     base_loss: float,
     state_file: Path,
 ) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def by_layer(report: Calibration) -> dict[str, Any]:
     }
 
 
-def write_down(model: nn.Module, found: dict[str, Any]) -> None:
+def write_down(model: PreTrainedModel, found: dict[str, Any]) -> None:
     """Write into the config of a model that was calibrated earlier what its results say.
 
     Args:
