@@ -21,7 +21,7 @@ from ..spelling import did_you_mean
 from .candidates import NOISE, hold_tails, try_closed_forms
 from .checks import check_adapter, check_base, check_model, check_tokens
 from .matching import LOSSES, Matching, Movable, check_counts, check_one_of, match, movable
-from .pair import Pair
+from .pair import Pair, put
 from .report import NOTHING, Calibration, HeldOutLoss, LayerFit
 from .state import FirstStage, StateFile, digest_of, digest_of_tokens
 
@@ -234,9 +234,7 @@ def _second_stage(
             if _accepted(trial, judge, loss, best, after, first.closed):
                 return Kept(trial, after, loss, put_back)
         put_back[trial] = loss
-        with torch.no_grad():
-            for p, value in zip((p for part in moved for p in part), first.parameters, strict=True):
-                p.copy_(value)
+        put(zip((p for part in moved for p in part), first.parameters, strict=True))
         if loss <= best + NOISE:  # nothing was lost that another trial could win
             break
     return Kept("closed_form", first.closed, first.losses["closed_form"], put_back)

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from ..patching.plan import BaseModel
 from .closed_forms import Averages, MeanRotation, Target, coefficients, fit, mean_rotation_of, takes_queries, target_of
-from .pair import Pair, Values
+from .pair import Pair, Values, copied, parameters_of, put
 
 CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
 """The closed forms: the scheme as it was; its curve, or vectors, fitted to what the base's positions add; queries
@@ -88,9 +88,7 @@ def try_closed_forms(pair: Pair, windows: int, judge: str) -> ClosedForms:
         uniform = min(losses, key=losses.__getitem__)
         if loss <= losses[uniform] + NOISE:
             return ClosedForms(averages, before, after, chosen, loss, apart=apart)
-    with torch.no_grad():
-        for p, value in candidates[uniform]:
-            p.copy_(value)
+    put(candidates[uniform])
     every = {index: (uniform,) * len(names) for index, names in chosen.items()}
     return ClosedForms(averages, before, found[uniform], every, pair.loss(), {"heads": loss}, apart)
 
@@ -113,8 +111,8 @@ def _candidates(
         averages: sums by distance, with the model as it was.
         windows: number of windows to average over, at most, once queries are turned.
     """
-    projections = {id(p): p for rotation in rotations.values() for p in rotation.projection.parameters()}.values()
-    placed = {id(p): p for module in modules.values() for p in module.parameters()}.values()
+    projections = parameters_of(rotation.projection for rotation in rotations.values())
+    placed = parameters_of(modules.values())
     unturned = [(p, pair.began[id(p)][1]) for p in projections]
     unfitted = [(p, pair.began[id(p)][1]) for p in placed]
     candidates: dict[str, Values] = {"as it was": [*unturned, *unfitted]}
@@ -122,17 +120,17 @@ def _candidates(
     if rotations:
         for index, rotation in rotations.items():
             rotation.apply(torch.ones(pair.base_model.sizes[index].num_heads, dtype=torch.bool))
-        turned = [(p, p.detach().clone()) for p in projections]
+        turned = copied(projections)
         candidates["turned"] = [*turned, *unfitted]
         if modules:
             targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows))
             _fit_all(pair, modules, targets["turned, fitted"])
-            candidates["turned, fitted"] = [*turned, *((p, p.detach().clone()) for p in placed)]
+            candidates["turned, fitted"] = [*turned, *copied(placed)]
         pair.restore(rotation.projection for rotation in rotations.values())
     if modules:
         targets["fitted"] = _targets(pair, modules, averages)
         _fit_all(pair, modules, targets["fitted"])
-        candidates["fitted"] = [*unturned, *((p, p.detach().clone()) for p in placed)]
+        candidates["fitted"] = [*unturned, *copied(placed)]
     return candidates, targets
 
 
@@ -166,7 +164,7 @@ def _apart(
     """
     if not _shared(modules):
         return None
-    kept = [(p, p.detach().clone()) for p in {id(p): p for m in modules.values() for p in m.parameters()}.values()]
+    kept = copied(parameters_of(modules.values()))
     alone, only = {}, {}
     for name, by_layer in targets.items():
         beside = [(p, value) for p, value in candidates[name] if all(p is not own for own, _ in kept)]
@@ -174,10 +172,8 @@ def _apart(
             pair.restore([module])
             fit(module, pair.like(index), [by_layer[index]])
             only[f"{name} {index}"] = index
-            alone[f"{name} {index}"] = [*beside, *((p, p.detach().clone()) for p in module.parameters())]
-    with torch.no_grad():
-        for p, value in kept:
-            p.copy_(value)
+            alone[f"{name} {index}"] = [*beside, *copied(module.parameters())]
+    put(kept)
     measured = pair.divergences(alone, only)
     best = {}
     for index in pair.layers:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..call import Call
 from ..modules import PositionModule
 from ..spelling import did_you_mean
-from .observe import attending, outputs_of, parts
-from .pair import Pair, mean_kl
+from .observe import attending, outputs_of, summed
+from .pair import Pair, mean_kl, parameters_of
 from .state import StateFile
 
 WEIGHTS = ("scheme", "query_key", "adapter")
@@ -29,17 +28,9 @@ WEIGHTS = ("scheme", "query_key", "adapter")
 def output_error(base: Call, ours: Call) -> Tensor:
     """Return the squared error of the heads' outputs, relative to the mean square of the base's values.
 
-    It is the mean over rows, queries, heads and dimensions. Where the queries are split into parts, each part is
-    computed again for its gradient.
+    It is the mean over rows, queries, heads and dimensions.
     """
-    pieces = list(parts(base))
-    total = base.query.new_zeros((), dtype=torch.float32)
-
-    def piece(part: slice) -> Tensor:
-        return (outputs_of(base, part) - outputs_of(ours, part)).square().mean(-1).sum()
-
-    for part in pieces:
-        total = total + (piece(part) if len(pieces) == 1 else checkpoint(piece, part, use_reentrant=False))
+    total = summed(base, lambda part: (outputs_of(base, part) - outputs_of(ours, part)).square().mean(-1).sum())
     return total / (base.query[..., 0].numel() * base.value.float().square().mean())
 
 
@@ -173,8 +164,7 @@ def movable(pair: Pair, weights: str | None) -> Movable:
         pair: a model and its base.
         weights: see `Matching`.
     """
-    scheme = [p for module in pair.model.modules() if isinstance(module, PositionModule) for p in module.parameters()]
-    scheme = list({id(p): p for p in scheme}.values())
+    scheme = parameters_of(module for module in pair.model.modules() if isinstance(module, PositionModule))
     if weights == "scheme":
         return scheme, []
     own = {id(p) for p in scheme}
@@ -290,12 +280,6 @@ def check_integers(**numbers: Any) -> None:
             raise ValueError(f"{name} must be an integer, not {number!r}")
 
 
-def check_counts(**numbers: Any) -> None:
-    """Check that numbers, by name, are positive integers; a ValueError says which is not."""
-    check_integers(**numbers)
-    check_positive(**numbers)
-
-
 def check_positive(**numbers: Any) -> None:
     """Check that numbers, by name, are positive and finite; a ValueError says which is not."""
     for name, number in numbers.items():
@@ -303,3 +287,9 @@ def check_positive(**numbers: Any) -> None:
             raise ValueError(f"{name} must be a number, not {number!r}")
         if not 0 < float(number) < math.inf:
             raise ValueError(f"{name} must be positive, not {number}")
+
+
+def check_counts(**numbers: Any) -> None:
+    """Check that numbers, by name, are positive integers; a ValueError says which is not."""
+    check_integers(**numbers)
+    check_positive(**numbers)

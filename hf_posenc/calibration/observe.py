@@ -6,13 +6,14 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..call import Call
@@ -73,6 +74,20 @@ def parts(call: Call) -> Iterator[slice]:
     rows = max(1, min(queries, SCORES // (batch * heads * call.key.shape[2])))
     for start in range(0, queries, rows):
         yield slice(start, min(start + rows, queries))
+
+
+def summed(call: Call, quantity: Callable[[slice], Tensor]) -> Tensor:
+    """Return the sum of a quantity over all parts of the queries; with several, each is computed again for a gradient.
+
+    Args:
+        call: a call, see `parts`.
+        quantity: returns the quantity of a part.
+    """
+    pieces = list(parts(call))
+    total = call.query.new_zeros((), dtype=torch.float32)
+    for part in pieces:
+        total = total + (quantity(part) if len(pieces) == 1 else checkpoint(quantity, part, use_reentrant=False))
+    return total
 
 
 def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -24,13 +23,30 @@ from ..patching.plan import BaseModel
 from ..patching.state import Patch
 from ..tracing import LayerCall
 from .closed_forms import Averages, coefficients, curve, takes_queries
-from .observe import Rows, Seen, attending, attention_call, entering, observe, parts, rows_of
+from .observe import Rows, Seen, attending, attention_call, entering, observe, parts, rows_of, summed
 
 Values = Sequence[tuple[nn.Parameter, Tensor]]
 """Parameters, each with a value for it."""
 
 TOKENS = 1024
 """Tokens of the windows that are run together; queries, keys and values of all layers are kept meanwhile."""
+
+
+def copied(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return parameters with copies of their values."""
+    return [(p, p.detach().clone()) for p in parameters]
+
+
+@torch.no_grad()
+def put(values: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Copy values into their parameters."""
+    for p, value in values:
+        p.copy_(value)
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of some modules, each once."""
+    return list(nn.ModuleList(modules).parameters())
 
 
 @contextmanager
@@ -105,19 +121,13 @@ class Pair:
         self.own_weights = own_weights
         self.tokens = self._tokens() if own_weights else None
         self.query_key = self._reaching_scores()
-        base_own = {id(p): p for p in (*self.query_key, *([] if self.tokens is None else [self.tokens]))}
+        self.originals = copied([*self.query_key, *([] if self.tokens is None else [self.tokens])])
         owners = [owner for index in self.layers if (owner := self._owner(index)) is not None]
-        movable = base_own | {id(p): p for owner in owners for p in owner.parameters()}
-        self.began = {key: (p, p.detach().clone()) for key, p in movable.items()}
-        self.originals = [self.began[key] for key in base_own]
+        self.began = {id(p): (p, value) for p, value in (*self.originals, *copied(parameters_of(owners)))}
 
-    @torch.no_grad()
     def restore(self, owners: Iterable[nn.Module] | None = None) -> None:
         """Put back the parameters of some modules, or all that the first stage can have changed."""
-        chosen = self.began if owners is None else [id(p) for owner in owners for p in owner.parameters()]
-        for key in chosen:
-            p, value = self.began[key]
-            p.copy_(value)
+        put(self.began.values() if owners is None else (self.began[id(p)] for p in parameters_of(owners)))
 
     def has_moved(self) -> bool:
         """Return whether a parameter that the first stage can change differs from what it was."""
@@ -370,16 +380,6 @@ def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:
 
 
 def mean_kl(base: Call, ours: Call) -> Tensor:
-    """Return the mean KL divergence over rows, queries and heads.
-
-    Where the queries are split into parts, each part is computed again for its gradient.
-    """
-    pieces = list(parts(base))
-    total = base.query.new_zeros(())
-
-    def piece(part: slice) -> Tensor:
-        return _kl(rows_of(base, part), ours, part).sum()
-
-    for part in pieces:
-        total = total + (piece(part) if len(pieces) == 1 else checkpoint(piece, part, use_reentrant=False))
+    """Return the mean KL divergence over rows, queries and heads."""
+    total = summed(base, lambda part: _kl(rows_of(base, part), ours, part).sum())
     return total / base.query[..., 0].numel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from textwrap import fill
 from typing import Any
 
@@ -78,16 +78,8 @@ class LayerFit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, ready for JSON."""
-        return {
-            "index": self.index,
-            "before": self.before.tolist(),
-            "closed": self.closed.tolist(),
-            "after": self.after.tolist(),
-            "chosen": list(self.chosen),
-            "base_curve": self.base_curve.tolist(),
-            "scheme_curve": None if self.scheme_curve is None else self.scheme_curve.tolist(),
-            "multiplies": self.multiplies,
-        }
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"chosen": list(self.chosen)}
+        return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
