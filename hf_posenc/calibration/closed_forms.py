@@ -197,9 +197,9 @@ def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
 def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
     """Fit a module's parameters to coefficients, by least squares of float64.
 
-    The fit leaves a constant of each head open, which the softmax does not see. A tail beyond the
-    seen distances weighs a little. Curves are then fitted again to the seen distances alone, so that the tail decides
-    only the numbers that no seen distance reaches.
+    A constant of each head is left open, because the softmax does not see it. A tail beyond the seen distances weighs a
+    little. Curves are then fitted again to the seen distances alone, so that the tail decides only the numbers that no
+    seen distance reaches.
 
     Args:
         module: module of a scheme.
