@@ -11,7 +11,7 @@ from .checkpoints.deferred import after_import
 
 _NAMES = {
     ".api": "is_patched patch_model patched schemes_of unpatch_model",
-    ".calibration.calibrate": "Calibration calibrate",
+    ".calibration.calibrate": "Calibration Matching calibrate",
     ".call": "Call",
     ".checkpoints.announce": "register_family",
     ".checkpoints.export": "export_stock",

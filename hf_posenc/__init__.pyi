@@ -7,7 +7,7 @@ from .api import (
     schemes_of as schemes_of,
     unpatch_model as unpatch_model,
 )
-from .calibration.calibrate import Calibration as Calibration, calibrate as calibrate
+from .calibration.calibrate import Calibration as Calibration, Matching as Matching, calibrate as calibrate
 from .call import Call as Call
 from .checkpoints.announce import register_family as register_family
 from .checkpoints.export import export_stock as export_stock

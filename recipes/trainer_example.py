@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from hf_posenc import calibrate, patch_model
+from hf_posenc import Matching, calibrate, patch_model
 
 model = AutoModelForCausalLM.from_pretrained("gpt2")
 tokenizer = AutoTokenizer.from_pretrained("gpt2")
@@ -17,7 +17,7 @@ tokens = tokenizer(Path("book.txt").read_text(encoding="utf-8"), return_tensors=
 length = min(256, model.config.max_position_embeddings)  # the base is followed where it was trained
 
 patch_model(model, "transformer_xl", seed=0)
-print(calibrate(model, tokens.unfold(0, length, length)[:400], steps=50))
+print(calibrate(model, tokens.unfold(0, length, length)[:400], matching=Matching(steps=50)))
 
 windows = tokens.unfold(0, 4 * length, 4 * length)  # and trained beyond
 settings = TrainingArguments(

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from measure_calibration import written
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_posenc import calibrate, patch_model
+from hf_posenc import Matching, calibrate, patch_model
 from hf_posenc.recipes.embedded import byte_tokenizer, standard_library, trained_base
 
 SCHEMES = {
@@ -101,7 +101,7 @@ def main() -> int:
             scheme, hyperparameters = SCHEMES[name]
             model = patch_model(load(), scheme, seed=0, **hyperparameters)
             swapped, began = loss(model, unseen), time.process_time()
-            report = calibrate(model, given, steps=options.steps)
+            report = calibrate(model, given, matching=Matching(steps=options.steps))
             found["rows"][name] = {
                 "held_out": {k: round(v, 4) for k, v in dataclasses.asdict(report.held_out_loss).items()},
                 "unseen": {"swapped": round(swapped, 4), "calibrated": round(loss(model, unseen), 4)},

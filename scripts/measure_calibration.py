@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posenc import patch_model
 from hf_posenc.analysis import position_vectors
-from hf_posenc.calibration import calibrate
+from hf_posenc.calibration import Matching, calibrate
 from hf_posenc.recipes.embedded import byte_model, byte_tokenizer, standard_library, train_base
 from hf_posenc.schemes.t5 import T5
 
@@ -260,19 +260,20 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
                 swapped = patch_model(load(checkpoint), given, seed=seed, **hyperparameters)
                 began, report = time.perf_counter(), None
                 if start != "plain":
-                    second = {
-                        "steps": options.steps,
-                        "batch_size": MATCHED,
-                        "weight_rate": options.weight_rate,
-                        "loss": options.loss,
-                        "seed": seed,
-                    }
-                    for_all = {"closed_windows": FITTED, "held_out": HELD_OUT, "judge": options.judge}
+                    matching = Matching(
+                        steps=options.steps,
+                        batch_size=MATCHED,
+                        weight_rate=options.weight_rate,
+                        loss=options.loss,
+                        seed=seed,
+                    )
                     report = calibrate(
                         swapped,
                         short[: options.calibrate_windows],
-                        stage=start,
-                        **(for_all | second if start == "attention" else for_all),
+                        held_out=HELD_OUT,
+                        closed_windows=FITTED,
+                        matching=matching if start == "attention" else None,
+                        judge=options.judge,
                     )
                 seconds = time.perf_counter() - began
                 before = measure(swapped, held)

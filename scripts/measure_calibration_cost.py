@@ -36,7 +36,7 @@ def main() -> int:
     forward = peak()
     patch_model(model, "t5", share_layers=False, seed=0)
     wall, processor = time.perf_counter(), time.process_time()
-    calibrate(model, tokens, stage="closed_form")
+    calibrate(model, tokens, matching=None)
     print(
         f"{tokens.numel():,} tokens: {time.perf_counter() - wall:.0f} s, {time.process_time() - processor:.0f} s of CPU"
     )

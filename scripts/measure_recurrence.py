@@ -127,7 +127,7 @@ def main() -> int:
     for scheme in (None, *options.schemes):
         model = AutoModelForCausalLM.from_pretrained(options.checkpoint).eval()
         if scheme is not None:
-            calibrate(patch_model(model, scheme, seed=0), windows[: options.windows], stage="closed_form")
+            calibrate(patch_model(model, scheme, seed=0), windows[: options.windows], matching=None)
         if options.steps:
             fine_tune(model, windows[: options.steps * options.batch_size], options.batch_size, options.rate)
         print(scheme or "stock", file=sys.stderr)

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import hf_posenc
-from hf_posenc import CheckpointError, calibrate, context_group, context_parallel, patch_model, shard_sequence
+from hf_posenc import CheckpointError, Matching, calibrate, context_group, context_parallel, patch_model, shard_sequence
 from hf_posenc.evaluation import forwards, induction_copy, measure_context
 from hf_posenc.schemes.base import PositionModule
 
@@ -539,8 +539,8 @@ def calibrated(case: str, batch_size: int) -> tuple[Tensor, list[float]]:
     """All weights of a small model after a calibration, and how far its layers were from the base's attention."""
     scheme, hyperparameters = CASES[case]
     model = patch_model(tiny("llama").double(), scheme, seed=3, **hyperparameters)
-    options = {"steps": 5, "held_out": 2, "closed_windows": 4, "rate": 1e-3, "weight_rate": 1e-3}
-    report = calibrate(model, tokens(14, 20, seed=3), batch_size=batch_size, **options)
+    matching = Matching(steps=5, batch_size=batch_size, rate=1e-3, weight_rate=1e-3)
+    report = calibrate(model, tokens(14, 20, seed=3), held_out=2, closed_windows=4, matching=matching)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     return weights, [layer.after.mean().item() for layer in report.layers]
 
@@ -568,9 +568,9 @@ def resume_calibration(folder: str) -> dict[str, Any]:
                 raise InterruptedError
 
         model = patch_model(tiny("llama"), "nope")
-        given = {"steps": 4, "held_out": 2, "closed_windows": 4, "weight_rate": 1e-2, "on_step": on_step}
+        matching = Matching(steps=4, weight_rate=1e-2, state_file=state, on_step=on_step)
         with suppress(InterruptedError):
-            calibrate(model, tokens(14, 20, seed=3), state_file=state, **given)
+            calibrate(model, tokens(14, 20, seed=3), held_out=2, closed_windows=4, matching=matching)
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
     state = Path(folder) / "state"

@@ -1,5 +1,6 @@
 """The recipes calibrate between the swap and the fine-tuning: with what, when not, once, and all of it is said."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -59,8 +60,7 @@ def test_windows_are_of_the_training_text_and_the_numbers_those_of_the_report(re
     drawn = [tuple(row) for row in tokens.tolist()]
     assert len(set(drawn)) == len(drawn) == 30
     assert set(drawn) <= possible
-    assert keywords["stage"] == "attention"
-    assert (keywords["steps"], keywords["seed"]) == (2, 0)
+    assert (keywords["matching"].steps, keywords["matching"].seed) == (2, 0)
 
     said = results["calibration"]
     assert said["method"] == "attention"
@@ -112,7 +112,8 @@ def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoin
         def on_step(step, _):
             raise KeyboardInterrupt
 
-        return calibrate(model, tokens, **keywords | {"on_step": on_step})
+        matching = dataclasses.replace(keywords["matching"], on_step=on_step)
+        return calibrate(model, tokens, **keywords | {"matching": matching})
 
     with monkeypatch.context() as patch:
         patch.setattr(hf_posenc, "calibrate", interrupted)
@@ -275,7 +276,7 @@ def test_a_comparison_has_plain_swaps_beside_calibrated_ones(recipes, tiny_check
     compare.main([*words, "--variants", "nope", "nope+uncalibrated", "--seeds", "0"])
     (_, keywords, _), *others = calls
     assert not others
-    assert keywords["steps"] == 2
+    assert keywords["matching"].steps == 2
     for name, method, rate in (("nope", "attention", 3e-4), ("nope+uncalibrated", "none", 1e-3)):
         results = json.loads((folder / "out" / "runs" / name / "seed-0" / "results.json").read_text())
         assert results["calibration"]["method"] == method

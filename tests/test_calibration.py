@@ -2,10 +2,8 @@
 
 import copy
 import dataclasses
-import inspect
 import json
 import math
-import re
 import sys
 
 import pytest
@@ -17,10 +15,10 @@ from tqdm.auto import tqdm
 
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, patch_model, unpatch_model
-from hf_posenc.calibration.choose import settle
-from hf_posenc.calibration.closed import RIDGE, Averages, Target, coefficients, fit, target_of, turn_of
-from hf_posenc.calibration.maps import attending, observe
-from hf_posenc.calibration.match import Matching, output_error
+from hf_posenc.calibration.candidates import hold_tails
+from hf_posenc.calibration.closed_forms import RIDGE, Averages, Target, coefficients, fit, mean_rotation_of, target_of
+from hf_posenc.calibration.matching import Matching, output_error
+from hf_posenc.calibration.observe import attending, observe
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.live.state import patch_of
 from hf_posenc.modules import Shared
@@ -32,6 +30,13 @@ LENGTH = 24
 def calibrate(model, tokens, **given):
     """Judged by attention, since models with random weights predict nothing; those that do are in test_judging.py."""
     return hf_posenc.calibrate(model, tokens, **({"judge": "attention"} | given))
+
+
+def calibrate_with(model, tokens, given):
+    """Of these arguments some are fields of `Matching`."""
+    fields = {field.name for field in dataclasses.fields(Matching)} & given.keys()
+    matching = {"matching": Matching(**{name: given[name] for name in fields})} if fields else {}
+    return calibrate(model, tokens, **matching, **{name: given[name] for name in given.keys() - fields})
 
 
 def windows(count=12, length=LENGTH):
@@ -196,7 +201,7 @@ def test_the_mean_rotation_goes_into_the_queries():
     pair = Pair(model, patch_of(model), None, windows(6), 2)
     mass = pair.averages(4)[0].mass
     with pair.as_base() as stock:
-        turn = turn_of(pair.plan, 0, stock.model.rotary_emb, mass, None)
+        turn = mean_rotation_of(pair.base_model, 0, stock.model.rotary_emb, mass, None)
     heads = torch.tensor([True, False, True, True])
     turn.apply(heads)
     angles = torch.arange(LENGTH)[:, None] * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
@@ -212,7 +217,7 @@ def test_the_mean_rotation_goes_into_the_queries():
 
 def test_no_rows_beyond_a_part(monkeypatch):
     """The same numbers whatever number of rows is computed at once."""
-    from hf_posenc.calibration import maps
+    from hf_posenc.calibration import observe as watching
 
     def found():
         model = patch_model(tiny("llama").double(), "t5", share_layers=False, seed=0)
@@ -220,7 +225,7 @@ def test_no_rows_beyond_a_part(monkeypatch):
         return pair.divergence(), pair.averages(4)
 
     divergence, averages = found()
-    monkeypatch.setattr(maps, "SCORES", 700)
+    monkeypatch.setattr(watching, "SCORES", 700)
     again, others = found()
     for index in divergence:
         assert torch.allclose(divergence[index].double(), again[index].double(), rtol=1e-6)
@@ -231,9 +236,9 @@ def test_no_rows_beyond_a_part(monkeypatch):
 def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from hf_posenc.calibration import maps
+    from hf_posenc.calibration import observe as watching
 
-    monkeypatch.setattr(maps, "SCORES", 4 * 400 * 8)
+    monkeypatch.setattr(watching, "SCORES", 4 * 400 * 8)
 
     class Largest(TorchDispatchMode):
         most = 0
@@ -246,7 +251,7 @@ def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
 
     model = patch_model(tiny("llama", max_position_embeddings=400), "t5", share_layers=False)
     with Largest() as largest:
-        calibrate(model, tokens(3, 400), steps=1, batch_size=1, held_out=1)
+        calibrate(model, tokens(3, 400), matching=Matching(steps=1, batch_size=1), held_out=1)
     assert largest.most < 2 * 400 * 400  # a head alone has 400 * 400 scores, of four
 
 
@@ -267,7 +272,7 @@ def test_a_base_that_the_scheme_can_express_is_recovered():
                 p.zero_()
     expected = logits(base)
     assert (logits(model) - expected).norm() > 0.05 * expected.norm()
-    report = calibrate(model, windows(), stage="closed_form", base=base)
+    report = calibrate(model, windows(), matching=None, base=base)
     assert all(each.chosen == ("fitted",) * 4 for each in report.layers)
     assert all(each.before.mean() > 1e-2 and each.closed.max() < 1e-10 for each in report.layers)
     assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
@@ -284,7 +289,9 @@ def test_attention_comes_closer_to_the_bases(scheme, family):
     others = {n: p.clone() for n, p in model.named_parameters() if not moves(n)}
     flags = {n: p.requires_grad for n, p in model.named_parameters()}
     seen = []
-    report = calibrate(model, windows(56), steps=40, weight_rate=3e-3, on_step=lambda *said: seen.append(said))
+    report = calibrate(
+        model, windows(56), matching=Matching(steps=40, weight_rate=3e-3, on_step=lambda *said: seen.append(said))
+    )
     assert [step for step, _ in seen] == list(range(1, 41))
     before, closed, after = (
         sum(getattr(each, name).mean().item() for each in report.layers) for name in ("before", "closed", "after")
@@ -327,7 +334,7 @@ def test_the_mean_of_a_table_stays(family):
     patch_model(model, "t5", share_layers=False, seed=0)
     note("swapped")
     with torch.no_grad():
-        calibrate(model, windows(), stage="closed_form")
+        calibrate(model, windows(), matching=None)
     note("calibrated")
     expected = (entering["stock"] - entering["swapped"]).mean(1, keepdim=True)
     assert expected.norm() > 1e-3
@@ -337,7 +344,7 @@ def test_the_mean_of_a_table_stays(family):
     added = weight.detach() - stock
     assert torch.allclose(added, added[:1].expand_as(added), atol=1e-6)
     with pytest.raises(ValueError, match="give the base"):  # its embeddings are no longer the base's
-        calibrate(model, windows(), stage="closed_form")
+        calibrate(model, windows(), matching=None)
 
 
 @pytest.mark.parametrize(("family", "layers"), [("llama", None), ("gpt2", [0])])
@@ -345,7 +352,7 @@ def test_embeddings_stay_where_no_table_is_gone(family, layers):
     model = tiny(family)
     embeddings = model.get_input_embeddings().weight.detach().clone()
     patch_model(model, "alibi", layers=layers, trainable=True)
-    calibrate(model, windows(), stage="closed_form")
+    calibrate(model, windows(), matching=None)
     assert model.get_input_embeddings().weight.equal(embeddings)
 
 
@@ -357,7 +364,7 @@ def test_vectors_beyond_what_windows_reach_are_settled():
     with torch.no_grad():
         module.position_projection.normal_(std=0.3)
     before = coefficients(module, like, distances, 4).detach()
-    settle(pair, 4)
+    hold_tails(pair, 4)
     after = coefficients(module, like, distances, 4).detach()
     moved = (after - before)[:, :LENGTH].mean(1, keepdim=True)  # which the softmax does not see
     moved_by = (after - before - moved)[:, :LENGTH].norm()
@@ -393,7 +400,7 @@ def test_vectors_at_the_input_reach_the_attention_of_every_layer(scheme):
     vectors = model.model.layers[0].posenc(torch.arange(LENGTH)[None]).to(before)
     assert torch.allclose(entering, stock[1].layer.hidden_states + vectors, rtol=1e-6)
     assert entering.requires_grad is (scheme == "learned")
-    report = calibrate(model, windows(), steps=30, rate=5e-3, weight_rate=3e-3)
+    report = calibrate(model, windows(), matching=Matching(steps=30, rate=5e-3, weight_rate=3e-3))
     assert all(each.after.mean() < 0.9 * each.before.mean() for each in report.layers)
 
 
@@ -417,10 +424,11 @@ def test_the_base_stays_what_it_was():
 
 def test_the_second_stage_moves_what_it_is_told_to():
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-    calibrate(model, windows(), stage="closed_form")
+    calibrate(model, windows(), matching=None)
     kept = {n: p.clone() for n, p in model.named_parameters()}
-    options = {"steps": 3, "rate": 1e-3, "loss": "outputs"}  # not put back if attention ends a little further away
-    calibrate(model, windows(), weights="scheme", base=tiny("llama"), **options)
+    # Outputs are not put back if attention ends a little further away.
+    matching = Matching(weights="scheme", steps=3, rate=1e-3, loss="outputs")
+    calibrate(model, windows(), matching=matching, base=tiny("llama"))
     moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
     queries = {n for n in moved if "q_proj" in n}  # by the closed forms, once more
     assert moved - queries == {n for n in kept if "posenc" in n}
@@ -430,7 +438,7 @@ def test_a_mixture_is_calibrated_where_it_was_swapped():
     model = tiny("llama")
     patch_model(model, T5(layers=(1,), share_layers=False), seed=0)
     kept = {n: p.clone() for n, p in model.named_parameters()}
-    report = calibrate(model, windows(), steps=3)
+    report = calibrate(model, windows(), matching=Matching(steps=3))
     assert [each.index for each in report.layers] == [1]
     moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
     assert moved
@@ -440,7 +448,7 @@ def test_a_mixture_is_calibrated_where_it_was_swapped():
 def test_the_same_seed_gives_the_same_numbers():
     def found(seed):
         model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-        calibrate(model, windows(), steps=4, seed=seed, rate=1e-3, weight_rate=1e-4)
+        calibrate(model, windows(), matching=Matching(steps=4, seed=seed, rate=1e-3, weight_rate=1e-4))
         return logits(model)
 
     assert found(0).equal(found(0))
@@ -457,14 +465,16 @@ def test_bars_count_to_their_ends(family, scheme, monkeypatch, tmp_path):
             ended.append((self.desc, self.n, self.total, self.initial))
             super().__exit__(*raised)
 
-    for name in ("calibrate", "choose"):
+    for name in ("calibrate", "candidates"):
         monkeypatch.setattr(sys.modules[f"hf_posenc.calibration.{name}"], "tqdm", Bar)
 
     def run(on_step=None):
         ended.clear()
         model = patch_model(tiny(family), scheme, seed=0)
         state = tmp_path / "state.safetensors"
-        calibrate(model, windows(), held_out=2, steps=3, state_file=state, on_step=on_step, progress=True)
+        calibrate(
+            model, windows(), matching=Matching(steps=3, state_file=state, on_step=on_step), held_out=2, progress=True
+        )
         return ended
 
     fits = 2 * (scheme == "t5") + (family == "llama" and scheme == "t5")  # of the one module that all layers share
@@ -478,7 +488,7 @@ def test_bars_count_to_their_ends(family, scheme, monkeypatch, tmp_path):
 
 def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
     """Of the first layer of a LLaMA, in float64, with Shaw's vectors beside values; whatever is computed at once."""
-    from hf_posenc.calibration import maps
+    from hf_posenc.calibration import observe as watching
 
     model, ids = exact(tiny("llama")), windows()[:4]
     rotated, plain = by_hand(model, ids)
@@ -502,10 +512,10 @@ def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
         expected = (theirs - ours).square().mean() / v.square().mean()
     pair = Pair(model, patch_of(model), None, windows(6), 2)
     seen, inputs = pair.seen(ids)
-    for scores in (maps.SCORES, 700):
-        monkeypatch.setattr(maps, "SCORES", scores)
-        with attending(model, pair.plan):
-            found = output_error(seen[0].call, pair.asked(0, *inputs[0]))
+    for scores in (watching.SCORES, 700):
+        monkeypatch.setattr(watching, "SCORES", scores)
+        with attending(model, pair.base_model):
+            found = output_error(seen[0].call, pair.call(0, *inputs[0]))
         assert abs(found.item() - expected.item()) <= 1e-6 * expected.item()  # a relative error in float32
 
 
@@ -513,7 +523,11 @@ def test_outputs_come_closer_to_the_bases():
     """And the vectors that Shaw's scheme puts beside values, which no attention tells of, are moved too."""
     model, seen = patch_model(tiny("llama"), "shaw", seed=0), []
     kept = {n: p.clone() for n, p in model.named_parameters()}
-    calibrate(model, windows(), loss="outputs", steps=20, weight_rate=3e-3, on_step=lambda *said: seen.append(said[1]))
+    calibrate(
+        model,
+        windows(),
+        matching=Matching(loss="outputs", steps=20, weight_rate=3e-3, on_step=lambda *said: seen.append(said[1])),
+    )
     assert sum(seen[-5:]) < 0.9 * sum(seen[:5])
     moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
     assert any(n.endswith("posenc.value_embeddings") for n in moved)
@@ -522,12 +536,16 @@ def test_outputs_come_closer_to_the_bases():
 
 def test_each_length_gets_its_share_of_the_steps(monkeypatch):
     """Short windows are pieces of long ones: the tokens that are read are the same, whatever the lengths."""
-    from hf_posenc.calibration import match
+    from hf_posenc.calibration import matching
 
     def read(lengths):
         seen = []
-        monkeypatch.setattr(match, "_gradients", lambda pair, drawn, *_: seen.append(drawn) or 0.0)
-        calibrate(patch_model(tiny("llama"), "nope"), windows(), steps=7, batch_size=2, seed=1, lengths=lengths)
+        monkeypatch.setattr(matching, "_gradients", lambda pair, drawn, *_: seen.append(drawn) or 0.0)
+        calibrate(
+            patch_model(tiny("llama"), "nope"),
+            windows(),
+            matching=Matching(steps=7, batch_size=2, seed=1, lengths=lengths),
+        )
         return seen
 
     plain, cut = read(None), read((4, 12, 24))
@@ -563,7 +581,7 @@ def calibrated_until(stop, path, case, **changes):
     if given.get("weights") == "scheme":
         del given["weight_rate"]
     try:
-        return model, calibrate(model, windows(), **given), made
+        return model, calibrate(model, windows(), matching=Matching(**given)), made
     except Stopped:
         return model, None, made
 
@@ -636,7 +654,7 @@ def test_a_state_of_something_else_is_refused(tmp_path):
     def patched(seed=0, config=None, **hyperparameters):
         return patch_model(tiny("llama", **(config or {})), "kerple", seed=seed, **hyperparameters)
 
-    given = {"tokens": windows(), "steps": 5, "seed": 2, "weight_rate": 1e-3, "rate": 2e-3, "state_file": path}
+    given = {"steps": 5, "seed": 2, "weight_rate": 1e-3, "rate": 2e-3, "state_file": path}
     for changes, message in (
         ({"steps": 6}, "another calibration: steps was 5 and is 6$"),
         ({"weights": "adapter"}, "number of parameters that move was .*weights was query_key and is adapter"),
@@ -650,7 +668,7 @@ def test_a_state_of_something_else_is_refused(tmp_path):
             model.model.layers[0].self_attn.q_proj.requires_grad_(False)
         before = snapshot(model)
         with pytest.raises(CheckpointError, match=message):
-            calibrate(model, **given | changes)
+            calibrate_with(model, changes.pop("tokens", windows()), given | changes)
         assert_same(snapshot(model), before)
     for other, message in (
         (patched(config={"rope_theta": 500.0}), "another calibration: digest of the model was"),
@@ -658,14 +676,14 @@ def test_a_state_of_something_else_is_refused(tmp_path):
         (patched(variant="power"), "scheme was kerple.* and is kerple"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            calibrate(other, **given)
+            calibrate_with(other, windows(), given)
     model = patched()
     for wrong in (b"", b"no state", path.read_bytes()[:-9]):
         (tmp_path / "wrong").write_bytes(wrong)
         with pytest.raises(CheckpointError, match="wrong is not the state of a calibration"):
-            calibrate(model, **given | {"state_file": tmp_path / "wrong"})
+            calibrate_with(model, windows(), given | {"state_file": tmp_path / "wrong"})
     with pytest.raises(FileNotFoundError, match="there is no folder"):
-        calibrate(model, **given | {"state_file": tmp_path / "nowhere" / "state"})
+        calibrate_with(model, windows(), given | {"state_file": tmp_path / "nowhere" / "state"})
 
 
 def test_what_was_calibrated_is_written_down(tmp_path):
@@ -675,9 +693,9 @@ def test_what_was_calibrated_is_written_down(tmp_path):
     assert hf_posenc.inspect(tmp_path / "plain").calibration is None
     assert "\n  calibrated  no\n" in str(hf_posenc.inspect(tmp_path / "plain"))
     assert "The swap was not calibrated." in (tmp_path / "plain" / "README.md").read_text()
-    calibrate(model, windows(), stage="closed_form", held_out=2)
-    given = {"steps": 1, "rate": 1e-3, "weight_rate": 1e-4}
-    report = calibrate(model, windows(), held_out=2, base=tiny("llama"), **given)
+    calibrate(model, windows(), matching=None, held_out=2)
+    matching = Matching(steps=1, rate=1e-3, weight_rate=1e-4)
+    report = calibrate(model, windows(), held_out=2, base=tiny("llama"), matching=matching)
     with patch_of(model).undo.suspended():
         assert not hasattr(model.config, "position_encoding")
     model.save_pretrained(tmp_path / "calibrated")
@@ -704,8 +722,8 @@ def test_a_loaded_model_needs_its_base(tmp_path):
     loaded = hf_posenc.from_pretrained(tmp_path)
     with pytest.raises(NotPatchedError, match="give the base"):
         calibrate(loaded, windows())
-    mine = calibrate(loaded, windows(), steps=3, base=stock)
-    theirs = calibrate(model, windows(), steps=3)
+    mine = calibrate(loaded, windows(), matching=Matching(steps=3), base=stock)
+    theirs = calibrate(model, windows(), matching=Matching(steps=3))
     for a, b in zip(mine.layers, theirs.layers, strict=True):
         assert a.chosen == b.chosen
         assert torch.allclose(a.after, b.after, rtol=1e-4)
@@ -718,7 +736,7 @@ def test_a_loaded_model_needs_its_base(tmp_path):
 def test_the_report_has_the_curves_and_goes_to_json(scheme, factor):
     """Also of a scheme that has nothing to train; a scheme whose scores are no curve has none."""
     model = patch_model(tiny("llama"), scheme, seed=0)
-    report = calibrate(model, windows(), stage="closed_form")
+    report = calibrate(model, windows(), matching=None)
     written = json.loads(json.dumps(report.to_dict()))
     assert written["scheme"] == scheme
     assert [each["index"] for each in written["layers"]] == [0, 1]
@@ -742,13 +760,13 @@ def test_adapters_and_dtypes():
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
     adapted = get_peft_model(model, hf_posenc.lora_config(model, r=2))
     kept = {n: p.clone() for n, p in adapted.named_parameters()}
-    report = calibrate(adapted, windows(56), steps=40, weight_rate=3e-3)
+    report = calibrate(adapted, windows(56), matching=Matching(steps=40, weight_rate=3e-3))
     assert report.layers[0].after.mean() < report.layers[0].before.mean()
     moved = {n for n, p in adapted.named_parameters() if not p.equal(kept[n])}
     trained = {n for n, p in adapted.named_parameters() if p.requires_grad}
     assert moved == {n for n in trained if "posenc" in n or "q_proj" in n or "k_proj" in n}
     half = patch_model(tiny("llama").bfloat16(), "t5", share_layers=False, seed=0)
-    report = calibrate(half, windows(56), steps=2)
+    report = calibrate(half, windows(56), matching=Matching(steps=2))
     assert all(each.after.isfinite().all() for each in report.layers)
 
 
@@ -758,7 +776,7 @@ def test_adapters_and_dtypes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stage": "all"}, "stage must be one of closed_form, attention, not 'all'"),
+        ({"matching": "attention"}, "matching must be a Matching, or None for closed forms alone, not 'attention'"),
         ({"weights": "everything"}, "weights must be one of scheme, query_key, adapter, not 'everything'"),
         ({"tokens": torch.zeros(3, 8)}, "tokens must be integers"),
         ({"tokens": windows().short()}, "tokens must be integers .*, not .* of torch.int16"),
@@ -781,9 +799,6 @@ def test_adapters_and_dtypes():
         ({"held_out": 0}, "held_out must be positive, not 0"),
         ({"steps": 0}, "steps must be positive, not 0"),
         ({"rate": float("nan")}, "rate must be positive, not nan"),
-        ({"stage": "closed_form", "steps": 3}, "steps changes nothing with stage='closed_form': leave it out"),
-        ({"stage": "closed_form", "seed": 0}, "seed changes nothing with stage='closed_form'"),
-        ({"stage": "closed_form", "state_file": "a"}, "state_file changes nothing with stage='closed_form'"),
         ({"loss": "relations"}, "loss must be one of attention, outputs, not 'relations'"),
         ({"lengths": (5, 24)}, "windows of 24 tokens cannot be cut into windows of 5: lengths must divide 24"),
         ({"lengths": (1, 24)}, "cannot be cut into windows of 1"),
@@ -791,7 +806,7 @@ def test_adapters_and_dtypes():
         ({"lengths": (6, 12, 24), "steps": 2}, "2 steps cannot be divided among the 3 lengths"),
         ({"save_every": 3}, "save_every changes nothing without a state_file"),
         ({"state_file": "a", "save_every": 0}, "save_every must be positive, not 0"),
-        ({"weights": "scheme", "weight_rate": 1e-3}, "weight_rate changes nothing with weights='scheme': leave it out"),
+        ({"weights": "scheme", "weight_rate": 2e-3}, "weight_rate changes nothing with weights='scheme': leave it out"),
         ({"tokens": tokens(12, 65)}, "windows of 65 tokens are longer than the 64 the base was made for"),
     ],
 )
@@ -799,7 +814,7 @@ def test_wrong_arguments(changes, message):
     model = patch_model(tiny("llama"), "t5", seed=0)
     before = snapshot(model)
     with pytest.raises(ValueError, match=message):
-        calibrate(model, **({"tokens": windows()} | changes))
+        calibrate_with(model, changes.pop("tokens", windows()), changes)
     assert_same(snapshot(model), before)
 
 
@@ -807,23 +822,25 @@ def test_a_second_stage_with_nothing_to_move():
     model = patch_model(tiny("llama"), "alibi")
     before = snapshot(model)
     with pytest.raises(ValueError, match="leaves nothing to move: alibi has no parameters"):
-        calibrate(model, windows(), weights="scheme")
+        calibrate(model, windows(), matching=Matching(weights="scheme"))
     assert_same(snapshot(model), before)
 
 
-def test_what_the_second_stage_is_by_default():
-    """The signature says None, so that what a stage does not read can be refused; the docstring says what that means."""
-    doc = re.sub(r"\n {8}", " ", inspect.getdoc(hf_posenc.calibrate))  # an argument a line
-    said = dict(re.findall(r"^ {4}(\w+): .*?None means ([\w-]+)\.?$", doc, re.MULTILINE))
-    numbers = {name: value for name, value in dataclasses.asdict(Matching()).items() if name in said}
-    assert set(said) == {field.name for field in dataclasses.fields(Matching)} - {
-        "weights",
-        "loss",
-        "lengths",
-        "state_file",
-    }
-    assert {name: float(value) for name, value in said.items()} == numbers
-    assert f"`{Matching().weights}` (None)" in doc
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("steps", r"steps is a field of Matching: matching=Matching\(steps=...\)"),
+        ("learning_rate", r"rate is a field of Matching: matching=Matching\(rate=...\)"),
+        ("stage", "matching=None leaves the second stage out"),
+        ("heldout", "unexpected keyword argument 'heldout'. Did you mean held_out?"),
+    ],
+)
+def test_a_keyword_that_does_not_exist_says_where_it_is(keyword, message):
+    with pytest.raises(TypeError, match=message):
+        calibrate(patch_model(tiny("llama"), "t5", seed=0), windows(), **{keyword: 3})
+
+
+def test_what_is_matched_one_after_the_other():
     assert Matching().trials("loss") == ("attention", "outputs")
     assert Matching().trials("attention") == ("attention",)
 
@@ -832,7 +849,7 @@ def test_a_base_whose_weights_have_moved_is_not_followed():
     def weights(model):
         return [p.clone() for n, p in model.named_parameters() if "posenc" not in n]
 
-    given = {"weights": "scheme", "steps": 1}
+    given = {"matching": Matching(weights="scheme", steps=1)}
     model = patch_model(tiny("gpt2"), "t5", share_layers=False, layers=[0], seed=0)
     stock = weights(model)
     for _ in range(2):  # no rotation goes into the queries, no mean of a table into the tokens: it is still the base
@@ -854,12 +871,12 @@ def test_what_was_interrupted_has_moved_the_base_too():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(model, windows(), on_step=stop)
+        calibrate(model, windows(), matching=Matching(on_step=stop))
     with pytest.raises(ValueError, match="give the base"):
         calibrate(model, windows())
     assert model.config.position_encoding["calibration"]["stage"] == "attention"  # what is saved now says so
     given = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-    calibrate(given, windows(), steps=1, base=tiny("llama"))
+    calibrate(given, windows(), matching=Matching(steps=1), base=tiny("llama"))
     with pytest.raises(ValueError, match="give the base"):
         calibrate(given, windows())
 
@@ -886,7 +903,7 @@ def test_tokens_of_either_integer_type():
     found = []
     for dtype in (torch.int32, torch.int64):
         model = patch_model(tiny("llama"), "t5", seed=0)
-        found.append(calibrate(model, windows().to(dtype), steps=1).to_dict())
+        found.append(calibrate(model, windows().to(dtype), matching=Matching(steps=1)).to_dict())
     assert found[0] == found[1]
 
 
@@ -903,7 +920,7 @@ def test_an_error_of_the_first_stage_changes_nothing(family, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Pair, "divergence", stopped)
         with pytest.raises(KeyboardInterrupt):
-            calibrate(model, windows(), stage="closed_form")
+            calibrate(model, windows(), matching=None)
     assert_same(snapshot(model), before)
     with torch.no_grad():
         next(p for n, p in model.named_parameters() if moves(n) and "wte" not in n and p.ndim == 2).view(-1)[3] = (
@@ -911,7 +928,7 @@ def test_an_error_of_the_first_stage_changes_nothing(family, monkeypatch):
         )
     kept = {n: p.clone() for n, p in model.named_parameters()}
     with pytest.raises(ValueError, match=r"attention of layer 0.* is no number"):
-        calibrate(model, windows(), stage="closed_form")
+        calibrate(model, windows(), matching=None)
     for name, p in model.named_parameters():
         assert torch.equal(p.isnan(), kept[name].isnan())
         assert p.nan_to_num().equal(kept[name].nan_to_num())
@@ -919,7 +936,7 @@ def test_an_error_of_the_first_stage_changes_nothing(family, monkeypatch):
 
 def test_a_second_stage_that_runs_off_is_put_back():
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-    report = calibrate(model, windows(), steps=3, rate=1e30, weight_rate=1e30)
+    report = calibrate(model, windows(), matching=Matching(steps=3, rate=1e30, weight_rate=1e30))
     assert all(each.after.equal(each.closed) for each in report.layers)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
@@ -931,7 +948,7 @@ def test_an_error_half_way_leaves_the_patch():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(model, windows(), on_step=stop)
+        calibrate(model, windows(), matching=Matching(on_step=stop))
     assert hf_posenc.verify(model).ok
     assert all(p.grad is None for p in model.parameters())
     with pytest.warns(UserWarning, match="moved weights of this LlamaForCausalLM"):
@@ -939,7 +956,7 @@ def test_an_error_half_way_leaves_the_patch():
 
 
 def test_averages_over_nothing():
-    empty = Averages.none(2, 3, torch.device("cpu"))
+    empty = Averages.empty(2, 3, torch.device("cpu"))
     assert empty.mean_difference.equal(torch.zeros(2, 3, dtype=torch.float64))
 
 

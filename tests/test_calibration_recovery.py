@@ -7,8 +7,8 @@ import torch
 from families import tiny, tokens
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_posenc import calibrate, patch_model
-from hf_posenc.calibration.closed import fit, target_of
+from hf_posenc import Matching, calibrate, patch_model
+from hf_posenc.calibration.closed_forms import fit, target_of
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.live.state import patch_of
 from hf_posenc.schemes.alibi import Alibi
@@ -32,7 +32,7 @@ def logits(model):
 def recovered(model, expected, base=None):
     """Calibrate, and hold that the attention and the logits are the base's, and were not before."""
     assert (logits(model) - expected).norm() > 0.02 * expected.norm()
-    report = calibrate(model, windows(), stage="closed_form", base=base, judge="attention")
+    report = calibrate(model, windows(), matching=None, base=base, judge="attention")
     assert all(each.before.mean() > 1e-3 for each in report.layers)
     assert max(each.closed.max() for each in report.layers) <= 1e-10  # KL, the square of what scores are off by
     assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
@@ -48,7 +48,7 @@ def test_rotation_in_place_of_the_same_rotation_stays(family, dtype):
     model = tiny(family).to(dtype)
     expected = logits(model)
     patch_model(model, "rope")
-    report = calibrate(model, windows(), steps=10)
+    report = calibrate(model, windows(), matching=Matching(steps=10))
     for layer in report.layers:
         assert layer.chosen == ("as it was",) * 4
         assert max(part.abs().max() for part in (layer.before, layer.closed, layer.after)) <= 1e-6

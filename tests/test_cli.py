@@ -21,8 +21,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import hf_posenc
 from hf_posenc import commands
-from hf_posenc.calibration.calibrate import WEIGHTS
-from hf_posenc.calibration.match import Matching
+from hf_posenc.calibration.matching import WEIGHTS, Matching
 from hf_posenc.cli import RECIPES, main
 from hf_posenc.evaluation import sliding_window_perplexity
 from hf_posenc.recipes import calibrate, corpus, measuring, options
@@ -241,7 +240,7 @@ def test_calibrate(readable, tmp_path, capsys):
     stock, text = readable[2], Path(readable[6]).read_text()
     tokens = torch.tensor(AutoTokenizer.from_pretrained(saved)(text, verbose=False).input_ids)[: 12 * 32].view(12, 32)
     model = hf_posenc.from_pretrained(stock, scheme="t5", share_layers=False, seed=2)
-    expected = hf_posenc.calibrate(model, tokens, steps=4, held_out=3, seed=2, weight_rate=0.01)
+    expected = hf_posenc.calibrate(model, tokens, held_out=3, matching=Matching(steps=4, seed=2, weight_rate=0.01))
     assert json.loads(report.read_text()) == expected.to_dict()
     assert str(expected) in captured.out
     found = hf_posenc.from_pretrained(saved).state_dict()
@@ -268,7 +267,9 @@ def test_calibrate_has_the_defaults_and_choices_of_the_function():
     parameters = inspect.signature(hf_posenc.calibrate).parameters
     defaults = {name: parameters[name].default for name in parameters} | dataclasses.asdict(Matching())
     ours = {field.name: field.default for field in dataclasses.fields(calibrate.Arguments)}
-    same = ("stage", "weights", "steps", "rate", "weight_rate", "loss", "held_out", "seed")
+    assert (ours["stage"], ours["weights"]) == ("attention", "query_key")
+    assert defaults["matching"] == Matching()
+    same = ("judge", "steps", "rate", "weight_rate", "loss", "held_out", "seed")
     assert {name: defaults[name] for name in same} == {name: ours[name] for name in same}
     assert set(calibrate.MOVED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
 
@@ -300,11 +301,11 @@ def test_ctrl_c_leaves_no_folder(moment, readable, tmp_path, capsys, monkeypatch
 
 def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkeypatch):
     """Ctrl-C in step 2 waits for its end; what is saved after --resume is what one run would have saved."""
-    from hf_posenc.calibration import match
+    from hf_posenc.calibration import matching
 
     steps = iter(range(1, 100))
 
-    def gradients(*arguments, plain=match._gradients):
+    def gradients(*arguments, plain=matching._gradients):
         if next(steps) == 2:
             signal.raise_signal(signal.SIGINT)
         return plain(*arguments)
@@ -313,7 +314,7 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
     before, handler = there(tmp_path), signal.getsignal(signal.SIGINT)
     state = tmp_path / "out.state.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(match, "_gradients", gradients)
+        patch.setattr(matching, "_gradients", gradients)
         assert main(readable) == 130
     said = capsys.readouterr().err
     assert "stopping after this step" in said

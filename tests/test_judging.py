@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from snapshots import assert_same, snapshot
 
 import hf_posenc
-from hf_posenc import CheckpointError, calibrate, patch_model, unpatch_model
+from hf_posenc import CheckpointError, Matching, calibrate, patch_model, unpatch_model
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.live.state import patch_of
 
@@ -60,7 +60,7 @@ def test_no_model_predicts_worse_than_its_swap(scheme, family, written):
     expected = {"base": loss(model, windows[-8:])}
     patch_model(model, scheme, seed=0, **options)
     expected["swapped"] = loss(model, windows[-8:])
-    report = calibrate(model, windows, steps=20, weight_rate=3e-3)
+    report = calibrate(model, windows, matching=Matching(steps=20, weight_rate=3e-3))
     expected["calibrated"] = loss(model, windows[-8:])
     for name, value in expected.items():
         assert abs(getattr(report.held_out_loss, name) - value) < 1e-5
@@ -78,8 +78,8 @@ def test_no_model_predicts_worse_than_its_swap(scheme, family, written):
 def test_a_second_stage_that_predicts_worse_is_put_back_and_named(written):
     windows = written("llama")
     model, other = (patch_model(tiny("llama"), "t5", share_layers=False, seed=0) for _ in range(2))
-    closed = calibrate(other, windows, stage="closed_form")
-    report = calibrate(model, windows, steps=3, weight_rate=5.0)
+    closed = calibrate(other, windows, matching=None)
+    report = calibrate(model, windows, matching=Matching(steps=3, weight_rate=5.0))
     assert report.kept == closed.kept == "closed_form"
     assert set(report.put_back) == {"attention", "outputs"}
     assert min(report.put_back.values()) > report.held_out_loss.closed_form + 0.01
@@ -118,7 +118,7 @@ def test_losses_decide(losses, kept, put_back, written, monkeypatch):
     before = {name: p.clone() for name, p in model.named_parameters()}
     said = iter(losses)
     monkeypatch.setattr(Pair, "loss", lambda pair, values=(): next(said))
-    report = calibrate(model, written("llama"), steps=2)
+    report = calibrate(model, written("llama"), matching=Matching(steps=2))
     assert list(said) == []
     assert report.kept == kept
     assert dict(report.put_back) == put_back
@@ -141,7 +141,7 @@ def test_shared_parameters_say_what_their_own_would_come_to(written):
     found = {}
     for share in (True, False):
         model = patch_model(tiny("llama"), "t5", share_layers=share, seed=0)
-        found[share] = calibrate(model, written("llama"), base=base, stage="closed_form", judge="attention")
+        found[share] = calibrate(model, written("llama"), matching=None, base=base, judge="attention")
     together, apart = found[True].apart
     means = {share: sum(each.closed.mean().item() for each in report.layers) / 2 for share, report in found.items()}
     assert found[False].apart is None
@@ -158,7 +158,7 @@ def test_shared_parameters_say_what_their_own_would_come_to(written):
 def test_only_tokens_that_were_read_are_counted(written):
     windows = written("llama", 60)
     model = patch_model(tiny("llama"), "nope")
-    report = calibrate(model, windows, stage="closed_form", closed_windows=5, held_out=3, judge="attention")
+    report = calibrate(model, windows, matching=None, closed_windows=5, held_out=3, judge="attention")
     assert report.tokens == (5 + 3) * LENGTH
     assert model.config.position_encoding["calibration"]["tokens"] == (5 + 3) * LENGTH
 
@@ -182,7 +182,7 @@ def test_a_wrong_base_is_refused(base, message, written):
     model = patch_model(tiny("llama"), "t5", seed=0)
     before = snapshot(model)
     with pytest.raises(ValueError, match=message):
-        calibrate(model, written("llama"), base=base(model), stage="closed_form")
+        calibrate(model, written("llama"), matching=None, base=base(model))
     assert_same(snapshot(model), before)
 
 
@@ -191,13 +191,13 @@ def test_a_base_that_shares_weights_is_refused(written):
     base = tiny("llama")
     base.model.embed_tokens.weight = model.model.embed_tokens.weight
     with pytest.raises(ValueError, match="shares weights with it"):
-        calibrate(model, written("llama"), base=base, stage="closed_form")
+        calibrate(model, written("llama"), matching=None, base=base)
 
 
 def test_moved_weights_are_no_teacher_across_patches(written):
     windows, stock = written("llama"), tiny("llama")
     model = patch_model(tiny("llama"), "nope")
-    calibrate(model, windows, steps=2, judge="attention")
+    calibrate(model, windows, matching=Matching(steps=2), judge="attention")
     with pytest.warns(UserWarning, match="they stay moved: load the checkpoint again"):
         unpatch_model(model)
     patch_model(model, "t5", seed=0)
@@ -208,15 +208,15 @@ def test_moved_weights_are_no_teacher_across_patches(written):
     unpatch_model(patch_model(model, "alibi"))
     assert not [name for name in vars(model.model) if "posenc" in name]  # nothing is left of it
     patch_model(model, "t5", seed=0)
-    calibrate(model, windows, stage="closed_form")
+    calibrate(model, windows, matching=None)
     with pytest.warns(UserWarning, match="they stay moved"), hf_posenc.patched(tiny("llama"), "nope") as other:
-        calibrate(other, windows, steps=2, judge="attention")
+        calibrate(other, windows, matching=Matching(steps=2), judge="attention")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trained_weights_are_no_teacher(dtype, written):
     model = patch_model(tiny("llama"), "t5", seed=0).to(dtype)
-    calibrate(copy.deepcopy(model), written("llama"), stage="closed_form")  # a cast is no training
+    calibrate(copy.deepcopy(model), written("llama"), matching=None)  # a cast is no training
     optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "posenc" not in n], lr=0.5)
     model(written("llama"), labels=written("llama")).loss.backward()
     optimizer.step()
@@ -243,7 +243,7 @@ def test_an_adapter_holds_all_that_calibration_moved(scheme, written, tmp_path):
     config = hf_posenc.lora_config(model, r=2, target_modules=["k_proj", "v_proj"])
     adapted = get_peft_model(model, config)
     stock = {name: p.clone() for name, p in adapted.named_parameters() if not p.requires_grad}
-    report = calibrate(adapted, windows, steps=5, judge="attention", rate=1e-3)
+    report = calibrate(adapted, windows, matching=Matching(steps=5, rate=1e-3), judge="attention")
     assert report.kept == "attention"
     assert all(p.equal(stock[name]) for name, p in adapted.named_parameters() if name in stock)
     adapted.save_pretrained(tmp_path)
@@ -252,7 +252,7 @@ def test_an_adapter_holds_all_that_calibration_moved(scheme, written, tmp_path):
         assert (loaded(windows).logits - adapted(windows).logits).abs().max() < 1e-6
         assert (patched()(windows).logits - adapted(windows).logits).abs().max() > 1e-2
     with pytest.raises(ValueError, match="moves weights that no adapter holds"):
-        calibrate(get_peft_model(patched(), config), windows, weights="query_key")
+        calibrate(get_peft_model(patched(), config), windows, matching=Matching(weights="query_key"))
     with pytest.raises(ValueError, match="have moved since it was patched"):  # now it is the adapter that has moved
         calibrate(adapted, windows)
 
@@ -272,7 +272,7 @@ def test_an_adapter_that_saves_the_schemes_modules_by_name(scheme, put, written)
         model.add_adapter(config)
         adapted = model
     before = {name: (p.detach().clone(), p.requires_grad) for name, p in adapted.named_parameters()}
-    report = calibrate(adapted, written("llama"), steps=3, judge="attention", rate=1e-3)
+    report = calibrate(adapted, written("llama"), matching=Matching(steps=3, rate=1e-3), judge="attention")
     assert report.kept == "attention"
     now = dict(adapted.named_parameters())
     moved = {name for name, (value, _) in before.items() if not now[name].equal(value)}
@@ -302,7 +302,7 @@ def test_modes_of_the_caller_change_nothing(written):
     for mode in (torch.enable_grad(), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16)):
         model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
         with mode:
-            report = calibrate(model, written("llama"), steps=3, judge="attention")
+            report = calibrate(model, written("llama"), matching=Matching(steps=3), judge="attention")
         found.append((report.to_dict(), [p.detach().clone() for p in model.parameters()]))
     for numbers, parameters in found[1:]:
         assert numbers == found[0][0]
@@ -345,7 +345,7 @@ def test_a_window_is_matched_with_what_it_shows(scheme, written):
         ours = (q @ k.mT * 8**-0.5 + added).masked_fill(hidden, -torch.inf).log_softmax(-1)
         kl = torch.where(hidden, 0.0, theirs.exp() * (theirs - ours)).sum(-1).mean((0, 2))
     assert torch.allclose(found, kl, rtol=1e-4, atol=1e-6)
-    report = calibrate(model, windows, steps=3, judge="attention")
+    report = calibrate(model, windows, matching=Matching(steps=3), judge="attention")
     assert all(layer.closed.mean() <= layer.before.mean() for layer in report.layers)
 
 
@@ -359,7 +359,9 @@ def test_a_state_with_something_missing_or_wrong_changes_nothing(written, tmp_pa
         model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
         before = snapshot(model)
         try:
-            calibrate(model, windows, steps=4, state_file=state, on_step=lambda step, _: 1 // (2 - step))
+            calibrate(
+                model, windows, matching=Matching(steps=4, state_file=state, on_step=lambda step, _: 1 // (2 - step))
+            )
         except ZeroDivisionError:
             return
         except CheckpointError as error:
@@ -413,7 +415,7 @@ def test_trials_go_on_where_they_were(written, tmp_path):
                 raise KeyboardInterrupt
 
         try:
-            report = calibrate(model, written("llama"), on_step=on_step, **case, **given)
+            report = calibrate(model, written("llama"), matching=Matching(on_step=on_step, **case, **given))
         except KeyboardInterrupt:
             report = None
         return model, report, made

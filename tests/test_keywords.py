@@ -287,9 +287,10 @@ def _(folder):
 def calibrated(text=3, scheme="nope", **options):
     """What a calibration of a small model comes to: all of its weights, and its report."""
     model = patch_model(tiny("llama"), scheme, seed=0)
-    second = {} if options.get("stage") == "closed_form" else {"steps": 2, "batch_size": 2, "loss": "outputs"}
     # Random weights predict nothing that could judge; outputs: a little nearer or further, the steps are not put back.
-    options = {"held_out": 2, "judge": "attention"} | second | options
+    second = {"steps": 2, "batch_size": 2, "loss": "outputs"}
+    second |= {field.name: options.pop(field.name) for field in fields(hf_posenc.Matching) if field.name in options}
+    options = {"held_out": 2, "judge": "attention", "matching": hf_posenc.Matching(**second)} | options
     report = hf_posenc.calibrate(model, tokens(9, 24, seed=text), **options)
     return torch.cat([p.detach().flatten() for p in model.parameters()]), report
 
@@ -303,7 +304,7 @@ def _(folder):
 
 
 for keyword, value in {
-    "stage": "closed_form",
+    "matching": None,
     "steps": 3,
     "batch_size": 1,
     "rate": 0.1,
@@ -335,6 +336,11 @@ def _(folder):
     calibrated(steps=4, state_file=path, save_every=3, on_step=lambda step, value: seen.append(step))
     assert seen == []
     refuses(ValueError, calibrated, save_every=3)
+
+
+@shows("calibrate", "**")
+def _(folder):
+    refuses(TypeError, calibrated, stage="closed_form")
 
 
 @shows("calibrate", "progress")
@@ -449,7 +455,8 @@ ELSEWHERE = {
 
 
 def public_keywords():
-    """Every keyword of every public function."""
+    """Every keyword of every public function, and the fields of what calibrate takes."""
+    yield from (("calibrate", field.name) for field in fields(hf_posenc.Matching))
     for name in hf_posenc.__all__:
         function = getattr(hf_posenc, name)
         if inspect.isfunction(function):

@@ -436,7 +436,7 @@ def run(request, recipes, tiny_checkpoints, text, monkeypatch, capsys):
     def fresh(**_):
         AcceleratorState._reset_state(reset_partial_state=True)
 
-    for name in ("calibrate", "choose"):  # random weights predict nothing that could judge a calibration
+    for name in ("calibrate", "candidates"):  # random weights predict nothing that could judge a calibration
         monkeypatch.setattr(importlib.import_module(f"hf_posenc.calibration.{name}"), "NOISE", math.inf)
     made = Run(request.param, tiny_checkpoints, text, monkeypatch, capsys)
     main = made.module().main

@@ -326,7 +326,7 @@ def test_a_model_that_is_being_calibrated_is_not_unpatched():
         unpatch_model(model)
 
     with pytest.raises(UnsupportedModelError, match="another call is patching, unpatching or calibrating"):
-        calibrate(model, tokens(3, 8), steps=1, held_out=1, batch_size=1, on_step=on_step)
+        calibrate(model, tokens(3, 8), matching=hf_posenc.Matching(steps=1, batch_size=1, on_step=on_step), held_out=1)
     with pytest.warns(UserWarning, match="they stay moved"):
         unpatch_model(model)
 

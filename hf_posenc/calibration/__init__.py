@@ -1,6 +1,7 @@
-"""Calibration: a scheme's own parameters take over what the base's positions did, before anything is trained."""
+"""Calibration: fit a scheme's parameters to what the base's positions did, before anything is trained."""
 
 from .calibrate import calibrate
+from .matching import Matching
 from .report import Calibration, HeldOutLoss, LayerFit
 
-__all__ = ["Calibration", "HeldOutLoss", "LayerFit", "calibrate"]
+__all__ = ["Calibration", "HeldOutLoss", "LayerFit", "Matching", "calibrate"]

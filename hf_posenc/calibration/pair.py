@@ -1,4 +1,4 @@
-"""A patched model and its base: what the layers of both see of the same tokens."""
+"""A patched model and its base, compared layer by layer on the same tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
@@ -23,19 +22,36 @@ from ..live.state import Patch
 from ..live.watch import LayerCall, entering
 from ..modules import owner_of
 from ..patching.place import NoEmbedding
-from .closed import Averages, coefficients, takes_queries
-from .maps import Rows, Seen, asked, attending, observe, parts, rows_of
+from .closed_forms import Averages, coefficients, takes_queries
+from .observe import Rows, Seen, attending, attention_call, observe, parts, rows_of, summed
 
 Values = Sequence[tuple[nn.Parameter, Tensor]]
-"""Parameters, and what they are to hold."""
+"""Parameters, each with a value for it."""
 
 TOKENS = 1024
-"""Tokens of the windows that are looked at together; queries, keys and values of all layers are kept meanwhile."""
+"""Tokens of the windows that are run together; queries, keys and values of all layers are kept meanwhile."""
+
+
+def copied(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return parameters with copies of their values."""
+    return [(p, p.detach().clone()) for p in parameters]
+
+
+@torch.no_grad()
+def put(values: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Copy values into their parameters."""
+    for p, value in values:
+        p.copy_(value)
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of some modules, each once."""
+    return list(nn.ModuleList(modules).parameters())
 
 
 @contextmanager
 def _holding(values: Values) -> Iterator[None]:
-    """Let parameters hold other values for a while."""
+    """Give parameters other values within a `with` block."""
     kept = [p.data for p, _ in values]
     try:
         for p, value in values:
@@ -49,8 +65,20 @@ def _holding(values: Values) -> Iterator[None]:
 class Pair:
     """A patched model, its base, and the windows of tokens that they are compared on.
 
-    Where the base is the model itself, as it was before it was patched, the two share all weights: those that are going
-    to be moved are kept aside, and nothing else is held twice.
+    Where the base is the model itself, as it was before it was patched, the two share all weights. Only copies of the
+    parameters that are going to move are kept.
+
+    Attributes:
+        model: patched.
+        patch: its patch.
+        base_model: the patched model as its family describes it.
+        given_base: the base, or None where it is what the model was.
+        train: (N - held, T) windows that parameters are fitted to.
+        held: (held, T) windows that only measure.
+        layers: indices of the layers that have attention and a scheme.
+        query_key: parameters of these layers' attention that reach its scores, each once.
+        began: by `id`, each parameter that the first stage can change, and its value before.
+        bar: progress bar of the windows that are read.
     """
 
     def __init__(
@@ -63,27 +91,27 @@ class Pair:
         *,
         own_weights: bool = True,
     ) -> None:
-        """Look at both.
+        """Find the layers and parameters that count, and keep copies of what will move.
 
         Args:
             model: patched, in evaluation mode.
-            patch: what is known of it.
+            patch: its patch.
             base: another model, or None for what the model was.
             tokens: (N, T).
-            held: how many windows, the last ones, only measure.
+            held: number of windows, the last ones, that only measure.
             own_weights: whether closed forms may move weights of the model itself, beside the scheme's parameters.
 
         Raises:
             ValueError: if windows are longer than the base was made for.
         """
-        self.model, self.patch, self.other = model, patch, base
-        self.plan = BaseModel.of(model)
-        tokens = tokens.to(next(self.plan.found.token_embedding.parameters()).device, torch.int64)
+        self.model, self.patch, self.given_base = model, patch, base
+        self.base_model = BaseModel.of(model)
+        tokens = tokens.to(next(self.base_model.found.token_embedding.parameters()).device, torch.int64)
         self.train, self.held = tokens[:-held], tokens[-held:]
         self.at_once = max(1, TOKENS // tokens.shape[1])
-        named = {layer for scheme in patch.schemes for layer in self.plan.layers_of(scheme)}
-        self.layers = sorted(named & set(self.plan.sizes))
-        self.bar = tqdm(disable=True)  # of the windows that are read
+        named = {layer for scheme in patch.schemes for layer in self.base_model.layers_of(scheme)}
+        self.layers = sorted(named & set(self.base_model.sizes))
+        self.bar = tqdm(disable=True)
         self._arguments: dict[torch.Size, dict[int, LayerCall]] = {}
         self.originals: Values = []
         with self.as_base() as followed:
@@ -93,19 +121,13 @@ class Pair:
         self.own_weights = own_weights
         self.tokens = self._tokens() if own_weights else None
         self.query_key = self._reaching_scores()
-        base_own = {id(p): p for p in (*self.query_key, *([] if self.tokens is None else [self.tokens]))}
+        self.originals = copied([*self.query_key, *([] if self.tokens is None else [self.tokens])])
         owners = [owner for index in self.layers if (owner := self._owner(index)) is not None]
-        movable = base_own | {id(p): p for owner in owners for p in owner.parameters()}
-        self.began = {key: (p, p.detach().clone()) for key, p in movable.items()}
-        self.originals = [self.began[key] for key in base_own]
+        self.began = {id(p): (p, value) for p, value in (*self.originals, *copied(parameters_of(owners)))}
 
-    @torch.no_grad()
     def restore(self, owners: Iterable[nn.Module] | None = None) -> None:
         """Put back the parameters of some modules, or all that the first stage can have changed."""
-        chosen = self.began if owners is None else [id(p) for owner in owners for p in owner.parameters()]
-        for key in chosen:
-            p, value = self.began[key]
-            p.copy_(value)
+        put(self.began.values() if owners is None else (self.began[id(p)] for p in parameters_of(owners)))
 
     def has_moved(self) -> bool:
         """Return whether a parameter that the first stage can change differs from what it was."""
@@ -113,50 +135,50 @@ class Pair:
 
     @contextmanager
     def as_base(self) -> Iterator[PreTrainedModel]:
-        """Have the base: another model, or this one as it was before it was patched."""
-        if self.other is not None:
-            with evaluation(self.other):
-                yield self.other
+        """Yield the base: another model, or this one as it was before it was patched."""
+        if self.given_base is not None:
+            with evaluation(self.given_base):
+                yield self.given_base
             return
         assert self.patch.undo is not None
         with _holding(self.originals), self.patch.undo.suspended():
             yield self.model
 
     def seen(self, tokens: Tensor) -> tuple[dict[int, Seen], dict[int, tuple[Tensor, LayerCall]]]:
-        """Return what the base's layers see, and the scheme's on the base's hidden states.
+        """Return what the base's layers see, and the inputs of the scheme's layers: the base's hidden states.
 
-        Vectors that only one of them adds to the hidden states at the input are taken off, or added, in every layer:
-        they run through the whole model beside what the layers write.
+        Vectors that only one of the two models adds at the input are added to these hidden states, or subtracted, in
+        every layer, because they run through the whole model.
         """
         with self.as_base() as base:
-            theirs = observe(base, tokens, [0, *self.layers] if 0 in self.plan.sizes else self.layers)
+            theirs = observe(base, tokens, [0, *self.layers] if 0 in self.base_model.sizes else self.layers)
         ours = self.arguments(tokens)
         shift: Tensor | float = 0.0
-        if self.plan.found.position_table is not None:
+        if self.base_model.found.position_table is not None:
             shift = self._entering(tokens) - self._entering_base(tokens)
-        first: Any = self.plan.found.layers[0]
-        at_first = on_decoder(self.plan.found.decoder).layers.at_first
+        first: Any = self.base_model.found.layers[0]
+        at_first = on_decoder(self.base_model.found.decoder).layers.at_first
         inputs = {}
         for index in self.layers:
             hidden = theirs[index].layer.hidden_states + shift
-            if at_first and index:  # made for each layer anew, which hands its gradients back by itself
+            if at_first and index:  # computed anew for each layer, because gradients are taken layer by layer
                 hidden = hidden + first.posenc(torch.arange(tokens.shape[1], device=tokens.device)[None]).to(hidden)
             inputs[index] = (hidden, ours[index])
         return theirs, inputs
 
     def _tokens(self) -> nn.Parameter | None:
-        """Return the token embeddings, if a table of positions that was added to them is gone."""
-        weights = list(self.plan.found.token_embedding.parameters())
-        silent = isinstance(self.plan.found.position_table, NoEmbedding)
+        """Return the token embeddings, if the patch took away a table of positions that was added to them."""
+        weights = list(self.base_model.found.token_embedding.parameters())
+        silent = isinstance(self.base_model.found.position_table, NoEmbedding)
         return weights[0] if silent and len(weights) == 1 else None
 
     @torch.no_grad()
     def keep_mean(self) -> None:
         """Add the mean of the base's table of positions to all token embeddings, in place of the table.
 
-        That much of a table says nothing of positions, and values, MLPs and norms count on it. It reaches all logits of
-        a position alike, where the head shares the embeddings. Nothing is done where the vectors that enter the model
-        are not the embeddings, or a multiple of them.
+        The mean says nothing about positions, and values, MLPs and norms were trained with it. Where the head shares
+        the embeddings, it changes all logits of a position by the same number. Nothing is done where the vectors that
+        enter the model are not the embeddings, or a multiple of them.
         """
         if self.tokens is None:
             return
@@ -174,7 +196,7 @@ class Pair:
         self.tokens.copy_(kept)
 
     def arguments(self, tokens: Tensor) -> dict[int, LayerCall]:
-        """Return what the patched layers are called with beside hidden states, by the shape of tokens."""
+        """Return the arguments of the patched layers beside hidden states; they depend on the shape of tokens alone."""
         if tokens.shape not in self._arguments:
             seen = observe(self.model, tokens, self.layers)
             self._arguments[tokens.shape] = {index: each.layer for index, each in seen.items()}
@@ -186,26 +208,26 @@ class Pair:
             return entering(found.decoder, found.layers[0], tokens)
 
     def _entering(self, tokens: Tensor) -> Tensor:
-        found = self.plan.found
+        found = self.base_model.found
         return entering(found.decoder, found.layers[0], tokens)
 
-    def asked(self, index: int, hidden: Tensor, arguments: LayerCall) -> Call:
-        """Return what a patched layer asks of its attention."""
-        found = self.plan.found
-        return asked(found.layers[index], found.attention_of[index], hidden, arguments)
+    def call(self, index: int, hidden: Tensor, arguments: LayerCall) -> Call:
+        """Return the call of a patched layer's attention on some hidden states."""
+        found = self.base_model.found
+        return attention_call(found.layers[index], found.attention_of[index], hidden, arguments)
 
     @torch.no_grad()
     def loss(self, values: Values = ()) -> float:
         """Return the mean loss of the next token on the held-out windows, in nats, with some values of parameters.
 
-        All processes get what the first one finds, so that they decide alike. What is no number is infinite.
+        All processes get the number of the first one, so that they decide alike. NaN becomes infinity.
         """
         with _holding(values):
             return self._loss(self.model)
 
     @torch.no_grad()
     def loss_of_base(self) -> float:
-        """Return the same of the base."""
+        """Return the base's mean loss of the next token on the held-out windows, in nats."""
         with self.as_base() as base:
             return self._loss(base)
 
@@ -223,7 +245,7 @@ class Pair:
         """Return the KL divergence of each layer's heads from the base's on the held-out windows, (H,) each.
 
         Raises:
-            ValueError: if it is no number.
+            ValueError: if it is NaN or infinite.
         """
         return self.divergences({"": ()})[""]
 
@@ -231,27 +253,27 @@ class Pair:
     def divergences(
         self, candidates: Mapping[str, Values], only: Mapping[str, int] | None = None
     ) -> dict[str, dict[int, Tensor]]:
-        """Return the same for several values of some parameters, by name; the base is run once for all of them.
+        """Return the divergences of `divergence` for several candidates, by name; the base is run once for all of them.
 
         Args:
-            candidates: the values.
-            only: for some of them the one layer that is looked at; by default all are.
+            candidates: values of some parameters.
+            only: for some candidates the one layer that is measured; by default all are.
 
         Raises:
-            ValueError: if one of them is no number.
+            ValueError: if one of them is NaN or infinite.
         """
-        heads = {index: self.plan.sizes[index].num_heads for index in self.layers}
-        of = {name: [only[name]] if only and name in only else self.layers for name in candidates}
-        sums = {name: {index: torch.zeros(heads[index]) for index in of[name]} for name in candidates}
-        with attending(self.model, self.plan):
+        heads = {index: self.base_model.sizes[index].num_heads for index in self.layers}
+        layers = {name: [only[name]] if only and name in only else self.layers for name in candidates}
+        sums = {name: {index: torch.zeros(heads[index]) for index in layers[name]} for name in candidates}
+        with attending(self.model, self.base_model):
             for batch in self._batches(self.held):
                 theirs, inputs = self.seen(batch)
                 for index, (hidden, seen) in inputs.items():
                     ours, base = {}, theirs[index].call
-                    here = {name: values for name, values in candidates.items() if index in of[name]}
+                    here = {name: values for name, values in candidates.items() if index in layers[name]}
                     for name, values in here.items():
                         with _holding(values):
-                            ours[name] = self.asked(index, hidden, seen)
+                            ours[name] = self.call(index, hidden, seen)
                     for part in parts(base):
                         rows = rows_of(base, part)
                         for name, values in here.items():
@@ -273,36 +295,36 @@ class Pair:
         """Return sums by distance over some windows."""
         found = {}
         with self.as_base() as followed:
-            turns = BaseModel.of(followed).found.rotary is not None  # else nobody asks where the base attends
-        with attending(self.model, self.plan):
+            rotates = BaseModel.of(followed).found.rotary is not None  # else nothing reads where the base attends
+        with attending(self.model, self.base_model):
             for batch in self._batches(self.train[:windows]):
                 theirs, inputs = self.seen(batch)
                 for index, (hidden, seen) in inputs.items():
-                    ours, base = self.asked(index, hidden, seen), theirs[index].call
+                    ours, base = self.call(index, hidden, seen), theirs[index].call
                     if index not in found:
                         _, heads, _, head_dim = ours.query.shape
                         size = head_dim if takes_queries(ours.form) else None
-                        found[index] = Averages.none(heads, batch.shape[1], batch.device, size=size)
-                    found[index].add(base, ours, mass=turns)
+                        found[index] = Averages.empty(heads, batch.shape[1], batch.device, size=size)
+                    found[index].add(base, ours, mass=rotates)
         self._check_finite({index: each.difference for index, each in found.items()})
         return found
 
     def _batches(self, tokens: Tensor) -> Iterator[Tensor]:
-        """Yield windows, as many together as are looked at together."""
+        """Yield windows, as many together as are run together, and move the progress bar."""
         for batch in tokens.split(self.at_once):
             yield batch
             self.bar.update(len(batch))
 
     def like(self, index: int) -> Tensor:
         """Return an empty tensor with the dtype and device of a layer's queries."""
-        return next(self.plan.found.attention_of[index].parameters()).new_empty(0)
+        return next(self.base_model.found.attention_of[index].parameters()).new_empty(0)
 
     def module(self, index: int) -> Any:
-        """Return a layer's module with trainable numbers or vectors by distance, or None."""
+        """Return a layer's module if it has trainable numbers or vectors by distance, or None."""
         owner = self._owner(index)
         if owner is None or not any(True for _ in owner.parameters()):
             return None
-        heads = self.plan.sizes[index].num_heads
+        heads = self.base_model.sizes[index].num_heads
         like = self.like(index)
         none = coefficients(owner, like, torch.arange(1, device=like.device), heads) is None
         return None if none else owner
@@ -316,25 +338,25 @@ class Pair:
         return found.detach().float().cpu(), form.multiplies
 
     def _owner(self, index: int) -> Any:
-        """Return the module that has a layer's scores, or None."""
-        attention: Any = self.plan.found.attention_of[index]
+        """Return the module that computes a layer's scores, or None."""
+        attention: Any = self.base_model.found.attention_of[index]
         return owner_of(attention._modules.get("posenc"))
 
     def _reaching_scores(self) -> list[nn.Parameter]:
         """Return the parameters of the layers' attentions that reach their scores, each once."""
         _, inputs = self.seen(self.train[:1])
-        with attending(self.model, self.plan):
+        with attending(self.model, self.base_model):
             return list({id(p): p for index in self.layers for p in self._of_layer(index, *inputs[index])}.values())
 
     def _of_layer(self, index: int, hidden: Tensor, seen: LayerCall) -> list[nn.Parameter]:
         with torch.enable_grad():
-            attention = self.plan.found.attention_of[index]
+            attention = self.base_model.found.attention_of[index]
             candidates = [p for p in attention.parameters() if p.is_floating_point()]
             kept = [p.requires_grad for p in candidates]
             try:
                 for p in candidates:
                     p.requires_grad_(True)
-                call = self.asked(index, hidden, seen)
+                call = self.call(index, hidden, seen)
                 reached = torch.autograd.grad(call.query.sum() + call.key.sum(), candidates, allow_unused=True)
             finally:
                 for p, needed in zip(candidates, kept, strict=True):
@@ -345,7 +367,7 @@ class Pair:
 def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:
     """Return the KL divergence of some rows of attention weights from the base's, (B, H, R), in nats.
 
-    Where a window hides keys that the base sees, its weights are those of the keys that are left.
+    Where a window hides keys that the base sees, the base's weights are those of the keys that are left.
 
     Args:
         theirs: the base's rows.
@@ -359,13 +381,6 @@ def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:
 
 
 def mean_kl(base: Call, ours: Call) -> Tensor:
-    """Return the mean KL divergence over rows, queries and heads; where there are several parts, each is run again."""
-    pieces = list(parts(base))
-    total = base.query.new_zeros(())
-
-    def piece(part: slice) -> Tensor:
-        return _kl(rows_of(base, part), ours, part).sum()
-
-    for part in pieces:
-        total = total + (piece(part) if len(pieces) == 1 else checkpoint(piece, part, use_reentrant=False))
+    """Return the mean KL divergence over rows, queries and heads."""
+    total = summed(base, lambda part: _kl(rows_of(base, part), ours, part).sum())
     return total / base.query[..., 0].numel()

@@ -1,24 +1,24 @@
-"""What a calibration reports: losses on held-out windows, and how close each layer's attention came."""
+"""The report of a calibration: losses on held-out windows, and how close each layer's attention came."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from textwrap import fill
 from typing import Any
 
 from torch import Tensor
 
-from .choose import CANDIDATES
+from .candidates import CANDIDATES
 
 NOTHING = "nothing"
-"""What is kept where nothing predicted better than the plain swap."""
+"""`Calibration.kept` where nothing predicted better than the plain swap."""
 
 WIDTH = 88
 """Columns of the printed report."""
 
 CLOSER = 0.9
-"""Share of a divergence that is worth patching again for."""
+"""Patching again is worth it where it brings a divergence below this share of what it is."""
 
 TRIED = {
     "heads": "closed forms chosen head by head",
@@ -26,7 +26,7 @@ TRIED = {
     "attention": "matching attention",
     "outputs": "matching outputs",
 }
-"""What can be taken back, in words."""
+"""The keys of `Calibration.put_back`, in words."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class HeldOutLoss:
     """Mean loss of the next token on the held-out windows, in nats.
 
     Attributes:
-        base: of the base.
-        swapped: of the patched model, before anything was calibrated.
-        closed_form: with what was kept of the closed forms.
-        calibrated: at the end.
+        base: loss of the base.
+        swapped: loss of the patched model, before anything was calibrated.
+        closed_form: loss with what was kept of the closed forms.
+        calibrated: loss at the end.
     """
 
     base: float
@@ -52,18 +52,19 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """What calibration did to one layer; all numbers on held-out windows.
+    """The change of one layer by a calibration; all numbers are measured on held-out windows.
 
     Attributes:
-        index: of the layer.
-        before: (H,) mean KL divergence of the scheme's attention from the base's, in nats per query, before.
-        closed: (H,) after the closed forms.
-        after: (H,) at the end.
+        index: index of the layer.
+        before: (H,) mean KL divergence of the scheme's attention from the base's, in nats per query, before anything
+            was calibrated.
+        closed: (H,) the same after the closed forms.
+        after: (H,) the same at the end.
         chosen: for each head the closed form that was taken, see `CANDIDATES`.
-        base_curve: (H, T) what the base's positions add to a score, the mean by distance, beside queries and keys as
+        base_curve: (H, T) what the base's positions add to a score, the mean by distance, with queries and keys as
             they were before the closed forms.
         scheme_curve: (H, T) the scheme's bias or factor by distance at the end, or None if it has none.
-        multiplies: whether that is a factor of the score, and no bias.
+        multiplies: whether the scheme's curve is a factor of the score; otherwise it is a bias.
     """
 
     index: int
@@ -76,30 +77,22 @@ class LayerFit:
     multiplies: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
-        return {
-            "index": self.index,
-            "before": self.before.tolist(),
-            "closed": self.closed.tolist(),
-            "after": self.after.tolist(),
-            "chosen": list(self.chosen),
-            "base_curve": self.base_curve.tolist(),
-            "scheme_curve": None if self.scheme_curve is None else self.scheme_curve.tolist(),
-            "multiplies": self.multiplies,
-        }
+        """Return all fields, ready for JSON."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"chosen": list(self.chosen)}
+        return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What `calibrate` did. Prints as a table.
+    """The report of `calibrate`. It prints as a table.
 
     Attributes:
         scheme: names of the schemes.
         layers: one report for each layer that was calibrated.
         tokens: number of different tokens that were read, held-out ones included.
         held_out_loss: language-model losses along the way.
-        kept: what the model holds at the end: `closed_form`, `attention` or `outputs` (the second stage, by what it
-            matched), or `nothing`: the model is the plain swap.
+        kept: where the model's weights are from: `closed_form`; `attention` or `outputs`, the loss that the second
+            stage lowered; or `nothing`: the model is the plain swap.
         judge: what decided, as in `calibrate`.
         put_back: what the judge took back, with its held-out loss in nats.
         apart: (closed, apart) if one module of the scheme serves several layers: the mean divergence that closed forms
@@ -118,12 +111,12 @@ class Calibration:
     def unexpressed(self, least: float = 0.1) -> tuple[int, ...]:
         """Return the layers that still differ from the base by this much, in nats per query and head on average.
 
-        What the scheme cannot do there the base can: leave those layers out of the patch (`layers=`).
+        The base does there what the scheme cannot: leave those layers out of the patch (`layers=`).
         """
         return tuple(each.index for each in self.layers if each.after.mean().item() >= least)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return {
             "scheme": self.scheme,
             "tokens": self.tokens,
@@ -136,21 +129,21 @@ class Calibration:
         }
 
     def remarks(self) -> list[str]:
-        """Return sentences on what was taken back, and on what would come closer."""
-        found = []
+        """Return sentences about what was taken back, and about what would come closer."""
+        sentences = []
         if self.put_back:
             tried = ", ".join(f"{TRIED[name]} ({loss:.3f} nats)" for name, loss in self.put_back.items())
             why = "it predicted no better" if self.judge == "loss" else "attention came no closer"
-            found.append(f"Taken back, because {why}: {tried}.")
+            sentences.append(f"Taken back, because {why}: {tried}.")
         if self.kept == NOTHING:
-            found.append("Nothing predicted better than the plain swap: the model is as it was.")
+            sentences.append("Nothing predicted better than the plain swap: the model is as it was.")
         if self.apart is not None and self.apart[1] < CLOSER * self.apart[0]:
             together, apart = self.apart
-            found.append(
+            sentences.append(
                 "All layers share the scheme's parameters. With its own for each layer (share_layers=False) closed "
                 f"forms come to a divergence of {apart:.3f} nats in place of {together:.3f}: patch again with that."
             )
-        return found
+        return sentences
 
     def __str__(self) -> str:
         """Return the losses, then a table: KL divergence from the base's attention, the mean over heads, in nats."""
@@ -161,8 +154,8 @@ class Calibration:
             "  layer     before  closed form      after  heads by closed form",
         ]
         for each in self.layers:
-            said = ", ".join(f"{each.chosen.count(name)} {name}" for name in CANDIDATES if name in each.chosen)
+            forms = ", ".join(f"{each.chosen.count(name)} {name}" for name in CANDIDATES if name in each.chosen)
             numbers = "  ".join(f"{part.mean().item():>9.4f}" for part in (each.before, each.closed, each.after))
-            lines.append(f"  {each.index:>5}  {numbers}  {said}")
+            lines.append(f"  {each.index:>5}  {numbers}  {forms}")
         folded = [fill(each, WIDTH, initial_indent="  ", subsequent_indent="    ") for each in self.remarks()]
         return "\n".join([*lines, *folded])

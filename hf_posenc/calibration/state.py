@@ -1,9 +1,10 @@
-"""The state of a second stage in one file: enough to go on from it exactly, and what it is the state of."""
+"""The state of a second stage in one file: enough to go on from it exactly, and the calibration that it belongs to."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,25 +20,25 @@ from ..checkpoints import files
 from ..errors import CheckpointError
 
 ENTRY = "hf_posenc_calibration"
-"""Key in the file's metadata: JSON with what the state is of, the steps made, and the first stage's numbers."""
+"""Key in the file's metadata: JSON with the calibration's identity, the steps made, and the first stage's numbers."""
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
-"""What Adam keeps of a parameter."""
+"""Adam's state of a parameter."""
 
 
 @dataclass(frozen=True)
 class FirstStage:
-    """What the first stage found.
+    """The results of the first stage.
 
     Attributes:
-        before: for the report, by layer; see `LayerFit`.
-        closed: as well.
-        chosen: as well.
-        base_curve: as well.
-        parameters: what the second stage moves, as it finds it.
+        before: by layer, see `LayerFit`.
+        closed: by layer, see `LayerFit`.
+        chosen: by layer, see `LayerFit`.
+        base_curve: by layer, see `LayerFit`.
+        parameters: values of what the second stage moves, before its steps.
         losses: held-out losses of the base, the swap and the closed forms, by their names in `HeldOutLoss`.
         put_back: held-out losses of closed forms that were taken back, see `Calibration`.
-        apart: as there.
+        apart: see `Calibration`.
     """
 
     before: dict[int, Tensor]
@@ -56,38 +57,42 @@ class StateFile:
     It is written whole or not at all, and replaces the one before.
 
     Attributes:
-        trial: what the second stage matches, a name in `LOSSES`; None until it begins.
-        step: how many steps of this trial were made when it was written; 0 if there is no file yet.
-        put_back: held-out losses of trials that came before and were taken back.
-        first_stage: what the first stage found; None until that is known.
+        trial: the loss that the second stage lowers, a name in `LOSSES`; None until it begins.
+        step: number of steps of this trial when the file was written; 0 if there is no file yet.
+        put_back: held-out losses of earlier trials that were taken back.
+        first_stage: results of the first stage; None until they are known.
     """
 
     def __init__(
-        self, path: Path, of: dict[str, Any], parameters: dict[str, nn.Parameter], moved: Sequence[nn.Parameter]
+        self,
+        path: str | os.PathLike[str],
+        identity: dict[str, Any],
+        parameters: dict[str, nn.Parameter],
+        moved: Sequence[nn.Parameter],
     ) -> None:
-        """Look at what is there.
+        """Read the file if it exists.
 
         Args:
-            path: of the file, which need not exist.
-            of: what it must be the state of, in words, for JSON.
+            path: path of the file, which need not exist.
+            identity: the calibration that it must be the state of, as names and values for JSON.
             parameters: what either stage can move, by name.
             moved: what the second stage moves.
 
         Raises:
-            CheckpointError: if the file is no such state, or one of something else; nothing has changed then.
+            CheckpointError: if the file is no such state, or that of another calibration; nothing has changed then.
             OSError: if there is no folder for it.
         """
-        self.path, self.parameters, self.moved = path, parameters, moved
-        self.of: dict[str, Any] = json.loads(json.dumps(of))
+        self.path, self.parameters, self.moved = Path(path), parameters, moved
+        self.identity: dict[str, Any] = json.loads(json.dumps(identity))
         self.trial: str | None = None
         self.step = 0
         self.put_back: dict[str, float] = {}
         self.first_stage: FirstStage | None = None
         self.tensors: dict[str, Tensor] = {}
-        if path.exists():
+        if self.path.exists():
             self._read()
-        elif not path.absolute().parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no folder {path.absolute().parent}")
+        elif not (folder := self.path.absolute().parent).is_dir():
+            raise FileNotFoundError(f"{self.path}: there is no folder {folder}")
 
     def begin(self, trial: str, put_back: dict[str, float]) -> None:
         """Begin a trial, unless the state is of this one already."""
@@ -98,14 +103,14 @@ class StateFile:
         try:
             with safe_open(self.path, "pt") as file:
                 entry = json.loads((file.metadata() or {})[ENTRY])
-                of = entry["of"]
+                identity = entry["of"]
                 self.tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{self.path} is not the state of a calibration") from error
         different = [
-            f"{name} was {of.get(name)} and is {self.of.get(name)}"
-            for name in sorted(of.keys() | self.of.keys())
-            if of.get(name) != self.of.get(name)
+            f"{name} was {identity.get(name)} and is {self.identity.get(name)}"
+            for name in sorted(identity.keys() | self.identity.keys())
+            if identity.get(name) != self.identity.get(name)
         ]
         if different:
             raise CheckpointError(f"{self.path} is the state of another calibration: {'; '.join(different)}")
@@ -129,7 +134,11 @@ class StateFile:
             raise CheckpointError(f"{self.path} is not the whole state of a calibration: {error}") from error
 
     def _check(self, heads: dict[int, int], found: int) -> None:
-        """Check names, shapes, dtypes and numbers of all tensors, so that none is missed once something has changed.
+        """Check names, shapes, dtypes and numbers of all tensors, so that nothing fails once something has changed.
+
+        Args:
+            heads: number of heads of each layer, by its index.
+            found: number of parameters that the second stage of the file moves.
 
         Raises:
             ValueError: if one of them is wrong.
@@ -162,7 +171,7 @@ class StateFile:
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-        """Put what was read where it belongs; nothing where nothing was."""
+        """Put what was read into the parameters, the optimizer and the generator; do nothing if nothing was read."""
         if not self.tensors:
             return
         for name, parameter in self.parameters.items():
@@ -176,50 +185,49 @@ class StateFile:
         self.tensors = {}
 
     def save(self, step: int, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-        """Write the state after a step of the trial, counted from 1; 0 means none was made."""
+        """Write the state after a step of the trial, counted from 1; 0 means before the first."""
         assert self.first_stage is not None
-        found = self.first_stage
+        first = self.first_stage
         tensors = {"random": generator.get_state()}
         for part in ("before", "closed", "base_curve"):
-            tensors |= {f"{part}.{index}": each for index, each in getattr(found, part).items()}
-        tensors |= {f"found.{number}": each for number, each in enumerate(found.parameters)}
+            tensors |= {f"{part}.{index}": each for index, each in getattr(first, part).items()}
+        tensors |= {f"found.{number}": each for number, each in enumerate(first.parameters)}
         for name, parameter in self.parameters.items():
             tensors[f"parameter.{name}"] = parameter.detach()
             tensors |= {f"adam.{part}.{name}": each for part, each in optimizer.state.get(parameter, {}).items()}
-        first = {"losses": found.losses, "put_back": found.put_back, "apart": found.apart}
         entry = json.dumps(
             {
-                "of": self.of,
+                "of": self.identity,
                 "trial": self.trial,
                 "step": step,
                 "put_back": self.put_back,
-                "chosen": found.chosen,
-                "found": len(found.parameters),
-                "first_stage": first,
+                "chosen": first.chosen,
+                "found": len(first.parameters),
+                "first_stage": {"losses": first.losses, "put_back": first.put_back, "apart": first.apart},
             }
         )
         with files.replaced(self.path) as partial:
-            # Copies: what was left as it was stands in the report twice, and safetensors refuses shared memory.
+            # Copies, because `before` and `closed` can be one tensor, and safetensors refuses shared memory.
             save_file({n: each.cpu().contiguous().clone() for n, each in tensors.items()}, partial, {ENTRY: entry})
         self.step = step
 
 
 def digest_of(model: PreTrainedModel) -> str:
-    """Return what tells a model from others: a digest of its config and its parameters."""
+    """Return a digest of a model's config and parameters."""
     kept = {k: v for k, v in model.config.to_dict().items() if k != "transformers_version" and not k.startswith("_")}
-    found = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
-        found.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        _add(found, parameter)
-    return found.hexdigest()[:16]
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        _add(digest, parameter)
+    return digest.hexdigest()[:16]
 
 
 def digest_of_tokens(tokens: Tensor) -> str:
-    """Return what tells windows of tokens from others: their number, their length and a digest."""
-    found = hashlib.sha256()
-    _add(found, tokens.long())
-    return f"{tokens.shape[0]} x {tokens.shape[1]}, {found.hexdigest()[:16]}"
+    """Return the number and length of windows of tokens, and a digest of them."""
+    digest = hashlib.sha256()
+    _add(digest, tokens.long())
+    return f"{tokens.shape[0]} x {tokens.shape[1]}, {digest.hexdigest()[:16]}"
 
 
-def _add(found: Any, tensor: Tensor) -> None:
-    found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+def _add(digest: Any, tensor: Tensor) -> None:
+    digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

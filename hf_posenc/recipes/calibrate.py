@@ -3,13 +3,13 @@
     hf-posenc calibrate --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
     accelerate launch -m hf_posenc.recipes.calibrate --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
 
-What `hf_posenc.calibrate` does, from a checkpoint to a checkpoint; extend_context.py does it on the way to more. Ctrl-C
-in the second stage keeps its state beside OUTPUT, and `--resume` goes on from there, to the same weights.
+This is `hf_posenc.calibrate` from a checkpoint to a checkpoint; extend_context.py calibrates before it fine-tunes.
+Ctrl-C in the second stage keeps its state beside OUTPUT, and `--resume` goes on from there, to the same weights.
 """
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
+from hf_posenc import Calibration, Matching
 
 from ..analysis import plots
-from ..calibration.calibrate import JUDGES, STAGES, check_lengths, ignored
-from ..calibration.match import LOSSES
-from ..calibration.report import Calibration
+from ..calibration.calibrate import JUDGES
+from ..calibration.matching import LOSSES
 from ..checkpoints import files
+from ..checkpoints.entry import STAGES
 from ..families.base import base_model_type
 from ..registry import family_for
 from . import corpus, models, program, schemes
@@ -41,9 +42,9 @@ EXAMPLES = """
   {prog} --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5 --resume
 """
 LENGTH = 512
-"""Tokens in a window, at most, where nothing else is asked for."""
+"""Tokens in a window, at most, by default."""
 MOVED = ("scheme", "query_key")
-"""What the second stage moves; the function also knows adapters, which are not put on here."""
+"""What the second stage can move; `Matching` also knows adapters, which this command does not put on."""
 
 
 @dataclass
@@ -74,61 +75,63 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
         default="attention",
         metadata={"help": "closed_form | attention: closed forms alone, or then steps that match attention too"},
     )
-    weights: str = field(
-        default="query_key",
-        metadata={
-            "help": "scheme | query_key: what the steps move beside the closed forms; the latter also the weights that "
-            "make queries and keys"
-        },
-    )
-    steps: int = as_in(TrainingArguments, "steps", 100)
-    rate: float = field(default=2e-2, metadata={"help": "learning rate of the scheme's parameters"})
-    weight_rate: float = field(
-        default=1e-3, metadata={"help": "learning rate of the weights that make queries and keys"}
-    )
+    weights: str = as_in(Matching, "weights", "query_key")
+    steps: int = as_in(TrainingArguments, "steps", Matching.steps)
+    rate: float = as_in(Matching, "rate")
+    weight_rate: float = as_in(Matching, "weight_rate")
     judge: str = field(
         default="loss",
         metadata={
             "help": "loss | attention: what decides what is kept, the held-out loss or how close attention comes"
         },
     )
-    loss: str | None = field(
-        default=None,
-        metadata={
-            "help": "attention | outputs: what the steps match, what heads pay or what they read (default: attention, "
-            "then outputs if that predicts worse)",
-            "metavar": "NAME",
-        },
-    )
+    loss: str | None = as_in(Matching, "loss")
     step_lengths: list[int] = field(
         default_factory=list,
         metadata={"help": "tokens in a window of the steps, one length after the other; by default --length"},
     )
-    seed: int = field(default=0, metadata={"help": "seed of everything that is random"})
+    seed: int = field(default=Matching.seed, metadata={"help": "seed of everything that is random"})
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
-    """Calibrates and returns what --json holds."""
+    """Calibrate, and return what --json holds."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     with program.ending(parser, "the same command with --resume", lambda: kept(arguments)):
         return run(arguments)
 
 
 def kept(arguments: Arguments) -> str:
-    """What there is after an interruption."""
+    """Return what to say after an interruption: what there is to go on from."""
     if state_file(arguments).exists():
         return f"{state_file(arguments)} has what was done so far: the same command with --resume goes on from there."
     return "Nothing was finished that could be kept: the same command begins again."
 
 
 def state_file(arguments: Arguments) -> Path:
-    """Where the second stage writes its state, beside the folder that is going to be saved."""
+    """Return the path of the second stage's state, beside the folder that is going to be saved."""
     output = Path(arguments.output)
     return output.with_name(f"{output.name}.state.safetensors")
 
 
+def second_stage(arguments: Arguments, **more: Any) -> Matching | None:
+    """Return the second stage as the options say it, or None without one.
+
+    Args:
+        arguments: options; those named like a field of `Matching` are taken for it.
+        **more: other fields.
+    """
+    if arguments.stage == "closed_form":
+        return None
+    more |= {each.name: getattr(arguments, each.name) for each in fields(Matching) if hasattr(arguments, each.name)}
+    more |= {"lengths": arguments.step_lengths or None, "state_file": state_file(arguments)}
+    try:
+        return Matching(**more)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
-    """Everything that can be known without reading the text or the weights. Returns the scheme."""
+    """Check all that can be known without reading the text or the weights, and return the scheme."""
     for name, value in (("model", "DIR_OR_ID"), ("scheme", "NAME"), ("output", "DIR")):
         if not getattr(arguments, name):
             raise UsageError(f"{option(name)} {value} is missing")
@@ -145,14 +148,22 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
         at_least(arguments, 2, "length")
     if arguments.windows is not None:
         at_least(arguments, 1, "windows")
-    by = "stage" if arguments.stage == "closed_form" else "weights"
-    for name in (*ignored(arguments.stage, arguments.weights), *(("resume",) if by == "stage" else ())):
-        name = "step_lengths" if name == "lengths" else name
-        if name != "seed" and hasattr(arguments, name):  # random numbers may be in the scheme, too
-            refuse(arguments, name, f"changes nothing with {option(by)} {getattr(arguments, by)}")
+    if arguments.stage == "closed_form":
+        for name in (*(each.name for each in fields(Matching)), "step_lengths", "resume"):
+            if name != "seed" and hasattr(arguments, name):  # the scheme may begin at random, too
+                refuse(arguments, name, "changes nothing with --stage closed_form")
+    elif arguments.weights == "scheme":
+        refuse(arguments, "weight_rate", "changes nothing with --weights scheme")
     for name in ("rate", "weight_rate"):
         if not getattr(arguments, name) > 0:
             raise UsageError(f"{option(name)} must be positive, not {getattr(arguments, name):g}")
+    check_lengths(arguments)
+    check_files(arguments)
+    return scheme
+
+
+def check_lengths(arguments: Arguments) -> None:
+    """Check the lengths of windows against the base's; `--length` gets its default."""
     base = models.load_named(AutoConfig, arguments)
     if base.model_type != base_model_type(base):
         raise UsageError(f"--model {arguments.model} is patched already: give the stock checkpoint it was made from")
@@ -164,14 +175,19 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
             f"--length {arguments.length}: {arguments.model} was made for {longest} tokens, and is followed there: "
             f"--length {longest} is the longest"
         )
-    try:
-        check_lengths(tuple(arguments.step_lengths), arguments.length)
-    except ValueError as error:
-        raise UsageError(f"--step-lengths: {error}") from None
     if len(arguments.step_lengths) > arguments.steps:
         raise UsageError(
             f"--steps {arguments.steps} cannot be divided among {len(arguments.step_lengths)} --step-lengths"
         )
+    if (matching := second_stage(arguments)) is not None:
+        try:
+            matching.check_length(arguments.length)
+        except ValueError as error:
+            raise UsageError(f"--step-lengths: {error}") from None
+
+
+def check_files(arguments: Arguments) -> None:
+    """Check that the output files can be written, and that there is a state if and only if --resume is given."""
     if Path(arguments.output).exists():
         raise UsageError(f"--output {arguments.output} exists already: name a folder that does not")
     for name in ("json", "plot"):
@@ -189,11 +205,10 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
             raise UsageError(f"--resume: there is no {state}")
         if state.exists() and not arguments.resume:
             raise UsageError(f"{state} is left of an interrupted calibration: give --resume, or remove it")
-    return scheme
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
-    """From the stock checkpoint to the calibrated one; returns what was found, by layer and head."""
+    """Calibrate a stock checkpoint, save it, and return the report, ready for JSON."""
     scheme = check_arguments(arguments)
     accelerator, device = models.placed(arguments)
     say = accelerator.print
@@ -205,26 +220,21 @@ def run(arguments: Arguments) -> dict[str, Any]:
         f"Calibrating with {len(windows) - arguments.held_out:,} windows of {arguments.length:,} tokens, and "
         f"{arguments.held_out:,} held out, on {device}; closed forms come first"
     )
-    state = state_file(arguments)
-    matching: dict[str, Any] = {}
-    if arguments.stage == "attention":
-        matching = {
-            name: getattr(arguments, name) for name in ("weights", "steps", "rate", "weight_rate", "loss", "seed")
-        }
-        matching |= {"state_file": state, "lengths": tuple(arguments.step_lengths) or None}
-        if arguments.weights == "scheme":
-            del matching["weight_rate"]
-    how = {name: getattr(arguments, name) for name in ("stage", "held_out", "judge")}
-    how["progress"] = accelerator.is_main_process
     with Steps(arguments.steps, accelerator) as steps:
         try:
-            report = hf_posenc.calibrate(model, windows, on_step=steps.made, **how, **matching)
+            report = hf_posenc.calibrate(
+                model,
+                windows,
+                held_out=arguments.held_out,
+                matching=second_stage(arguments, on_step=steps.made),
+                judge=arguments.judge,
+                progress=accelerator.is_main_process,
+            )
         except ValueError as error:
             raise UsageError(str(error)) from None
-    found = report.to_dict()
     if accelerator.is_main_process:
         write(arguments, model, tokenizer, report)
-        state.unlink(missing_ok=True)
+        state_file(arguments).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
     say(f"{hf_posenc.describe(model)}\n{report}")
     if left := report.unexpressed():
@@ -234,11 +244,11 @@ def run(arguments: Arguments) -> dict[str, Any]:
         )
     written = (("saved in", arguments.output), ("numbers in", arguments.json), ("picture in", arguments.plot))
     say(", ".join(f"{what} {path}" for what, path in written if path))
-    return found
+    return report.to_dict()
 
 
 def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator) -> Tensor:
-    """Windows of the text in its order, (N, T) int64; what does not fill one is left out."""
+    """Return windows of the text in its order, (N, T) int64; what does not fill one is left out."""
     length, wanted = arguments.length, arguments.windows
     assert length is not None  # check_arguments has set it
     enough = sys.maxsize if wanted is None else wanted * length
@@ -259,7 +269,7 @@ def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator)
 
 
 def write(arguments: Arguments, model: Any, tokenizer: Any, report: Calibration) -> None:
-    """The checkpoint, whole or not at all, and what else was asked for."""
+    """Write the checkpoint, whole or not at all, and the files that were asked for."""
     with files.new_folder(Path(arguments.output)) as folder:
         model.save_pretrained(folder, tokenizer=tokenizer)
     if arguments.json:

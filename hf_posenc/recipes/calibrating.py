@@ -1,4 +1,4 @@
-"""Before fine-tuning the scheme takes over what the base's positions did: with which text, and what is said of it."""
+"""Calibration before fine-tuning: choose windows of the training text, calibrate, and report it."""
 
 import signal
 import statistics
@@ -12,11 +12,13 @@ from typing import Any
 
 import peft
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import hf_posenc
+from hf_posenc import Calibration, Matching
 
-from ..calibration.calibrate import write_down as note
+from ..calibration.calibrate import record_calibration
 from ..calibration.report import NOTHING, HeldOutLoss
 from ..registry import family_for
 from .corpus import Document, Text, Windows, order
@@ -25,16 +27,15 @@ from .options import UsageError, at_least, one_of, refuse
 
 METHODS = ("attention", "closed_form", "none")
 LONGEST = 256
-"""Tokens of a window, at most, where nothing else is asked for: short windows cost less, and what holds in them holds
-in longer ones where a model looks no further back."""
+"""Tokens of a window, at most, by default: short windows cost less, and what holds in them holds in longer ones where a
+model looks no further back."""
 HELD_OUT = 8
 """Windows that only decide and measure."""
-BATCH = 4
-"""Windows in a step, of all processes together."""
 CALIBRATED_RATE, PLAIN_RATE = 3e-4, 1e-3
-"""Default peaks of fine-tuning: the rate that a plain swap needs undoes a calibration within a few steps."""
+"""Default peak learning rates of fine-tuning. The one that a plain swap needs undoes a calibration within a few
+steps."""
 UNCHANGED = 1e-5
-"""Nats of held-out loss: a swap that costs less has changed nothing but the order of some sums."""
+"""Nats of held-out loss: a swap that costs less has only changed the order of some sums."""
 
 
 @dataclass
@@ -48,7 +49,9 @@ class CalibrationArguments:
             "the base's positions did, by closed forms and then by matching attention; none is the plain swap"
         },
     )
-    calibrate_steps: int = field(default=50, metadata={"help": "steps that match attention, of 4 windows each"})
+    calibrate_steps: int = field(
+        default=50, metadata={"help": f"steps that match attention, of {Matching.batch_size} windows each"}
+    )
     calibrate_windows: int = field(
         default=400,
         metadata={
@@ -67,7 +70,7 @@ class CalibrationArguments:
 
 
 def check(arguments: Any) -> None:
-    """What can be known without text and model; the peak of the learning rate, if none is given, follows from it."""
+    """Check what can be known without text and model; the learning rate gets its default, if none is given."""
     one_of(arguments, "calibrate", METHODS)
     at_least(arguments, 1, "calibrate_steps")
     at_least(arguments, HELD_OUT + 1, "calibrate_windows")
@@ -82,8 +85,8 @@ def check(arguments: Any) -> None:
         arguments.learning_rate = PLAIN_RATE if arguments.calibrate == "none" else CALIBRATED_RATE
 
 
-def check_base(model: nn.Module, arguments: Any) -> None:
-    """UsageError where nobody sees the scores of the base that the calibration is to follow."""
+def check_base(model: PreTrainedModel, arguments: Any) -> None:
+    """Raise a UsageError where nobody sees the scores of the base that the calibration is to follow."""
     if family_for(model.config.model_type).bypasses_interface:
         raise UsageError(
             f"--calibrate {arguments.calibrate}: a stock {type(model).__name__} computes its attention in code of its "
@@ -92,7 +95,7 @@ def check_base(model: nn.Module, arguments: Any) -> None:
 
 
 def windows(train: list[Document], trained_length: int, arguments: Any) -> Tensor:
-    """Windows of the training text, (N, T), drawn at random without one being drawn twice.
+    """Return windows of the training text, (N, T), drawn at random, none of them twice.
 
     Raises:
         UsageError: if there are too few, or they would be longer than the base was trained at.
@@ -113,38 +116,38 @@ def windows(train: list[Document], trained_length: int, arguments: Any) -> Tenso
 
 
 def skipped(why: str) -> dict[str, Any]:
-    """What results say where nothing was calibrated."""
+    """Return the entry of the results where nothing was calibrated."""
     return {"method": "none", "why": why}
 
 
-def loss_at(text: Text, length: int) -> Callable[[nn.Module], float]:
-    """What gives a model's held-out loss in windows of this length, or of all held-out text if that is shorter."""
+def loss_at(text: Text, length: int) -> Callable[[PreTrainedModel], float]:
+    """Return a function that measures held-out loss in windows of this length, or of all the text if it is shorter."""
     return held_out_loss(text, min(length, sum(len(document.tokens) for document in text.held_out)))
 
 
 def calibrate(
     accelerator: Accelerator,
-    model: nn.Module,
+    model: PreTrainedModel,
     tokens: Tensor,
     arguments: Any,
     *,
-    loss: Callable[[nn.Module], float],
+    loss: Callable[[PreTrainedModel], float],
     base_loss: float,
     state_file: Path,
 ) -> dict[str, Any]:
-    """Calibrates in place; every process calls it with the same windows.
+    """Calibrate in place; every process calls it with the same windows.
 
     Args:
-        accelerator: that runs the processes.
+        accelerator: accelerator of the processes.
         model: patched, whole, on the device; PEFT may have wrapped it, and then only what it trains is moved.
         tokens: from `windows`.
-        arguments: how, and the seed.
+        arguments: options of the calibration, and the seed.
         loss: from `loss_at`.
-        base_loss: the same of the base.
-        state_file: where the steps that match attention keep their state, and go on from, if it is there.
+        base_loss: what it gives for the base.
+        state_file: state of the steps that match attention, from which they go on if it is there.
 
     Returns:
-        What to report: divergences by layer, held-out losses, tokens, seconds.
+        The entry of the results: divergences by layer, held-out losses, tokens, seconds.
 
     Raises:
         UsageError: where this model cannot be calibrated.
@@ -153,43 +156,34 @@ def calibrate(
     losses = {"length": tokens.shape[1], "base": base_loss, "swapped": swapped}
     if abs(swapped - base_loss) < UNCHANGED:
         return skipped("the model predicts what the base predicts") | {"held_out_loss": losses}
-    adapted = isinstance(model, peft.PeftModel)
     steps = arguments.calibrate_steps if arguments.calibrate == "attention" else 0
     start = time.perf_counter()
     waiting = Steps(steps, accelerator)
-    matching = {
-        "steps": steps,
-        "batch_size": max(1, BATCH // accelerator.num_processes),
-        "seed": arguments.seed,
-        "state_file": state_file,
-        "on_step": waiting.made,
-    }
-    how = {"stage": arguments.calibrate, "held_out": HELD_OUT, "progress": accelerator.is_main_process}
+    matching = None
+    if steps:
+        matching = Matching(
+            steps=steps,
+            batch_size=max(1, Matching.batch_size // accelerator.num_processes),
+            seed=arguments.seed,
+            state_file=state_file,
+            on_step=waiting.made,
+        )
     try:
         with waiting:
-            report = hf_posenc.calibrate(model, tokens, **how, **(matching if steps else {}))
+            report = hf_posenc.calibrate(
+                model, tokens, held_out=HELD_OUT, matching=matching, progress=accelerator.is_main_process
+            )
     except (ValueError, hf_posenc.HfPosencError) as error:
         raise UsageError(f"--calibrate {arguments.calibrate}: {error}; --calibrate none swaps plainly") from None
-    seconds = round(time.perf_counter() - start, 1)
-    layers = [
-        {
-            "index": each.index,
-            **{name: getattr(each, name).mean().item() for name in ("before", "closed", "after")},
-            "chosen": dict(Counter(each.chosen)),
-        }
-        for each in report.layers
-    ]
+    adapted = isinstance(model, peft.PeftModel)
     return {
         "method": arguments.calibrate,
         "moved": "the scheme and what the adapter trains" if adapted else "the scheme, queries and keys",
         "windows": len(tokens),
         "tokens": report.tokens,
         "steps": steps,
-        "seconds": seconds,
-        "divergence": {
-            name: statistics.fmean(layer[name] for layer in layers) for name in ("before", "closed", "after")
-        },
-        "layers": layers,
+        "seconds": round(time.perf_counter() - start, 1),
+        **by_layer(report),
         "held_out_loss": losses | {"calibrated": loss(model)},
         "kept": report.kept,
         "windows_loss": asdict(report.held_out_loss),
@@ -197,28 +191,50 @@ def calibrate(
     }
 
 
-def write_down(model: nn.Module, found: dict[str, Any]) -> None:
-    """Say in the config of a model that was calibrated earlier what its results say."""
+def by_layer(report: Calibration) -> dict[str, Any]:
+    """Return each layer's divergences, averaged over heads, and its closed forms; and the means over layers."""
+    stages = ("before", "closed", "after")
+    layers = [
+        {
+            "index": each.index,
+            **{name: getattr(each, name).mean().item() for name in stages},
+            "chosen": dict(Counter(each.chosen)),
+        }
+        for each in report.layers
+    ]
+    return {
+        "divergence": {name: statistics.fmean(layer[name] for layer in layers) for name in stages},
+        "layers": layers,
+    }
+
+
+def write_down(model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """Write into the config of a model that was calibrated earlier what its results say.
+
+    Args:
+        model: patched, with the calibrated weights.
+        found: what `calibrate` returned.
+    """
     if found["method"] == "none" or found.get("kept") == NOTHING:
         return
     stage = "closed_form" if found.get("kept") == "closed_form" else found["method"]
     losses = HeldOutLoss(**found["windows_loss"]) if "windows_loss" in found else None
-    note(model, stage, found["tokens"], losses)
+    record_calibration(model, stage, found["tokens"], losses)
 
 
 class Steps:
-    """Context manager around the steps of a calibration: a first Ctrl-C waits for the end of one and its whole state.
+    """Context manager in which Ctrl-C waits for the end of a calibration step, and for its whole state.
 
-    Before the first step, after the last, for a second Ctrl-C, and among several processes, which may be in different
-    steps, it is what it always was.
+    It stops at once, as usual, before the first step, after the last, and the second time; and always among several
+    processes, because they may be in different steps.
 
     Args:
-        steps: how many there are.
-        accelerator: that runs the processes.
+        steps: number of steps.
+        accelerator: accelerator of the processes.
     """
 
     def __init__(self, steps: int, accelerator: Accelerator) -> None:
-        """Nothing is waited for before the first step."""
+        """Stop at once before the first step."""
         self.steps, self.waits = steps, accelerator.num_processes == 1
         self.stopping = False
 
@@ -230,7 +246,7 @@ class Steps:
         signal.signal(signal.SIGINT, self.before)
 
     def made(self, step: int, loss: float) -> None:
-        """Called after each step; KeyboardInterrupt if one is waiting."""
+        """Raise the KeyboardInterrupt that waits, if there is one; called after each step."""
         if self.stopping:
             raise KeyboardInterrupt
         if self.waits:

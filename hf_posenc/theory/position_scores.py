@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..analysis import probe
 from ..analysis.result import Result
-from ..calibration.maps import asked, attending, observe
+from ..calibration.observe import attending, attention_call, observe
 from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
@@ -116,7 +116,7 @@ def position_scores(
             ]
             hidden = [each + vectors for each in alone]
         bar = tqdm(hidden, disable=not progress, desc="scores of positions", unit="token")
-        calls = [asked(found, attention, each[None], seen.layer).widened() for each in bar]
+        calls = [attention_call(found, attention, each[None], seen.layer).widened() for each in bar]
         query = torch.stack([call.query[0].double() for call in calls]).mean(0)
         key = torch.stack([call.key[0].double() for call in calls]).mean(0)
     scaling = calls[0].scaling

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..analysis import probe
 from ..analysis.decay import Decay
 from ..analysis.result import Result
-from ..calibration.maps import observe
+from ..calibration.observe import observe
 from ..errors import UnsupportedModelError
 from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..analysis import probe
 from ..analysis.result import Result
-from ..calibration.maps import observe
+from ..calibration.observe import observe
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..analysis import probe
 from ..analysis.result import Result
 from ..api import is_patched
-from ..calibration.maps import asked, attending, observe
+from ..calibration.observe import attending, attention_call, observe
 from ..call import Call
 from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
@@ -205,7 +205,7 @@ def _parts(base: BaseModel, index: int, seen: LayerCall, added: Tensor) -> tuple
     whole = seen.hidden_states
     position = added.to(whole).expand_as(whole)
     calls = [
-        asked(layer, attention, hidden, seen).widened()
+        attention_call(layer, attention, hidden, seen).widened()
         for hidden in (whole, whole - position, position, torch.zeros_like(whole))
     ]
     return _split([call.query for call in calls], base, index), _split([call.key for call in calls], base, index)

@@ -49,7 +49,7 @@ class PositionEncoding(BasePlugin):
         tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
         length = min(256, model.config.max_position_embeddings)
         hf_posenc.patch_model(model, cfg.position_encoding, seed=0)
-        print(hf_posenc.calibrate(model, tokens.unfold(0, length, length)[:400], steps=50))
+        print(hf_posenc.calibrate(model, tokens.unfold(0, length, length)[:400], matching=hf_posenc.Matching(steps=50)))
 
     def post_model_load(self, cfg, model):
         """Axolotl calls this last, with the adapter around the model: every layer has to answer to the scheme still."""

@@ -40,7 +40,7 @@ def main(argv=None):
     data = texts(options.data)
     text = windows(whole, tokenizer, data)
     hf_posenc.patch_model(whole, options.scheme, seed=0)
-    print(hf_posenc.calibrate(whole, text, steps=50))
+    print(hf_posenc.calibrate(whole, text, matching=hf_posenc.Matching(steps=50)))
     calibrated = Path(options.output) / "calibrated"
     whole.save_pretrained(calibrated, tokenizer=tokenizer)
 

@@ -82,7 +82,7 @@ def main(argv=None):
     data = texts(options.data)
     text = windows(model, tokenizer, data)
     hf_posenc.patch_model(model, options.scheme, seed=0)
-    print(hf_posenc.calibrate(model, text, steps=50))
+    print(hf_posenc.calibrate(model, text, matching=hf_posenc.Matching(steps=50)))
     trainer = SFTTrainer(model, args=settings(options), train_dataset=data, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()

@@ -1,4 +1,4 @@
-"""Closed forms tried on a model: for each head the closest, or for all heads the one that predicts best."""
+"""Closed forms tried on a model: for each head the closest is kept, or for all heads the one that predicts best."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..live.base_model import BaseModel
-from .closed import Averages, Target, Turn, coefficients, fit, takes_queries, target_of, turn_of
-from .pair import Pair, Values
+from .closed_forms import Averages, MeanRotation, Target, coefficients, fit, mean_rotation_of, takes_queries, target_of
+from .pair import Pair, Values, copied, parameters_of, put
 
 CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
-"""What is tried: the scheme as it was; its curve, or vectors, fitted to what the base's positions add; queries turned
-by the mean rotation; both."""
+"""The closed forms: the scheme as it was; its curve, or vectors, fitted to what the base's positions add; queries
+turned by the mean rotation; both."""
 
 NOISE = 0.01
 """Nats of held-out loss: on a few windows a smaller difference says nothing."""
 
 
 @dataclass(frozen=True)
-class Closed:
-    """What the closed forms came to.
+class ClosedForms:
+    """The result of the closed forms.
 
     Attributes:
         averages: sums by distance of each layer, with the model as it was.
         before: divergence of each layer's heads, (H,), before anything was put in.
-        after: the same with the chosen forms.
+        after: divergence of each layer's heads with the chosen forms.
         chosen: name of the form of each head, by layer.
         loss: held-out loss with the chosen forms, in nats.
-        put_back: held-out loss of what attention would have chosen, if it predicts worse: `heads`.
+        put_back: held-out loss of the forms chosen by attention (`heads`), if they predict worse.
         apart: see `Calibration`.
     """
 
@@ -45,73 +45,93 @@ class Closed:
     apart: tuple[float, float] | None = None
 
 
-def close(pair: Pair, windows: int, judge: str) -> Closed:
+def try_closed_forms(pair: Pair, windows: int, judge: str) -> ClosedForms:
     """Try the closed forms, and keep for each head the one whose attention is closest to the base's.
 
-    Where that predicts worse than one form for all heads, judged by `loss`, that form is kept.
+    Where these forms predict worse than one form for all heads, and the judge is `loss`, that one form is kept.
 
     Args:
         pair: a model and its base.
-        windows: how many the forms average over, at most.
+        windows: number of windows that the forms average over, at most.
         judge: as in `calibrate`.
     """
-    plain = pair.averages(windows)
-    turns = _turns(pair, plain)
+    averages = pair.averages(windows)
+    rotations = _mean_rotations(pair, averages)
     modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
-    if pair.bar.total and not (turns and modules):  # else what is turned is averaged again
+    if pair.bar.total and not (rotations and modules):  # with both, there are averages of the turned queries too
         pair.bar.total -= len(pair.train[:windows])
     if pair.bar.total and _shared(modules):
         pair.bar.total += len(pair.held)
-    as_it_was = {index: _coefficients(pair, index, plain[index]) for index in modules}
-    projections = {id(p): p for turn in turns.values() for p in turn.projection.parameters()}.values()
-    placed = {id(p): p for module in modules.values() for p in module.parameters()}.values()
-    unturned = [(p, pair.began[id(p)][1]) for p in projections]
-    unfitted = [(p, pair.began[id(p)][1]) for p in placed]
-    candidates: dict[str, Values] = {"as it was": [*unturned, *unfitted]}
-    targets = {}
-    if turns:
-        for index, turn in turns.items():
-            turn.apply(torch.ones(pair.plan.sizes[index].num_heads, dtype=torch.bool))
-        turned = [(p, p.detach().clone()) for p in projections]
-        candidates["turned"] = [*turned, *unfitted]
-        if modules:
-            targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows))
-            _fit_all(pair, modules, targets["turned, fitted"])
-            candidates["turned, fitted"] = [*turned, *((p, p.detach().clone()) for p in placed)]
-        pair.restore(turn.projection for turn in turns.values())
-    if modules:
-        targets["fitted"] = _targets(pair, modules, plain)
-        _fit_all(pair, modules, targets["fitted"])
-        candidates["fitted"] = [*unturned, *((p, p.detach().clone()) for p in placed)]
+    as_it_was = {index: _coefficients(pair, index, averages[index]) for index in modules}
+    candidates, targets = _candidates(pair, modules, rotations, averages, windows)
     found = pair.divergences(candidates)
     before = found["as it was"]
     names = [name for name in CANDIDATES if name in found]
     best = {index: torch.stack([found[name][index] for name in names]).argmin(0) for index in pair.layers}
     chosen = {index: tuple(names[number] for number in best[index].tolist()) for index in pair.layers}
-    for index, turn in turns.items():
-        turn.apply(torch.tensor([name.startswith("turned") for name in chosen[index]]))
+    for index, rotation in rotations.items():
+        rotation.apply(torch.tensor([name.startswith("turned") for name in chosen[index]]))
     if modules:
         picked = {}
         for index in modules:
             by_name = {name: target[index] for name, target in targets.items()}
             picked[index] = _picked(chosen[index], by_name, as_it_was[index])
         _fit_all(pair, modules, picked)
-    closed, loss = pair.divergence(), pair.loss()
-    apart = _apart(pair, modules, targets, candidates, found, _mean(closed))
+    after, loss = pair.divergence(), pair.loss()
+    apart = _apart(pair, modules, targets, candidates, found, _mean(after))
     if judge == "attention":
-        if _mean(closed) <= _mean(before):
-            return Closed(plain, before, closed, chosen, loss, apart=apart)
+        if _mean(after) <= _mean(before):
+            return ClosedForms(averages, before, after, chosen, loss, apart=apart)
         uniform = "as it was"  # heads that share parameters cannot each have what is best for them
     else:
         losses = {name: pair.loss(values) for name, values in candidates.items()}
         uniform = min(losses, key=losses.__getitem__)
         if loss <= losses[uniform] + NOISE:
-            return Closed(plain, before, closed, chosen, loss, apart=apart)
-    with torch.no_grad():
-        for p, value in candidates[uniform]:
-            p.copy_(value)
+            return ClosedForms(averages, before, after, chosen, loss, apart=apart)
+    put(candidates[uniform])
     every = {index: (uniform,) * len(names) for index, names in chosen.items()}
-    return Closed(plain, before, found[uniform], every, pair.loss(), {"heads": loss}, apart)
+    return ClosedForms(averages, before, found[uniform], every, pair.loss(), {"heads": loss}, apart)
+
+
+def _candidates(
+    pair: Pair,
+    modules: dict[int, Any],
+    rotations: dict[int, MeanRotation],
+    averages: dict[int, Averages],
+    windows: int,
+) -> tuple[dict[str, Values], dict[str, dict[int, Target]]]:
+    """Return the parameters of each candidate, and the targets of those that are fitted.
+
+    The projections end as they were, the modules as in `fitted`.
+
+    Args:
+        pair: a model and its base.
+        modules: modules of the layers.
+        rotations: mean rotations of the layers.
+        averages: sums by distance, with the model as it was.
+        windows: number of windows to average over, at most, once queries are turned.
+    """
+    projections = parameters_of(rotation.projection for rotation in rotations.values())
+    placed = parameters_of(modules.values())
+    unturned = [(p, pair.began[id(p)][1]) for p in projections]
+    unfitted = [(p, pair.began[id(p)][1]) for p in placed]
+    candidates: dict[str, Values] = {"as it was": [*unturned, *unfitted]}
+    targets = {}
+    if rotations:
+        for index, rotation in rotations.items():
+            rotation.apply(torch.ones(pair.base_model.sizes[index].num_heads, dtype=torch.bool))
+        turned = copied(projections)
+        candidates["turned"] = [*turned, *unfitted]
+        if modules:
+            targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows))
+            _fit_all(pair, modules, targets["turned, fitted"])
+            candidates["turned, fitted"] = [*turned, *copied(placed)]
+        pair.restore(rotation.projection for rotation in rotations.values())
+    if modules:
+        targets["fitted"] = _targets(pair, modules, averages)
+        _fit_all(pair, modules, targets["fitted"])
+        candidates["fitted"] = [*unturned, *copied(placed)]
+    return candidates, targets
 
 
 def _shared(modules: dict[int, Any]) -> bool:
@@ -136,15 +156,15 @@ def _apart(
 
     Args:
         pair: a model and its base.
-        modules: of the layers.
-        targets: by the name of a candidate that is fitted, what each layer should have.
-        candidates: values of all parameters.
-        found: their divergences.
+        modules: modules of the layers.
+        targets: targets of each layer, by the name of a candidate that is fitted.
+        candidates: values of all parameters, by name.
+        found: divergences of the candidates.
         closed: mean divergence of what was chosen.
     """
     if not _shared(modules):
         return None
-    kept = [(p, p.detach().clone()) for p in {id(p): p for m in modules.values() for p in m.parameters()}.values()]
+    kept = copied(parameters_of(modules.values()))
     alone, only = {}, {}
     for name, by_layer in targets.items():
         beside = [(p, value) for p, value in candidates[name] if all(p is not own for own, _ in kept)]
@@ -152,10 +172,8 @@ def _apart(
             pair.restore([module])
             fit(module, pair.like(index), [by_layer[index]])
             only[f"{name} {index}"] = index
-            alone[f"{name} {index}"] = [*beside, *((p, p.detach().clone()) for p in module.parameters())]
-    with torch.no_grad():
-        for p, value in kept:
-            p.copy_(value)
+            alone[f"{name} {index}"] = [*beside, *copied(module.parameters())]
+    put(kept)
     measured = pair.divergences(alone, only)
     best = {}
     for index in pair.layers:
@@ -165,12 +183,12 @@ def _apart(
 
 
 def _targets(pair: Pair, modules: dict[int, Any], averages: dict[int, Averages]) -> dict[int, Target]:
-    """Return what each layer's form should have."""
+    """Return the coefficients that would serve each layer best."""
     return {index: target_of(module, pair.like(index), averages[index]) for index, module in modules.items()}
 
 
 def _coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
-    """Return what a layer's form has."""
+    """Return the coefficients of a layer's form."""
     heads, count = averages.difference.shape
     like = pair.like(index)
     found = coefficients(pair.module(index), like, torch.arange(count, device=like.device), heads)
@@ -179,12 +197,12 @@ def _coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
 
 
 @torch.no_grad()
-def settle(pair: Pair, windows: int) -> None:
-    """Fit vectors by distance to themselves, with a tail: the second stage has no eye on what its windows do not reach.
+def hold_tails(pair: Pair, windows: int) -> None:
+    """Fit vectors by distance to themselves, with a tail: the second stage does not see what its windows do not reach.
 
     Args:
         pair: a model after the second stage, and its base.
-        windows: how many the mean square of queries is taken of.
+        windows: number of windows for the mean square of the queries, at most.
     """
     modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
     modules = {index: each for index, each in modules.items() if takes_queries(each.form(pair.like(index)))}
@@ -199,10 +217,10 @@ def settle(pair: Pair, windows: int) -> None:
 
 
 def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) -> None:
-    """Fit every module to what the layers that it serves should have.
+    """Fit every module to the targets of the layers that it serves.
 
-    The search for vectors goes on where the last one ended: it has one minimum, and many numbers. That for a curve can
-    have several, and begins where the module began.
+    A search for vectors goes on where the last one ended: it has one minimum, and many numbers. A search for a curve
+    can have several minima, and begins where the module began.
     """
     owners: dict[int, tuple[Any, Tensor, list[Target]]] = {}
     for index, module in modules.items():
@@ -216,7 +234,7 @@ def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) ->
 
 
 def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tensor) -> Target:
-    """Return for each head the target of what it was given, and for the others what the module had."""
+    """Return for each head the target of its chosen form, or what the module had where that form is not fitted."""
     fitted = by_name["fitted"]
     kept = Target(as_it_was, fitted.weights, fitted.metric, fitted.unit)
     picked = [by_name.get(name, kept) for name in names]
@@ -228,27 +246,24 @@ def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tenso
     )
 
 
-def _turns(pair: Pair, averages: dict[int, Averages]) -> dict[int, Turn]:
+def _mean_rotations(pair: Pair, averages: dict[int, Averages]) -> dict[int, MeanRotation]:
     """Return the mean rotation of each layer's heads, where the base rotates and its queries can take it."""
-    found: dict[int, Turn] = {}
+    rotations: dict[int, MeanRotation] = {}
     if not pair.own_weights:
-        return found
+        return rotations
     with pair.as_base() as model:
         base = BaseModel.of(model)
         rotary = base.found.rotary
         types: Any = getattr(base.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
-        turned_by_scheme = {
-            layer
-            for scheme in pair.patch.schemes
-            if scheme.acts_on.rotations(scheme)
-            for layer in pair.plan.layers_of(scheme)
+        patched = pair.base_model
+        rotated = {
+            i for scheme in pair.patch.schemes if scheme.acts_on.rotations(scheme) for i in patched.layers_of(scheme)
         }
         for index in pair.layers:
-            if rotary is None or not base.found.rotated[index]:
+            if rotary is None or not base.found.rotated[index] or index in rotated:
                 continue
-            if index in turned_by_scheme:
-                continue
-            turn = turn_of(pair.plan, index, rotary, averages[index].mass, types[index] if types else None)
-            if turn is not None:
-                found[index] = turn
-    return found
+            kind = types[index] if types else None
+            rotation = mean_rotation_of(patched, index, rotary, averages[index].mass, kind)
+            if rotation is not None:
+                rotations[index] = rotation
+    return rotations

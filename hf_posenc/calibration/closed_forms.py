@@ -1,4 +1,4 @@
-"""Closed forms: what a base's positions do to scores on average, put into a scheme's parameters and into queries."""
+"""Closed forms: a scheme's parameters, and queries, fitted to what a base's positions do to scores on average."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from ..call import Call
 from ..forms import Form
 from ..live.base_model import BaseModel
 from ..upstream.rotary import by_pair
-from .maps import parts, rows_of
+from .observe import parts, rows_of
 
 TAIL = 4
-"""A curve is fitted to this many times the distances that were seen; what was not seen goes on as it ended."""
+"""A curve is fitted to this many times the distances that were seen. Beyond these its target goes on as it ended."""
 
 REACH = 16
-"""Vectors that could do anything beyond what was seen are fitted to this many times that."""
+"""Vectors made of waves, which could do anything at unseen distances, are fitted to this many times the seen ones."""
 
 FALL = 2
 """What such vectors add to a score falls, beyond the T distances that were seen, by this many times the logarithm of
-the distance: by position alone all further keys weigh less than T keys at the end do, `sum_(d > T) (T / d)^2 < T`."""
+the distance. By position alone, all further keys then weigh less than T keys at the end:
+`sum_(d > T) (T / d)^2 < T`."""
 
 TAIL_WEIGHT = 1e-3
 """Weight of a distance that was not seen, relative to the mean weight of those that were."""
 
 STEPS = 100
-"""Of the search for a scheme's parameters, at most; most end before."""
+"""Steps of the search for a scheme's parameters, at most; most searches end before."""
 
 RIDGE = 1e-4
 """Added to the mean square of each number of the queries, relative to their average, before it is inverted."""
@@ -39,16 +40,16 @@ RIDGE = 1e-4
 
 @dataclass
 class Averages:
-    """Sums over pairs of a query and a visible key, by distance, of one layer.
+    """Sums over the pairs of a query and a visible key of one layer, by distance.
 
     Attributes:
         pairs: (T,) number of pairs.
         difference: (H, T) sum of the base's score minus `q . k` of the scheme's queries and keys.
         product: (H, T) sum of the base's score times that `q . k`, clipped at 0 if the scheme clips it; 0 unless the
             scheme's form multiplies.
-        square: (H, T) sum of its squares; 0 unless the scheme's form multiplies.
-        mass: (H, T) sum of the base's attention weights, if it is asked for.
-        by_query: (H, T, D + 1) sum of that difference times `(scaling q, vector_scaling)`; None unless it is asked for.
+        square: (H, T) sum of the squares of that `q . k`; 0 unless the scheme's form multiplies.
+        mass: (H, T) sum of the base's attention weights, if it is wanted.
+        by_query: (H, T, D + 1) sum of that difference times `(scaling q, vector_scaling)`; None if it is not wanted.
         moment: (H, D + 1, D + 1) sum of the products of these vectors with themselves, or None.
     """
 
@@ -61,14 +62,14 @@ class Averages:
     moment: Tensor | None = None
 
     @classmethod
-    def none(cls, heads: int, distances: int, device: torch.device, *, size: int | None = None) -> Averages:
-        """Return sums over nothing.
+    def empty(cls, heads: int, distances: int, device: torch.device, *, size: int | None = None) -> Averages:
+        """Return sums over no pairs.
 
         Args:
             heads: H.
             distances: T.
-            device: where they are summed.
-            size: D, where sums by query are asked for.
+            device: device of the sums.
+            size: D, where sums by query are wanted.
         """
 
         def zeros(*shape: int) -> Tensor:
@@ -85,8 +86,8 @@ class Averages:
         """Add the pairs of a batch.
 
         Args:
-            base: what the base's attention was asked.
-            scheme: what the scheme's is on the same hidden states.
+            base: call of the base's attention.
+            scheme: call of the scheme's attention on the same hidden states.
             mass: whether to sum the base's attention weights.
         """
         for part in parts(base):
@@ -96,7 +97,7 @@ class Averages:
             at = theirs.distance.expand(shape).long()
 
             def by_distance(values: Tensor, at: Tensor = at, visible: Tensor = visible) -> Tensor:
-                """(B, H|1, R, L) -> (B, H|1, R, T). A query has each distance once, as a rule."""
+                """Sum by distance, (B, H|1, R, L) -> (B, H|1, R, T). A query has each distance once, as a rule."""
                 heads = slice(0, values.shape[1])
                 sums = values.new_zeros(*values.shape[:-1], len(self.pairs))
                 return sums.scatter_add_(-1, at[:, heads], values.masked_fill(~visible[:, heads], 0.0))
@@ -122,19 +123,19 @@ class Averages:
 
     @property
     def mean_difference(self) -> Tensor:
-        """The base's score minus `q . k`, the mean by distance, (H, T)."""
+        """Return the mean by distance of the base's score minus `q . k`, (H, T)."""
         return self.difference / self.pairs.clamp(min=1)
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a form's coefficients should be, see `coefficients`.
+    """The coefficients that would serve a layer best, see `coefficients`.
 
     Attributes:
-        values: (H, T, K).
-        weights: (H, T) what each distance weighs.
+        values: (H, T, K) the coefficients.
+        weights: (H, T) weight of each distance.
         metric: (H, K, K) positive: an error `e` of one distance costs `e metric e`.
-        unit: (H,) what the last coefficient is multiplied by in a score, or None where it can do nothing by itself.
+        unit: (H,) factor of the last coefficient in a score, or None where it can do nothing by itself.
     """
 
     values: Tensor
@@ -179,13 +180,13 @@ def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
 def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
     """Fit a module's parameters to coefficients, by least squares of float64.
 
-    What is added to scores may differ by a constant of the head, which the softmax does not see. A tail beyond the
-    distances that were seen weighs a little. Of curves it then weighs nothing: what was seen decides alone, and only
-    numbers of which it says nothing keep what the tail gave them.
+    A constant of each head is left open, because the softmax does not see it. A tail beyond the seen distances weighs a
+    little. Curves are then fitted again to the seen distances alone, so that the tail decides only the numbers that no
+    seen distance reaches.
 
     Args:
-        module: a scheme's.
-        like: has the device, and the dtype beside which positions are computed.
+        module: module of a scheme.
+        like: empty tensor with the device and dtype of the queries.
         targets: one for each layer that the module serves.
     """
     owner: Any = copy.deepcopy(module).double()
@@ -215,7 +216,7 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
         owner: the module.
         like: float64.
         targets: see `fit`.
-        tail: weight of distances that were not seen; None leaves them out.
+        tail: weight of unseen distances; None leaves them out.
     """
     form = owner.form(like)
     heads, seen, _ = targets[0].values.shape
@@ -254,9 +255,9 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
 
 
 def _reach(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the distances that a form is fitted to, (N,), those that were seen first, and how many each stands for.
+    """Return the distances that a form is fitted to, (N,), seen ones first, and how many distances each stands for.
 
-    Of vectors that waves make a few are enough: those waves that differ between neighbours were seen.
+    For vectors made of waves a few unseen distances are enough: waves that differ between neighbours were seen.
     """
     if form.unbounded:
         ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
@@ -267,7 +268,7 @@ def _reach(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]
 
 
 def _continued(target: Target, distances: Tensor) -> Tensor:
-    """Return coefficients with a tail, (H, N, K), that goes on as they end, or falls from there."""
+    """Return the coefficients of a target with a tail, (H, N, K), which goes on as they end, or falls from there."""
     seen = target.values.shape[1]
     beyond = distances[seen:]
     tail = target.values[:, -max(1, seen // 4) :].mean(1, keepdim=True).repeat(1, len(beyond), 1)
@@ -280,14 +281,14 @@ def _continued(target: Target, distances: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """The mean rotation of each head and pair, which can be put into the projection that makes queries.
+class MeanRotation:
+    """The mean rotation of each head and pair of dimensions, and the projection of queries that can take it.
 
     Attributes:
-        projection: makes the queries, rows in the order of heads.
-        factors: (H, pairs) complex.
+        projection: projection of the queries, rows in the order of heads.
+        factors: (H, pairs) complex numbers to multiply the pairs by.
         size: D.
-        interleaved: whether neighbouring dimensions are a pair, and not `(u, u + R/2)`.
+        interleaved: whether neighbouring dimensions are a pair; otherwise `(u, u + R/2)` are.
     """
 
     projection: nn.Linear
@@ -313,19 +314,21 @@ class Turn:
                 rows[head, imaginary] = (im * a + re * b).to(tensor.dtype)
 
 
-def turn_of(base: BaseModel, layer: int, rotary: nn.Module, mass: Tensor, kind: str | None) -> Turn | None:
-    """Return the mean rotation of a layer's heads, weighted by where the base attends to; None if queries hide it.
+def mean_rotation_of(
+    base: BaseModel, layer: int, rotary: nn.Module, mass: Tensor, kind: str | None
+) -> MeanRotation | None:
+    """Return the mean rotation of a layer's heads, or None where the queries cannot take it.
 
-    `sum_d mass(d) e^(i w d)` of each pair with angle `w` per token: what the rotation does on average to the product of
-    a pair. It goes into the projection where that alone makes the queries: not through a norm, a fused or a latent
-    projection.
+    It is `sum_d m(d) e^(i w d)` for each pair with angle `w` per token, where `m(d)` is the share of the base's
+    attention at distance `d`. On average the rotation multiplies the product of a pair by this number. It goes into
+    the projection where that alone makes the queries: not through a norm, a fused or a latent projection.
 
     Args:
-        base: the model.
-        layer: index.
+        base: the patched model.
+        layer: index of the layer.
         rotary: the base's rotary module.
         mass: (H, T) attention weights of the base by distance.
-        kind: layer type, for a rotary module that asks for it.
+        kind: layer type, for a rotary module that takes it.
     """
     attention: Any = base.found.attention_of[layer]
     dims, projection = base.sizes[layer], getattr(base.found.attention_of[layer], "q_proj", None)
@@ -341,6 +344,6 @@ def turn_of(base: BaseModel, layer: int, rotary: nn.Module, mass: Tensor, kind: 
     cos, sin = (each[0].double() for each in by_pair(turned, base.family.angles))
     share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-12)
     factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])  # queries and keys both have it
-    if torch.allclose(factors, torch.ones_like(factors)):  # a base that has been patched, and turns nothing
+    if torch.allclose(factors, torch.ones_like(factors)):  # a base that is patched, and rotates nothing
         return None
-    return Turn(projection, factors, dims.head_dim, base.rotation.pairs == "interleaved")
+    return MeanRotation(projection, factors, dims.head_dim, base.rotation.pairs == "interleaved")

@@ -1,4 +1,4 @@
-"""What a calibration may listen to: the base a model was, or another model that is like it, and tokens of its text."""
+"""Checks of what a calibration is given: the model, tokens of its text, and the base to follow."""
 
 from __future__ import annotations
 
@@ -11,21 +11,72 @@ from transformers import PreTrainedModel
 from ..errors import NotPatchedError, UnsupportedModelError
 from ..families.base import base_model_type
 from ..live.base_model import BaseModel
-from ..live.state import Patch, adapted_parts
+from ..live.state import Patch, adapted_parts, patch_of
 from ..live.weights import have_moved
 from ..live.wrappers import check_in_place, check_unquantized, check_unwrapped
+from ..modules import PositionModule
 
 GIVE = "give the base, calibrate(model, tokens, base=...)"
 
 ACTS = 1e-3
-"""Relative change of the logits from which on an adapter counts as trained: some kinds add rounding from the start."""
+"""Relative change of the logits from which an adapter counts as trained. Some kinds add rounding from the start."""
+
+
+def check_model(inner: PreTrainedModel) -> Patch:
+    """Check the model that is to be calibrated, and return what is known of its patch.
+
+    Args:
+        inner: the model without an adapter around it.
+
+    Raises:
+        NotPatchedError: if it is not patched.
+        UnsupportedModelError: if it is sharded, offloaded or quantised, or predicts no tokens.
+        ValueError: under `torch.inference_mode`, or if its weights were made there.
+    """
+    patch = patch_of(inner)
+    if patch is None:
+        raise NotPatchedError(f"this {type(inner).__name__} is not patched: there is nothing to calibrate")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("calibrate takes gradients, which torch.inference_mode() forbids: call it outside")
+    check_in_place(inner, "calibrate the model")
+    check_unquantized(inner, "calibrate the model")
+    check_head(inner)
+    if any(p.is_inference() for p in inner.parameters()):
+        raise ValueError(
+            "weights of this model were made under torch.inference_mode(), and take no gradients: make it outside"
+        )
+    return patch
+
+
+def check_adapter(inner: PreTrainedModel, *, moves_weights: bool) -> None:
+    """Check that an adapter holds all that a calibration would move.
+
+    Args:
+        inner: patched, below the adapter.
+        moves_weights: whether weights of the model itself are asked to move.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    if moves_weights:
+        raise ValueError(
+            "weights='query_key' moves weights that no adapter holds: leave it out (weights='adapter'), or calibrate "
+            "the model before the adapter is added"
+        )
+    placed = [module for module in inner.modules() if isinstance(module, PositionModule)]
+    numbers = [p for module in placed for p in module.parameters()]
+    if numbers and not any(p.requires_grad for p in numbers):
+        raise ValueError(
+            "the adapter neither trains nor saves the scheme's parameters, so that it would lose what calibration puts "
+            "into them: make it with hf_posenc.lora_config(model), or calibrate the model before the adapter is added"
+        )
 
 
 def check_tokens(tokens: Any, model: PreTrainedModel, held_out: int) -> None:
     """Check windows of tokens.
 
     Raises:
-        ValueError: if they are no integers of a vocabulary in windows, or too few.
+        ValueError: if they are not windows of integers of the model's vocabulary, or too few.
     """
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64) or tokens.ndim != 2:
         found = (
@@ -60,11 +111,11 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def check_base(inner: PreTrainedModel, patch: Patch, base: Any) -> None:
-    """Check whom a calibration is to follow.
+    """Check the model that a calibration is to follow.
 
     Args:
         inner: patched, with an adapter's layers inside it if it has one.
-        patch: what is known of it.
+        patch: its patch.
         base: another model, or None for what the model was.
 
     Raises:
@@ -101,7 +152,7 @@ def check_base(inner: PreTrainedModel, patch: Patch, base: Any) -> None:
 
 
 def _differences(model: PreTrainedModel, base: PreTrainedModel) -> list[str]:
-    """Return what tells a base from a model that it cannot teach; sizes are compared only where types agree."""
+    """Return why a base cannot teach a model, or nothing; sizes are compared only where types agree."""
     types = base_model_type(base.config), base_model_type(model.config)
     if types[0] != types[1]:
         return [f"it is a {types[0]}, the model a {types[1]}"]
@@ -118,7 +169,7 @@ def _differences(model: PreTrainedModel, base: PreTrainedModel) -> list[str]:
 
 @torch.no_grad()
 def _adapter_acts(inner: PreTrainedModel, patch: Patch) -> bool:
-    """Return whether an adapter changes what the model was before it was patched: one that was trained does."""
+    """Return whether an adapter changes the output of the unpatched model: one that was trained does."""
     assert patch.undo is not None
     active = [part for part in adapted_parts(inner) if not part.disable_adapters]
     if not active:

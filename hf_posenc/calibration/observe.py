@@ -1,18 +1,19 @@
-"""What the attention of a base and of the scheme in its place sees, on the same inputs, a few queries at a time.
+"""Watch what layers and their attention are called with, and compute scores from it, a few queries at a time.
 
-Nothing of the size queries times keys is kept: a few rows of scores are computed and used, and computed again for a
+No tensor of the size queries times keys is kept: a few rows of scores are computed and used, and computed again for a
 gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..call import Call
@@ -56,7 +57,7 @@ class Rows:
         return scores.log_softmax(-1)
 
     def confined(self, visible: Tensor) -> Rows:
-        """Return the same rows with no other keys than these visible: what a base pays within a scheme's window.
+        """Return the same rows with no other keys than these visible: a base's attention within a scheme's window.
 
         Args:
             visible: (B|1, 1|H, R, L) bool.
@@ -68,19 +69,33 @@ class Rows:
 
 
 def parts(call: Call) -> Iterator[slice]:
-    """Split the queries of a call so that the scores of a part are not more than `SCORES`."""
+    """Split the queries of a call, so that a part has at most `SCORES` scores."""
     batch, heads, queries, _ = call.query.shape
     rows = max(1, min(queries, SCORES // (batch * heads * call.key.shape[2])))
     for start in range(0, queries, rows):
         yield slice(start, min(start + rows, queries))
 
 
+def summed(call: Call, quantity: Callable[[slice], Tensor]) -> Tensor:
+    """Return the sum of a quantity over all parts of the queries; with several, each is computed again for a gradient.
+
+    Args:
+        call: a call, see `parts`.
+        quantity: returns the quantity of a part.
+    """
+    pieces = list(parts(call))
+    total = call.query.new_zeros((), dtype=torch.float32)
+    for part in pieces:
+        total = total + (quantity(part) if len(pieces) == 1 else checkpoint(quantity, part, use_reentrant=False))
+    return total
+
+
 def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
     """Return the scores of some queries.
 
     Args:
-        call: with its module and form.
-        part: which queries.
+        call: a call with its module and form.
+        part: the queries.
         content: leave out what the scheme does: `q . k` alone.
     """
     wide = _queries(call, part)
@@ -89,19 +104,19 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
 
 
 def outputs_of(call: Call, part: slice) -> Tensor:
-    """Return what the heads read for some queries, (B, H, R, V) float32 or float64.
+    """Return the outputs of the heads for some queries, (B, H, R, V) float32 or float64.
 
     Args:
-        call: with its module and form.
-        part: which queries.
+        call: a call with its module and form.
+        part: the queries.
     """
     rows, wide = rows_of(call, part), _queries(call, part)
-    weights = rows.log_weights().exp()[..., : rows.scores.shape[-1]]  # without that of sinks, which read nothing
+    weights = rows.log_weights().exp()[..., : rows.scores.shape[-1]]  # without those of sinks, which have no value
     return wide.formula.mix(replace(wide, value=wide.value.to(weights.dtype)), weights)
 
 
 def _queries(call: Call, part: slice) -> Call:
-    """Return the widened call of some queries."""
+    """Return the call for some queries, widened as `Call.widened` does."""
     positions = call.positions
     assert isinstance(positions, Positions)
     sub = replace(call, query=call.query[:, :, part], positions=cut(positions, part, slice(0, call.key.shape[2])))
@@ -109,20 +124,21 @@ def _queries(call: Call, part: slice) -> Call:
 
 
 class _Arrived(BaseException):
-    """Carries what arrived somewhere in a model out of it, and leaves the rest of the model out."""
+    """Carries what arrived at a place in a model out of it; the rest of the model is not run."""
 
     def __init__(self, what: Any) -> None:
         self.what = what
 
 
 def _complete(module: nn.Module, call: Call) -> Call:
+    """Return a call with the module that computes its scores, and its form."""
     owner = owner_of(module)
     return replace(call, module=owner, form=owner.form(call.query))
 
 
 @contextmanager
 def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
-    """Have all attention of a model, also of a stock one, go through the attention function of this package."""
+    """Let all attention of a model, also of a stock one, go through the attention function of this package."""
     if base.family.bypasses_interface and patch_of(model) is None:
         raise UnsupportedModelError(
             f"the attention of a stock {type(model).__name__} never calls transformers' attention interface, so that "
@@ -138,11 +154,11 @@ def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one layer was called with, and what its attention was asked to compute.
+    """The calls of one layer and of its attention.
 
     Attributes:
         layer: arguments of the decoder layer.
-        call: of its attention.
+        call: call of its attention.
     """
 
     layer: LayerCall
@@ -151,7 +167,7 @@ class Seen:
 
 @torch.no_grad()
 def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> dict[int, Seen]:
-    """Run a model and write down what happens in some of its layers.
+    """Run a model and record the calls of some of its layers.
 
     Args:
         model: patched or stock, in evaluation mode.
@@ -176,14 +192,14 @@ def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> di
     return {index: Seen(entered[index], calls[index]) for index in layers}
 
 
-def asked(layer: nn.Module, attention: Any, hidden_states: Tensor, seen: LayerCall) -> Call:
-    """Return what a layer asks of its attention on some hidden states, with gradients where they are enabled.
+def attention_call(layer: nn.Module, attention: Any, hidden_states: Tensor, seen: LayerCall) -> Call:
+    """Return the call of a layer's attention on some hidden states, with gradients where they are enabled.
 
     Args:
         layer: a decoder layer of a model that attends through this package.
         attention: its attention.
         hidden_states: (B, T, E) that enter the layer.
-        seen: the other arguments of the layer.
+        seen: arguments of the layer beside the hidden states.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:

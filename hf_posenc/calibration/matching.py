@@ -1,0 +1,295 @@
+"""The second stage: gradient steps that match each layer's attention to the base's, on the base's own hidden states."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..call import Call
+from ..modules import PositionModule
+from ..spelling import did_you_mean
+from .observe import attending, outputs_of, summed
+from .pair import Pair, mean_kl, parameters_of
+from .state import StateFile
+
+WEIGHTS = ("scheme", "query_key", "adapter")
+
+
+def output_error(base: Call, ours: Call) -> Tensor:
+    """Return the squared error of the heads' outputs, relative to the mean square of the base's values.
+
+    It is the mean over rows, queries, heads and dimensions.
+    """
+    total = summed(base, lambda part: (outputs_of(base, part) - outputs_of(ours, part)).square().mean(-1).sum())
+    return total / (base.query[..., 0].numel() * base.value.float().square().mean())
+
+
+LOSSES = {"attention": mean_kl, "outputs": output_error}
+"""What the second stage can lower: a function of the calls of the base's attention and of the scheme's."""
+
+Movable = tuple[list[nn.Parameter], list[nn.Parameter]]
+"""What the second stage moves: the scheme's parameters, and weights that make queries and keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matching:
+    """The second stage of `calibrate`: gradient steps that match the attention of each layer to the base's.
+
+    Args:
+        weights: what moves. `scheme`: the scheme's parameters alone. `query_key`: also all weights of the attention
+            that make queries and keys. `adapter`: also those of them that are trained, such as LoRA's. None means
+            `adapter` for a model with an adapter, and `query_key` for any other.
+        steps: number of steps.
+        batch_size: windows in each step.
+        rate: learning rate of the scheme's parameters; it falls to 0 as a cosine.
+        weight_rate: learning rate of the weights; it falls in the same way.
+        loss: what the steps lower. `attention`: the KL divergence from the base's attention. `outputs`: the squared
+            error of the heads' outputs, relative to the mean square of the base's values. None means the first, and
+            then the second if the first predicts worse.
+        lengths: lengths of the windows, in tokens, one after the other, each for an equal share of the steps. They
+            divide the length of the windows that are given. These are cut, so every step reads the same number of
+            tokens. None means windows as they are given.
+        seed: seed of the order of windows.
+        state_file: file for the state of this stage, written whole or not at all. If the file is there already,
+            `calibrate` goes on from it and does not run the first stage again. The numbers at the end are those of a
+            calibration that was never interrupted. None writes nothing.
+        save_every: steps from one state to the next. A state is also written before the first step, after the last, and
+            after a step whose `on_step` raises an error.
+        on_step: called after each step with its number, from 1, and the mean loss.
+
+    Raises:
+        ValueError: for a choice that does not exist, a number out of range, and a field that would change nothing.
+    """
+
+    weights: str | None = field(
+        default=None,
+        metadata={
+            "help": "scheme | query_key: what the steps move beside the closed forms; the latter also the weights that "
+            "make queries and keys"
+        },
+    )
+    steps: int = 100
+    batch_size: int = 4
+    rate: float = field(default=2e-2, metadata={"help": "learning rate of the scheme's parameters"})
+    weight_rate: float = field(
+        default=1e-3, metadata={"help": "learning rate of the weights that make queries and keys"}
+    )
+    loss: str | None = field(
+        default=None,
+        metadata={
+            "help": "attention | outputs: what the steps match, what heads pay or what they read (default: attention, "
+            "then outputs if that predicts worse)",
+            "metavar": "NAME",
+        },
+    )
+    lengths: Sequence[int] | None = None
+    seed: int = 0
+    state_file: str | os.PathLike[str] | None = None
+    save_every: int = 25
+    on_step: Callable[[int, float], None] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if self.weights is not None:
+            check_one_of("weights", self.weights, WEIGHTS)
+        if self.loss is not None:
+            check_one_of("loss", self.loss, tuple(LOSSES))
+        check_counts(steps=self.steps, batch_size=self.batch_size, save_every=self.save_every)
+        check_positive(rate=self.rate, weight_rate=self.weight_rate)
+        check_integers(seed=self.seed)
+        if self.weights == "scheme" and self.weight_rate != Matching.weight_rate:
+            raise ValueError("weight_rate changes nothing with weights='scheme': leave it out")
+        if self.state_file is None and self.save_every != Matching.save_every:
+            raise ValueError("save_every changes nothing without a state_file: leave it out")
+        if self.state_file is not None:
+            object.__setattr__(self, "state_file", Path(self.state_file))
+        if self.lengths is not None:
+            object.__setattr__(self, "lengths", tuple(self.lengths))
+            for length in self.lengths:
+                check_integers(lengths=length)
+            if not 0 < len(self.lengths) <= self.steps:
+                raise ValueError(
+                    f"{self.steps} steps cannot be divided among the {len(self.lengths)} lengths {self.lengths}"
+                )
+
+    def check_length(self, whole: int) -> None:
+        """Check that windows of `whole` tokens can be cut to each of the lengths; a ValueError says which cannot."""
+        for length in self.lengths or ():
+            if length < 2 or whole % length:
+                raise ValueError(
+                    f"windows of {whole} tokens cannot be cut into windows of {length}: lengths must divide {whole}"
+                )
+
+    def identity(self) -> dict[str, Any]:
+        """Return the fields that the result depends on."""
+        others = ("state_file", "save_every", "on_step")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
+
+    def trials(self, judge: str) -> tuple[str, ...]:
+        """Return the losses to lower, one after the other until the judge accepts what came of it."""
+        if self.loss is not None:
+            return (self.loss,)
+        return ("attention", "outputs") if judge == "loss" else ("attention",)
+
+    def read(self, windows: int, processes: int) -> set[int]:
+        """Return the indices of all training windows that the steps of a trial draw."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return {i for _ in range(self.steps) for i in self.drawn(windows, processes, generator).flatten().tolist()}
+
+    def drawn(self, windows: int, processes: int, generator: torch.Generator) -> Tensor:
+        """Draw the training windows of a step, (processes, batch_size) indices."""
+        return torch.randint(windows, (processes, self.batch_size), generator=generator)
+
+    def cut(self, step: int, tokens: Tensor) -> Tensor:
+        """Return the windows of a step, counted from 1, cut to its length: (B, T) becomes (B * T / length, length)."""
+        if self.lengths is None:
+            return tokens
+        return tokens.reshape(-1, self.lengths[(step - 1) * len(self.lengths) // self.steps])
+
+
+def movable(pair: Pair, weights: str | None) -> Movable:
+    """Return what the second stage moves.
+
+    Args:
+        pair: a model and its base.
+        weights: see `Matching`.
+    """
+    scheme = parameters_of(module for module in pair.model.modules() if isinstance(module, PositionModule))
+    if weights == "scheme":
+        return scheme, []
+    own = {id(p) for p in scheme}
+    reached = [p for p in pair.query_key if id(p) not in own]
+    return scheme, [p for p in reached if weights == "query_key" or p.requires_grad]
+
+
+def match(
+    pair: Pair,
+    moved: Movable,
+    matching: Matching,
+    loss: str,
+    state: StateFile | None,
+    on_step: Callable[[int, float], None],
+) -> None:
+    """Match each layer to the base's by gradient steps.
+
+    Args:
+        pair: a model and its base.
+        moved: from `movable`.
+        matching: how.
+        loss: what is lowered, a name in `LOSSES`.
+        state: the state to go on from and to write; None means neither.
+        on_step: called after each step, see `Matching`.
+    """
+    parameters = [p for part in moved for p in part]
+    rates = (matching.rate, matching.weight_rate)
+    groups = [{"params": part, "lr": rate} for part, rate in zip(moved, rates, strict=True) if part]
+    optimizer = torch.optim.Adam(groups)
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    generator = torch.Generator().manual_seed(matching.seed)
+    processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    writes = state if rank == 0 else None
+    done = 0
+    if state is not None:
+        done = state.step
+        state.restore(optimizer, generator)
+    if writes is not None and done == 0:
+        writes.save(0, optimizer, generator)
+    with _taking_gradients(parameters), attending(pair.model, pair.base_model):
+        for step in range(done + 1, matching.steps + 1):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * (step - 1) / matching.steps))
+            order = matching.drawn(len(pair.train), processes, generator)
+            drawn = pair.train[order[rank].to(pair.train.device)]
+            value = _gradients(pair, matching.cut(step, drawn), parameters, LOSSES[loss])
+            if processes > 1:
+                _average(parameters, processes)
+            optimizer.step()
+            optimizer.zero_grad()
+            due = step % matching.save_every == 0 or step == matching.steps
+            try:
+                on_step(step, value)
+            except BaseException:
+                due = True
+                raise
+            finally:
+                if writes is not None and due:
+                    writes.save(step, optimizer, generator)
+
+
+@contextmanager
+def _taking_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let all parameters take gradients; afterwards none has one, and flags are what they were."""
+    frozen = [p for p in parameters if not p.requires_grad]
+    try:
+        for p in frozen:
+            p.requires_grad_(True)
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+        for p in parameters:
+            p.grad = None
+
+
+def _average(parameters: Sequence[nn.Parameter], processes: int) -> None:
+    """Average gradients over all processes."""
+    for p in parameters:
+        if p.grad is not None:
+            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG if p.is_cuda else dist.ReduceOp.SUM)
+            p.grad /= 1 if p.is_cuda else processes
+
+
+def _gradients(
+    pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter], loss_of: Callable[[Call, Call], Tensor]
+) -> float:
+    """Add the gradients of the loss of a batch in each layer, and return its mean over layers."""
+    theirs, inputs = pair.seen(tokens)
+    value = 0.0
+    for index, (hidden, seen) in inputs.items():
+        base, ours = theirs[index].call, pair.call(index, hidden, seen)
+        loss = loss_of(base, ours)
+        if loss.requires_grad:
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for p, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    p.grad = gradient if p.grad is None else p.grad + gradient
+        value += loss.item()
+    return value / len(inputs)
+
+
+def check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Check that an argument is one of its choices; a ValueError names them."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}{did_you_mean(value, choices)}")
+
+
+def check_integers(**numbers: Any) -> None:
+    """Check that numbers, by name, are integers; a ValueError says which is not."""
+    for name, number in numbers.items():
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise ValueError(f"{name} must be an integer, not {number!r}")
+
+
+def check_positive(**numbers: Any) -> None:
+    """Check that numbers, by name, are positive and finite; a ValueError says which is not."""
+    for name, number in numbers.items():
+        if not isinstance(number, Real):
+            raise ValueError(f"{name} must be a number, not {number!r}")
+        if not 0 < float(number) < math.inf:
+            raise ValueError(f"{name} must be positive, not {number}")
+
+
+def check_counts(**numbers: Any) -> None:
+    """Check that numbers, by name, are positive integers; a ValueError says which is not."""
+    check_integers(**numbers)
+    check_positive(**numbers)
