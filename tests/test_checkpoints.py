@@ -32,7 +32,7 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc import CheckpointError, UnknownSchemeError, export_stock, from_pretrained, inspect, patch_model
-from hf_posenc.checkpoints.digests import DIGESTS
+from hf_posenc.checkpoints.digests import DIGESTS, check_saved_config
 from hf_posenc.checkpoints.files import PENDING, STAGING, complete
 from hf_posenc.checkpoints.locks import LOCK
 from hf_posenc.schemes.base import PositionModule
@@ -758,6 +758,11 @@ def test_a_corrupted_config(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_changed_config_without_a_model_type_is_called_that():
+    with pytest.raises(CheckpointError, match=r"config\.json without a model_type was changed"):
+        check_saved_config({DIGESTS: {"config.json": "of another"}})
+
+
 def test_an_edited_stub_is_not_run(tmp_path):
     model = patched_model("shaw", "llama")
     model.save_pretrained(tmp_path / "model")
@@ -951,7 +956,7 @@ def test_an_interrupted_save_is_read_as_complete_and_left_as_it_is(tmp_path):
     assert not logits(model).equal(old)
     assert inspect(tmp_path).scheme == "shaw"
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    with pytest.raises(CheckpointError, match=r"hf_posenc\.files\.complete"):
+    with pytest.raises(CheckpointError, match=r"hf_posenc\.checkpoints\.files\.complete"):
         from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "offloaded")
     assert complete(tmp_path)
     assert not complete(tmp_path)
