@@ -32,7 +32,7 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc import CheckpointError, UnknownSchemeError, export_stock, from_pretrained, inspect, patch_model
-from hf_posenc.checkpoints.digests import DIGESTS
+from hf_posenc.checkpoints.digests import DIGESTS, check_saved_config
 from hf_posenc.checkpoints.files import PENDING, STAGING, complete
 from hf_posenc.checkpoints.locks import LOCK
 from hf_posenc.schemes.base import PositionModule
@@ -756,6 +756,11 @@ def test_a_corrupted_config(tmp_path):
         from_pretrained(tmp_path)
     with pytest.raises(OSError, match="not a valid JSON"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_changed_config_without_a_model_type_is_called_that():
+    with pytest.raises(CheckpointError, match=r"config\.json without a model_type was changed"):
+        check_saved_config({DIGESTS: {"config.json": "of another"}})
 
 
 def test_an_edited_stub_is_not_run(tmp_path):

@@ -217,7 +217,7 @@ def make_ours(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> 
         schemes: as resolved against the model.
     """
     config, parts = model.config, [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    part_classes = [model_class(type(part), type(part.config)) for part in parts]
+    part_classes = [model_class(type(part), stock_config(part.config)) for part in parts]
     our_config = config_class(type(config))
     register_models(our_config)
     set_class(undo, config, our_config)
