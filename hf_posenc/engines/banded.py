@@ -54,7 +54,6 @@ class Banded(SpanEngine):
     wrong_form = "the scheme is no linear bias per head"
 
     def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
         return attend(query, key, value, call.form.slopes, scaling=call.scaling, window=window)
 
 

@@ -47,14 +47,12 @@ class Clipped(SpanEngine):
     wrong_form = "the scheme has no vectors of clipped distances"
 
     def why_not_form(self, call: Call) -> str | None:
-        """Return why the engine does not take the scheme's form, or None if it does."""
         if (reason := super().why_not_form(call)) is not None:
             return reason
         assert isinstance(call.positions, Positions)
         return "it has no sliding windows" if int(call.positions.window.min()) < call.key.shape[2] else None
 
     def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
         return attend(query, key, value, call.form.keys, call.form.values, scaling=call.scaling)
 
 

@@ -59,7 +59,6 @@ class Decode(Engine):
         return 0 if isinstance(call.form, RelativeKeys) else super().floor(call)
 
     def why_not(self, call: Call) -> str | None:
-        """Return why the engine cannot carry a call, or None if it can."""
         queries, keys = call.query.shape[2], call.key.shape[2]
         # A size of 1 is never dynamic: while compiling no other comparison leaves the graph open to other lengths.
         if queries > 1 and (torch.compiler.is_compiling() or queries > QUERIES):

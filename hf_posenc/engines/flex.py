@@ -94,7 +94,6 @@ class Flex(Engine):
         return call.query.device.type == "cuda"
 
     def why_not(self, call: Call) -> str | None:
-        """Return why the engine cannot carry a call, or None if it can."""
         if (reason := why_not_in_blocks(call)) is not None:
             return reason
         if call.dropout > 0:
@@ -108,7 +107,6 @@ class Flex(Engine):
         return selftest.fault(selftest.kind_of(call.form, call.query, call.key, call.softcap), self.tried)
 
     def attend(self, call: Call) -> tuple[Tensor, None]:
-        """Compute a call, see `Engine.attend`."""
         assert isinstance(call.positions, Positions)
         with torch.autocast(call.query.device.type, enabled=False):
             output = attend(

@@ -39,7 +39,6 @@ class Plain(Engine):
         return isinstance(call.form, Content)
 
     def why_not(self, call: Call) -> str | None:
-        """Return why the engine cannot carry a call, or None if it can."""
         if not isinstance(call.form, Content):
             return "it computes attention without positions, and this scheme changes scores"
         if call.weights:
@@ -49,7 +48,6 @@ class Plain(Engine):
         return None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Attend, see `Engine.attend`."""
         if _is_plainly_causal(call):
             return _attend(call, causal=True), None
         if (rows := _rows(call)) < call.query.shape[2]:

@@ -40,7 +40,6 @@ class Rescaled(SpanEngine):
     wrong_form = "the scheme does not rescale scores by distance"
 
     def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
         factors, relu = call.form.table(key.shape[2]), call.form.relu
         return attend(query, key, value, factors, None, scaling=call.scaling, relu=relu, window=window)
 

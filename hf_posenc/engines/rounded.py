@@ -34,7 +34,6 @@ class Rounded(SpanEngine):
         return super().why_not_form(call)
 
     def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
         form, keys = call.form, key.shape[2]
         if isinstance(form, RelativeKeys):
             return skewed.by_form(call, query, key, value, window, rounded=True)

@@ -38,7 +38,6 @@ class Skewed(SpanEngine):
     wrong_form = "the scheme has no products of queries with vectors of distance"
 
     def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
         return by_form(call, query, key, value, window)
 
 

@@ -82,7 +82,6 @@ class SpanEngine(Engine):
     wrong_form: ClassVar[str]
 
     def why_not(self, call: Call) -> str | None:
-        """Return why the engine cannot carry a call, or None if it can."""
         if (reason := why_not_in_blocks(call)) is not None:
             return reason
         if call.query.device.type != "cpu":

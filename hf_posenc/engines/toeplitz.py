@@ -46,7 +46,6 @@ class Toeplitz(SpanEngine):
     wrong_form = "the scheme is no additive bias of distance"
 
     def part(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Compute plain causal attention, see `SpanEngine.part`."""
         table = chunks.windowed(call.form.table(key.shape[2]), window)
         return attend(query, key, value, table, scaling=call.scaling)
 
