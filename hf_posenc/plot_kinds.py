@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from . import analysis, theory
 from .analysis import Decay, plots, probe
 from .api import schemes_of
-from .evaluation import measure_recurrence
+from .evaluation import RecurrenceMeasurement, measure_recurrence
 from .schemes.base import Scheme
 from .theory import integrals
 from .theory import plots as theory_plots
@@ -135,7 +135,7 @@ def _of_model(model: PreTrainedModel, asked: Asked) -> Tensor:
 
 def _grid(theta: integrals.Values, asked: Asked) -> Tensor:
     if not isinstance(theta, float):
-        raise ValueError("the frequencies of a grid are said by their base, as 10000")
+        raise ValueError("give the frequencies of a grid by their base, as 10000")
     return theory.grid_decay(theory.axis_frequencies(GRID_SIZE, base=theta), asked.length)
 
 
@@ -144,7 +144,7 @@ def _curves(model: PreTrainedModel, asked: Asked) -> dict[str, Decay]:
     return found.curves(range(-asked.length, asked.length + 1), progress=True)
 
 
-def _segments(model: PreTrainedModel, asked: Asked) -> list[Any]:
+def _segments(model: PreTrainedModel, asked: Asked) -> list[RecurrenceMeasurement]:
     text = asked.read(SEGMENTS * asked.length)
     return [
         measure_recurrence(model, [text], segment=asked.length, memory=memory, progress=True)

@@ -242,7 +242,7 @@ def equivariance(
 
         def states(text: Tensor, arguments: dict[str, Tensor]) -> list[Tensor]:
             bar.update()
-            return _states(model, layers, text, arguments)
+            return _states(model, layers, text, arguments)[0]
 
         free, causal = states(tokens, unmasked), states(tokens, {})
         if states(_other_last(model, tokens), unmasked)[-1][:, 0].equal(free[-1][:, 0]):
@@ -279,8 +279,8 @@ def _other_last(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 def _states(
     model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, arguments: dict[str, Tensor]
-) -> list[Tensor]:
-    """Run the model and return the hidden states behind each layer."""
+) -> tuple[list[Tensor], Tensor]:
+    """Run the model and return the hidden states behind each layer, and the last logits."""
     states: list[Tensor] = []
 
     def after(layer: nn.Module, args: Any, output: Any) -> None:
@@ -289,8 +289,8 @@ def _states(
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_hook(after).remove)
-        model(tokens, use_cache=False, logits_to_keep=1, **arguments)
-    return states
+        logits = model(tokens, use_cache=False, logits_to_keep=1, **arguments).logits[:, -1]
+    return states, logits
 
 
 def _orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
@@ -318,16 +318,9 @@ def _trace(
     model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor
 ) -> tuple[list[LayerCall], list[Tensor], Tensor]:
     """Run the model and return each layer's call and last token's output, and the last logits."""
-    states: list[Tensor] = []
-
-    def after(layer: nn.Module, args: Any, output: Any) -> None:
-        states.append(first(output)[:, -1])
-
-    with recorded(layers) as calls, ExitStack() as hooks:
-        for layer in layers:
-            hooks.callback(layer.register_forward_hook(after).remove)
-        logits = model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
-    return calls, states, logits
+    with recorded(layers) as calls:
+        states, logits = _states(model, layers, tokens, {})
+    return calls, [state[:, -1] for state in states], logits
 
 
 @contextmanager

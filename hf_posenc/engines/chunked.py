@@ -33,7 +33,6 @@ class Chunked(Engine):
     value_sizes = True
 
     def why_not(self, call: Call) -> str | None:
-        """Return why the engine cannot carry a call, or None if it can."""
         return why_not_in_blocks(call)
 
     def attend(self, call: Call) -> tuple[Tensor, None]:

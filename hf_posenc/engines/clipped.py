@@ -49,7 +49,6 @@ class Clipped(SpanEngine[ClippedVectors]):
     wrong_form = "the scheme has no vectors of clipped distances"
 
     def why_not_form(self, call: Call) -> str | None:
-        """Return why the engine does not take the scheme's form, or None if it does."""
         if (reason := super().why_not_form(call)) is not None:
             return reason
         assert isinstance(call.positions, Positions)

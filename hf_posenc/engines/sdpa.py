@@ -50,7 +50,6 @@ class Sdpa(Engine):
         return None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Attend, see `Engine.attend`."""
         if _is_plainly_causal(call):
             return _attend(call, causal=True), None
         if (rows := _rows(call)) < call.query.shape[2]:

@@ -80,7 +80,6 @@ class SpanEngine(Engine, Generic[F]):
     """An engine for CPUs, in float32 and bfloat16, without weights, soft cap and dropout, in O(L) memory."""
 
     def why_not(self, call: Call) -> str | None:
-        """Return why the engine cannot carry a call, or None if it can."""
         if (reason := why_not_in_blocks(call)) is not None:
             return reason
         if call.query.device.type != "cpu":

@@ -76,7 +76,6 @@ class Alibi(ScoreScheme):
             raise ValueError(f"alibi: {len(self.slopes)} slopes were given for {dims.num_heads} heads")
 
     def build(self, dims: Dims) -> ScoreModule:
-        """Return the module of one attention layer."""
         start = alibi_slopes(dims.num_heads) if self.slopes is None else list(self.slopes)
         return LinearBias(start, self.trainable)
 
@@ -101,7 +100,6 @@ class LinearBias(ScoreModule):
             init.copy_(self.slopes, torch.tensor(self.start).to(self.slopes))
 
     def form(self, like: Tensor) -> Slopes:
-        """Return the slopes, see `ScoreModule.form`."""
         dtype = compute_dtype(like)
         if self.slopes is not None:
             return Slopes(self.slopes.to(dtype))

@@ -131,7 +131,6 @@ class ScoreScheme(Scheme):
 
     @property
     def acts_on(self) -> Placement:
-        """Where it acts."""
         return OnScores()
 
     def check(self, dims: Dims) -> None:
@@ -155,7 +154,6 @@ class EmbeddingScheme(Scheme):
 
     @property
     def acts_on(self) -> Placement:
-        """Where it acts."""
         return OnHidden(every_layer=self.every_layer, share_layers=self.shares_layers)
 
     @property
@@ -189,7 +187,6 @@ class RotaryScheme(Scheme):
 
     @property
     def acts_on(self) -> Placement:
-        """Where it acts."""
         return OnRotary()
 
     @property

@@ -46,11 +46,9 @@ class CoPE(ScoreScheme):
             raise ValueError("cope: num_positions must be at least 2: with 1 all keys have the same position")
 
     def build(self, dims: Dims) -> ScoreModule:
-        """Return the module of one attention layer."""
         return ContextualPositions(self.num_positions, dims.head_dim)
 
     def build_shared(self, dims: Dims) -> PositionModule | None:
-        """Return the one module of the whole model if the layers share it."""
         return self.build(dims) if self.share_layers else None
 
 
@@ -72,7 +70,6 @@ class ContextualPositions(ScoreModule):
         init.zeros_(self.position_embeddings)
 
     def scores(self, call: Call) -> Tensor:
-        """Return the scores, see `ScoreModule.scores`."""
         content = call.query @ call.key.mT * call.scaling
         by_position = call.query @ self.position_embeddings.to(call.query.dtype).mT * call.scaling
         position = self.positions(call, content).clamp(max=by_position.shape[-1] - 1)

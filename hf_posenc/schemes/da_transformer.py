@@ -37,7 +37,6 @@ class DATransformer(ScoreScheme):
         self.flags("relu")
 
     def build(self, dims: Dims) -> ScoreModule:
-        """Return the module of one attention layer."""
         return DistanceRescaling(dims.num_heads, self.relu)
 
 
@@ -62,7 +61,6 @@ class DistanceRescaling(ScoreModule):
         init.zeros_(self.saturation)
 
     def form(self, like: Tensor) -> Factors:
-        """Return the factors, see `ScoreModule.form`."""
         dtype = compute_dtype(like)
         return Factors(lambda distance: self.factors(distance.to(dtype)), like.device, self.relu)
 

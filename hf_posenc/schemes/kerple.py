@@ -61,11 +61,9 @@ class Kerple(ScoreScheme):
         self.flags("share_layers")
 
     def build(self, dims: Dims) -> ScoreModule:
-        """Return the module of one attention layer."""
         return LogarithmicBias(dims.num_heads) if self.variant == "log" else PowerBias(dims.num_heads)
 
     def build_shared(self, dims: Dims) -> PositionModule | None:
-        """Return the one module of the whole model if the layers share it."""
         return self.build(dims) if self.share_layers else None
 
 
@@ -88,7 +86,6 @@ class LogarithmicBias(ScoreModule):
             init.copy_(raw, raw_of((most * drawn(raw)).clamp(min=LEAST)).to(raw))
 
     def form(self, like: Tensor) -> Bias:
-        """Return the biases by distance, see `ScoreModule.form`."""
         dtype = compute_dtype(like)
         scale, rate = positive(self.raw_scale.to(dtype)), positive(self.raw_rate.to(dtype))
 
@@ -118,7 +115,6 @@ class PowerBias(ScoreModule):
         init.copy_(self.raw_exponent, drawn(self.raw_exponent).logit(eps=LEAST / 2).to(self.raw_exponent))
 
     def form(self, like: Tensor) -> Bias:
-        """Return the biases by distance, see `ScoreModule.form`."""
         dtype = compute_dtype(like)
         scale, exponent = positive(self.raw_scale.to(dtype)), 2 * torch.sigmoid(self.raw_exponent.to(dtype))
 

@@ -25,5 +25,4 @@ class Nope(Scheme):
 
     @property
     def acts_on(self) -> Placement:
-        """Where it acts."""
         return Nowhere()

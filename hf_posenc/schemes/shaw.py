@@ -41,14 +41,12 @@ class Shaw(ScoreScheme):
         self.flags("share_heads", "share_layers", "values")
 
     def build(self, dims: Dims) -> ScoreModule:
-        """Return the module of one attention layer."""
         heads = () if self.share_heads else (dims.num_heads,)
         rows = (*heads, self.max_distance + 1)
         values = dims.value_dim or dims.head_dim
         return ClippedDistanceVectors((*rows, dims.head_dim), (*rows, values) if self.values else None)
 
     def build_shared(self, dims: Dims) -> PositionModule | None:
-        """Return the one module of the whole model if the layers share it."""
         return self.build(dims) if self.share_layers else None
 
 
@@ -76,5 +74,4 @@ class ClippedDistanceVectors(ScoreModule):
             init.normal_(self.value_embeddings, std=0.02)
 
     def form(self, like: Tensor) -> ClippedVectors:
-        """Return the tables, see `ScoreModule.form`."""
         return ClippedVectors(self.key_embeddings, self.value_embeddings)

@@ -66,11 +66,9 @@ class T5(ScoreScheme):
             )
 
     def build(self, dims: Dims) -> ScoreModule:
-        """Return the module of one attention layer."""
         return BucketedBias(dims.num_heads, self.num_buckets, self.max_distance)
 
     def build_shared(self, dims: Dims) -> PositionModule | None:
-        """Return the one module of the whole model if the layers share it."""
         return self.build(dims) if self.share_layers else None
 
 
@@ -94,7 +92,6 @@ class BucketedBias(ScoreModule):
         init.zeros_(self.biases)
 
     def form(self, like: Tensor) -> Bias:
-        """Return the biases by distance, see `ScoreModule.form`."""
         # Converted first, so that the gradients of a bucket's distances are summed in that dtype too.
         biases = self.biases.to(compute_dtype(like)).T  # (H, num_buckets)
 

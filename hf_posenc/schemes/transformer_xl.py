@@ -50,11 +50,9 @@ class TransformerXL(ScoreScheme):
         self.flags("share_biases")
 
     def build(self, dims: Dims) -> ScoreModule:
-        """Return the module of one attention layer."""
         return RelativeSinusoids(dims, own_biases=not self.share_biases)
 
     def build_shared(self, dims: Dims) -> PositionModule | None:
-        """Return the one pair of biases if the layers share it."""
         return SharedBiases(dims) if self.share_biases else None
 
     def attach_shared(self, module: ScoreModule, shared: Reference) -> nn.Module:
