@@ -418,7 +418,7 @@ def test_frequencies_that_a_command_line_can_say(text, at_a_half):
     [
         (["attention", "o.png", "alibi"], "name a checkpoint"),
         (["waves", "o.png", "alibi"], "a checkpoint, or frequencies: their base"),
-        (["grid", "o.png", "t^2"], "said by their base"),
+        (["grid", "o.png", "t^2"], "by their base"),
         (["grid", "o.png", "100", "--data", "a"], "--data changes nothing in grid of 100"),
         (["precision", "o.png", "100"], "name a scheme"),
         (["waves", "o.png", "t^2", "--scheme-args", "base=3"], "--scheme-args changes nothing"),
