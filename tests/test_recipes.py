@@ -339,11 +339,6 @@ WRONG = {
     "tracker": ({"tracker": "mlflow"}, "--tracker must be one of none, tensorboard, wandb, trackio"),
     "packing": ({"packing": "tight"}, "--packing must be one of concatenate, documents"),
     "recovery": ({"recovery_steps": 9}, "--recovery-steps 9 are the first of all --steps 3"),
-    "transfer": ({"transfer_steps": 1}, "--transfer-steps 1 are the first of --recovery-steps 0"),
-    "transfer of what is not in attention": (
-        {"scheme": "sinusoidal", "recovery_steps": 2, "transfer_steps": 1},
-        "sinusoidal adds positions to the hidden states",
-    ),
     "control with options": ({"scheme": "unpatched", "lora_rank": 4}, "takes neither --scheme-args nor --lora-rank"),
     "control beyond the table": ({"scheme": "unpatched"}, "the base's table ends at 32 positions"),
     "negative rate": ({"learning_rate": -1}, "--learning-rate must be positive, not -1.0"),
@@ -407,7 +402,7 @@ WRONG = {
 def test_wrong_arguments_stop_before_anything_runs(recipe, tiny_checkpoints, text, monkeypatch, capsys, case):
     changes, message = WRONG[case]
     monkeypatch.setattr(
-        importlib.import_module("hf_posenc.recipes.extension"),
+        importlib.import_module("hf_posenc.recipes.one_run"),
         "measure_model",
         lambda *_, **__: pytest.fail("measured"),
     )
@@ -588,7 +583,7 @@ def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
     assert f"recipes/{CONFIGS[name]}.py" in text
     if CONFIGS[name] == "extend_context":
         arguments.model = None  # no hub here
-        assert importlib.import_module("hf_posenc.recipes.extension").check_arguments(arguments) is not None
+        assert importlib.import_module("hf_posenc.recipes.one_run").check_arguments(arguments) is not None
     elif CONFIGS[name] == "pretrain":
         module.check_arguments(arguments)
     else:
@@ -655,9 +650,9 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     # Started again, it makes only what is missing, and says the same.
     (folder / "runs" / "alibi" / "seed-1" / "results.json").unlink()
     made = []
-    run = compare.extension.run
+    run = compare.one_run.run
     monkeypatch.setattr(
-        compare.extension, "run", lambda arguments, *rest: made.append(arguments.output) or run(arguments, *rest)
+        compare.one_run, "run", lambda arguments, *rest: made.append(arguments.output) or run(arguments, *rest)
     )
     again = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
     assert made == [str(folder / "runs" / "alibi" / "seed-1")]
@@ -669,10 +664,9 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     ("variant", "message"),
     [
         ("albi", "alibi, cope, da_transformer"),
-        ("alibi+magic", "+magic is none of +trainable, +uncalibrated, +distill, +transfer"),
+        ("alibi+magic", "+magic is none of +trainable, +uncalibrated, +distill"),
         ("rope-ntk", "transformer_xl, rope-linear, rope-dynamic, rope-yarn. Did you mean rope-yarn?"),
         ("alibi-yarn", "unknown 'alibi-yarn'; choose from unpatched, alibi"),
-        ("alibi+transfer", "+transfer is for the first of --recovery-steps: say how many there are"),
     ],
 )
 def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints, text, capsys, variant, message):
@@ -694,7 +688,6 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
         ["--scheme", "shaw"],
         ["--seed", "3"],
         ["--push-to", "me/x"],
-        ["--transfer-steps", "1"],
         ["--resume"],
     ):
         with pytest.raises(SystemExit):
@@ -705,7 +698,7 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
             pretrain.main([*words[2:], *extra])
         assert f"unknown option or stray value: {extra[0]}" in " ".join(capsys.readouterr().err.split())
     for extra, message in (
-        (["--distill", "2", "--variants", "alibi"], "--distill is for variants with +distill or +transfer"),
+        (["--distill", "2", "--variants", "alibi"], "--distill is for variants with +distill"),
         (["--variants", "alibi", "alibi"], "--variants must name each only once, not alibi alibi"),
         (["--variants", "alibi", "unpatched", "--lora-rank", "2"], "takes neither --scheme-args nor --lora-rank"),
     ):

@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_downloa
 from ..analysis import plots
 from ..hub import code, fenced, hyperparameters, layers_of_schemes, loading, plain
 from ..registry import scheme_class
-from .results import last_name, without_paths, write_whole
+from .results import last_name, without_paths, write_text
 from .tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows, rate_of
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -24,7 +24,7 @@ def write(folder: Path, results: dict[str, Any], repository: str | None = None) 
     """Writes README.md and its picture beside a checkpoint."""
     drawn = plots.loss_by_position(curves_by_position(results), trained_length=results["base"]["trained_length"])
     plots.save(drawn, folder / PICTURE)
-    write_whole(folder / "README.md", card(results, repository or PLACE))
+    write_text(folder / "README.md", card(results, repository or PLACE))
 
 
 def card(results: dict[str, Any], repository: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .embedded import library_parts
-from .options import UsageError, at_least, one_of, refuse
+from .options import Options, UsageError, at_least, one_of, refuse
 
 FORMATS = {
     ".txt": "text",
@@ -46,7 +46,7 @@ Chat = list[dict[str, Any]]
 
 
 @dataclass
-class TextArguments:
+class TextArguments(Options):
     """The text."""
 
     data: list[str] = field(

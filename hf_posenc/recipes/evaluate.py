@@ -19,8 +19,8 @@ import hf_posenc
 from ..evaluation import measure_recurrence
 from ..evaluation.recurrence import check_memory
 from . import corpus, measuring, models, program
-from .corpus import DataArguments, Document
-from .measuring import MeasuringArguments
+from .corpus import Document
+from .measuring import HeldOutArguments
 from .models import DeviceArguments, ModelArguments, check_vocabulary, count, load_named
 from .options import UsageError, as_in, at_least, parse
 from .results import origin, write_json
@@ -33,7 +33,7 @@ EXAMPLES = """
 
 
 @dataclass
-class Arguments(ModelArguments, DeviceArguments, DataArguments, MeasuringArguments):
+class Arguments(ModelArguments, DeviceArguments, HeldOutArguments):
     """This recipe."""
 
     dtype: str = as_in(DeviceArguments, "dtype", "float32")

@@ -12,7 +12,7 @@ was: it trains no base again that was trained, and measures and calibrates nothi
 from typing import Any
 
 from . import program, run_folder
-from .extension import Arguments, run
+from .one_run import Arguments, run
 from .options import parse
 
 EXAMPLES = """
@@ -24,7 +24,7 @@ EXAMPLES = """
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
-    """Runs the recipe and returns what it wrote to results.json."""
+    """Make a run and return the content of its results.json."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     with program.ending(parser, run_folder.again(arguments), lambda: run_folder.kept(arguments)):
         return run(arguments)

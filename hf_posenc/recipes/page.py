@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis import plots
-from .results import without_paths, write_whole
+from .results import without_paths, write_text
 from .tables import (
     calibration_line,
     calibration_rows,
@@ -36,7 +36,7 @@ figure { margin: 1rem 0 } img { max-width: 100% } figcaption { color: #555 }
 
 def write(path: Path, results: dict[str, Any]) -> None:
     """Writes the report of an extend_context run, whole or not at all."""
-    write_whole(path, page(results))
+    write_text(path, page(results))
 
 
 def page(results: dict[str, Any]) -> str:

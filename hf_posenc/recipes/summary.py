@@ -12,7 +12,7 @@ from . import identity
 from . import sweep_figures as figures
 from .many_runs import Runs, read
 from .options import UsageError
-from .results import without_paths, write_json, write_whole
+from .results import without_paths, write_json, write_text
 from .schemes import UNPATCHED
 from .tables import METHODS, accuracy_by_length
 
@@ -53,7 +53,7 @@ def summarize(folder: Path, title: str) -> dict[str, Any]:
         }
     reach_plain(summary["variants"])
     write_json(folder / "summary.json", summary)
-    write_whole(folder / "summary.md", markdown(summary))
+    write_text(folder / "summary.md", markdown(summary))
 
     draw(folder, runs, summary)
     return summary
