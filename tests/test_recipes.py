@@ -134,7 +134,7 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
         round(row[method]["perplexity"], 4) for row in results["after"] for method in ("sliding", "non_overlapping")
     ]
     # A number that was not measured cannot appear.
-    from hf_posenc.recipes import card as cards
+    from hf_posenc.recipes import model_card as cards
 
     del results["after"][0]["sliding"]["perplexity"]
     with pytest.raises(KeyError):
@@ -164,7 +164,7 @@ NASTY = "a|b `c` ``` <script>alert(1)</script> *d* _e_ [f](g) # h\n---\n```\n<im
     ],
 )
 def test_the_last_sentence_is_honest(recipes, before, after, message):
-    from hf_posenc.recipes.tables import verdict
+    from hf_posenc.recipes.run_report import verdict
 
     rows = [[{"length": n, "sliding": {"perplexity": p}} for n, p in each.items()] for each in (before, after)]
     rows[0] += [{"length": n, "impossible": "its table ends"} for n in after if n not in before]
@@ -173,7 +173,7 @@ def test_the_last_sentence_is_honest(recipes, before, after, message):
 
 def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     """What stands in a name, a path or a hyper-parameter is no markup, no HTML, no cell and no YAML."""
-    from hf_posenc.recipes import card as cards
+    from hf_posenc.recipes import model_card as cards
 
     results = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme="shaw"))
     plain = cards.card(results, "me/x")
@@ -201,15 +201,15 @@ def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     assert len(table) == 1
     assert len(re.findall(r"(?<!\\)\|", table[0])) == 3
     # A sweep's table too.
-    summaries = importlib.import_module("hf_posenc.recipes.summary")
+    summaries = importlib.import_module("hf_posenc.recipes.sweep_report")
     summary = {"title": NASTY, "base": {"name": NASTY, "parameters": 1, "trained_length": 2}, "variants": {}}
     assert "<script" not in summaries.markdown(summary)
 
 
 def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
     """From the JSON of a run that is committed; the numbers are those that it holds."""
-    from hf_posenc.recipes import card as cards
-    from hf_posenc.recipes import page
+    from hf_posenc.recipes import model_card as cards
+    from hf_posenc.recipes import run_report
 
     results = json.loads(QUICKSTART.read_text(encoding="utf-8"))
     cards.write(tmp_path, results, "me/long-gpt2")
@@ -239,15 +239,15 @@ def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
     assert "held-out tokens of \\\\udcff.txt." in card
     assert "`transformer_xl` is for layers 1, 3. Layers that are not named keep the positions of the base." in card
     assert "The swap was not calibrated: --calibrate none." in card
-    page.write(tmp_path / "report.html", results)
+    run_report.write(tmp_path / "report.html", results)
     report = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "extend --data &#x27;\\udcff.txt&#x27; &#x27;two words&#x27;" in report
 
 
 def test_a_card_a_report_and_a_table_name_no_folder_of_this_machine(tmp_path):
     """The run's own results.json keeps them: a run goes on by it."""
-    from hf_posenc.recipes import card as cards
-    from hf_posenc.recipes import page
+    from hf_posenc.recipes import model_card as cards
+    from hf_posenc.recipes import run_report
     from hf_posenc.recipes.results import without_paths
 
     results = json.loads(QUICKSTART.read_text(encoding="utf-8"))
@@ -258,7 +258,7 @@ def test_a_card_a_report_and_a_table_name_no_folder_of_this_machine(tmp_path):
     results["command"] = ["/home/me/.venv/bin/hf-posenc", "extend", f"--model={base}", "--data", *texts, "-c", "me/y/z"]
     kept = json.dumps(results)
     cards.write(tmp_path, results)
-    page.write(tmp_path / "report.html", results)
+    run_report.write(tmp_path / "report.html", results)
     shared = without_paths(results)
     assert json.dumps(results) == kept
     card, report = ((tmp_path / name).read_text(encoding="utf-8") for name in ("README.md", "report.html"))
@@ -273,7 +273,7 @@ def test_a_card_a_report_and_a_table_name_no_folder_of_this_machine(tmp_path):
 
 
 def test_a_card_has_the_license_and_the_language_of_its_base(tmp_path):
-    from hf_posenc.recipes import card as cards
+    from hf_posenc.recipes import model_card as cards
 
     results = json.loads(QUICKSTART.read_text(encoding="utf-8"))
     (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# Base\n", encoding="utf-8")
@@ -710,7 +710,7 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
 
 def test_where_an_option_reaches_what_plain_reaches(recipes):
     """On straight lines the crossing is known."""
-    summary = importlib.import_module("hf_posenc.recipes.summary")
+    summary = importlib.import_module("hf_posenc.recipes.sweep_report")
     plain = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 3.0}]}
     better = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 50, "mean": 3.5}, {"tokens": 100, "mean": 2.5}]}
     variants = {"x": plain, "x+a": better, "x+b": {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 4.0}]}}
@@ -845,7 +845,7 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
 def test_a_table_is_of_one_sweep(recipes, tmp_path):
     """Also where it is made from the results alone."""
     many_runs, summary, options = (
-        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("many_runs", "summary", "options")
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("many_runs", "sweep_report", "options")
     )
     for seed, steps in ((0, 10), (1, 20)):
         target = many_runs.place(tmp_path, "alibi", seed)
@@ -909,7 +909,7 @@ def test_eval_tokens_says_at_most_how_many_are_measured_everywhere(recipes, reci
 
 def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
     """What is drawn are the means and the deviations; no two lines of a panel look the same, though two lie on each other."""
-    figures = importlib.import_module("hf_posenc.recipes.sweep_figures")
+    figures = importlib.import_module("hf_posenc.recipes.sweep_report")
     names = ["alibi", *(f"alibi+{i}" for i in range(5)), "rope", "rope-yarn", "rope-linear", "nope", "unpatched"]
     curves = {name: figures.Curve([32, 64], [5.0, 8.0], [0.0, 2.0]) for name in names}
     curves[figures.BASE] = figures.Curve([32, 64], [4.0, math.inf], [0.0, 0.0])
@@ -917,7 +917,7 @@ def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
     assert sorted(name for panel in shown for name in panel[2:]) == sorted(names[:-1])
     assert all(panel[:2] == [figures.BASE, "unpatched"] and len(panel) <= figures.LINES for panel in shown)
     assert any({"rope", "rope-yarn", "rope-linear"} < set(panel) for panel in shown)
-    drawn = figures.by_length(curves, {"trained at": 32, "fine-tuned at": 64}, "runs/$x^$: a path, not a formula")
+    drawn = figures.plot_by_length(curves, {"trained at": 32, "fine-tuned at": 64}, "runs/$x^$: a path, not a formula")
     drawn.canvas.draw()
     for axes, panel in zip([axes for axes in drawn.axes if axes.get_visible()], shown, strict=True):
         lines = [line for line in axes.lines if not line.get_label().startswith("_")]
@@ -931,7 +931,7 @@ def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
 
 
 def test_a_sweeps_figures_are_of_what_was_measured(recipes):
-    summary = importlib.import_module("hf_posenc.recipes.summary")
+    summary = importlib.import_module("hf_posenc.recipes.sweep_report")
 
     def rows(loss):
         return [{"length": 8}, {"length": 16, "by_position": [{"first": 1, "last": 16, "loss": loss}]}]

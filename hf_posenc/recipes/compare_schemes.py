@@ -19,7 +19,7 @@ import hf_posenc
 
 from ..registry import scheme_class
 from ..spelling import did_you_mean
-from . import many_runs, one_run, program, run_folder, summary, training
+from . import many_runs, one_run, program, run_folder, sweep_report, training
 from .calibrating import CalibrationArguments
 from .corpus import read_text
 from .many_runs import SweepArguments
@@ -80,9 +80,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
             for runs in many_runs.read(folder).values():
                 before[:] = runs[0]["before"]
             many_runs.complete(folder, identities, one)
-        found = summary.summarize(folder, f"Schemes on {last_name(arguments.model)}")
-    print(summary.markdown(found))
-    return found
+        summary = sweep_report.summarize(folder, f"Schemes on {last_name(arguments.model)}")
+    print(sweep_report.markdown(summary))
+    return summary
 
 
 def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme | None]:

@@ -21,7 +21,19 @@ import hf_posenc
 from ..analysis import plots
 from ..families.base import base_model_type
 from ..registry import family_for
-from . import calibrating, card, corpus, identity, measuring, models, page, rates, run_folder, schemes, tables, training
+from . import (
+    calibrating,
+    corpus,
+    identity,
+    measuring,
+    model_card,
+    models,
+    rates,
+    run_folder,
+    run_report,
+    schemes,
+    training,
+)
 from .calibrating import CalibrationArguments
 from .corpus import Text, read_text, stream
 from .distillation import Distillation, teacher_of
@@ -338,7 +350,7 @@ class Run:
                     state_file=self.output / run_folder.CALIBRATING,
                 )
             run_folder.keep_calibrated(self.accelerator, self.model, self.output, self.results)
-        self.say(tables.calibration_line(self.results["calibration"]))
+        self.say(run_report.calibration_line(self.results["calibration"]))
         if self.windows is not None:
             set_seed(self.arguments.seed)  # whether it was calibrated just now or before
 
@@ -390,12 +402,12 @@ class Run:
         models.save(self.accelerator, self.wrapped, self.tokenizer, self.output)
         if self.accelerator.is_main_process:
             if self.scheme is not None:
-                card.write(folder, self.results, repository)
-            page.write(self.output / "report.html", self.results)
+                model_card.write(folder, self.results, repository)
+            run_report.write(self.output / "report.html", self.results)
             run_folder.finish(self.output, self.results)
         self.say(
-            f"\n{tables.as_text(self.results)}\n\ncheckpoint  {folder}\nreport      {self.output / 'report.html'}\n"
-            f"results     {self.output / 'results.json'}\n\n{tables.verdict(self.results)}"
+            f"\n{run_report.as_text(self.results)}\n\ncheckpoint  {folder}\nreport      {self.output / 'report.html'}\n"
+            f"results     {self.output / 'results.json'}\n\n{run_report.verdict(self.results)}"
         )
         if repository and self.accelerator.is_main_process:
             self.say(hf_posenc.hub.push(folder, repository, private=self.arguments.private or None).commit_url)

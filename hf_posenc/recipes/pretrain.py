@@ -19,7 +19,7 @@ import hf_posenc
 
 from ..analysis import plots
 from ..families.base import base_model_type
-from . import corpus, identity, many_runs, measuring, program, run_folder, schemes, summary, training
+from . import corpus, identity, many_runs, measuring, program, run_folder, schemes, sweep_report, training
 from .corpus import Text, Windows, read_text
 from .embedded import byte_tokenizer, decoder
 from .many_runs import SweepArguments
@@ -78,9 +78,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
 
         with run_folder.alone(accelerator, folder):
             many_runs.complete(folder, identities, one)
-        found = summary.summarize(folder, f"From scratch, trained at {arguments.train_length}")
-    print(summary.markdown(found))
-    return found
+        summary = sweep_report.summarize(folder, f"From scratch, trained at {arguments.train_length}")
+    print(sweep_report.markdown(summary))
+    return summary
 
 
 def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:

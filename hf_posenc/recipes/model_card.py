@@ -13,7 +13,7 @@ from ..analysis import plots
 from ..hub import code, fenced, hyperparameters, layers_of_schemes, loading, plain
 from ..registry import scheme_class
 from .results import last_name, without_paths, write_text
-from .tables import accuracy_by_length, curves_by_position, markdown_table, perplexity_rows, rate_of
+from .run_report import Rows, accuracy_by_length, curves_by_position, perplexity_rows, rate_of, sliding
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 PICTURE = "loss_by_position.png"
@@ -21,14 +21,14 @@ PLACE = "FOLDER_OR_HUB_ID"  # where the checkpoint will be; a push writes the re
 
 
 def write(folder: Path, results: dict[str, Any], repository: str | None = None) -> None:
-    """Writes README.md and its picture beside a checkpoint."""
+    """Write README.md and its picture beside a checkpoint."""
     drawn = plots.loss_by_position(curves_by_position(results), trained_length=results["base"]["trained_length"])
     plots.save(drawn, folder / PICTURE)
     write_text(folder / "README.md", card(results, repository or PLACE))
 
 
 def card(results: dict[str, Any], repository: str) -> str:
-    """The card as Markdown with a YAML head.
+    """Return the card as Markdown with a YAML head. It names no folder of this machine, because it is for others.
 
     Args:
         results: of extend_context.py; the scheme must not be `unpatched`.
@@ -38,16 +38,15 @@ def card(results: dict[str, Any], repository: str) -> str:
         KeyError: a number that the template names is missing from the results.
     """
     head = metadata(results)
-    results = without_paths(results)  # a card is for others
-    base, scheme, training, arguments = (results[key] for key in ("base", "scheme", "training", "arguments"))
-    name = Path(base["name"]).name
+    results = without_paths(results)
+    base, scheme = results["base"], results["scheme"]
     about = inspect.cleandoc(scheme_class(scheme["name"]).__doc__ or "").partition("\n\nArgs:\n")[0]
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         metadata=head.to_yaml(),
         title=plain(title_of(results)),
-        base_name=plain(name),
+        base_name=plain(Path(base["name"]).name),
         scheme=code(scheme["name"]),
-        train_length=plain(arguments["train_length"]),
+        train_length=plain(results["arguments"]["train_length"]),
         trained_length=plain(base["trained_length"]),
         loading=loading(repository),
         about="\n".join(line.strip() for line in about.splitlines()),
@@ -60,37 +59,44 @@ def card(results: dict[str, Any], repository: str) -> str:
         retrieval=retrieval(results),
         failure=failure(results),
         calibration=calibration(results.get("calibration")),
-        training=markdown_table(
-            [
-                ("training", ""),
-                ("tokens", f"{training['tokens']:,} ({training['passes_over_the_text']:.2f} passes over the text)"),
-                ("optimizer", f"AdamW, {training['steps']} steps, learning rate {rate_of(results)}"),
-                ("weights", f"LoRA of rank {arguments['lora_rank']}" if arguments["lora_rank"] else "all"),
-                ("speed", f"{training['tokens_per_second']:,.0f} tokens per second"),
-                ("hardware", plain(f"{results['hardware']['processes']} x {results['hardware']['device']}")),
-                ("versions", plain(", ".join(f"{name} {value}" for name, value in results["versions"].items()))),
-            ]
-        ),
+        training=training(results),
         command=fenced(shlex.join(results["command"])),
         seed=plain(results["seed"]),
     )
 
 
+def training(results: dict[str, Any]) -> str:
+    """Return the table of what the training took."""
+    found, rank, hardware = results["training"], results["arguments"]["lora_rank"], results["hardware"]
+    return markdown_table(
+        [
+            ("training", ""),
+            ("tokens", f"{found['tokens']:,} ({found['passes_over_the_text']:.2f} passes over the text)"),
+            ("optimizer", f"AdamW, {found['steps']} steps, learning rate {rate_of(results)}"),
+            ("weights", f"LoRA of rank {rank}" if rank else "all"),
+            ("speed", f"{found['tokens_per_second']:,.0f} tokens per second"),
+            ("hardware", plain(f"{hardware['processes']} x {hardware['device']}")),
+            ("versions", plain(", ".join(f"{name} {value}" for name, value in results["versions"].items()))),
+        ]
+    )
+
+
 def calibration(found: dict[str, Any] | None) -> str:
-    """What moved the weights before the fine-tuning; results of older versions do not speak of it."""
+    """Return the paragraph on the calibration; results of older versions do not mention it."""
     if found is None:
         return "The swap was not calibrated: the version that made it could not."
     if found["method"] == "none":
         return f"The swap was not calibrated: {plain(found['why'])}."
     divergence, losses = found["divergence"], found["held_out_loss"]
     steps = f", then {found['steps']:,} steps that match the base's attention" if found["steps"] else ""
-    layers = ", ".join(plain(each["index"]) for each in found["layers"])
+    remarks = " ".join(plain(remark) for remark in found.get("remarks", ()))
+    text = f"Before the fine-tuning the scheme took over what the base's positions did. {remarks}".rstrip()
     table = markdown_table(
         [
             ("calibration", ""),
             ("stages", f"closed forms{steps}"),
             ("fitted", plain(found["moved"])),
-            ("layers", layers),
+            ("layers", ", ".join(plain(layer["index"]) for layer in found["layers"])),
             ("tokens read", f"{found['tokens']:,}"),
             (
                 "divergence from the base's attention, in nats per query",
@@ -103,30 +109,61 @@ def calibration(found: dict[str, Any] | None) -> str:
             ),
         ]
     )
-    said = " ".join(plain(each) for each in found.get("remarks", ()))
-    return (
-        f"Before the fine-tuning the scheme took over what the base's positions did. {said}".rstrip() + f"\n\n{table}"
-    )
+    return f"{text}\n\n{table}"
+
+
+def retrieval(results: dict[str, Any]) -> str:
+    """Return the table of the retrieval test's accuracy by length, before and after."""
+    means = {time: accuracy_by_length(results.get(f"retrieval_{time}", [])) for time in ("before", "after")}
+    lengths = sorted({length for accuracies in means.values() for length in accuracies})
+    if not lengths:
+        return "Retrieval was not measured."
+    rows: Rows = [("induction copy, accuracy", *map(str, lengths))]
+    for time, accuracies in means.items():
+        rows.append((time, *(f"{accuracies[length]:.2f}" if length in accuracies else "-" for length in lengths)))
+    return markdown_table(rows)
+
+
+def failure(results: dict[str, Any]) -> str:
+    """Return where the numbers are worse than they should be, as a list."""
+    trained, before, after = results["base"]["trained_length"], sliding(results["before"]), sliding(results["after"])
+    lines = []
+    if trained in before and trained in after and after[trained] > before[trained]:
+        lines.append(
+            f"- At the base's own {trained} tokens it is worse than the base was: {after[trained]:.3f} against "
+            f"{before[trained]:.3f}. The swap was not recovered within this budget."
+        )
+    best = min(after, key=lambda length: after[length])
+    if worse := [length for length in after if length > best and after[length] > 1.02 * after[best]]:
+        lines.append(
+            f"- Sliding-window perplexity is best at {best} tokens ({after[best]:.3f}) and more than 2 % worse at "
+            f"{', '.join(map(str, worse))}."
+        )
+    return "\n".join([*lines, f"- Beyond {max(after)} tokens nothing was measured."])
+
+
+def markdown_table(rows: Rows) -> str:
+    """Return rows as a Markdown table."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
 def title_of(results: dict[str, Any]) -> str:
-    """The base's name, without its folder or organisation, and the scheme's."""
+    """Return the base's name, without its folder or organisation, and the scheme's."""
     return f"{Path(last_name(results['base']['name'])).name} with {results['scheme']['name']}"
 
 
 def metadata(results: dict[str, Any]) -> ModelCardData:
-    """What a page of the Hub reads: of the base's own card, where that is at hand, its license and its language."""
+    """Return what a page of the Hub reads. License and language are those of the base's own card, if it is here."""
     arguments = results["arguments"]
     own = card_of(arguments["model"], arguments.get("revision"))
-    scheme = results["scheme"]["name"]
-    measured = [row for row in results["after"] if "sliding" in row]
     on_the_hub = results["data"].get("kind") == "hub"
     description = arguments["data"][0] if on_the_hub else "held-out text of the run"
     return ModelCardData(
         model_name=title_of(results),
         library_name="hf_posenc",
         pipeline_tag="text-generation",
-        tags=["hf_posenc", scheme, "position-encoding"],
+        tags=["hf_posenc", results["scheme"]["name"], "position-encoding"],
         base_model=arguments["model"] if results["base"].get("on_hub") else None,
         license=own.license,
         language=own.language,
@@ -140,14 +177,15 @@ def metadata(results: dict[str, Any]) -> ModelCardData:
                 metric_name=f"{name} perplexity at {row['length']} tokens",
                 metric_value=round(row[method]["perplexity"], 4),
             )
-            for row in measured
+            for row in results["after"]
+            if "sliding" in row
             for method, name in (("sliding", "sliding-window"), ("non_overlapping", "non-overlapping"))
         ],
     )
 
 
 def card_of(model: str | None, revision: str | None = None) -> ModelCardData:
-    """What the base's own card says, from its folder or the cache of downloads; empty without. Nothing is guessed."""
+    """Return the data of the base's own card, from its folder or the cache of downloads; empty without a card."""
     path = None
     if model is not None:
         path = Path(model) / "README.md"
@@ -156,38 +194,5 @@ def card_of(model: str | None, revision: str | None = None) -> ModelCardData:
                 path = Path(hf_hub_download(model, "README.md", revision=revision, local_files_only=True))
     if path is None or not path.is_file():
         return ModelCardData()
-    found: Any = ModelCard.load(path, ignore_metadata_errors=True).data
-    return found
-
-
-def retrieval(results: dict[str, Any]) -> str:
-    """Accuracy by length, before and after."""
-    means = {time: accuracy_by_length(results.get(f"retrieval_{time}", [])) for time in ("before", "after")}
-    lengths = sorted({length for found in means.values() for length in found})
-    if not lengths:
-        return "Retrieval was not measured."
-    rows: list[tuple[str, ...]] = [("induction copy, accuracy", *map(str, lengths))]
-    for time, found in means.items():
-        rows.append((time, *(f"{found[length]:.2f}" if length in found else "-" for length in lengths)))
-    return markdown_table(rows)
-
-
-def failure(results: dict[str, Any]) -> str:
-    """Where the numbers say that it is worse than it should be; in the run's own lengths."""
-    trained = results["base"]["trained_length"]
-    before = {row["length"]: row["sliding"]["perplexity"] for row in results["before"] if "sliding" in row}
-    after = {row["length"]: row["sliding"]["perplexity"] for row in results["after"] if "sliding" in row}
-    lines = []
-    if trained in before and trained in after and after[trained] > before[trained]:
-        lines.append(
-            f"- At the base's own {trained} tokens it is worse than the base was: {after[trained]:.3f} against "
-            f"{before[trained]:.3f}. The swap was not recovered within this budget."
-        )
-    best = min(after, key=lambda length: after[length])
-    if worse := [length for length in after if length > best and after[length] > 1.02 * after[best]]:
-        lines.append(
-            f"- Sliding-window perplexity is best at {best} tokens ({after[best]:.3f}) and more than 2 % worse at "
-            f"{', '.join(str(length) for length in worse)}."
-        )
-    lines.append(f"- Beyond {max(after)} tokens nothing was measured.")
-    return "\n".join(lines)
+    data: Any = ModelCard.load(path, ignore_metadata_errors=True).data
+    return data
