@@ -122,7 +122,7 @@ def test_what_the_base_saw_is_not_measured(embedded, monkeypatch):
         return {path.read_text(encoding="utf-8").strip("\n")[:200] for path in paths}
 
     for arguments.split_seed in range(4):
-        found = corpus.read_text(arguments, tokenizer, accelerator)
+        found = corpus.read_text(arguments, tokenizer, accelerator, training_tokens=0, split_seed=arguments.split_seed)
         assert {tokenizer.decode(document.tokens[:200]) for document in found.train} == starts(files[0])
         measured |= {tokenizer.decode(document.tokens[:200]) for document in found.held_out}
         assert sum(len(document.tokens) for document in found.held_out) == 3000

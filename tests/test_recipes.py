@@ -91,7 +91,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
     corpus = importlib.import_module("hf_posenc.recipes.corpus")
     documents = corpus.documents(tokenizer, arguments, None, 0)
-    _, held_out = corpus.split(documents, tokenizer, arguments)
+    _, held_out = corpus.split(documents, tokenizer, eval_tokens=200, seed=0)
     whole = corpus.stream(held_out)
     assert len(whole.tokens) == written["data"]["held_out_tokens"] == 200
     (again,) = measure_context(model, [whole.tokens], lengths=[64], byte_counts=[whole.bytes])

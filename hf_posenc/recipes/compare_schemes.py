@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
         variants = check_arguments(arguments)
         assert arguments.model is not None  # without one check_arguments has raised
         accelerator = training.accelerator_for(arguments, folder)
-        text = read_text(arguments, load_named(AutoTokenizer, arguments), accelerator)
+        tokenizer = load_named(AutoTokenizer, arguments)
+        text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
         identities = many_runs.identify(arguments, text, variants, accelerator)
         with run_folder.alone(accelerator, folder):
             many_runs.check(folder, identities)

@@ -131,10 +131,10 @@ def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
     set_seed(arguments.seed)
     accelerator.print(f"Reading {corpus.describe(arguments)}")
     tokenizer = load_named(AutoTokenizer, arguments) if arguments.model else byte_tokenizer()
-    text = sweep.text if sweep else read_text(arguments, tokenizer, accelerator)
     if sweep:
-        of = sweep.identity
+        text, of = sweep.text, sweep.identity
     else:
+        text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
         of = identity.of(arguments, text, scheme=schemes.to_json(scheme), **identity.launched(accelerator))
     if arguments.model is None and not arguments.train_base:
         of["base"] = identity.digest_of(str(FOLDER))

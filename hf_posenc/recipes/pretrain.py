@@ -18,7 +18,6 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import hf_posenc
 
 from ..analysis import plots
-from ..families.base import base_model_type
 from . import corpus, identity, many_runs, measuring, program, run_folder, schemes, sweep_report, training
 from .corpus import Text, Windows, read_text
 from .embedded import byte_tokenizer, decoder
@@ -70,7 +69,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
         wanted = check_arguments(arguments)
         accelerator = training.accelerator_for(arguments, folder)
         tokenizer = load(AutoTokenizer, arguments.tokenizer, "tokenizer") if arguments.tokenizer else byte_tokenizer()
-        text = read_text(arguments, tokenizer, accelerator)
+        text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
         identities = many_runs.identify(arguments, text, dict(wanted), accelerator)
 
         def one(name: str, seed: int, target: Path) -> None:
@@ -128,6 +127,7 @@ def run(
     training.check_plan(plan, accelerator)
     model = untrained(arguments, tokenizer).to(accelerator.device)
     check_vocabulary(model, text.train, text.held_out)
+    base = {"name": "from scratch", "model_type": model.config.model_type}
     report = schemes.patch(model, scheme, seed)
     seconds: dict[str, float] = {}
     results: dict[str, Any] = {
@@ -135,12 +135,7 @@ def run(
         "identity": of,
         "seed": seed,
         "data": text.to_dict(arguments),
-        "base": {
-            "name": "from scratch",
-            "model_type": base_model_type(model.config),
-            "parameters": count(model),
-            "trained_length": arguments.train_length,
-        },
+        "base": base | {"parameters": count(model), "trained_length": arguments.train_length},
         "scheme": schemes.to_json(*hf_posenc.schemes_of(model)),
         "verify": report,
         "seconds": seconds,
@@ -148,14 +143,9 @@ def run(
     # The sweep has checked the identity of an unfinished run; states without one belong to no run.
     start = run_folder.begin if identity.file_of(output) is None else run_folder.write_progress
     start(accelerator, output, results)
+    evaluate = held_out_loss(text, arguments.train_length)
     wrapped, results["training"] = training.fine_tune(
-        accelerator,
-        model,
-        plan,
-        arguments,
-        folder=output,
-        resume=True,
-        evaluate=held_out_loss(text, arguments.train_length),
+        accelerator, model, plan, arguments, folder=output, resume=True, evaluate=evaluate
     )
     with stopwatch(seconds, "after"):
         results["after"], results["retrieval_after"] = measure_model(

@@ -86,6 +86,11 @@ class TrainingArguments(Options):
         default=0, metadata={"help": "which documents are held out; apart from the seed of a run, so that runs compare"}
     )
 
+    @property
+    def tokens_to_read(self) -> int:
+        """Tokens that a process trains on."""
+        return self.steps * self.batch_size * self.train_length * self.gradient_accumulation
+
 
 @dataclass
 class RateArguments(Options):
