@@ -203,19 +203,19 @@ def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None
 
     texts = unique(part for text in read(arguments, files) for part in parts(text))
     if arguments.streaming:
-        found: list[Document] = []
+        result: list[Document] = []
         with tqdm(total=enough, desc="tokenizing", unit="token", leave=False, disable=enough < LARGE) as bar:
             for text in texts:
-                found += encode(tokenizer, [text])
-                bar.update(len(found[-1].tokens))
-                enough -= len(found[-1].tokens)
+                result += encode(tokenizer, [text])
+                bar.update(len(result[-1].tokens))
+                enough -= len(result[-1].tokens)
                 if enough <= 0:
                     break
     else:
-        found = encode_and_keep(tokenizer, list(texts), arguments.workers)
-    if not found:
+        result = encode_and_keep(tokenizer, list(texts), arguments.workers)
+    if not result:
         raise UsageError(f"there is no text in {describe(arguments)}")
-    return found
+    return result
 
 
 def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str | Chat]:
@@ -513,8 +513,8 @@ def read_text(
     enough = arguments.eval_tokens + training_tokens * accelerator.num_processes
     with accelerator.main_process_first():
         if arguments.data:
-            found = documents(tokenizer, arguments, None, enough)
-            return Text(len(found), *split(found, tokenizer, arguments.eval_tokens, split_seed))
+            whole = documents(tokenizer, arguments, None, enough)
+            return Text(len(whole), *split(whole, tokenizer, arguments.eval_tokens, split_seed))
         train, unseen = (documents(tokenizer, arguments, files, enough) for files in library_parts())
     measured = split(unseen, tokenizer, arguments.eval_tokens, split_seed)[1]
     return Text(len(train) + len(unseen), train, measured)

@@ -204,8 +204,8 @@ def train_base(
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for each in (*optimizers, *schedules):
-                each.step()
+            for stepping in (*optimizers, *schedules):
+                stepping.step()
             model.zero_grad()
             losses.append(loss.item())
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)

@@ -62,7 +62,7 @@ def named(words: list[str]) -> list[str]:
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
-    """The beginning of the text is measured, at most --eval-tokens of it: nothing is trained, nothing is held out."""
+    """Measure a checkpoint on the beginning of the text, at most --eval-tokens of it, and write the numbers."""
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID is missing")
     corpus.check(arguments, needs_data=True)

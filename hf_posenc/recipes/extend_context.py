@@ -4,9 +4,9 @@
     accelerate launch recipes/extend_context.py --config recipes/configs/gpt2_alibi.yaml --output runs/gpt2-alibi
 
 Measure, patch, calibrate, fine-tune, measure again, report, save: OUTPUT/report.html, OUTPUT/results.json and
-OUTPUT/model (reload with `hf_posenc.from_pretrained`). Plain `python` runs it in one process. Everything that can be
-wrong with the arguments is found before anything long starts; Ctrl-C saves, and `--resume` goes on exactly where it
-was: it trains no base again that was trained, and measures and calibrates nothing again.
+OUTPUT/model (reload with `hf_posenc.from_pretrained`). Plain `python` runs it in one process. Wrong arguments are found
+before anything long starts. Ctrl-C saves, and `--resume` goes on exactly where the run was: a base that was trained,
+its measurements and its calibration are not made again.
 """
 
 from typing import Any

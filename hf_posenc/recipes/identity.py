@@ -81,9 +81,9 @@ def hold(folder: Path, wanted: dict[str, Any], instead: str) -> None:
     """
     if (file := file_of(folder)) is None:
         return
-    if (found := read_json(file).get("identity")) is None:
+    if (present := read_json(file).get("identity")) is None:
         raise UsageError(f"the run in {folder} does not say what it is of (an older version made it): {instead}")
-    if different := differences(common(found) if wanted == common(wanted) else found, wanted):
+    if different := differences(common(present) if wanted == common(wanted) else present, wanted):
         raise UsageError(f"the run in {folder} had other arguments: {different}: {instead}")
 
 

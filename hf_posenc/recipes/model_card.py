@@ -58,46 +58,46 @@ def card(results: dict[str, Any], repository: str) -> str:
         perplexities=markdown_table(perplexity_rows(results)),
         retrieval=retrieval(results),
         failure=failure(results),
-        calibration=calibration(results.get("calibration")),
-        training=training(results),
+        calibration=calibration_text(results.get("calibration")),
+        training=training_table(results),
         command=fenced(shlex.join(results["command"])),
         seed=plain(results["seed"]),
     )
 
 
-def training(results: dict[str, Any]) -> str:
+def training_table(results: dict[str, Any]) -> str:
     """Return the table of what the training took."""
-    found, rank, hardware = results["training"], results["arguments"]["lora_rank"], results["hardware"]
+    training, rank, hardware = results["training"], results["arguments"]["lora_rank"], results["hardware"]
     return markdown_table(
         [
             ("training", ""),
-            ("tokens", f"{found['tokens']:,} ({found['passes_over_the_text']:.2f} passes over the text)"),
-            ("optimizer", f"AdamW, {found['steps']} steps, learning rate {rate_of(results)}"),
+            ("tokens", f"{training['tokens']:,} ({training['passes_over_the_text']:.2f} passes over the text)"),
+            ("optimizer", f"AdamW, {training['steps']} steps, learning rate {rate_of(results)}"),
             ("weights", f"LoRA of rank {rank}" if rank else "all"),
-            ("speed", f"{found['tokens_per_second']:,.0f} tokens per second"),
+            ("speed", f"{training['tokens_per_second']:,.0f} tokens per second"),
             ("hardware", plain(f"{hardware['processes']} x {hardware['device']}")),
             ("versions", plain(", ".join(f"{name} {value}" for name, value in results["versions"].items()))),
         ]
     )
 
 
-def calibration(found: dict[str, Any] | None) -> str:
+def calibration_text(calibration: dict[str, Any] | None) -> str:
     """Return the paragraph on the calibration; results of older versions do not mention it."""
-    if found is None:
+    if calibration is None:
         return "The swap was not calibrated: the version that made it could not."
-    if found["method"] == "none":
-        return f"The swap was not calibrated: {plain(found['why'])}."
-    divergence, losses = found["divergence"], found["held_out_loss"]
-    steps = f", then {found['steps']:,} steps that match the base's attention" if found["steps"] else ""
-    remarks = " ".join(plain(remark) for remark in found.get("remarks", ()))
+    if calibration["method"] == "none":
+        return f"The swap was not calibrated: {plain(calibration['why'])}."
+    divergence, losses = calibration["divergence"], calibration["held_out_loss"]
+    steps = f", then {calibration['steps']:,} steps that match the base's attention" if calibration["steps"] else ""
+    remarks = " ".join(plain(remark) for remark in calibration.get("remarks", ()))
     text = f"Before the fine-tuning the scheme took over what the base's positions did. {remarks}".rstrip()
     table = markdown_table(
         [
             ("calibration", ""),
             ("stages", f"closed forms{steps}"),
-            ("fitted", plain(found["moved"])),
-            ("layers", ", ".join(plain(layer["index"]) for layer in found["layers"])),
-            ("tokens read", f"{found['tokens']:,}"),
+            ("fitted", plain(calibration["moved"])),
+            ("layers", ", ".join(plain(layer["index"]) for layer in calibration["layers"])),
+            ("tokens read", f"{calibration['tokens']:,}"),
             (
                 "divergence from the base's attention, in nats per query",
                 f"{divergence['before']:.3f} as swapped, {divergence['closed']:.3f} after the closed forms, "

@@ -223,6 +223,9 @@ class Run:
         resumed: whether an interrupted run is continued.
         model: the base, then the patched model, on the device.
         results: the content of results.json so far.
+        base_loss: held-out loss of the base, where it is calibrated to.
+        teacher: a copy of the base, with `--distill`.
+        wrapped: the model as accelerate wrapped it, once it is fine-tuned.
     """
 
     arguments: Arguments

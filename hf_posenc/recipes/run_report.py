@@ -203,10 +203,10 @@ def page(results: dict[str, Any]) -> str:
         f"<h1>{title}</h1>",
         f"<p>A base of {base['parameters']:,} weights, trained at {base['trained_length']} tokens, fine-tuned on "
         f"{tokens:,} tokens. {html.escape(verdict(results))}</p>",
-        *measurements(results),
-        *(calibration(results["calibration"]) if "calibration" in results else []),
-        *training(results),
-        *configuration(results),
+        *measurement_sections(results),
+        *(calibration_section(results["calibration"]) if "calibration" in results else []),
+        *training_section(results),
+        *configuration_sections(results),
     ]
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
@@ -215,7 +215,7 @@ def page(results: dict[str, Any]) -> str:
     )
 
 
-def measurements(results: dict[str, Any]) -> list[str]:
+def measurement_sections(results: dict[str, Any]) -> list[str]:
     """Return the sections on perplexity, loss by position and retrieval."""
     trained = results["base"]["trained_length"]
     parts = [
@@ -241,37 +241,37 @@ def measurements(results: dict[str, Any]) -> list[str]:
     return parts
 
 
-def calibration(found: dict[str, Any]) -> list[str]:
+def calibration_section(calibration: dict[str, Any]) -> list[str]:
     """Return the section on the calibration."""
-    parts = ["<h2>Calibration</h2>", f"<p>{html.escape(calibration_line(found))}.</p>"]
-    if found["method"] == "none":
+    parts = ["<h2>Calibration</h2>", f"<p>{html.escape(calibration_line(calibration))}.</p>"]
+    if calibration["method"] == "none":
         return parts
     return [
         *parts,
         "<p>Before the fine-tuning the scheme took over what the base's positions did. By layer: the Kullback-Leibler "
         "divergence of its attention from the base's, in nats per query, the mean over heads on windows that nothing "
         "was fitted to. What is left at the end the scheme could not express.</p>",
-        table(calibration_rows(found)),
+        table(calibration_rows(calibration)),
     ]
 
 
-def training(results: dict[str, Any]) -> list[str]:
+def training_section(results: dict[str, Any]) -> list[str]:
     """Return the section on the training: its losses and its cost."""
-    found = results["training"]
-    losses = {"training loss": list(enumerate(found["loss"], start=1))}
+    training = results["training"]
+    losses = {"training loss": list(enumerate(training["loss"], start=1))}
     parts = [
         "<h2>Training</h2>",
         figure(plots.loss_curve(losses, xlabel="optimizer step"), "Training loss by step"),
     ]
-    if found["curve"]:
-        held_out = [(point["tokens"], point["loss"]) for point in found["curve"]]
+    if training["curve"]:
+        held_out = [(point["tokens"], point["loss"]) for point in training["curve"]]
         parts.append(figure(plots.loss_curve({"held-out loss": held_out}, xlabel="tokens"), "Recovery"))
     if "learning_rates" in results:
         parts.append(table(tried_rows(results["learning_rates"])))
     return [*parts, table(cost_rows(results))]
 
 
-def configuration(results: dict[str, Any]) -> list[str]:
+def configuration_sections(results: dict[str, Any]) -> list[str]:
     """Return the sections on `verify` and on the circumstances of the run."""
     made_with = {key: results[key] for key in ("versions", "hardware", "git")}
     return [

@@ -58,12 +58,12 @@ def summarize(folder: Path, title: str) -> dict[str, Any]:
 
 def check_one_sweep(folder: Path, runs: Runs) -> None:
     """Raise UsageError if the runs are not of one sweep, because their rows would mean different things."""
-    results = [each for found in runs.values() for each in found]
-    identities = [each["identity"] for each in results if "identity" in each]
+    everything = [results for variant in runs.values() for results in variant]
+    identities = [results["identity"] for results in everything if "identity" in results]
     for other in identities:
         if wrong := identity.differences(identity.common(identities[0]), identity.common(other)):
             raise UsageError(f"the runs in {folder} are not of one sweep: {wrong}")
-    if silent := len(results) - len(identities):
+    if silent := len(everything) - len(identities):
         print(f"{silent} runs in {folder} do not say what they are of: an older version made them", file=sys.stderr)
 
 
@@ -235,7 +235,7 @@ def draw(folder: Path, runs: Runs, summary: dict[str, Any]) -> None:
             curves[BASE] = Curve.of(known)
         save(plot_by_length(curves, marks, title(name)), method)
 
-    positions = {label: by_position([results["after"] for results in found]) for label, found in runs.items()}
+    positions = {label: by_position([run["after"] for run in variant]) for label, variant in runs.items()}
     positions[BASE] = by_position([before])
     positions = {label: bins for label, bins in positions.items() if bins}
     save(plot_by_position(positions, marks, title("longest windows")), "loss_by_position")
