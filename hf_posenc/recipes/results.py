@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -124,15 +125,11 @@ def replaced_in(value: Any, names: dict[str, str]) -> Any:
     return [replaced_in(item, names) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-class stopwatch:
+@contextmanager
+def stopwatch(seconds: dict[str, float], name: str) -> Iterator[None]:
     """Context manager that stores the time spent inside as `seconds[name]`."""
-
-    def __init__(self, seconds: dict[str, float], name: str):
-        """Name the place for the time; entering starts the clock."""
-        self.seconds, self.name = seconds, name
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self.name] = round(time.perf_counter() - self.start, 1)
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = round(time.perf_counter() - start, 1)

@@ -1,4 +1,8 @@
-"""The fine-tuning loop of the recipes: raw accelerate, exact to resume, on one process or many."""
+"""The fine-tuning loop of the recipes, on one process or many.
+
+It stands beside transformers' Trainer because a run has phases of different lengths, a teacher, and processes that
+share a sequence, and because it resumes to the last bit.
+"""
 
 import importlib.util
 import logging
