@@ -8,7 +8,7 @@ python scripts/make_model_card.py --committed                                   
 import argparse
 from pathlib import Path
 
-from hf_posenc.recipes import card
+from hf_posenc.recipes import model_card
 from hf_posenc.recipes.results import read_json
 
 CARDS = Path(__file__).parents[1] / "model_cards"
@@ -36,7 +36,7 @@ def main() -> None:
         jobs.append((CARDS / said["results"], source.parent, said["repository"]))
     for results, folder, repository in jobs:
         try:
-            card.write(folder, read_json(results), repository)
+            model_card.write(folder, read_json(results), repository)
         except (OSError, ValueError) as error:
             parser.error(str(error))
         except KeyError as error:

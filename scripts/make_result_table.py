@@ -17,7 +17,7 @@ import marked
 from measure_calibration import SCHEMES as OPTIONS
 from plot_schemes import CALIBRATION, YARN, loss_by_length
 
-from hf_posenc.recipes.tables import as_text
+from hf_posenc.recipes.run_report import as_text
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -138,6 +138,6 @@ PYTHON
 NEXT
 if [ -f "$output/results.json" ]; then # what came of it, good or bad, comes last
     "$ENV_PYTHON" -c 'import json, sys
-from hf_posenc.recipes.tables import verdict
+from hf_posenc.recipes.run_report import verdict
 print(verdict(json.load(open(sys.argv[1], encoding="utf-8"))))' "$output/results.json"
 fi

@@ -80,7 +80,7 @@ def test_windows_are_of_the_training_text_and_the_numbers_those_of_the_report(re
 
 
 def test_the_default_rate_depends_on_the_start(recipe, tiny_checkpoints, text):
-    extension = importlib.import_module("hf_posenc.recipes.extension")
+    one_run = importlib.import_module("hf_posenc.recipes.one_run")
     for given, expected in (
         ({}, 3e-4),
         ({"calibrate": "closed_form"}, 3e-4),
@@ -89,7 +89,7 @@ def test_the_default_rate_depends_on_the_start(recipe, tiny_checkpoints, text):
         ({"calibrate": "none", "learning_rate": 3e-4}, 3e-4),
     ):
         arguments = recipe.Arguments(output=str(tiny_checkpoints / "out"), **given)
-        extension.check_arguments(arguments)
+        one_run.check_arguments(arguments)
         assert arguments.learning_rate == expected
     assert recipe.Arguments().calibrate == "attention"
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_calibrated_stops_before_anything_runs(
         text.write_text(text.read_text().replace("\f", " ")[:450])  # of one document the end is held out
         changes = {}
     monkeypatch.setattr(
-        importlib.import_module("hf_posenc.recipes.extension"),
+        importlib.import_module("hf_posenc.recipes.one_run"),
         "measure_model",
         lambda *_, **__: pytest.fail("measured"),
     )

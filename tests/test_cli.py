@@ -102,10 +102,10 @@ def test_help_is_about_this_recipe_and_says_every_default(name, recipes, capsys)
 
 
 def test_names_of_0_1_0_are_read(recipes):
-    from hf_posenc.recipes import evaluate, extension
+    from hf_posenc.recipes import evaluate, one_run
 
     words = ["--eval_lengths", "8", "16", "--train_length", "9", "--batch-size", "3"]
-    read, _ = options.parse(extension.Arguments, words, "")
+    read, _ = options.parse(one_run.Arguments, words, "")
     assert (read.lengths, read.train_length, read.batch_size) == ([8, 16], 9, 3)
     words = evaluate.named(["model", "a.txt", "b.txt", "--eval-lengths", "16", "--output", "a.json"])
     read, _ = options.parse(evaluate.Arguments, words, "")

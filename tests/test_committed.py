@@ -31,7 +31,7 @@ def test_sweeps_are_current(recipes, folder, tmp_path):
     pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
     (tmp_path / "runs").symlink_to(folder / "runs")
     title = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["title"]
-    importlib.import_module("hf_posenc.recipes.summary").summarize(tmp_path, title)
+    importlib.import_module("hf_posenc.recipes.sweep_report").summarize(tmp_path, title)
     for name in ("summary.json", "summary.md"):
         assert (tmp_path / name).read_text(encoding="utf-8") == (folder / name).read_text(encoding="utf-8")
     assert_same_pictures(folder, tmp_path, f"run python recipes/sweep.py {folder}")
@@ -51,7 +51,7 @@ def assert_same_pictures(committed, made, remedy):
 @pytest.mark.parametrize("folder", CARDS, ids=lambda folder: folder.name)
 def test_cards_are_current(recipes, folder):
     """Each says what the committed run that it names measured, and nothing else."""
-    card = importlib.import_module("hf_posenc.recipes.card")
+    card = importlib.import_module("hf_posenc.recipes.model_card")
     source = json.loads((folder / "source.json").read_text(encoding="utf-8"))
     results = json.loads((ROOT / "model_cards" / source["results"]).read_text(encoding="utf-8"))
     assert (folder / "README.md").read_text(encoding="utf-8") == card.card(results, source["repository"])

@@ -5,7 +5,6 @@ import importlib
 import itertools
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,7 +132,7 @@ def test_much_text_shows_how_far_it_is(corpus, tokenizer, tmp_path, monkeypatch,
 def test_held_out_text_is_never_trained_on(corpus, tokenizer):
     documents = [corpus.Document(torch.full((10 + index,), index), 10 + index) for index in range(20)]
     for seed in range(5):
-        training, held_out = corpus.split(documents, tokenizer, SimpleNamespace(eval_tokens=45, split_seed=seed))
+        training, held_out = corpus.split(documents, tokenizer, eval_tokens=45, seed=seed)
         numbers = [{int(document.tokens[0]) for document in part} for part in (training, held_out)]
         assert not numbers[0] & numbers[1]
         assert len(numbers[0] | numbers[1]) == 20
@@ -141,17 +140,15 @@ def test_held_out_text_is_never_trained_on(corpus, tokenizer):
         whole = sum(len(documents[number].tokens) for number in numbers[1])
         assert whole - max(len(documents[number].tokens) for number in numbers[1]) < 45  # no document more than needed
     words = torch.tensor(tokenizer("x" * 20).input_ids)
-    books, limits = [corpus.Document(words, 20)] * 5, SimpleNamespace(eval_tokens=30, split_seed=0)
-    training, held_out = corpus.split(books, tokenizer, limits)
+    books = [corpus.Document(words, 20)] * 5
+    training, held_out = corpus.split(books, tokenizer, eval_tokens=30, seed=0)
     assert [(len(document.tokens), document.bytes) for document in held_out] == [(20, 20), (10, 10)]
     assert len(training) == 3  # what is not measured is not trained on either
     text = torch.tensor(tokenizer("x" * 100).input_ids)
-    training, held_out = corpus.split(
-        [corpus.Document(text, 100)], tokenizer, SimpleNamespace(eval_tokens=30, split_seed=0)
-    )
+    training, held_out = corpus.split([corpus.Document(text, 100)], tokenizer, eval_tokens=30, seed=0)
     assert (len(training[0].tokens), len(held_out[0].tokens), held_out[0].bytes) == (70, 30, 30)
     marked = torch.cat([text, torch.tensor([tokenizer.eos_token_id])])  # a mark is a token, but no text
-    _, held_out = corpus.split([corpus.Document(marked, 100)], tokenizer, SimpleNamespace(eval_tokens=30, split_seed=0))
+    _, held_out = corpus.split([corpus.Document(marked, 100)], tokenizer, eval_tokens=30, seed=0)
     assert (len(held_out[0].tokens), held_out[0].bytes) == (30, 29)
 
 

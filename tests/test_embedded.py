@@ -60,17 +60,17 @@ def test_nothing_is_computed_in_bfloat16(embedded, text, tmp_path, monkeypatch):
     All of the default path but loading, with one layer: the base is trained, swapped, calibrated, fine-tuned, measured.
     """
     recipe = importlib.import_module("hf_posenc.recipes.extend_context")
-    extension = importlib.import_module("hf_posenc.recipes.extension")
+    one_run = importlib.import_module("hf_posenc.recipes.one_run")
 
     def first_layer(tokenizer):
         model = embedded.byte_model(tokenizer)
         model.transformer.h, model.config.n_layer = model.transformer.h[:1], 1
         return model
 
-    monkeypatch.setattr(extension, "byte_model", first_layer)
-    monkeypatch.setattr(extension, "sample", lambda model, tokenizer: embedded.sample(model, tokenizer, tokens=2))
+    monkeypatch.setattr(one_run, "byte_model", first_layer)
+    monkeypatch.setattr(one_run, "sample", lambda model, tokenizer: embedded.sample(model, tokenizer, tokens=2))
     monkeypatch.setattr(importlib.import_module("hf_posenc.calibration.closed_forms"), "STEPS", 1)
-    monkeypatch.setattr(extension, "check_patch", lambda *_: None)  # patches and verifies once more
+    monkeypatch.setattr(one_run, "check_patch", lambda *_: None)  # patches and verifies once more
     with NoBfloat16() as mode:
         results = recipe.main(words(text, tmp_path / "out"))
     assert mode.operations > 1000
@@ -112,7 +112,7 @@ def test_what_the_base_saw_is_not_measured(embedded, monkeypatch):
     provenance = (embedded.FOLDER / "README.md").read_text(encoding="utf-8")
     assert ", ".join(embedded.HELD_OUT) in provenance
     files = (training[:3], held_out[:4])
-    arguments = importlib.import_module("hf_posenc.recipes.extension").Arguments(eval_tokens=3000)
+    arguments = importlib.import_module("hf_posenc.recipes.one_run").Arguments(eval_tokens=3000)
     accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
     tokenizer, measured = embedded.byte_tokenizer(), set()
     monkeypatch.setattr(corpus, "library_parts", lambda: files)
@@ -121,7 +121,7 @@ def test_what_the_base_saw_is_not_measured(embedded, monkeypatch):
         return {path.read_text(encoding="utf-8").strip("\n")[:200] for path in paths}
 
     for arguments.split_seed in range(4):
-        found = corpus.read_text(arguments, tokenizer, accelerator)
+        found = corpus.read_text(arguments, tokenizer, accelerator, training_tokens=0, split_seed=arguments.split_seed)
         assert {tokenizer.decode(document.tokens[:200]) for document in found.train} == starts(files[0])
         measured |= {tokenizer.decode(document.tokens[:200]) for document in found.held_out}
         assert sum(len(document.tokens) for document in found.held_out) == 3000

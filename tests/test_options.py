@@ -353,7 +353,6 @@ ROWS = {
     "extend_context": {
         **SHARED,
         "distill": numbers(distill=1),
-        "transfer_steps": numbers({"recovery_steps": 2}, transfer_steps=1),
         "scheme": numbers(scheme="alibi"),
         "scheme_args": numbers(scheme_args="max_distance=4"),
         "seed": numbers(seed=1),

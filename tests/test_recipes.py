@@ -91,7 +91,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     tokenizer = AutoTokenizer.from_pretrained(output / "model")
     corpus = importlib.import_module("hf_posenc.recipes.corpus")
     documents = corpus.documents(tokenizer, arguments, None, 0)
-    _, held_out = corpus.split(documents, tokenizer, arguments)
+    _, held_out = corpus.split(documents, tokenizer, eval_tokens=200, seed=0)
     whole = corpus.stream(held_out)
     assert len(whole.tokens) == written["data"]["held_out_tokens"] == 200
     (again,) = measure_context(model, [whole.tokens], lengths=[64], byte_counts=[whole.bytes])
@@ -134,7 +134,7 @@ def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints,
         round(row[method]["perplexity"], 4) for row in results["after"] for method in ("sliding", "non_overlapping")
     ]
     # A number that was not measured cannot appear.
-    from hf_posenc.recipes import card as cards
+    from hf_posenc.recipes import model_card as cards
 
     del results["after"][0]["sliding"]["perplexity"]
     with pytest.raises(KeyError):
@@ -164,7 +164,7 @@ NASTY = "a|b `c` ``` <script>alert(1)</script> *d* _e_ [f](g) # h\n---\n```\n<im
     ],
 )
 def test_the_last_sentence_is_honest(recipes, before, after, message):
-    from hf_posenc.recipes.tables import verdict
+    from hf_posenc.recipes.run_report import verdict
 
     rows = [[{"length": n, "sliding": {"perplexity": p}} for n, p in each.items()] for each in (before, after)]
     rows[0] += [{"length": n, "impossible": "its table ends"} for n in after if n not in before]
@@ -173,7 +173,7 @@ def test_the_last_sentence_is_honest(recipes, before, after, message):
 
 def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     """What stands in a name, a path or a hyper-parameter is no markup, no HTML, no cell and no YAML."""
-    from hf_posenc.recipes import card as cards
+    from hf_posenc.recipes import model_card as cards
 
     results = recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme="shaw"))
     plain = cards.card(results, "me/x")
@@ -201,15 +201,15 @@ def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     assert len(table) == 1
     assert len(re.findall(r"(?<!\\)\|", table[0])) == 3
     # A sweep's table too.
-    summaries = importlib.import_module("hf_posenc.recipes.summary")
+    summaries = importlib.import_module("hf_posenc.recipes.sweep_report")
     summary = {"title": NASTY, "base": {"name": NASTY, "parameters": 1, "trained_length": 2}, "variants": {}}
     assert "<script" not in summaries.markdown(summary)
 
 
 def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
     """From the JSON of a run that is committed; the numbers are those that it holds."""
-    from hf_posenc.recipes import card as cards
-    from hf_posenc.recipes import page
+    from hf_posenc.recipes import model_card as cards
+    from hf_posenc.recipes import run_report
 
     results = json.loads(QUICKSTART.read_text(encoding="utf-8"))
     cards.write(tmp_path, results, "me/long-gpt2")
@@ -239,15 +239,15 @@ def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
     assert "held-out tokens of \\\\udcff.txt." in card
     assert "`transformer_xl` is for layers 1, 3. Layers that are not named keep the positions of the base." in card
     assert "The swap was not calibrated: --calibrate none." in card
-    page.write(tmp_path / "report.html", results)
+    run_report.write(tmp_path / "report.html", results)
     report = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "extend --data &#x27;\\udcff.txt&#x27; &#x27;two words&#x27;" in report
 
 
 def test_a_card_a_report_and_a_table_name_no_folder_of_this_machine(tmp_path):
     """The run's own results.json keeps them: a run goes on by it."""
-    from hf_posenc.recipes import card as cards
-    from hf_posenc.recipes import page
+    from hf_posenc.recipes import model_card as cards
+    from hf_posenc.recipes import run_report
     from hf_posenc.recipes.results import without_paths
 
     results = json.loads(QUICKSTART.read_text(encoding="utf-8"))
@@ -258,7 +258,7 @@ def test_a_card_a_report_and_a_table_name_no_folder_of_this_machine(tmp_path):
     results["command"] = ["/home/me/.venv/bin/hf-posenc", "extend", f"--model={base}", "--data", *texts, "-c", "me/y/z"]
     kept = json.dumps(results)
     cards.write(tmp_path, results)
-    page.write(tmp_path / "report.html", results)
+    run_report.write(tmp_path / "report.html", results)
     shared = without_paths(results)
     assert json.dumps(results) == kept
     card, report = ((tmp_path / name).read_text(encoding="utf-8") for name in ("README.md", "report.html"))
@@ -273,7 +273,7 @@ def test_a_card_a_report_and_a_table_name_no_folder_of_this_machine(tmp_path):
 
 
 def test_a_card_has_the_license_and_the_language_of_its_base(tmp_path):
-    from hf_posenc.recipes import card as cards
+    from hf_posenc.recipes import model_card as cards
 
     results = json.loads(QUICKSTART.read_text(encoding="utf-8"))
     (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# Base\n", encoding="utf-8")
@@ -339,11 +339,6 @@ WRONG = {
     "tracker": ({"tracker": "mlflow"}, "--tracker must be one of none, tensorboard, wandb, trackio"),
     "packing": ({"packing": "tight"}, "--packing must be one of concatenate, documents"),
     "recovery": ({"recovery_steps": 9}, "--recovery-steps 9 are the first of all --steps 3"),
-    "transfer": ({"transfer_steps": 1}, "--transfer-steps 1 are the first of --recovery-steps 0"),
-    "transfer of what is not in attention": (
-        {"scheme": "sinusoidal", "recovery_steps": 2, "transfer_steps": 1},
-        "sinusoidal adds positions to the hidden states",
-    ),
     "control with options": ({"scheme": "unpatched", "lora_rank": 4}, "takes neither --scheme-args nor --lora-rank"),
     "control beyond the table": ({"scheme": "unpatched"}, "the base's table ends at 32 positions"),
     "negative rate": ({"learning_rate": -1}, "--learning-rate must be positive, not -1.0"),
@@ -407,7 +402,7 @@ WRONG = {
 def test_wrong_arguments_stop_before_anything_runs(recipe, tiny_checkpoints, text, monkeypatch, capsys, case):
     changes, message = WRONG[case]
     monkeypatch.setattr(
-        importlib.import_module("hf_posenc.recipes.extension"),
+        importlib.import_module("hf_posenc.recipes.one_run"),
         "measure_model",
         lambda *_, **__: pytest.fail("measured"),
     )
@@ -588,7 +583,7 @@ def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
     assert f"recipes/{CONFIGS[name]}.py" in text
     if CONFIGS[name] == "extend_context":
         arguments.model = None  # no hub here
-        assert importlib.import_module("hf_posenc.recipes.extension").check_arguments(arguments) is not None
+        assert importlib.import_module("hf_posenc.recipes.one_run").check_arguments(arguments) is not None
     elif CONFIGS[name] == "pretrain":
         module.check_arguments(arguments)
     else:
@@ -655,9 +650,9 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     # Started again, it makes only what is missing, and says the same.
     (folder / "runs" / "alibi" / "seed-1" / "results.json").unlink()
     made = []
-    run = compare.extension.run
+    run = compare.one_run.run
     monkeypatch.setattr(
-        compare.extension, "run", lambda arguments, *rest: made.append(arguments.output) or run(arguments, *rest)
+        compare.one_run, "run", lambda arguments, *rest: made.append(arguments.output) or run(arguments, *rest)
     )
     again = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
     assert made == [str(folder / "runs" / "alibi" / "seed-1")]
@@ -669,10 +664,9 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     ("variant", "message"),
     [
         ("albi", "alibi, cope, da_transformer"),
-        ("alibi+magic", "+magic is none of +trainable, +uncalibrated, +distill, +transfer"),
+        ("alibi+magic", "+magic is none of +trainable, +uncalibrated, +distill"),
         ("rope-ntk", "transformer_xl, rope-linear, rope-dynamic, rope-yarn. Did you mean rope-yarn?"),
         ("alibi-yarn", "unknown 'alibi-yarn'; choose from unpatched, alibi"),
-        ("alibi+transfer", "+transfer is for the first of --recovery-steps: say how many there are"),
     ],
 )
 def test_compare_schemes_refuses_before_the_first_run(recipes, tiny_checkpoints, text, capsys, variant, message):
@@ -694,7 +688,6 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
         ["--scheme", "shaw"],
         ["--seed", "3"],
         ["--push-to", "me/x"],
-        ["--transfer-steps", "1"],
         ["--resume"],
     ):
         with pytest.raises(SystemExit):
@@ -705,7 +698,7 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
             pretrain.main([*words[2:], *extra])
         assert f"unknown option or stray value: {extra[0]}" in " ".join(capsys.readouterr().err.split())
     for extra, message in (
-        (["--distill", "2", "--variants", "alibi"], "--distill is for variants with +distill or +transfer"),
+        (["--distill", "2", "--variants", "alibi"], "--distill is for variants with +distill"),
         (["--variants", "alibi", "alibi"], "--variants must name each only once, not alibi alibi"),
         (["--variants", "alibi", "unpatched", "--lora-rank", "2"], "takes neither --scheme-args nor --lora-rank"),
     ):
@@ -717,7 +710,7 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
 
 def test_where_an_option_reaches_what_plain_reaches(recipes):
     """On straight lines the crossing is known."""
-    summary = importlib.import_module("hf_posenc.recipes.summary")
+    summary = importlib.import_module("hf_posenc.recipes.sweep_report")
     plain = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 3.0}]}
     better = {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 50, "mean": 3.5}, {"tokens": 100, "mean": 2.5}]}
     variants = {"x": plain, "x+a": better, "x+b": {"curve": [{"tokens": 0, "mean": 5.0}, {"tokens": 100, "mean": 4.0}]}}
@@ -852,7 +845,7 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
 def test_a_table_is_of_one_sweep(recipes, tmp_path):
     """Also where it is made from the results alone."""
     many_runs, summary, options = (
-        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("many_runs", "summary", "options")
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("many_runs", "sweep_report", "options")
     )
     for seed, steps in ((0, 10), (1, 20)):
         target = many_runs.place(tmp_path, "alibi", seed)
@@ -916,7 +909,7 @@ def test_eval_tokens_says_at_most_how_many_are_measured_everywhere(recipes, reci
 
 def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
     """What is drawn are the means and the deviations; no two lines of a panel look the same, though two lie on each other."""
-    figures = importlib.import_module("hf_posenc.recipes.sweep_figures")
+    figures = importlib.import_module("hf_posenc.recipes.sweep_report")
     names = ["alibi", *(f"alibi+{i}" for i in range(5)), "rope", "rope-yarn", "rope-linear", "nope", "unpatched"]
     curves = {name: figures.Curve([32, 64], [5.0, 8.0], [0.0, 2.0]) for name in names}
     curves[figures.BASE] = figures.Curve([32, 64], [4.0, math.inf], [0.0, 0.0])
@@ -924,7 +917,7 @@ def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
     assert sorted(name for panel in shown for name in panel[2:]) == sorted(names[:-1])
     assert all(panel[:2] == [figures.BASE, "unpatched"] and len(panel) <= figures.LINES for panel in shown)
     assert any({"rope", "rope-yarn", "rope-linear"} < set(panel) for panel in shown)
-    drawn = figures.by_length(curves, {"trained at": 32, "fine-tuned at": 64}, "runs/$x^$: a path, not a formula")
+    drawn = figures.plot_by_length(curves, {"trained at": 32, "fine-tuned at": 64}, "runs/$x^$: a path, not a formula")
     drawn.canvas.draw()
     for axes, panel in zip([axes for axes in drawn.axes if axes.get_visible()], shown, strict=True):
         lines = [line for line in axes.lines if not line.get_label().startswith("_")]
@@ -938,7 +931,7 @@ def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
 
 
 def test_a_sweeps_figures_are_of_what_was_measured(recipes):
-    summary = importlib.import_module("hf_posenc.recipes.summary")
+    summary = importlib.import_module("hf_posenc.recipes.sweep_report")
 
     def rows(loss):
         return [{"length": 8}, {"length": 16, "by_position": [{"first": 1, "last": 16, "loss": loss}]}]

@@ -41,8 +41,8 @@ def training(recipes):
 
 
 @pytest.fixture
-def recovery(recipes):
-    return importlib.import_module("hf_posenc.recipes.recovery")
+def distillation(recipes):
+    return importlib.import_module("hf_posenc.recipes.distillation")
 
 
 def options(folder, text, output, **changes):
@@ -166,9 +166,7 @@ def test_position_parameters_get_no_weight_decay(
     assert decayed == stock - {"transformer.wpe.weight"}
 
 
-@pytest.mark.parametrize(
-    "extra", [{}, {"distill": 1, "transfer_steps": 1}, {"lora_rank": 2}], ids=["plain", "distill", "lora"]
-)
+@pytest.mark.parametrize("extra", [{}, {"distill": 1}, {"lora_rank": 2}], ids=["plain", "distill", "lora"])
 def test_resuming_is_exact(recipe, training, tiny_checkpoints, text, monkeypatch, extra):
     """Stopped at any step and started again: the same losses, curve, metrics and weights to the last bit."""
     folder = tiny_checkpoints
@@ -283,9 +281,9 @@ def test_ctrl_c_outside_the_training_says_what_is_kept(
 
         return call
 
-    extension = importlib.import_module("hf_posenc.recipes.extension")
-    monkeypatch.setattr(extension, "train_base", counted("base", extension.train_base))
-    monkeypatch.setattr(extension, "measure_model", counted("measurement", extension.measure_model))
+    one_run = importlib.import_module("hf_posenc.recipes.one_run")
+    monkeypatch.setattr(one_run, "train_base", counted("base", one_run.train_base))
+    monkeypatch.setattr(one_run, "measure_model", counted("measurement", one_run.measure_model))
     monkeypatch.setattr(training, "one_step", counted("step", training.one_step))
     go_on = "the same command with --resume"
     for where, expected, message in (
@@ -327,7 +325,7 @@ def test_a_base_of_another_run_is_not_taken(recipe, tiny_checkpoints, text, monk
         main_with(
             monkeypatch,
             recipe,
-            importlib.import_module("hf_posenc.recipes.extension"),
+            importlib.import_module("hf_posenc.recipes.one_run"),
             "train_base",
             lambda *_, **__: (_ for _ in ()).throw(Stop),
             [*options(folder, text, folder / "out", **common, base_steps=3), "--overwrite"],
@@ -440,12 +438,12 @@ def test_a_base_with_a_weight_that_is_no_number_is_refused(recipe, training, tin
 def test_two_runs_do_not_share_a_folder(recipe, recipes, training, tiny_checkpoints, text, monkeypatch, capsys):
     """The second began before the first had written anything; and again while the first is to be gone on with."""
     folder, one_step, refused = tiny_checkpoints, training.one_step, []
-    extension = importlib.import_module("hf_posenc.recipes.extension")
+    one_run = importlib.import_module("hf_posenc.recipes.one_run")
     words = options(folder, text, folder / "out", save_every=1)
 
     def another(extra):
         with monkeypatch.context() as patch:
-            patch.setattr(extension.run_folder, "check", lambda _: None)
+            patch.setattr(one_run.run_folder, "check", lambda _: None)
             with pytest.raises(SystemExit) as stop:
                 recipe.main([*words, *extra])
         refused.append((stop.value.code, "another run is writing there" in capsys.readouterr().err))
@@ -583,12 +581,12 @@ def test_the_teacher_is_the_base(recipe, recipes, tiny_checkpoints):
     """Stock, frozen, of its own weights; with LoRA of the model's, which then cost nothing."""
     from transformers import LlamaForCausalLM
 
-    recovery = importlib.import_module("hf_posenc.recipes.recovery")
+    distillation = importlib.import_module("hf_posenc.recipes.distillation")
     tokens = torch.arange(20)[None]
     for shared in (False, True):
         model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
         expected = model(tokens).logits
-        teacher = recovery.teacher_of(model, share_weights=shared)
+        teacher = distillation.teacher_of(model, share_weights=shared)
         same = {id(weight) for weight in model.parameters()} & {id(weight) for weight in teacher.parameters()}
         assert bool(same) is shared
         hf_posenc.patch_model(model, "alibi")
@@ -596,20 +594,18 @@ def test_the_teacher_is_the_base(recipe, recipes, tiny_checkpoints):
         assert not torch.allclose(model(tokens).logits, expected, atol=1e-3)
 
 
-def test_distillation_is_the_divergence_from_the_base(recovery, tiny_checkpoints):
+def test_distillation_is_the_divergence_from_the_base(distillation, tiny_checkpoints):
     """Against the sum over the vocabulary written out in float64; only inside the window, only where there is a target."""
-    from types import SimpleNamespace
-
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
-    teacher = recovery.teacher_of(model, share_weights=False)
+    teacher = distillation.teacher_of(model, share_weights=False)
     hf_posenc.patch_model(model, "alibi")
     torch.manual_seed(0)
     tokens = torch.randint(250, (2, 12))
     targets = torch.where(torch.rand(2, 12) < 0.3, -100, torch.randint(250, (2, 12)))
-    losses = recovery.Recovery(model, teacher, SimpleNamespace(distill=0.7, transfer_steps=0), 8)
-    loss, own = losses.loss(model, {"input_ids": tokens}, targets, 0)
+    losses = distillation.Distillation(teacher, weight=0.7, window=8)
+    loss, own = losses.loss(model, {"input_ids": tokens}, targets)
     got = model(tokens).logits.double().softmax(-1)
     wanted = teacher(tokens[:, :8]).logits.double().softmax(-1)
     expected_own = expected = 0.0
@@ -622,35 +618,6 @@ def test_distillation_is_the_divergence_from_the_base(recovery, tiny_checkpoints
                 expected += (wanted[row, place] * (wanted[row, place].log() - got[row, place].log())).sum().item()
     assert own.item() == pytest.approx(expected_own, rel=1e-5)
     assert loss.item() == pytest.approx(expected_own + 0.7 * expected, rel=1e-5)
-
-
-def test_transfer_is_zero_for_the_base_itself_and_falls(recovery, tiny_checkpoints):
-    from types import SimpleNamespace
-
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
-    teacher = recovery.teacher_of(model, share_weights=False)
-    tokens = {"input_ids": torch.arange(24).view(2, 12) * 7 % 250}
-    targets = torch.ones(2, 12, dtype=torch.long)
-    arguments = SimpleNamespace(distill=0.0, transfer_steps=1)
-    itself = recovery.Recovery(hf_posenc.patch_model(model, "rope"), teacher, arguments, 32)
-    assert itself.loss(model, tokens, targets, 0)[0].item() == pytest.approx(0, abs=1e-8)
-    hf_posenc.unpatch_model(model)
-    other = recovery.Recovery(hf_posenc.patch_model(model, "alibi"), teacher, arguments, 32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(20):
-        loss, _ = other.loss(model, tokens, targets, 0)
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < 0.2 * losses[0]
-    gradients = {name for name, weight in model.named_parameters() if weight.grad is not None}
-    assert not gradients  # zeroed; the graph itself reached every weight:
-    other.loss(model, tokens, targets, 0)[0].backward()
-    assert all(weight.grad is not None for weight in model.parameters())
 
 
 def test_trackers_report_or_are_refused(recipe, training, tiny_checkpoints, text, monkeypatch, capsys):

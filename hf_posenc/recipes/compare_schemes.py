@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
 
-from ..registry import available_schemes, scheme_class
+from ..registry import scheme_class
 from ..spelling import did_you_mean
-from . import extension, many_runs, program, run_folder, summary, training
+from . import many_runs, one_run, program, run_folder, sweep_report, training
 from .calibrating import CalibrationArguments
 from .corpus import read_text
-from .extension import SharedArguments
 from .many_runs import SweepArguments
 from .models import load_named
+from .one_run import SharedArguments
 from .options import UsageError, as_in, each_once, parse, refuse
 from .results import last_name
 from .schemes import UNPATCHED
@@ -37,7 +37,7 @@ EXAMPLES = """
 """
 SCALINGS = ("linear", "dynamic", "yarn")
 STRETCHED = {kind: f"rope-{kind}" for kind in SCALINGS}
-OPTIONS = ("trainable", "uncalibrated", "distill", "transfer")
+OPTIONS = ("trainable", "uncalibrated", "distill")
 
 
 @dataclass
@@ -50,8 +50,7 @@ class Arguments(SweepArguments, SharedArguments):
             "guesses": ("schemes", "scheme"),
             "help": f"schemes; {UNPATCHED}; {', '.join(STRETCHED.values())} (RoPE stretched to "
             "--train-length); any of them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain "
-            "swap), +distill (KL to the base, weight --distill) or +transfer (attention outputs matched for the first "
-            "quarter of the recovery steps, then KL)",
+            "swap) or +distill (KL to the base, weight --distill)",
         },
     )
     distill: float = as_in(RecoveryArguments, "distill", 1.0)
@@ -59,14 +58,14 @@ class Arguments(SweepArguments, SharedArguments):
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
-    """Runs what is missing and returns the summary."""
+    """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     folder = Path(arguments.output)
     before: list[dict[str, Any]] = []
 
     def one(variant: str, seed: int, target: Path) -> None:
-        given = extension.Sweep(text, identities[variant, seed], before or None)
-        before[:] = extension.run(run_arguments(arguments, variant, seed, target), given)["before"]
+        given = one_run.Sweep(text, identities[variant, seed], before or None)
+        before[:] = one_run.run(run_arguments(arguments, variant, seed, target), given)["before"]
         if not arguments.keep_weights and PartialState().is_main_process:
             shutil.rmtree(target / "model")
 
@@ -74,32 +73,33 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
         variants = check_arguments(arguments)
         assert arguments.model is not None  # without one check_arguments has raised
         accelerator = training.accelerator_for(arguments, folder)
-        text = read_text(arguments, load_named(AutoTokenizer, arguments), accelerator)
+        tokenizer = load_named(AutoTokenizer, arguments)
+        text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
         identities = many_runs.identify(arguments, text, variants, accelerator)
         with run_folder.alone(accelerator, folder):
             many_runs.check(folder, identities)
             for runs in many_runs.read(folder).values():
                 before[:] = runs[0]["before"]
             many_runs.complete(folder, identities, one)
-        found = summary.summarize(folder, f"Schemes on {last_name(arguments.model)}")
-    print(summary.markdown(found))
-    return found
+        summary = sweep_report.summarize(folder, f"Schemes on {last_name(arguments.model)}")
+    print(sweep_report.markdown(summary))
+    return summary
 
 
 def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme | None]:
-    """All variants, before the first is run; returns their schemes."""
-    if not any({"distill", "transfer"} & set(variant.split("+")) for variant in arguments.variants):
-        refuse(arguments, "distill", "is for variants with +distill or +transfer, and there are none")
+    """Check all variants before the first is run; return their schemes."""
+    if not any("distill" in variant.split("+") for variant in arguments.variants):
+        refuse(arguments, "distill", "is for variants with +distill, and there are none")
     each_once(arguments, "variants", "seeds")
     schemes = {}
     for variant in arguments.variants:
         target = many_runs.place(Path(arguments.output), variant, arguments.seeds[0])
-        schemes[variant] = extension.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
+        schemes[variant] = one_run.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
     return schemes
 
 
-def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -> extension.Arguments:
-    """The arguments of one run.
+def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -> one_run.Arguments:
+    """Return the arguments of one run.
 
     Raises:
         UsageError: if there is no such variant.
@@ -107,19 +107,41 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID: the embedded base would be trained anew for every run")
     name, *options = variant.split("+")
-    scheme, _, scaling = name.partition("-")
     if strange := [word for word in options if word not in OPTIONS]:
         raise UsageError(
             f"--variants {variant}: +{strange[0]} is none of +{', +'.join(OPTIONS)}{did_you_mean(strange[0], OPTIONS)}"
         )
-    names = (UNPATCHED, *available_schemes(), *STRETCHED.values())
+    names = (UNPATCHED, *hf_posenc.available_schemes(), *STRETCHED.values())
     if name not in names:
-        meant = did_you_mean(name, STRETCHED | {each: each for each in names})
+        meant = did_you_mean(name, STRETCHED | {name: name for name in names})
         raise UsageError(f"--variants {variant}: unknown {name!r}; choose from {', '.join(names)}{meant}")
-    known = {} if scheme == UNPATCHED else {one.name: one.default for one in fields(scheme_class(scheme))}
-    same = {field.name: getattr(arguments, field.name) for field in fields(SharedArguments)}
-    longest = max(arguments.train_length, *arguments.lengths)
-    extra: list[str] = []
+    scheme, hyperparameters = scheme_of(arguments, variant, name)
+    if "trainable" in options:
+        hyperparameters.append("trainable=true")
+    changes = {field.name: getattr(arguments, field.name) for field in fields(SharedArguments)}
+    changes |= {"scheme": scheme, "scheme_args": hyperparameters, "seed": seed, "output": str(target)}
+    if "uncalibrated" in options:
+        if arguments.calibrate == "none":
+            raise UsageError(f"--variants {variant}: with --calibrate none every variant is uncalibrated")
+        changes |= vars(CalibrationArguments(calibrate="none"))
+    changes["distill"] = arguments.distill if "distill" in options else 0.0
+    changes["resume"] = (target / "progress.json").is_file() and not (target / "results.json").is_file()
+    changes["overwrite"] = not changes["resume"]
+    return one_run.Arguments(**changes)
+
+
+def scheme_of(arguments: Arguments, variant: str, name: str) -> tuple[str, list[str]]:
+    """Return the scheme of a variant and the hyper-parameters that it needs for these lengths.
+
+    Args:
+        arguments: of the recipe.
+        variant: as it was given, for the error.
+        name: of the variant, without its options.
+
+    Raises:
+        UsageError: if RoPE is to be stretched to a length that the base was trained at.
+    """
+    scheme, _, scaling = name.partition("-")
     if scaling:
         trained = load_named(AutoConfig, arguments).max_position_embeddings
         if arguments.train_length <= trained:
@@ -127,26 +149,11 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
                 f"--variants {variant} stretches RoPE to --train-length {arguments.train_length}, but the base was "
                 f"trained at {trained}"
             )
-        extra = [f'scaling={{"rope_type": "{scaling}", "factor": {arguments.train_length / trained}}}']
-    elif known.get("num_positions", MISSING) is None:  # a table, by default as long as the base's
-        extra = [f"num_positions={longest}"]
-    if "trainable" in options:
-        extra.append("trainable=true")
-    if "transfer" in options and not arguments.recovery_steps:
-        raise UsageError(
-            f"--variants {variant}: +transfer is for the first of --recovery-steps: say how many there are"
-        )
-    changes: dict[str, Any] = {"scheme": scheme, "scheme_args": extra, "seed": seed, "output": str(target)}
-    if "uncalibrated" in options:
-        if arguments.calibrate == "none":
-            raise UsageError(f"--variants {variant}: with --calibrate none every variant is uncalibrated")
-        plain = CalibrationArguments(calibrate="none")
-        changes |= vars(plain)
-    changes["distill"] = arguments.distill if {"distill", "transfer"} & set(options) else 0.0
-    changes["transfer_steps"] = (arguments.recovery_steps or 0) // 4 if "transfer" in options else 0
-    changes["resume"] = (target / "progress.json").is_file() and not (target / "results.json").is_file()
-    changes["overwrite"] = not changes["resume"]
-    return extension.Arguments(**(same | changes))
+        return scheme, [f'scaling={{"rope_type": "{scaling}", "factor": {arguments.train_length / trained}}}']
+    defaults = {} if scheme == UNPATCHED else {one.name: one.default for one in fields(scheme_class(scheme))}
+    if defaults.get("num_positions", MISSING) is None:  # a table, by default as long as the base's
+        return scheme, [f"num_positions={max(arguments.train_length, *arguments.lengths)}"]
+    return scheme, []
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .embedded import library_parts
-from .options import UsageError, at_least, one_of, refuse
+from .options import Options, UsageError, at_least, one_of, refuse
 
 FORMATS = {
     ".txt": "text",
@@ -35,18 +35,18 @@ READ_OF = {
     "data_split": ("hub", "splits"),
     "text_column": ("hub", "splits", "saved", "json", "parquet"),
 }
-"""Options that only some kinds of text have."""
+"""Options that only some kinds of text have: name -> kinds."""
 IGNORED = -100
-"""Target of a token that nothing should predict: the first of a document, what follows a window's last token, and what
+"""Target that no token is to predict: the first token of a document, the one after a window's last, and tokens that
 others than the assistant say."""
 LARGE = 5_000_000
-"""Characters, or tokens of a stream, from which on tokenizing takes seconds and shows a progress bar."""
+"""Number of characters, or of tokens in a stream, from which tokenizing takes seconds and shows a progress bar."""
 Chat = list[dict[str, Any]]
 """Messages with `role` and `content`."""
 
 
 @dataclass
-class TextArguments:
+class TextArguments(Options):
     """The text."""
 
     data: list[str] = field(
@@ -100,15 +100,21 @@ class DataArguments(TextArguments):
 
 @dataclass
 class Document:
-    """One text as tokens."""
+    """One text as tokens.
 
-    tokens: Tensor  # (N,) int64
-    bytes: int  # of the text in UTF-8, what bits per byte are counted against
-    counted: Tensor | None = None  # (N,) bool, whether a token is one to learn to predict; None where all are
+    Attributes:
+        tokens: (N,) int64.
+        bytes: of the text in UTF-8, for bits per byte.
+        counted: (N,) bool, whether the model learns to predict a token; None where it learns all.
+    """
+
+    tokens: Tensor
+    bytes: int
+    counted: Tensor | None = None
 
 
 def check(arguments: TextArguments, needs_data: bool) -> None:
-    """What can be known without reading the text."""
+    """Raise UsageError for options of the text that cannot work, without reading it."""
     if arguments.workers is not None:
         at_least(arguments, 1, "workers")
         if arguments.streaming:
@@ -125,7 +131,7 @@ def check(arguments: TextArguments, needs_data: bool) -> None:
 
 
 def kind_of(arguments: TextArguments) -> str:
-    """What the text is in: `text`, `json`, `parquet` files, a `saved` dataset or several `splits` of one, the `hub`."""
+    """Return the kind of source: `text`, `json` or `parquet` files, a `saved` dataset or its `splits`, or the `hub`."""
     kinds = set()
     for name in arguments.data:
         kinds.add(kind_of_place(name))
@@ -142,7 +148,7 @@ def kind_of(arguments: TextArguments) -> str:
 
 
 def kind_of_place(name: str) -> str:
-    """The same of one of them."""
+    """Return the kind of one source of `--data`."""
     path = Path(name)
     if (path / "dataset_dict.json").is_file():
         return "splits"
@@ -163,23 +169,25 @@ def kind_of_place(name: str) -> str:
 
 
 def looks_like_a_file(name: str) -> bool:
-    """Whether it is meant as a path, not as a dataset id: it has a suffix that is read here, or more than one `/`."""
+    """Return whether a name is meant as a path, not as a dataset id: by a suffix that is read here, or several `/`."""
     return Path(name).suffix in {".gz", *FORMATS} - {""} or name.count("/") > 1 or name.startswith((".", "/", "~"))
 
 
 def describe(arguments: TextArguments) -> str:
-    """What is read, in words."""
+    """Return the names of what is read."""
     return ", ".join(arguments.data) if arguments.data else "the sources of the Python standard library"
 
 
 def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None, enough: int) -> list[Document]:
-    """The documents in order, tokenised, each only once: a repeated one could end up on both sides of the split.
+    """Read the documents in order and tokenise them, each only once.
+
+    A repeated document could end up on both sides of the split.
 
     Args:
         tokenizer: of the model.
-        arguments: where the text is.
-        files: text files to read instead of `--data`; those that are not UTF-8 are left out.
-        enough: when streaming, reading stops at this many tokens.
+        arguments: which text to read.
+        files: text files to read instead of `--data`. Those that are not UTF-8 are left out.
+        enough: number of tokens at which a stream is no longer read.
 
     Raises:
         UsageError: if a file cannot be read, a column is missing, or there is no text.
@@ -195,23 +203,23 @@ def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None
 
     texts = unique(part for text in read(arguments, files) for part in parts(text))
     if arguments.streaming:
-        found: list[Document] = []
+        result: list[Document] = []
         with tqdm(total=enough, desc="tokenizing", unit="token", leave=False, disable=enough < LARGE) as bar:
             for text in texts:
-                found += encode(tokenizer, [text])
-                bar.update(len(found[-1].tokens))
-                enough -= len(found[-1].tokens)
+                result += encode(tokenizer, [text])
+                bar.update(len(result[-1].tokens))
+                enough -= len(result[-1].tokens)
                 if enough <= 0:
                     break
     else:
-        found = encode_and_keep(tokenizer, list(texts), arguments.workers)
-    if not found:
+        result = encode_and_keep(tokenizer, list(texts), arguments.workers)
+    if not result:
         raise UsageError(f"there is no text in {describe(arguments)}")
-    return found
+    return result
 
 
 def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str | Chat]:
-    """The texts, or chats, as they are stored."""
+    """Yield the texts, or chats, as they are stored."""
     paths = [Path(name) for name in arguments.data]
     kind = kind_of(arguments)
     if files is not None or kind == "text":
@@ -255,16 +263,14 @@ def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str | C
 
 
 def is_chat(value: Any) -> bool:
-    """Whether it is a list of messages."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
-    )
+    """Return whether a value is a list of messages."""
+    if not (isinstance(value, list) and value):
+        return False
+    return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
 
 
 def unique(texts: Iterable[str | Chat]) -> Iterator[str | Chat]:
-    """Those that are not blank, each at its first place."""
+    """Yield the texts that are not blank, each where it comes first."""
     seen = set()
     for text in texts:
         text = text.strip("\n") if isinstance(text, str) else text
@@ -275,14 +281,14 @@ def unique(texts: Iterable[str | Chat]) -> Iterator[str | Chat]:
 
 
 def as_string(text: str | Chat) -> str:
-    """A text as it is, a chat as JSON."""
+    """Return a text as it is, and a chat as JSON."""
     return text if isinstance(text, str) else json.dumps(text)
 
 
 def encode(tokenizer: Any, texts: Sequence[str | Chat]) -> list[Document]:
-    """Each text between the marks the tokenizer adds; if it adds none, it ends with the tokenizer's end-of-text.
+    """Tokenise texts, each between the marks that the tokenizer adds, and chats by the tokenizer's template.
 
-    A chat is as the tokenizer's template writes it.
+    If the tokenizer adds no marks, a text ends with the tokenizer's end-of-text.
     """
     if texts and not isinstance(texts[0], str):
         return [encode_chat(tokenizer, text) for text in texts if not isinstance(text, str)]
@@ -296,29 +302,29 @@ def encode(tokenizer: Any, texts: Sequence[str | Chat]) -> list[Document]:
 
 
 def encode_chat(tokenizer: Any, chat: Chat) -> Document:
-    """A chat as the tokenizer's template writes it, of which only the assistant's tokens count.
+    """Tokenise a chat as the tokenizer's template writes it; only the assistant's tokens count.
 
-    A template marks what the assistant generates (`{% generation %}`). Of one that does not, the assistant's part of
-    each turn is what the template adds after the turns before it and its prompt for the next.
+    A template can mark the assistant's part (`{% generation %}`). Without marks, it is the text that the template adds
+    to the turns before and its prompt for the next turn.
 
     Raises:
-        UsageError: if the tokenizer has no template, the template takes no such chat, or the assistant's parts cannot
-            be told.
+        UsageError: if the tokenizer has no template, if the template cannot write the chat, or if the assistant's parts
+            are not to be found in it.
     """
     if tokenizer.chat_template is None:
         raise UsageError("--text-column names chats, and this tokenizer has no chat template to write them out")
     try:
         whole = tokenizer.apply_chat_template(chat, tokenize=False)
         if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
-            found = tokenizer.apply_chat_template(
+            encoded = tokenizer.apply_chat_template(
                 chat, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
             )
-            ids, counted = found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+            ids, counted = encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
         else:
             spans = assistant_spans(tokenizer, chat, whole)
-            found = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            ids = found.input_ids
-            counted = [any(a <= first < b for a, b in spans) for first, _ in found.offset_mapping]
+            encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids = encoded.input_ids
+            counted = [any(a <= first < b for a, b in spans) for first, _ in encoded.offset_mapping]
     except (jinja2.TemplateError, NotImplementedError, TypeError) as error:
         raise UsageError(f"the tokenizer's chat template cannot write out a chat of --data: {error}") from None
     tokens = torch.tensor(ids, dtype=torch.long)
@@ -326,7 +332,7 @@ def encode_chat(tokenizer: Any, chat: Chat) -> Document:
 
 
 def assistant_spans(tokenizer: Any, chat: Chat, whole: str) -> list[tuple[int, int]]:
-    """Where the assistant's parts begin and end in a chat that was written out, in characters."""
+    """Return where the assistant's parts begin and end in a chat that was written out, in characters."""
     spans = []
     for index, message in enumerate(chat):
         if message["role"] == "assistant":
@@ -344,9 +350,9 @@ def assistant_spans(tokenizer: Any, chat: Chat, whole: str) -> list[tuple[int, i
 
 
 def encode_and_keep(tokenizer: Any, texts: Sequence[str | Chat], workers: int | None) -> list[Document]:
-    """The same through the cache of datasets: what was tokenised before is read from there.
+    """Tokenise texts as `encode` does, or read their tokens from the cache of datasets.
 
-    The name in the cache is made of every text and of the tokenizer, so it cannot be another's.
+    The name in the cache is a digest of every text and of the tokenizer, so that no other text can have it.
     """
     if not texts:
         return []
@@ -356,25 +362,25 @@ def encode_and_keep(tokenizer: Any, texts: Sequence[str | Chat], workers: int | 
     chats = not isinstance(texts[0], str)
     if chats:
         key.update(f"chats {tokenizer.chat_template}".encode())
-    said = [as_string(text) for text in texts]
-    for text in said:
+    strings = [as_string(text) for text in texts]
+    for text in strings:
         key.update(len(text).to_bytes(8, "big") + text.encode())
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posenc"
     folder.mkdir(parents=True, exist_ok=True)
 
     def columns(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-        found = encode(tokenizer, [json.loads(text) for text in batch["text"]] if chats else batch["text"])
-        named: dict[str, list[Any]] = {
-            "tokens": [document.tokens for document in found],
-            "bytes": [document.bytes for document in found],
+        documents = encode(tokenizer, [json.loads(text) for text in batch["text"]] if chats else batch["text"])
+        by_name: dict[str, list[Any]] = {
+            "tokens": [document.tokens for document in documents],
+            "bytes": [document.bytes for document in documents],
         }
-        return named | ({"counted": [document.counted for document in found]} if chats else {})
+        return by_name | ({"counted": [document.counted for document in documents]} if chats else {})
 
-    if sum(map(len, said)) < LARGE:
+    if sum(map(len, strings)) < LARGE:
         datasets.disable_progress_bars()
     else:
         datasets.enable_progress_bars()
-    rows = datasets.Dataset.from_dict({"text": said}).map(
+    rows = datasets.Dataset.from_dict({"text": strings}).map(
         columns,
         batched=True,
         num_proc=workers,
@@ -391,38 +397,41 @@ def encode_and_keep(tokenizer: Any, texts: Sequence[str | Chat], workers: int | 
     ]
 
 
-def split(found: list[Document], tokenizer: Any, arguments: Any) -> tuple[list[Document], list[Document]]:
-    """Training and held-out documents. Whole documents are held out, so no text is on both sides.
+def split(
+    documents: list[Document], tokenizer: Any, eval_tokens: int, seed: int
+) -> tuple[list[Document], list[Document]]:
+    """Return training and held-out documents. Whole documents are held out, so no text is on both sides.
 
-    They are drawn at random until there are `--eval-tokens`, and what is beyond these is neither measured nor trained
-    on. Of a single document the end is held out.
+    They are drawn at random until there are `eval_tokens`. Tokens beyond these are neither measured nor trained on.
+    The end of a single document is held out.
 
     Args:
-        found: all documents.
+        documents: all of them.
         tokenizer: that made them.
-        arguments: `eval_tokens`, `split_seed`.
+        eval_tokens: number of tokens to hold out.
+        seed: of the draw.
     """
-    missing = arguments.eval_tokens
-    if len(found) == 1:
+    missing = eval_tokens
+    if len(documents) == 1:
         start, end = (
-            [part_of(found[0], part, tokenizer)] if len(found[0].tokens[part]) else []
+            [part_of(documents[0], part, tokenizer)] if len(documents[0].tokens[part]) else []
             for part in (slice(None, -missing), slice(-missing, None))
         )
         return start, end
-    order = list(range(len(found)))
-    random.Random(arguments.split_seed).shuffle(order)
+    order = list(range(len(documents)))
+    random.Random(seed).shuffle(order)
     held_out: list[int] = []
     while order and missing > 0:
         held_out.append(order.pop())
-        missing -= len(found[held_out[-1]].tokens)
-    measured = cut([found[index] for index in sorted(held_out)], tokenizer, arguments.eval_tokens)
-    return [found[index] for index in sorted(order)], measured
+        missing -= len(documents[held_out[-1]].tokens)
+    measured = cut([documents[index] for index in sorted(held_out)], tokenizer, eval_tokens)
+    return [documents[index] for index in sorted(order)], measured
 
 
-def cut(found: list[Document], tokenizer: Any, tokens: int) -> list[Document]:
-    """At most so many tokens from the beginning: of the document that goes beyond them only its first part."""
+def cut(documents: list[Document], tokenizer: Any, tokens: int) -> list[Document]:
+    """Return the beginning of a text, at most a number of tokens; the last document is cut."""
     kept: list[Document] = []
-    for document in found:
+    for document in documents:
         if len(document.tokens) > tokens:
             return [*kept, part_of(document, slice(tokens), tokenizer)] if tokens else kept
         kept.append(document)
@@ -431,40 +440,40 @@ def cut(found: list[Document], tokenizer: Any, tokens: int) -> list[Document]:
 
 
 def part_of(document: Document, part: slice, tokenizer: Any) -> Document:
-    """Some of its tokens."""
+    """Return a part of a document."""
     tokens = document.tokens[part]
     counted = None if document.counted is None else document.counted[part]
     return Document(tokens, text_bytes(tokens, tokenizer), counted)
 
 
 def text_bytes(tokens: Tensor, tokenizer: Any) -> int:
-    """Bytes of the text that these tokens are, without the marks that the tokenizer added."""
+    """Return the number of bytes of a text, without the marks that the tokenizer added."""
     return len(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
 
 
-def stream(found: list[Document]) -> Document:
-    """All documents in a row, as one."""
-    if not found:
+def stream(documents: list[Document]) -> Document:
+    """Return documents in a row, as one."""
+    if not documents:
         return Document(torch.empty(0, dtype=torch.long), 0)
-    marks = [document.counted for document in found if document.counted is not None]
-    assert len(marks) in (0, len(found)), "a text is of chats, or it is not"
+    marks = [document.counted for document in documents if document.counted is not None]
+    assert len(marks) in (0, len(documents)), "a text is of chats, or it is not"
     return Document(
-        torch.cat([document.tokens for document in found]),
-        sum(document.bytes for document in found),
+        torch.cat([document.tokens for document in documents]),
+        sum(document.bytes for document in documents),
         torch.cat(marks) if marks else None,
     )
 
 
 @dataclass
 class Text:
-    """What a run reads: documents to train on, and others that are measured."""
+    """The text of a run: the number of its documents, those to train on, and those to measure on."""
 
     documents: int
     train: list[Document]
     held_out: list[Document]
 
     def to_dict(self, arguments: TextArguments) -> dict[str, Any]:
-        """What a run's results say of it."""
+        """Return what the results of a run say of its text."""
         return {
             "description": describe(arguments),
             "kind": kind_of(arguments),
@@ -475,55 +484,63 @@ class Text:
         }
 
     def digest(self) -> str:
-        """Of every token, in its document and on its side."""
-        found = hashlib.sha256()
+        """Return the SHA-256 of every token, in its document and on its side of the split."""
+        digest = hashlib.sha256()
         for part in (self.train, self.held_out):
             for document in part:
-                found.update(f"{len(document.tokens)} {document.bytes} ".encode() + document.tokens.numpy().tobytes())
+                digest.update(f"{len(document.tokens)} {document.bytes} ".encode() + document.tokens.numpy().tobytes())
                 if document.counted is not None:
-                    found.update(document.counted.numpy().tobytes())
-            found.update(b"|")
-        return found.hexdigest()
+                    digest.update(document.counted.numpy().tobytes())
+            digest.update(b"|")
+        return digest.hexdigest()
 
 
-def read_text(arguments: Any, tokenizer: Any, accelerator: Accelerator) -> Text:
-    """Read what a run trains on and what it measures.
+def read_text(
+    arguments: DataArguments, tokenizer: Any, accelerator: Accelerator, training_tokens: int, split_seed: int
+) -> Text:
+    """Read the text that a run trains on and the text that it measures.
 
-    Without `--data` both are modules of the standard library. What is measured comes from those that the embedded base
+    Without `--data` both are modules of the standard library. The measured ones are among those that the embedded base
     has not seen, whatever the seed.
+
+    Args:
+        arguments: which text to read.
+        tokenizer: of the model.
+        accelerator: of the processes. The first one fills the cache for the others.
+        training_tokens: that a process trains on. A stream is read until there are so many for each.
+        split_seed: of the draw of held-out documents.
     """
-    per_step = arguments.batch_size * arguments.train_length * arguments.gradient_accumulation
-    # Of a stream: what is held out, and every training window once.
-    enough = arguments.eval_tokens + arguments.steps * per_step * accelerator.num_processes
-    with accelerator.main_process_first():  # the others find its cache
+    enough = arguments.eval_tokens + training_tokens * accelerator.num_processes
+    with accelerator.main_process_first():
         if arguments.data:
-            found = documents(tokenizer, arguments, None, enough)
-            return Text(len(found), *split(found, tokenizer, arguments))
+            whole = documents(tokenizer, arguments, None, enough)
+            return Text(len(whole), *split(whole, tokenizer, arguments.eval_tokens, split_seed))
         train, unseen = (documents(tokenizer, arguments, files, enough) for files in library_parts())
-    return Text(len(train) + len(unseen), train, split(unseen, tokenizer, arguments)[1])
+    measured = split(unseen, tokenizer, arguments.eval_tokens, split_seed)[1]
+    return Text(len(train) + len(unseen), train, measured)
 
 
 class Windows:
     """A text cut into windows of one length; what is left at its end is dropped.
 
     Args:
-        found: documents, taken in a row.
+        documents: taken in a row.
         length: tokens in a window.
         packing: `concatenate`, or `documents`: positions start again with each document, and nothing is predicted
-            across its start. transformers reads off such positions that attention must stay inside.
+            across its start. From such positions transformers infers that attention must stay inside.
     """
 
-    def __init__(self, found: list[Document], length: int, packing: str):
+    def __init__(self, documents: list[Document], length: int, packing: str):
         """Cut documents into windows."""
         self.length = length
-        whole = stream(found)
+        whole = stream(documents)
         self.total = len(whole.tokens)
         count = self.total // length
         self.tokens = whole.tokens[: count * length].view(count, length)
         self.counted = None if whole.counted is None else whole.counted[: count * length].view(count, length)
         self.starts = None
         if packing == "documents":
-            lengths = torch.tensor([len(document.tokens) for document in found])
+            lengths = torch.tensor([len(document.tokens) for document in documents])
             starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)  # of each token's document
             self.starts = starts[: count * length].view(count, length)
 
@@ -531,7 +548,7 @@ class Windows:
         return len(self.tokens)
 
     def batch(self, indices: list[int]) -> dict[str, Tensor]:
-        """Windows as the model takes them, with `targets` `(B, T)`: the token that follows, or IGNORED."""
+        """Return windows as the model takes them, with `targets` `(B, T)`: the token that follows, or IGNORED."""
         tokens = self.tokens[indices]
         targets = torch.full_like(tokens, IGNORED)
         targets[:, :-1] = tokens[:, 1:]
@@ -548,13 +565,13 @@ class Windows:
 
 
 def order(seed: int, windows: int, first: int, last: int) -> list[int]:
-    """The windows numbered `first .. last - 1` of an endless, seeded shuffle: pass after pass, each its own order.
+    """Return the windows numbered `first .. last - 1` of an endless, seeded shuffle. Each pass has its own order.
 
     A window depends on the seed and its number alone, not on the number of processes or on where a run was resumed.
     """
-    found = []
+    indices: list[int] = []
     for turn in range(first // windows, (last - 1) // windows + 1):
         shuffled = list(range(windows))
         random.Random(f"{seed} {turn}").shuffle(shuffled)
-        found += shuffled[max(first - turn * windows, 0) : last - turn * windows]
-    return found
+        indices += shuffled[max(first - turn * windows, 0) : last - turn * windows]
+    return indices

@@ -55,7 +55,7 @@ def library_parts() -> tuple[list[Path], list[Path]]:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """GPT-2's byte alphabet with no merges (one token per UTF-8 byte) and `<|endoftext|>`: 257 tokens."""
+    """Return a tokenizer of 257 tokens: GPT-2's byte alphabet, one token per UTF-8 byte, and `<|endoftext|>`."""
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,7 +68,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def decoder(
     tokenizer: PreTrainedTokenizerFast, *, positions: int, width: int, layers: int, heads: int, initial: float
 ) -> GPT2LMHeadModel:
-    """An untrained decoder of GPT-2's shape without dropout: it is for runs of less than one pass over the text.
+    """Return an untrained decoder of GPT-2's shape, without dropout: it is for less than one pass over a text.
 
     Args:
         tokenizer: whose ids it reads.
@@ -98,7 +98,10 @@ def decoder(
 
 
 def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
-    """Four layers of width 128, untrained: 0.9 million weights, small enough to learn something in a minute."""
+    """Return an untrained decoder of four layers of width 128.
+
+    Its 0.9 million weights are few enough to learn something in a minute.
+    """
     # GPT-2's own deviation, 0.02, is for width 768 and up; a narrow model starts to learn much later from it.
     model = decoder(tokenizer, positions=CONTEXT, width=128, layers=4, heads=4, initial=0.06)
     # A table that starts at sinusoids makes "the token before" a linear map, and saves half of the minute.
@@ -148,12 +151,12 @@ class Orthogonalized(torch.optim.Optimizer):
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Return the matrix (N, M) with singular values near 1, by five Newton-Schulz steps in its own dtype."""
     tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if tall else matrix
-    found = found / found.norm().clamp(min=1e-7)
+    result = matrix.T if tall else matrix
+    result = result / result.norm().clamp(min=1e-7)
     for _ in range(5):
-        gram = found @ found.T
-        found = 3.4445 * found + (-4.7750 * gram + 2.0315 * gram @ gram) @ found
-    return found.T if tall else found
+        gram = result @ result.T
+        result = 3.4445 * result + (-4.7750 * gram + 2.0315 * gram @ gram) @ result
+    return result.T if tall else result
 
 
 def train_base(
@@ -165,7 +168,7 @@ def train_base(
     learning_rate: float = 3e-3,
     progress: bool = True,
 ) -> list[float]:
-    """Train the model in place on random windows of its whole context, in float32; it ends in eval mode.
+    """Train a model in place on random windows of its whole context, in float32. It ends in eval mode.
 
     Args:
         model: fresh, on the device to train on.
@@ -201,8 +204,8 @@ def train_base(
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for part in (*optimizers, *schedules):
-                part.step()
+            for stepping in (*optimizers, *schedules):
+                stepping.step()
             model.zero_grad()
             losses.append(loss.item())
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
@@ -212,7 +215,7 @@ def train_base(
 
 
 def sample(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, tokens: int = 120) -> str:
-    """What a trained base writes after `PROMPT`: its likeliest bytes, drawn with a seed, inside its context."""
+    """Return what a trained base writes after `PROMPT`, drawn with a fixed seed, inside its context."""
     inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
     state = torch.get_rng_state()
     torch.manual_seed(0)

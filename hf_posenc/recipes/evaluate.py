@@ -19,8 +19,8 @@ import hf_posenc
 from ..evaluation import measure_recurrence
 from ..evaluation.recurrence import check_memory
 from . import corpus, measuring, models, program
-from .corpus import DataArguments, Document
-from .measuring import MeasuringArguments
+from .corpus import Document
+from .measuring import HeldOutArguments
 from .models import DeviceArguments, ModelArguments, check_vocabulary, count, load_named
 from .options import UsageError, as_in, at_least, parse
 from .results import origin, write_json
@@ -33,7 +33,7 @@ EXAMPLES = """
 
 
 @dataclass
-class Arguments(ModelArguments, DeviceArguments, DataArguments, MeasuringArguments):
+class Arguments(ModelArguments, DeviceArguments, HeldOutArguments):
     """This recipe."""
 
     dtype: str = as_in(DeviceArguments, "dtype", "float32")
@@ -47,7 +47,7 @@ class Arguments(ModelArguments, DeviceArguments, DataArguments, MeasuringArgumen
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
-    """Measures and returns what it wrote."""
+    """Measure a checkpoint and return the content of `--json`."""
     argv = named(sys.argv[1:] if argv is None else argv)
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     with program.ending(parser, "the same command", lambda: "Nothing was written: the same command begins again."):
@@ -55,14 +55,14 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
 
 
 def named(words: list[str]) -> list[str]:
-    """The words with their options: 0.1.0 took a checkpoint and text files as the first words of the command."""
+    """Return the words with their options. 0.1.0 took a checkpoint and text files as the first words."""
     first = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
     given = [*(["--model", words[0]] if first else []), *(["--data", *words[1:first]] if first > 1 else [])]
     return [*given, *words[first:]]
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
-    """The beginning of the text is measured, at most --eval-tokens of it: nothing is trained, nothing is held out."""
+    """Measure a checkpoint on the beginning of the text, at most --eval-tokens of it, and write the numbers."""
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID is missing")
     corpus.check(arguments, needs_data=True)
@@ -96,7 +96,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     tokens = sum(len(document.tokens) for document in documents)
     accelerator.print(f"Measuring {tokens:,} tokens on {device}; every length reads all of them\n{HEAD}")
     rows = measuring.perplexities(
-        model, documents, arguments, accelerator, on_row=lambda found: accelerator.print(line(found), flush=True)
+        model, documents, arguments, accelerator, on_row=lambda row: accelerator.print(line(row), flush=True)
     )
     if arguments.memory is not None:
         with_memory(model, documents, arguments, accelerator, rows)
@@ -120,13 +120,13 @@ def run(arguments: Arguments) -> dict[str, Any]:
 def with_memory(
     model: Any, documents: list[Document], arguments: Arguments, accelerator: Any, rows: list[dict[str, Any]]
 ) -> None:
-    """Adds to each row what a model that keeps a memory of the segment before reads, with and without it."""
+    """Add to each row the perplexity of segments, with and without a memory of the segment before."""
     for row in rows:
         if "impossible" in row:
             continue
         row["recurrence"] = []
         for memory in (0, arguments.memory or 0):
-            found = measure_recurrence(
+            segments = measure_recurrence(
                 model,
                 [document.tokens for document in documents],
                 segment=row["length"],
@@ -134,10 +134,11 @@ def with_memory(
                 byte_counts=[document.bytes for document in documents],
                 progress=accelerator.is_main_process,
             )
-            row["recurrence"].append(found.to_dict())
+            row["recurrence"].append(segments.to_dict())
             accelerator.print(
-                f"{row['length']:>10}  segments with a memory of {found.memory}: {found.perplexity.perplexity:.3f}, "
-                f"{found.bits_per_byte:.3f} bits per byte, {found.tokens_per_second:,.0f} tokens per second"
+                f"{row['length']:>10}  segments with a memory of {segments.memory}: "
+                f"{segments.perplexity.perplexity:.3f}, {segments.bits_per_byte:.3f} bits per byte, "
+                f"{segments.tokens_per_second:,.0f} tokens per second"
             )
 
 
@@ -145,7 +146,7 @@ HEAD = f"{'context':>10}  {'sliding window':>16} {'non-overlapping':>16} {'bits 
 
 
 def line(row: dict[str, Any]) -> str:
-    """Both perplexities at a length; lower is better."""
+    """Return both perplexities and the bits per byte of a length as a line. Lower is better."""
     if "impossible" in row:
         return f"{row['length']:>10}  - ({row['impossible']})"
     bits = f"{row['bits_per_byte']:.3f}" if row["bits_per_byte"] is not None else "-"

@@ -4,15 +4,15 @@
     accelerate launch recipes/extend_context.py --config recipes/configs/gpt2_alibi.yaml --output runs/gpt2-alibi
 
 Measure, patch, calibrate, fine-tune, measure again, report, save: OUTPUT/report.html, OUTPUT/results.json and
-OUTPUT/model (reload with `hf_posenc.from_pretrained`). Plain `python` runs it in one process. Everything that can be
-wrong with the arguments is found before anything long starts; Ctrl-C saves, and `--resume` goes on exactly where it
-was: it trains no base again that was trained, and measures and calibrates nothing again.
+OUTPUT/model (reload with `hf_posenc.from_pretrained`). Plain `python` runs it in one process. Wrong arguments are found
+before anything long starts. Ctrl-C saves, and `--resume` goes on exactly where the run was: a base that was trained,
+its measurements and its calibration are not made again.
 """
 
 from typing import Any
 
 from . import program, run_folder
-from .extension import Arguments, run
+from .one_run import Arguments, run
 from .options import parse
 
 EXAMPLES = """
@@ -24,7 +24,7 @@ EXAMPLES = """
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
-    """Runs the recipe and returns what it wrote to results.json."""
+    """Make a run and return the content of its results.json."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     with program.ending(parser, run_folder.again(arguments), lambda: run_folder.kept(arguments)):
         return run(arguments)

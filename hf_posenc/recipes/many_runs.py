@@ -1,10 +1,10 @@
-"""Many runs in one folder, `runs/VARIANT/seed-N`: what is done is kept, what is missing is made.
+"""The runs of a sweep in one folder, `runs/VARIANT/seed-N`: finished runs are kept, missing ones are made.
 
-Several processes may work on one sweep with different seeds at the same time; whoever ends writes the summary of all
-that is there.
+Several programs may work on one sweep with different seeds at the same time. Each writes, at its end, the summary of
+all the runs that are there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import hf_posenc
 
 from . import identity, schemes
 from .corpus import Text
+from .options import Options
 from .results import read_json
 
 Runs = dict[str, list[dict[str, Any]]]
@@ -22,7 +23,7 @@ KEPT = "Finished runs are kept, and of the one that was interrupted its newest s
 
 
 @dataclass
-class SweepArguments:
+class SweepArguments(Options):
     """The folder of the sweep."""
 
     seeds: list[int] = field(
@@ -33,19 +34,19 @@ class SweepArguments:
 
 
 def identify(
-    arguments: Any, text: Text, variants: dict[str, hf_posenc.Scheme | None], accelerator: Accelerator
+    arguments: SweepArguments, text: Text, variants: Mapping[str, hf_posenc.Scheme | None], accelerator: Accelerator
 ) -> dict[tuple[str, int], dict[str, Any]]:
-    """What each run of a sweep is of, by variant and seed, seed by seed.
+    """Return the identity of each run of a sweep by variant and seed, in the order to make them: seed by seed.
 
     Args:
         arguments: of the recipe, checked.
-        text: what all runs read.
-        variants: the scheme of each, None for a control.
-        accelerator: that runs them.
+        text: that all runs read.
+        variants: the scheme of each variant, None for a control.
+        accelerator: of the processes that make the runs.
     """
     launched = identity.launched(accelerator)
     return {
-        (name, seed): identity.of(arguments, text, variant=name, seed=seed, scheme=schemes.said(scheme), **launched)
+        (name, seed): identity.of(arguments, text, variant=name, seed=seed, scheme=schemes.to_json(scheme), **launched)
         for seed in arguments.seeds
         for name, scheme in variants.items()
     }
@@ -54,15 +55,15 @@ def identify(
 def complete(
     folder: Path, identities: dict[tuple[str, int], dict[str, Any]], one: Callable[[str, int, Path], None]
 ) -> None:
-    """Makes every run that has no results yet, seed by seed, so that a half-done sweep compares all variants.
+    """Make every run that has no results yet, seed by seed, so that a half-done sweep compares all variants.
 
     Args:
         folder: of the sweep.
-        identities: what each run is of, by variant and seed, in the order to make them.
+        identities: from `identify`.
         one: makes a run from variant, seed and folder, and leaves results.json there.
 
     Raises:
-        UsageError: if the folder holds runs of something else; nothing is run then.
+        UsageError: if the folder holds runs of another sweep; nothing is run then.
     """
     check(folder, identities)
     for variant, seed in identities:
@@ -73,7 +74,7 @@ def complete(
 
 
 def check(folder: Path, identities: dict[tuple[str, int], dict[str, Any]]) -> None:
-    """UsageError unless the runs that are asked for are of just that, and all others of the same sweep."""
+    """Raise UsageError unless the runs in the folder have these identities, and all others are of the same sweep."""
     shared = identity.common(next(iter(identities.values())))
     asked = {place(folder, variant, seed): wanted for (variant, seed), wanted in identities.items()}
     for target in sorted(folder.glob("runs/*/seed-*")):
@@ -81,12 +82,12 @@ def check(folder: Path, identities: dict[tuple[str, int], dict[str, Any]]) -> No
 
 
 def place(folder: Path, variant: str, seed: int) -> Path:
-    """Folder of a run."""
+    """Return the folder of a run."""
     return folder / "runs" / variant / f"seed-{seed}"
 
 
 def read(folder: Path) -> Runs:
-    """The results by variant, seeds in order."""
+    """Return the results by variant, with the seeds in order."""
     runs: Runs = {}
     for path in sorted(folder.glob("runs/*/seed-*/results.json")):
         runs.setdefault(path.parents[1].name, []).append(read_json(path))

@@ -1,4 +1,4 @@
-"""What the recipes measure of a model: both perplexities and retrieval, at every context length."""
+"""Measurements of a model at every context length: both perplexities and retrieval."""
 
 import math
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..evaluation import induction_copy, measure_context, non_overlapping_perplexity
-from .corpus import Document, Text, stream
+from .corpus import DataArguments, Document, Text, stream
 from .models import position_limit
-from .options import UsageError, at_least
+from .options import Options, UsageError, at_least
 from .training import Diverged
 
 SHORTEST_RETRIEVAL = 32
@@ -21,7 +21,7 @@ CURVE_TOKENS = 8192
 
 
 @dataclass
-class MeasuringArguments:
+class MeasuringArguments(Options):
     """Measuring."""
 
     lengths: list[int] = field(
@@ -36,8 +36,13 @@ class MeasuringArguments:
     )
 
 
-def check(arguments: Any) -> None:
-    """What can be known without text and model; lengths come out sorted, each once."""
+@dataclass
+class HeldOutArguments(DataArguments, MeasuringArguments):
+    """Measuring on the held-out part of a text."""
+
+
+def check(arguments: HeldOutArguments) -> None:
+    """Raise UsageError for options that cannot work, whatever text and model; sort the lengths, each once."""
     at_least(arguments, 0, "retrieval_trials")
     if not arguments.lengths or min(arguments.lengths) < 8:
         raise UsageError("--lengths must be at least 8 tokens")
@@ -60,13 +65,13 @@ def check(arguments: Any) -> None:
         )
 
 
-def check_text(held_out: list[Document], arguments: Any, curve_length: int = 0) -> None:
-    """It must suffice for a window of every length, those of the recovery curve included.
+def check_text(held_out: list[Document], arguments: MeasuringArguments, curve_length: int = 0) -> None:
+    """Raise UsageError unless the text suffices for a window of every length.
 
     Args:
         held_out: what is measured.
         arguments: checked.
-        curve_length: tokens of a window of the curve; 0 if the recipe has none.
+        curve_length: tokens in a window of the recovery curve; 0 where none is measured.
     """
     tokens = len(stream(held_out).tokens)
     if tokens < arguments.lengths[-1]:
@@ -74,7 +79,7 @@ def check_text(held_out: list[Document], arguments: Any, curve_length: int = 0) 
             f"the held-out text has {tokens:,} tokens, the longest of --lengths needs "
             f"{arguments.lengths[-1]:,}: give more text or shorter lengths"
         )
-    if curve_length and arguments.eval_every and tokens < curve_length:
+    if tokens < curve_length:
         raise UsageError(
             f"--eval-every: a point of the curve needs {curve_length} held-out tokens and there are {tokens:,}: more "
             "--eval-tokens, or --eval-every 0"
@@ -82,33 +87,43 @@ def check_text(held_out: list[Document], arguments: Any, curve_length: int = 0) 
 
 
 def held_out_loss(text: Text, length: int) -> Callable[[nn.Module], float]:
-    """What gives a point of the recovery curve: a model's mean loss in windows of this length, in nats."""
+    """Return a function that measures a point of the recovery curve: the mean loss in windows of a length, in nats."""
     tokens = stream(text.held_out).tokens[: max(CURVE_TOKENS, length)]
     return lambda model: non_overlapping_perplexity(model, tokens, length=length).loss
 
 
 def measure_model(
-    model: nn.Module, held_out: list[Document], arguments: Any, accelerator: Accelerator
+    model: nn.Module, held_out: list[Document], arguments: HeldOutArguments, accelerator: Accelerator
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Both perplexities and the rest, a row per length, or why there is none; retrieval, a cell per length and lag."""
+    """Return what `perplexities` measures, a row per length, and `retrieval`, a cell per length and lag."""
     return perplexities(model, held_out, arguments, accelerator), retrieval(model, arguments, accelerator)
 
 
 def perplexities(
     model: nn.Module,
     held_out: list[Document],
-    arguments: Any,
+    arguments: HeldOutArguments,
     accelerator: Accelerator,
     on_row: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
-    """Both perplexities and the rest, a row per length, or why there is none; `on_row` is called with each at once.
+    """Measure both perplexities, bits per byte and loss by position at every length.
 
     Held-out documents are measured in a row, or, where they were packed apart, each on its own.
+
+    Args:
+        model: to measure, on its device.
+        held_out: text that was not trained on.
+        arguments: checked.
+        accelerator: of the processes that share the work.
+        on_row: called with each row as soon as it is measured.
+
+    Returns:
+        A row per length. It says why there are no numbers where the model cannot run at that length.
 
     Raises:
         Diverged: a loss is not finite.
     """
-    found = held_out if arguments.packing == "documents" else [stream(held_out)]
+    documents = held_out if arguments.packing == "documents" else [stream(held_out)]
     limit = position_limit(model)
     rows = []
     for length in arguments.lengths:
@@ -117,10 +132,10 @@ def perplexities(
         else:
             (row,) = measure_context(
                 model,
-                [document.tokens for document in found],
+                [document.tokens for document in documents],
                 lengths=[length],
                 stride=arguments.stride,
-                byte_counts=[document.bytes for document in found],
+                byte_counts=[document.bytes for document in documents],
                 distributed=accelerator.num_processes > 1,
                 progress=accelerator.is_main_process,
             )
@@ -133,8 +148,8 @@ def perplexities(
     return rows
 
 
-def retrieval(model: nn.Module, arguments: Any, accelerator: Accelerator) -> list[dict[str, Any]]:
-    """Whether the model can copy what it has seen so far back: a cell per length that it can run at, and lag."""
+def retrieval(model: nn.Module, arguments: MeasuringArguments, accelerator: Accelerator) -> list[dict[str, Any]]:
+    """Measure how well the model copies a passage it has seen: a cell per lag and per length that it can run at."""
     limit = position_limit(model)
     possible = [length for length in arguments.lengths if limit is None or length <= limit]
     if not (arguments.retrieval_trials and possible):

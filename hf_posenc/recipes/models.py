@@ -1,6 +1,5 @@
-"""Models from their checkpoints and back into them, and what can be asked of one: its weights, its places, its ids."""
+"""Loading and saving of models, and what the recipes have to know of one: its weights, its positions, its token ids."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,25 +11,26 @@ import peft
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 import hf_posenc
 
+from .. import files
 from ..checkpoints import hub
 from ..errors import UnsupportedModelError
 from ..families.base import base_model_type
 from ..live.state import without_adapter
 from ..registry import family_for
 from .corpus import Document, stream
-from .options import UsageError, one_of, option
+from .options import Options, UsageError, one_of, option
 from .schemes import limit_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(Options):
     """The model."""
 
     model: str | None = field(
@@ -46,7 +46,7 @@ class ModelArguments:
 
 
 @dataclass
-class DeviceArguments:
+class DeviceArguments(Options):
     """Device and precision."""
 
     device: str | None = field(
@@ -62,16 +62,16 @@ class DeviceArguments:
 
 
 def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
-    """What the checkpoint holds of this class: its tokenizer, its config, its weights.
+    """Load a checkpoint's tokenizer, config or weights.
 
     Args:
-        cls: an Auto class.
+        cls: the Auto class of what is loaded.
         name: folder or Hub id.
         asked: the option that named it.
         **arguments: of `from_pretrained`.
 
     Raises:
-        UsageError: if it does not hold that.
+        UsageError: if the checkpoint does not have it.
     """
     try:
         return cls.from_pretrained(hub.checkpoint_name(name), **arguments)
@@ -79,8 +79,8 @@ def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
         raise UsageError(f"{option(asked)} {name}: {error}") from None
 
 
-def check(arguments: Any) -> None:
-    """What can be known of these options without reading anything."""
+def check(arguments: ModelArguments) -> None:
+    """Raise UsageError for options of the model that cannot work, without reading anything."""
     if arguments.revision is not None and (arguments.model is None or Path(arguments.model).is_dir()):
         what = "the embedded base is none" if arguments.model is None else f"{arguments.model} is a folder"
         raise UsageError(f"--revision is of a checkpoint on the Hub, and {what}: leave it out")
@@ -88,13 +88,14 @@ def check(arguments: Any) -> None:
         one_of(arguments, "dtype", ("auto", *DTYPES))
 
 
-def load_named(cls: Any, arguments: Any, **more: Any) -> Any:
-    """The same of the checkpoint that `--model` and `--revision` name."""
+def load_named(cls: Any, arguments: ModelArguments, **more: Any) -> Any:
+    """Load from the checkpoint that `--model` and `--revision` name: see `load`."""
+    assert arguments.model is not None
     return load(cls, arguments.model, **revision_of(arguments), **more)
 
 
 def load_patched(arguments: Any, scheme: hf_posenc.Scheme, seed: int) -> Any:
-    """The stock checkpoint that `--model` names, in `--dtype`, with a scheme patched in; UsageError if it cannot be."""
+    """Load the stock checkpoint that `--model` names, in `--dtype`, and patch it; raise UsageError if it cannot be."""
     model = load_named(AutoModelForCausalLM, arguments, dtype=dtype_of(arguments))
     try:
         return hf_posenc.patch_model(model, scheme, seed=seed)
@@ -102,18 +103,18 @@ def load_patched(arguments: Any, scheme: hf_posenc.Scheme, seed: int) -> Any:
         raise UsageError(f"--model {arguments.model}: {str(error).removeprefix('hf_posenc: ')}") from None
 
 
-def revision_of(arguments: Any) -> dict[str, str]:
-    """What `from_pretrained` is told of it: nothing where nothing was said."""
+def revision_of(arguments: ModelArguments) -> dict[str, str]:
+    """Return the revision as a keyword of `from_pretrained`, if one was given."""
     return {} if arguments.revision is None else {"revision": arguments.revision}
 
 
 def dtype_of(arguments: "DeviceArguments") -> Any:
-    """As `from_pretrained` takes it."""
+    """Return `--dtype` as `from_pretrained` takes it."""
     return "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
 
 
 def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
-    """What runs the processes, and the device of this one, which was tried.
+    """Return an accelerator and the device of this process, after a computation on it.
 
     Raises:
         UsageError: if the device cannot be used here, or several processes were told to share it.
@@ -134,18 +135,18 @@ def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
     return accelerator, device
 
 
-def load_base(arguments: Any) -> nn.Module:
-    """The stock model to train that `--model` names, in float32 whatever it was saved in."""
-    return trainable(load_named(AutoModelForCausalLM, arguments, dtype=torch.float32))
+def load_base(arguments: ModelArguments) -> PreTrainedModel:
+    """Load the stock model that `--model` names for training, in float32 whatever it was saved in."""
+    return with_loss(load_named(AutoModelForCausalLM, arguments, dtype=torch.float32))
 
 
-def load_trained_base(folder: Path) -> nn.Module:
-    """The embedded base from the folder it was saved in."""
-    return trainable(load(AutoModelForCausalLM, str(folder), dtype=torch.float32))
+def load_trained_base(folder: Path) -> PreTrainedModel:
+    """Load the embedded base from the folder that a run saved it in."""
+    return with_loss(load(AutoModelForCausalLM, str(folder), dtype=torch.float32))
 
 
-def trainable(model: Any) -> nn.Module:
-    """With its loss named."""
+def with_loss(model: PreTrainedModel) -> PreTrainedModel:
+    """Set `loss_type`, so that transformers does not warn."""
     # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
     model.loss_type = "ForCausalLM"
     return model
@@ -153,7 +154,7 @@ def trainable(model: Any) -> nn.Module:
 
 @contextmanager
 def loaded_whole(accelerator: Accelerator) -> Iterator[None]:
-    """Inside, ZeRO-3 does not spread weights while they are loaded: the base is measured and patched first."""
+    """Keep ZeRO-3 from spreading weights while they are loaded: the base is measured and patched first."""
     config = getattr(accelerator.state.deepspeed_plugin, "dschf", None)
     if config is None:
         yield
@@ -166,12 +167,12 @@ def loaded_whole(accelerator: Accelerator) -> Iterator[None]:
 
 
 def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: Any, output: Path) -> None:
-    """Weights and tokenizer in `output/model`; of LoRA also the adapter alone, in `output/adapter`."""
+    """Save weights and tokenizer in `output/model`, and a LoRA adapter alone in `output/adapter`."""
     model = accelerator.unwrap_model(wrapped)
     weights = accelerator.get_state_dict(wrapped)  # gathered, where processes hold parts
     if isinstance(model, peft.PeftModel):
         if accelerator.is_main_process:
-            model.save_pretrained(output / "adapter")
+            model.save_pretrained(str(output / "adapter"))
         model, weights = model.merge_and_unload(), None
     if not accelerator.is_main_process:
         accelerator.wait_for_everyone()
@@ -183,15 +184,13 @@ def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: Any, output: P
         save_stock(accelerator, model, tokenizer, output / "model")
 
 
-def save_stock(accelerator: Accelerator, model: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """An unpatched model, whole or not at all."""
+def save_stock(accelerator: Accelerator, model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Save an unpatched model in place of the folder, whole or not at all."""
     if accelerator.is_main_process:
-        staging = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(staging, ignore_errors=True)
-        model.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(staging, folder)
+        with files.new_folder(folder) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
@@ -199,33 +198,37 @@ def save_stock(accelerator: Accelerator, model: nn.Module, tokenizer: Any, folde
 
 
 def count(model: nn.Module, trained: bool = False) -> int:
-    """Number of weights, tied ones once."""
+    """Return the number of weights, or of those that are trained. Tied weights count once."""
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad or not trained)
 
 
 def position_table(model: nn.Module) -> nn.Module | None:
-    """What stands where the model's family has learned positions, its own or a scheme's; None if it has none."""
+    """Return the table of learned positions, the base's own or the scheme's in its place; None without one."""
     stock = without_adapter(model)
     try:
         family = family_for(base_model_type(stock.config))
-    except UnsupportedModelError:  # a family that nobody can patch can still be measured
+    except UnsupportedModelError:  # a model that cannot be patched can still be measured
         return None
     if family.position_table is None:
         return None
     return stock.base_model.get_submodule(family.decoder).get_submodule(family.position_table)
 
 
-def position_limit(model: nn.Module) -> int | None:
-    """Number of positions that the model has: its scheme's or, of a stock model, its table's; None without an end."""
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return the number of positions of the scheme or, in a stock model, of its table; None if there is no limit."""
     if hf_posenc.is_patched(model):
         return limit_of(model)
     if (table := position_table(model)) is None:
         return None
-    return table.num_embeddings - family_for(model.config.model_type).table_offset
+    rows: Any = table.num_embeddings
+    return int(rows) - family_for(model.config.model_type).table_offset
 
 
-def check_vocabulary(model: nn.Module, *texts: list[Document]) -> None:
-    """A tokenizer that is not the model's own would fail in the middle, on a GPU without saying why."""
+def check_vocabulary(model: PreTrainedModel, *texts: list[Document]) -> None:
+    """Raise UsageError if the texts hold ids that the model does not embed.
+
+    Otherwise it would fail in the middle of a run, on a GPU without saying why.
+    """
     largest = max(int(stream(text).tokens.max()) for text in texts)
     rows = model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
@@ -234,10 +237,11 @@ def check_vocabulary(model: nn.Module, *texts: list[Document]) -> None:
         )
 
 
-def keeps_documents_apart(model: nn.Module) -> bool:
-    """Whether attention stays inside a document where positions start again; measured on two tokens after two others.
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Return whether attention stays inside a document where positions start again.
 
-    Some families do not hand their positions to the mask, and then it cannot tell.
+    It is measured: two tokens after two others must not depend on these. Models that do not hand their positions to
+    the mask fail.
     """
     tokens = torch.tensor([[0, 1, 4, 5], [2, 3, 4, 5]], device=model.device)
     positions = torch.tensor([[0, 1, 0, 1]], device=model.device).expand(2, -1)

@@ -1,10 +1,10 @@
-"""Arguments of the recipes: dataclass fields from a YAML file, overridden by the command line, checked the same way."""
+"""Options of the recipes: dataclass fields, read from a YAML file and then from the command line, which wins."""
 
 import json
 import sys
 import types
 from argparse import SUPPRESS, ArgumentTypeError
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -12,8 +12,6 @@ import yaml
 
 from ..arguments import Parser
 from ..spelling import did_you_mean
-
-T = TypeVar("T")
 
 FIRST = (
     *("model", "data", "scheme", "variants", "schemes", "scheme_args", "train_length", "steps", "lengths"),
@@ -23,28 +21,36 @@ FIRST = (
 METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
+@dataclass
+class Options:
+    """Options of a program, or a group of them: the fields of a dataclass that inherits this one."""
+
+
+T = TypeVar("T", bound=Options)
+
+
 class UsageError(Exception):
-    """The arguments or the text cannot work; the message says why and what would."""
+    """Arguments, text or model that cannot work. The message says why, and what would work."""
 
 
 def parse(
     cls: type[T], argv: list[str] | None, description: str | None, *, prog: str | None = None, examples: str = ""
 ) -> tuple[T, Parser]:
-    """Reads `--config FILE` first, then the other options, which win.
+    """Read `--config FILE`, then the other options, which win.
+
+    An unknown key of the file, a value of the wrong type, and an unknown or abbreviated option each end the program
+    with a message and status 2.
 
     Args:
-        cls: a dataclass; a field's metadata hold its `help`, and may hold a `metavar`, `was`, an older name, and
-            `guesses`, what people type in its place.
+        cls: the options. A field's metadata hold its `help`, and may hold a `metavar`, `was`, an older name, and
+            `guesses`, other words that people type for it.
         argv: words of the command line; None takes those of the process.
-        description: of the program, whose first line is shown.
-        prog: its name; None takes the file that was started.
+        description: of the program. Its first line is shown.
+        prog: name of the program; None takes the file that was started.
         examples: command lines for the end of --help, in which `{prog}` stands for the name.
 
     Returns:
         The arguments, and the parser, whose `error` ends the program with a message.
-
-    A key of the file that is no option, a value of the wrong type, an unknown or abbreviated option: each ends the
-    program with a message and status 2.
     """
     parser = parser_of(cls, description, prog=prog, examples=examples)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -57,7 +63,7 @@ def parse(
 
 
 def parser_of(cls: type, description: str | None, *, prog: str | None = None, examples: str = "") -> Parser:
-    """What reads the options of a dataclass: see `parse`."""
+    """Return the parser of a dataclass of options: see `parse`."""
     parser = Parser(
         prog=prog, description=(description or "").split("\n")[0], usage="%(prog)s [options]", add_help=False
     )
@@ -76,12 +82,15 @@ def parser_of(cls: type, description: str | None, *, prog: str | None = None, ex
 
 
 def guesses(cls: type) -> dict[str, str]:
-    """Names that people try for a field, by its metadata -> the field's name."""
+    """Return the names that people type for another: guess -> name of the field."""
     return {guess: known.name for known in fields(cls) for guess in known.metadata.get("guesses", ())}
 
 
 def grouped(cls: type) -> list[tuple[str, Field[Any]]]:
-    """Fields in the order of --help, each with the title of its group: the docstring of the class that has it first."""
+    """Return the fields in the order of --help, each with the title of its group.
+
+    The title is the docstring of the class that declares the field first.
+    """
     owners = {known.name: cls for known in fields(cls)}
     for owner in cls.__mro__:  # the last one wins: where an option is declared first, not where its default is changed
         owners |= {name: owner for name in vars(owner).get("__annotations__", {}) if name in owners}
@@ -97,13 +106,13 @@ def grouped(cls: type) -> list[tuple[str, Field[Any]]]:
 
 
 def add(group: Any, known: Field[Any], kind: Any) -> None:
-    """One option, listed once; an older name of it is read and not listed."""
+    """Add an option to a group of the parser. An older name of it is read, but not listed."""
     several = get_origin(kind) is list
-    optional = [each for each in get_args(kind) if each is not type(None)]
-    one = optional[0] if get_origin(kind) in (Union, types.UnionType) or several else kind
+    inner = [argument for argument in get_args(kind) if argument is not type(None)]
+    one = inner[0] if get_origin(kind) in (Union, types.UnionType) or several else kind
     default = default_of(known)
-    said = known.metadata["help"] + ("" if default is None or default in ([], "") else f" (default: {shown(default)})")
-    keywords: dict[str, Any] = {"default": default, "help": said.replace("%", "%%"), "dest": known.name}
+    text = known.metadata["help"] + ("" if default is None or default in ([], "") else f" (default: {shown(default)})")
+    keywords: dict[str, Any] = {"default": default, "help": text.replace("%", "%%"), "dest": known.name}
     if one is bool:
         keywords |= {"nargs": "?", "const": True, "type": truth, "metavar": "BOOL"}
         keywords["help"] = known.metadata["help"].replace("%", "%%")
@@ -121,26 +130,22 @@ def add(group: Any, known: Field[Any], kind: Any) -> None:
 
 
 def shown(default: Any) -> str:
-    """A default as it would be typed."""
-    return (
-        " ".join(map(str, default))
-        if isinstance(default, list)
-        else f"{default:g}"
-        if isinstance(default, float)
-        else str(default)
-    )
+    """Return a default as it would be typed."""
+    if isinstance(default, list):
+        return " ".join(map(str, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def truth(word: str) -> bool:
-    """What a word says of a switch."""
-    found = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(word.lower())
-    if found is None:
+    """Return the value of a switch, from a word such as `true` or `no`."""
+    value = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(word.lower())
+    if value is None:
         raise ArgumentTypeError(f"true or false, not {word}")
-    return found
+    return value
 
 
 def as_in(cls: type, name: str, default: Any = MISSING) -> Any:
-    """A field as another class of arguments declares it, with its help, and with another default if one is given."""
+    """Return a field as another class declares it, with its help, and with another default if one is given."""
     known = next(known for known in fields(cls) if known.name == name)
     if default is MISSING and known.default is MISSING:
         return field(default_factory=known.default_factory, metadata=known.metadata)
@@ -148,12 +153,12 @@ def as_in(cls: type, name: str, default: Any = MISSING) -> Any:
 
 
 def default_of(known: Field[Any]) -> Any:
-    """The default of a field, made anew where it is a list."""
+    """Return the default of a field; a list is made anew."""
     return known.default_factory() if known.default_factory is not MISSING else known.default
 
 
 def from_file(cls: type, words: list[str]) -> list[str]:
-    """The words that say the same as the YAML file named by `--config`; none without one."""
+    """Return the options in the YAML file that `--config` names, as words of a command line; none without a file."""
     paths = []
     for index, word in enumerate(words):
         if word == "--config":
@@ -171,14 +176,14 @@ def from_file(cls: type, words: list[str]) -> list[str]:
         raise UsageError(f"--config {path}: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: must be a mapping of options, not {type(content).__name__}")
-    known = {one.name: one for one in fields(cls)}
-    known |= {one.metadata["was"]: one for one in fields(cls) if "was" in one.metadata}
+    known = {field.name: field for field in fields(cls)}
+    known |= {field.metadata["was"]: field for field in fields(cls) if "was" in field.metadata}
     if strange := [str(key) for key in content if key not in known]:
         raise UsageError(
             f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}"
-            f"{did_you_mean(strange[0], {name: one.name for name, one in known.items()} | guesses(cls))}"
+            f"{did_you_mean(strange[0], {name: field.name for name, field in known.items()} | guesses(cls))}"
         )
-    said: list[str] = []
+    options: list[str] = []
     for key, value in content.items():
         default = default_of(known[key])
         if value in (None, [], {}):  # the command line has no words for these
@@ -187,15 +192,15 @@ def from_file(cls: type, words: list[str]) -> list[str]:
             continue
         if isinstance(value, dict):  # hyper-parameters of a scheme read best as a mapping
             value = [f"{name}={json.dumps(item)}" for name, item in value.items()]
-        said += [option(known[key].name), *map(str, value if isinstance(value, list) else [value])]
-    return said
+        options += [option(known[key].name), *map(str, value if isinstance(value, list) else [value])]
+    return options
 
 
 class Once(yaml.SafeLoader):
-    """Refuses a key that is there twice, of which YAML would take the last."""
+    """A loader that refuses a key that is there twice, of which YAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping whose keys are there once."""
+        """Return a mapping; raise ConstructorError if a key is there twice."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := [key for index, key in enumerate(keys) if key in keys[:index]]:
             raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is there twice", node.start_mark)
@@ -203,34 +208,34 @@ class Once(yaml.SafeLoader):
 
 
 def option(name: str) -> str:
-    """The command-line spelling of an argument."""
+    """Return the command-line spelling of an argument."""
     return "--" + name.replace("_", "-")
 
 
-def at_least(arguments: Any, minimum: float, *names: str) -> None:
-    """UsageError unless all of these are given and not smaller."""
+def at_least(arguments: Options, minimum: float, *names: str) -> None:
+    """Raise UsageError unless each of these arguments is given and at least the minimum."""
     for name in names:
         if not getattr(arguments, name) >= minimum:
             raise UsageError(f"{option(name)} must be at least {minimum}, not {getattr(arguments, name)}")
 
 
-def one_of(arguments: Any, name: str, choices: tuple[Any, ...]) -> None:
-    """UsageError unless it is one of the choices."""
+def one_of(arguments: Options, name: str, choices: tuple[Any, ...]) -> None:
+    """Raise UsageError unless the argument is one of the choices."""
     if (value := getattr(arguments, name)) not in choices:
         known = [str(choice) for choice in choices if choice is not None]
         raise UsageError(f"{option(name)} must be one of {', '.join(known)}, not {value}{did_you_mean(value, known)}")
 
 
-def each_once(arguments: Any, *names: str) -> None:
-    """UsageError unless all of these lists name something, and nothing twice."""
+def each_once(arguments: Options, *names: str) -> None:
+    """Raise UsageError unless each of these lists names something, and nothing twice."""
     for name in names:
         values = getattr(arguments, name)
         if len(set(values)) != max(1, len(values)):
             raise UsageError(f"{option(name)} must name each only once, not {' '.join(map(str, values))}")
 
 
-def refuse(arguments: Any, name: str, reason: str) -> None:
-    """UsageError if this option was set to anything but its default, where nothing would read it."""
+def refuse(arguments: Options, name: str, reason: str) -> None:
+    """Raise UsageError if an option that nothing would read has another value than its default."""
     default = default_of(next(known for known in fields(arguments) if known.name == name))
     if getattr(arguments, name) != default:
         raise UsageError(f"{option(name)} {reason}: leave it out")

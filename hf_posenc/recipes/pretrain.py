@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import set_seed
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_posenc
 
 from ..analysis import plots
-from ..families.base import base_model_type
-from . import corpus, identity, many_runs, measuring, program, run_folder, schemes, summary, training
-from .corpus import DataArguments, Text, Windows, read_text
+from . import corpus, identity, many_runs, measuring, program, run_folder, schemes, sweep_report, training
+from .corpus import Text, Windows, read_text
 from .embedded import byte_tokenizer, decoder
 from .many_runs import SweepArguments
-from .measuring import MeasuringArguments, held_out_loss, measure_model
+from .measuring import HeldOutArguments, held_out_loss, measure_model
 from .models import check_vocabulary, count, load, save
 from .options import UsageError, as_in, at_least, each_once, parse
 from .results import origin, stopwatch
@@ -38,7 +37,7 @@ EXAMPLES = """
 
 
 @dataclass
-class Arguments(SweepArguments, DataArguments, MeasuringArguments, TrainingArguments):
+class Arguments(SweepArguments, HeldOutArguments, TrainingArguments):
     """This recipe."""
 
     schemes: list[str] = field(
@@ -63,14 +62,14 @@ class Arguments(SweepArguments, DataArguments, MeasuringArguments, TrainingArgum
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
-    """Runs what is missing and returns the summary."""
+    """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     folder = Path(arguments.output)
     with program.ending(parser, "the same command", lambda: many_runs.KEPT):
         wanted = check_arguments(arguments)
         accelerator = training.accelerator_for(arguments, folder)
         tokenizer = load(AutoTokenizer, arguments.tokenizer, "tokenizer") if arguments.tokenizer else byte_tokenizer()
-        text = read_text(arguments, tokenizer, accelerator)
+        text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
         identities = many_runs.identify(arguments, text, dict(wanted), accelerator)
 
         def one(name: str, seed: int, target: Path) -> None:
@@ -78,13 +77,13 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
 
         with run_folder.alone(accelerator, folder):
             many_runs.complete(folder, identities, one)
-        found = summary.summarize(folder, f"From scratch, trained at {arguments.train_length}")
-    print(summary.markdown(found))
-    return found
+        summary = sweep_report.summarize(folder, f"From scratch, trained at {arguments.train_length}")
+    print(sweep_report.markdown(summary))
+    return summary
 
 
 def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
-    """Everything that can be known without reading the text. Returns the schemes by name."""
+    """Check all that can be known without reading the text; return the schemes by name."""
     plots.check_installed()  # the figures are drawn at the end
     training.check(arguments)
     corpus.check(arguments, needs_data=False)
@@ -101,26 +100,68 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
 
 
 def run(
-    arguments: Arguments, scheme: hf_posenc.Scheme, seed: int, output: Path, tokenizer: Any, text: Text, of: dict
+    arguments: Arguments,
+    scheme: hf_posenc.Scheme,
+    seed: int,
+    output: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Text,
+    of: dict[str, Any],
 ) -> dict[str, Any]:
-    """One model, top to bottom; returns what it wrote to results.json.
+    """Make, train and measure one model; return the content of its results.json.
 
     Args:
         arguments: checked.
         scheme: of this model.
         seed: of its weights and of the order of its windows.
-        output: its folder; a state that is there is gone on with.
+        output: folder of the run. A state in it is gone on from.
         tokenizer: whose ids the text holds.
-        text: what is read.
+        text: to train and to measure on.
         of: the identity of the run.
     """
     accelerator = training.accelerator_for(arguments, output)
     set_seed(seed)
     windows = Windows(text.train, arguments.train_length, arguments.packing)
     plan = [Phase(windows, arguments.steps, 0, arguments.batch_size, seed)]
-    measuring.check_text(text.held_out, arguments, curve_length=arguments.train_length)
+    measuring.check_text(text.held_out, arguments, arguments.train_length if arguments.eval_every else 0)
     training.check_plan(plan, accelerator)
-    model = decoder(
+    model = untrained(arguments, tokenizer).to(accelerator.device)
+    check_vocabulary(model, text.train, text.held_out)
+    base = {"name": "from scratch", "model_type": model.config.model_type}
+    report = schemes.patch(model, scheme, seed)
+    seconds: dict[str, float] = {}
+    results: dict[str, Any] = {
+        **origin("pretrain", arguments, accelerator),
+        "identity": of,
+        "seed": seed,
+        "data": text.to_dict(arguments),
+        "base": base | {"parameters": count(model), "trained_length": arguments.train_length},
+        "scheme": schemes.to_json(*hf_posenc.schemes_of(model)),
+        "verify": report,
+        "seconds": seconds,
+    }
+    # The sweep has checked the identity of an unfinished run; states without one belong to no run.
+    start = run_folder.begin if identity.file_of(output) is None else run_folder.write_progress
+    start(accelerator, output, results)
+    evaluate = held_out_loss(text, arguments.train_length)
+    wrapped, results["training"] = training.fine_tune(
+        accelerator, model, plan, arguments, folder=output, resume=True, evaluate=evaluate
+    )
+    with stopwatch(seconds, "after"):
+        results["after"], results["retrieval_after"] = measure_model(
+            accelerator.unwrap_model(wrapped), text.held_out, arguments, accelerator
+        )
+    if arguments.keep_weights:
+        save(accelerator, wrapped, tokenizer, output)
+    if accelerator.is_main_process:
+        run_folder.finish(output, results)
+    accelerator.wait_for_everyone()
+    return results
+
+
+def untrained(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Return a decoder of the size that the arguments give, with random weights."""
+    return decoder(
         tokenizer,
         positions=arguments.train_length,
         width=arguments.width,
@@ -128,45 +169,7 @@ def run(
         heads=arguments.heads,
         # GPT-2's own 0.02 is for width 768; the same variance of the sums needs more where there are fewer terms.
         initial=0.02 * (768 / arguments.width) ** 0.5,
-    ).to(accelerator.device)
-    check_vocabulary(model, text.train, text.held_out)
-    answers = schemes.patch(model, scheme, seed)
-    seconds: dict[str, float] = {}
-    results: dict[str, Any] = {
-        **origin("pretrain", arguments, accelerator),
-        "identity": of,
-        "seed": seed,
-        "data": text.to_dict(arguments),
-        "base": {
-            "name": "from scratch",
-            "model_type": base_model_type(model.config),
-            "parameters": count(model),
-            "trained_length": arguments.train_length,
-        },
-        "scheme": schemes.said(*hf_posenc.schemes_of(model)),
-        "verify": answers,
-        "seconds": seconds,
-    }
-    # States that say of no run what they are of are nobody's; others the sweep has looked at.
-    run_folder.begin(accelerator, output, results, anew=identity.file_of(output) is None)
-    wrapped, results["training"] = training.fine_tune(
-        accelerator,
-        model,
-        plan,
-        arguments,
-        folder=output,
-        resume=True,
-        evaluate=held_out_loss(text, arguments.train_length),
     )
-    model = accelerator.unwrap_model(wrapped)
-    with stopwatch(seconds, "after"):
-        results["after"], results["retrieval_after"] = measure_model(model, text.held_out, arguments, accelerator)
-    if arguments.keep_weights:
-        save(accelerator, wrapped, tokenizer, output)
-    if accelerator.is_main_process:
-        run_folder.finish(output, results)
-    accelerator.wait_for_everyone()
-    return results
 
 
 if __name__ == "__main__":

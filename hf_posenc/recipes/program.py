@@ -1,4 +1,4 @@
-"""How a recipe ends as a program: with a sentence and a status, whatever stops it, and outside of its process group."""
+"""The end of a recipe as a program: a sentence and a status, whatever stops it, also in a group of processes."""
 
 import atexit
 import os
@@ -18,12 +18,12 @@ from .training import Diverged, Interrupted
 
 @contextmanager
 def ending(parser: ArgumentParser, again: str, kept: Callable[[], str]) -> Iterator[None]:
-    """Inside a run is made; what stops it becomes words on the error stream and the status a shell expects.
+    """Context manager that turns what stops a run into a message on the error stream and an exit status.
 
     Args:
         parser: whose `error` names the recipe.
         again: the command that goes on after a signal.
-        kept: what there is when something else stops it, and how to go on.
+        kept: returns what is kept when anything else stops the run, and how to go on.
     """
     try:
         yield
@@ -43,11 +43,11 @@ def ending(parser: ArgumentParser, again: str, kept: Callable[[], str]) -> Itera
 
 
 def start(main: Callable[[], object]) -> None:
-    """Runs a recipe as a program. One of several processes ends here, with the status that it has by then.
+    """Run a recipe as a program. A process of a group ends here, with the status that it has by then.
 
-    What a process group's backend leaves to the end of the interpreter aborts the process there now and then, after its
-    work is done. Destroying the group does not always end the backend's threads: torch keeps references to a group
-    over which parameters were sharded. So the interpreter's own end is left out.
+    Threads of a process group's backend now and then abort a process while the interpreter ends, after the work is
+    done. Destroying the group does not always end these threads: torch keeps references to a group over which
+    parameters were sharded. So the interpreter's own end is left out.
     """
     status = 0
     try:

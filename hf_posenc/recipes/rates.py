@@ -1,42 +1,27 @@
-"""The learning rate found by trying: a few steps at each of some rates, all from the same start."""
+"""Finding a learning rate: a few training steps at each of some rates, all from the same start."""
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..evaluation import non_overlapping_perplexity
 from .corpus import order
 from .options import UsageError, each_once
-from .training import Diverged, Phase
+from .training import TRIAL_STEPS, Diverged, FineTuningArguments, Phase
 
-STEPS = 10
-"""Optimizer steps at each rate."""
 ASIDE = 8192
 """Tokens of the training text that no trial trains on, to compare by: at most a tenth of it, at least one window."""
 
 
-@dataclass
-class RateArguments:
-    """Finding a learning rate."""
-
-    find_learning_rate: list[float] = field(
-        default_factory=list,
-        metadata={
-            "help": f"rates to try for {STEPS} steps each, all from the same start: the one with the lowest loss, on "
-            "training text that none of them trained on, is taken as --learning-rate"
-        },
-    )
-
-
-def check(arguments: Any) -> None:
-    """What can be known without text and model; before a default of the learning rate is put in."""
+def check(arguments: FineTuningArguments) -> None:
+    """Raise UsageError for rates that cannot be tried. Call it before the learning rate gets its default."""
     rates = arguments.find_learning_rate
     if not rates:
         return
@@ -47,8 +32,8 @@ def check(arguments: Any) -> None:
         raise UsageError("--find-learning-rate finds what --learning-rate says: give one of them")
 
 
-def check_plan(phase: Phase, arguments: Any, accelerator: Accelerator) -> None:
-    """UsageError unless rates can be tried: on this text, and where weights can be put back.
+def check_plan(phase: Phase, arguments: FineTuningArguments, accelerator: Accelerator) -> None:
+    """Raise UsageError unless the text suffices to try rates, and the weights can be put back.
 
     Args:
         phase: the first of the training.
@@ -62,7 +47,7 @@ def check_plan(phase: Phase, arguments: Any, accelerator: Accelerator) -> None:
             "--find-learning-rate puts weights back, which DeepSpeed keeps to itself: give --learning-rate"
         )
     groups = accelerator.num_processes // arguments.context_parallel
-    trained = min(STEPS, phase.steps) * arguments.gradient_accumulation * phase.rows * groups
+    trained = min(TRIAL_STEPS, phase.steps) * arguments.gradient_accumulation * phase.rows * groups
     if len(phase.windows) < trained + aside(phase):
         raise UsageError(
             f"--find-learning-rate needs {(trained + aside(phase)) * phase.length:,} tokens of training text, there "
@@ -71,7 +56,7 @@ def check_plan(phase: Phase, arguments: Any, accelerator: Accelerator) -> None:
 
 
 def aside(phase: Phase) -> int:
-    """Number of windows that are kept aside."""
+    """Return the number of windows that no trial trains on."""
     return max(1, min(ASIDE // phase.length, len(phase.windows) // 10))
 
 
@@ -79,49 +64,49 @@ def find(
     rates: list[float],
     phase: Phase,
     wrapped: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    one_step: Callable[[int], object],
+    optimizer: AcceleratedOptimizer,
+    one_step: Callable[[int], float],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Tries each rate; afterwards weights, optimizer and random generators are as they were, bit for bit.
+    """Try each rate. Afterwards weights, optimizer and random generators are as before, bit for bit.
 
     Args:
         rates: to try.
         phase: the first of the training.
         wrapped: the model as accelerate wrapped it.
         optimizer: likewise, before its first step.
-        one_step: makes the training's step of this number.
+        one_step: makes the training step of a number.
         say: prints on one process.
 
     Returns:
         The loss after each rate, and the rate with the lowest.
 
     Raises:
-        Diverged: after none of them the loss is a number.
+        Diverged: the loss is not finite after any of them.
     """
-    count = len(phase.windows)
+    count, steps = len(phase.windows), min(TRIAL_STEPS, phase.steps)
     tokens = phase.windows.tokens[order(phase.seed, count, count - aside(phase), count)].flatten()
     tried = []
     for rate in rates:
         with as_it_was(wrapped, optimizer):
             wrapped.train()
-            for step in range(min(STEPS, phase.steps)):
+            for step in range(steps):
                 for group in optimizer.param_groups:
-                    group["lr"] = rate * min(1.0, (step + 1) / (STEPS // 3))
+                    group["lr"] = rate * min(1.0, (step + 1) / (TRIAL_STEPS // 3))
                 one_step(step)
             loss = non_overlapping_perplexity(wrapped, tokens, length=phase.length).loss
-        say(f"  learning rate {rate:g}: loss {loss:.4f} after {min(STEPS, phase.steps)} steps")
+        say(f"  learning rate {rate:g}: loss {loss:.4f} after {steps} steps")
         tried.append({"rate": rate, "loss": loss})
-    finite = [each for each in tried if math.isfinite(each["loss"])]
+    finite = [trial for trial in tried if math.isfinite(trial["loss"])]
     if not finite:
         raise Diverged("--find-learning-rate: the loss is no number after any of them: try lower ones")
-    chosen = min(finite, key=lambda each: each["loss"])["rate"]
-    return {"steps": min(STEPS, phase.steps), "tokens": len(tokens), "tried": tried, "chosen": chosen}
+    chosen = min(finite, key=lambda trial: trial["loss"])["rate"]
+    return {"steps": steps, "tokens": len(tokens), "tried": tried, "chosen": chosen}
 
 
 @contextmanager
-def as_it_was(wrapped: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Afterwards trained weights, the optimizer that has made no step yet, and random generators are as before.
+def as_it_was(wrapped: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[None]:
+    """Context manager that puts back trained weights, random generators and an optimizer that has made no step.
 
     Only the scale that fp16 multiplies losses with stays where the steps inside left it.
     """

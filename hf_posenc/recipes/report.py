@@ -6,15 +6,15 @@ python -m hf_posenc.recipes.report runs/gpt2-alibi/results.json      # writes re
 import sys
 from pathlib import Path
 
-from . import page
+from . import run_report
 from .results import read_json
 
 
 def main() -> None:
-    """Writes report.html beside each results.json that the command line names."""
+    """Write report.html beside each results.json that the command line names."""
     for name in sys.argv[1:]:
         source = Path(name)
-        page.write(source.with_name("report.html"), read_json(source))
+        run_report.write(source.with_name("report.html"), read_json(source))
         print(source.with_name("report.html"))
 
 

@@ -1,13 +1,13 @@
-"""What a recipe says of itself in JSON, written whole or not at all: with what it was made, where, and what it took."""
+"""JSON files of the recipes: safe writing, the circumstances of a run, and removal of this machine's paths."""
 
 import json
-import os
 import platform
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -21,27 +21,28 @@ from accelerate import Accelerator
 
 import hf_posenc
 
+from .. import files
+from .options import Options
+
 
 def read_json(path: Path) -> Any:
-    """What a file holds."""
+    """Return the content of a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
-    """Whole or not at all: an interrupted write leaves what was there."""
-    write_whole(path, json.dumps(results, indent=2) + "\n")
+    """Write a JSON file; an interrupted write leaves the old one."""
+    write_text(path, json.dumps(results, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """The same of any text; bytes of a file's name that are no text are shown as escapes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(partial, path)
+def write_text(path: Path, text: str) -> None:
+    """Write a text file; an interrupted write leaves the old one. Names of files that are not UTF-8 are escaped."""
+    with files.replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def origin(recipe: str, arguments: Any, accelerator: Accelerator) -> dict[str, Any]:
-    """What somebody needs to run the same again."""
+def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> dict[str, Any]:
+    """Return what somebody needs to run the same again."""
     here = Path(__file__)
 
     def git(*words: str) -> str | None:
@@ -52,10 +53,8 @@ def origin(recipe: str, arguments: Any, accelerator: Accelerator) -> dict[str, A
         except (OSError, subprocess.CalledProcessError):
             return None
 
-    checkout = (
-        git("ls-files", "--error-unmatch", here.name) is not None
-    )  # not an installation inside another repository
-
+    # Not so in an installation inside another repository.
+    checkout = git("ls-files", "--error-unmatch", here.name) is not None
     modules = (hf_posenc, torch, transformers, accelerate, datasets, peft)
     return {
         "recipe": recipe,
@@ -80,10 +79,10 @@ def origin(recipe: str, arguments: Any, accelerator: Accelerator) -> dict[str, A
 
 
 def without_paths(results: dict[str, Any]) -> dict[str, Any]:
-    """Return results in which folders of this machine are not named: of each absolute path the last name is left.
+    """Return results with each absolute path replaced by its last name, so that they name no folder of this machine.
 
     Args:
-        results: of a recipe; they stay as they are, since a run goes on by them.
+        results: of a recipe. They stay as they are, because `--resume` compares them.
     """
     words = [
         word
@@ -95,14 +94,14 @@ def without_paths(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def last_name(path: str) -> str:
-    """Return the last name of an absolute path; anything else, such as a Hub id, as it is."""
+    """Return the last name of an absolute path; return anything else, such as a Hub id, as it is."""
     if not is_absolute(path):
         return path
     return (PureWindowsPath(path) if PureWindowsPath(path).drive else PurePosixPath(path)).name
 
 
 def is_absolute(text: str) -> bool:
-    """Return whether a text is an absolute path, of any operating system, or begins at somebody's home."""
+    """Return whether a text is an absolute path of any operating system, or begins at a home folder."""
     path = PureWindowsPath(text)
     return bool(path.name) and (text.startswith(("/", "~")) or path.is_absolute())
 
@@ -112,29 +111,25 @@ def strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list, tuple)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from strings(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from strings(item)
 
 
 def replaced_in(value: Any, names: dict[str, str]) -> Any:
-    """Return a JSON value with each text that is a key, also within another text, exchanged for what belongs to it."""
+    """Return a JSON value in which each key of `names`, also within a longer text, is replaced by its value."""
     if isinstance(value, str):
-        found = "|".join(map(re.escape, names))  # the longest first, each where it begins and ends
-        return re.sub(rf"(?<![\w/\\.])({found})(?!\w)", lambda path: names[path[0]], value) if names else value
+        paths = "|".join(map(re.escape, names))  # the longest first, each where it begins and ends
+        return re.sub(rf"(?<![\w/\\.])({paths})(?!\w)", lambda path: names[path[0]], value) if names else value
     if isinstance(value, dict):
-        return {key: replaced_in(each, names) for key, each in value.items()}
-    return [replaced_in(each, names) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: replaced_in(item, names) for key, item in value.items()}
+    return [replaced_in(item, names) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-class stopwatch:
-    """Context manager: `seconds[name]` is the time spent inside."""
-
-    def __init__(self, seconds: dict[str, float], name: str):
-        """Nothing runs before it is entered."""
-        self.seconds, self.name = seconds, name
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds[self.name] = round(time.perf_counter() - self.start, 1)
+@contextmanager
+def stopwatch(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Context manager that stores the time spent inside as `seconds[name]`."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = round(time.perf_counter() - start, 1)

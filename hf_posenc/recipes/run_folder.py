@@ -1,7 +1,7 @@
-"""The folder of a run: free when it begins, telling all the while what can be gone on with, tidy when it ends.
+"""The folder of a run: empty when it begins, tidy when it ends, and in between enough to go on from.
 
-`progress.json` says what an unfinished run is of and what it has measured, `results.json` stands in its place at the
-end; beside them are the state of the calibration or the calibrated weights, the states of the fine-tuning and, with
+`progress.json` holds the identity and the measurements of an unfinished run; `results.json` replaces it at the end.
+Beside them are the state of the calibration or the calibrated weights, the states of the fine-tuning and, with
 `--train-base`, the base.
 """
 
@@ -19,8 +19,9 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from .. import files
 from . import identity, training
-from .options import UsageError
+from .options import Options, UsageError
 from .results import read_json, write_json
 
 CALIBRATED = "calibrated.safetensors"
@@ -28,7 +29,7 @@ CALIBRATING = "calibration.state.safetensors"
 
 
 @dataclass
-class FolderArguments:
+class FolderArguments(Options):
     """The folder of the run."""
 
     output: str = field(
@@ -39,7 +40,7 @@ class FolderArguments:
 
 
 def check(arguments: FolderArguments) -> None:
-    """UsageError unless the folder can be written as asked."""
+    """Raise UsageError unless the folder can be written as asked."""
     output = Path(arguments.output)
     if arguments.overwrite and arguments.resume:
         raise UsageError("--resume goes on with what is there, --overwrite begins anew: choose one")
@@ -80,75 +81,72 @@ def alone(accelerator: Accelerator, folder: Path) -> Iterator[None]:
 
 
 def earlier(arguments: FolderArguments, of: dict[str, Any]) -> dict[str, Any] | None:
-    """What an interrupted run of the same identity left, if it is to be gone on with."""
+    """Return the progress of an interrupted run of the same identity, if `--resume` asks for it."""
     if not arguments.resume:
         return None
     identity.hold(Path(arguments.output), of, "resume with those, or choose another --output")
-    return read_json(Path(arguments.output) / "progress.json")
+    return dict(read_json(Path(arguments.output) / "progress.json"))
 
 
-def begin(accelerator: Accelerator, folder: Path, results: dict[str, Any], anew: bool) -> None:
-    """Says what the run is of and what it knows so far; anew: without what another run left and this one would take."""
+def begin(accelerator: Accelerator, folder: Path, results: dict[str, Any]) -> None:
+    """Remove what another run left and this one would go on from, and write the progress."""
     if accelerator.is_main_process:
-        if anew:
-            discard_states(folder)
-            (folder / CALIBRATED).unlink(missing_ok=True)
-            (folder / CALIBRATING).unlink(missing_ok=True)
-            (folder / "results.json").unlink(missing_ok=True)
-            shutil.rmtree(folder / "base", ignore_errors=True)
+        (folder / "results.json").unlink(missing_ok=True)
+        shutil.rmtree(folder / "base", ignore_errors=True)
+        discard_states(folder)
+    write_progress(accelerator, folder, results)
+
+
+def write_progress(accelerator: Accelerator, folder: Path, results: dict[str, Any]) -> None:
+    """Write the identity of an unfinished run and its results so far."""
+    if accelerator.is_main_process:
         write_json(folder / "progress.json", results)
     accelerator.wait_for_everyone()
 
 
 def finish(folder: Path, results: dict[str, Any]) -> None:
-    """Results instead of progress; nobody goes on with the states any more."""
+    """Write the results in place of the progress, and remove every state."""
     write_json(folder / "results.json", results)
     (folder / "progress.json").unlink()
-    (folder / CALIBRATED).unlink(missing_ok=True)
-    (folder / CALIBRATING).unlink(missing_ok=True)
     discard_states(folder)
 
 
-def keep_calibrated(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    """Writes the weights of a model that is whole on every process, whole or not at all.
+def keep_calibrated(accelerator: Accelerator, model: nn.Module, folder: Path, results: dict[str, Any]) -> None:
+    """Write the weights of a calibrated model, which is whole on every process, and then the progress.
 
-    progress.json must not speak of the calibration before they are there.
+    The state of the calibration is removed last, so that a kill at any time leaves enough to go on from.
     """
     if accelerator.is_main_process:
-        partial = folder / (CALIBRATED + ".partial")
-        save_file({name: weight.detach().contiguous() for name, weight in model.named_parameters()}, partial)
-        os.replace(partial, folder / CALIBRATED)
+        with files.replaced(folder / CALIBRATED) as partial:
+            save_file({name: weight.detach().contiguous() for name, weight in model.named_parameters()}, partial)
+    write_progress(accelerator, folder, results)
+    if accelerator.is_main_process:
+        (folder / CALIBRATING).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
 
 
 def restore_calibrated(model: nn.Module, folder: Path) -> None:
-    """Reads them into the same model, bit for bit."""
+    """Read the calibrated weights into the same model, bit for bit."""
     kept = load_file(folder / CALIBRATED)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(kept[name])
 
 
-def discard_calibration(accelerator: Accelerator, folder: Path) -> None:
-    """Its state, when progress.json says what it came to."""
-    if accelerator.is_main_process:
-        (folder / CALIBRATING).unlink(missing_ok=True)
-    accelerator.wait_for_everyone()
-
-
 def discard_states(folder: Path) -> None:
-    """All of them."""
-    for state in training.states(folder):
-        shutil.rmtree(state)
+    """Remove the states of the calibration and of the fine-tuning."""
+    (folder / CALIBRATED).unlink(missing_ok=True)
+    (folder / CALIBRATING).unlink(missing_ok=True)
+    training.discard_states(folder, but=None)
 
 
 def again(arguments: FolderArguments) -> str:
-    """The command that goes on, in words."""
+    """Return the command that goes on, in words."""
     return "the same command with --resume" + (" instead of --overwrite" if arguments.overwrite else "")
 
 
 def kept(arguments: FolderArguments) -> str:
-    """What there is of a run that was stopped, and how to go on: no more than what is in its folder."""
+    """Return a sentence about what the folder of a stopped run holds, and how to go on."""
     output = Path(arguments.output)
     if (output / "results.json").is_file():
         return f"The run has ended, and its results are kept in {output}."

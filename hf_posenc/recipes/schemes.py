@@ -1,4 +1,4 @@
-"""The scheme of a run: from its arguments, into a model, and as its results say it."""
+"""The scheme of a run: read from its arguments, patched into a model, written into its results."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ import hf_posenc
 from .. import arguments
 from ..api import parse_schemes
 from ..live.state import patch_of
-from .options import UsageError, option
+from .options import Options, UsageError, option
 
 UNPATCHED = "unpatched"
 """In the place of a scheme's name: the base as it is, as a control."""
 
 
 @dataclass
-class SchemeArguments:
+class SchemeArguments(Options):
     """The scheme."""
 
     scheme: str = field(
@@ -40,7 +40,7 @@ class SchemeArguments:
 
 
 def hyperparameters(pairs: list[str]) -> dict[str, Any]:
-    """`name=value` words as a scheme's keyword arguments; UsageError where they are none."""
+    """Return `name=value` words as a scheme's keyword arguments; raise UsageError if one is not of that form."""
     try:
         return arguments.hyperparameters(pairs)
     except ValueError as error:
@@ -48,7 +48,7 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
 
 
 def named(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
-    """The scheme of this name with these hyper-parameters; UsageError, naming the option, if it cannot be."""
+    """Return a scheme by name and hyper-parameters; raise UsageError, naming the option, if there is no such scheme."""
     try:
         (scheme,) = parse_schemes(name, given)
         return scheme
@@ -57,26 +57,27 @@ def named(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
 
 
 def limit_of(model: nn.Module) -> int | None:
-    """Number of positions of a patched model, also below an adapter of PEFT; None if there is no end."""
+    """Return the number of positions of a patched model, also below an adapter of PEFT; None if there is no limit."""
     patch = patch_of(model)
     return None if patch is None else patch.limit
 
 
 def patch(model: nn.Module, scheme: hf_posenc.Scheme, seed: int) -> str:
-    """Patches in place; returns what `verify` says.
+    """Patch a model in place and return the report of `verify`.
 
     Raises:
-        RuntimeError: a layer does not answer to its positions.
+        RuntimeError: if a layer does not respond to its positions.
     """
     hf_posenc.patch_model(model, scheme, seed=seed)
-    if not (answers := hf_posenc.verify(model)):
-        raise RuntimeError(f"the patch does not do what it should:\n{answers}")
-    return str(answers)
+    if not (report := hf_posenc.verify(model)):
+        raise RuntimeError(f"the patch does not do what it should:\n{report}")
+    return str(report)
 
 
-def said(*given: hf_posenc.Scheme | None) -> dict[str, Any]:
-    """Schemes with all their hyper-parameters, given or not, as JSON holds them; None, or none at all, is the base."""
-    found = [{"name": scheme.name, **scheme.hyperparameters()} for scheme in given if scheme is not None]
-    if len(found) > 1:
-        return json.loads(json.dumps({"name": " + ".join(each["name"] for each in found), "schemes": found}))
-    return json.loads(json.dumps(found[0])) if found else {"name": UNPATCHED}
+def to_json(*schemes: hf_posenc.Scheme | None) -> dict[str, Any]:
+    """Return schemes with all their hyper-parameters as JSON holds them; None, or no scheme at all, is the base."""
+    entries = [{"name": scheme.name, **scheme.hyperparameters()} for scheme in schemes if scheme is not None]
+    if not entries:
+        return {"name": UNPATCHED}
+    both = {"name": " + ".join(str(entry["name"]) for entry in entries), "schemes": entries}
+    return dict(json.loads(json.dumps(entries[0] if len(entries) == 1 else both)))

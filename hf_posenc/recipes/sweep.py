@@ -6,17 +6,17 @@ python -m hf_posenc.recipes.sweep runs/compare      # writes summary.json, summa
 import sys
 from pathlib import Path
 
-from . import summary
+from . import sweep_report
 from .options import UsageError
 from .results import read_json
 
 
 def main() -> None:
-    """Writes the summary of each sweep's folder that the command line names, and prints its tables."""
+    """Write the summary of each folder that the command line names, and print its tables."""
     for name in sys.argv[1:]:
         try:
             title = read_json(Path(name) / "summary.json")["title"]
-            print(summary.markdown(summary.summarize(Path(name), title)))
+            print(sweep_report.markdown(sweep_report.summarize(Path(name), title)))
         except (OSError, UsageError) as error:
             raise SystemExit(f"{error}") from None
 

@@ -1,4 +1,8 @@
-"""The fine-tuning loop of the recipes: raw accelerate, exact to resume, on one process or many."""
+"""The fine-tuning loop of the recipes, on one process or many.
+
+It stands beside transformers' Trainer because a run has phases of different lengths, a teacher, and processes that
+share a sequence, and because it resumes to the last bit.
+"""
 
 import importlib.util
 import logging
@@ -11,33 +15,39 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
-from transformers import get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
 import hf_posenc
 
+from .. import files
 from ..schemes.base import PositionModule
 from .corpus import IGNORED, Document, Windows, order
+from .distillation import Distillation, token_loss
 from .models import position_table
-from .options import UsageError, at_least, one_of, option
-from .recovery import Recovery, token_loss
+from .options import Options, UsageError, at_least, one_of, option
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup", "warmup_stable_decay")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
+TRIAL_STEPS = 10
+"""Optimizer steps at each learning rate that is tried."""
+FindRate = Callable[[nn.Module, AcceleratedOptimizer, Callable[[int], float]], float]
+"""Return a learning rate, from the wrapped model, its optimizer, and a function that makes the step of a number."""
 
 
 @dataclass
-class TrainingArguments:
+class TrainingArguments(Options):
     """Training."""
 
     train_length: int = field(default=1024, metadata={"help": "context length to train at, in tokens"})
@@ -80,9 +90,27 @@ class TrainingArguments:
         default=0, metadata={"help": "which documents are held out; apart from the seed of a run, so that runs compare"}
     )
 
+    @property
+    def tokens_to_read(self) -> int:
+        """Tokens that a process trains on."""
+        return self.steps * self.batch_size * self.train_length * self.gradient_accumulation
+
 
 @dataclass
-class RecoveryArguments:
+class RateArguments(Options):
+    """Finding a learning rate."""
+
+    find_learning_rate: list[float] = field(
+        default_factory=list,
+        metadata={
+            "help": f"rates to try for {TRIAL_STEPS} steps each, all from the same start: the one with the lowest "
+            "loss, on training text that none of them trained on, is taken as --learning-rate"
+        },
+    )
+
+
+@dataclass
+class RecoveryArguments(Options):
     """Winning back what the swap costs, with the base at hand."""
 
     recovery_steps: int | None = field(
@@ -109,8 +137,13 @@ class RecoveryArguments:
     )
 
 
+@dataclass
+class FineTuningArguments(TrainingArguments, RateArguments, RecoveryArguments):
+    """Training that begins with a patched base."""
+
+
 def check(arguments: TrainingArguments) -> None:
-    """What can be known without text and model."""
+    """Raise UsageError for options of the training that cannot work, whatever the text and the model."""
     at_least(arguments, 1, "steps", "batch_size", "gradient_accumulation", "context_parallel")
     at_least(arguments, 2, "train_length")
     at_least(arguments, 0, "warmup_steps", "weight_decay", "eval_every", "save_every")
@@ -125,8 +158,8 @@ def check(arguments: TrainingArguments) -> None:
         raise UsageError(f"--tracker {arguments.tracker}: pip install {arguments.tracker}")
 
 
-def check_recovery(arguments: Any) -> None:
-    """The same of `RecoveryArguments`."""
+def check_recovery(arguments: FineTuningArguments) -> None:
+    """Raise UsageError for options of the recovery that cannot work, whatever the text and the model."""
     at_least(arguments, 0, "distill")
     if arguments.recovery_steps is not None:
         at_least(arguments, 0, "recovery_steps")
@@ -146,11 +179,11 @@ def check_recovery(arguments: Any) -> None:
 
 
 def accelerator_for(arguments: TrainingArguments, folder: Path) -> Accelerator:
-    """One that accumulates as asked and tracks where asked.
+    """Return an accelerator with the arguments' precision, accumulation and tracker.
 
     Raises:
-        UsageError: if processes were started that accelerate does not join: each would train on its own; if
-            `context_parallel` does not divide them.
+        UsageError: if accelerate does not join the processes that were started, because each would train on its own;
+            if `context_parallel` does not divide their number.
     """
     accelerator = Accelerator(
         # Without this, several processes on a machine without a GPU would not know of each other; DeepSpeed's would.
@@ -173,36 +206,56 @@ def accelerator_for(arguments: TrainingArguments, folder: Path) -> Accelerator:
 
 @dataclass
 class Phase:
-    """Steps at one context length."""
+    """Training steps at one context length.
+
+    Attributes:
+        windows: of the text.
+        steps: number of them.
+        first_step: number of the first one in the run.
+        rows: sequences per forward and process.
+        seed: of the order of the windows.
+    """
 
     windows: Windows
     steps: int
     first_step: int
-    rows: int  # sequences per forward and process
-    seed: int  # of the order of the windows
+    rows: int
+    seed: int
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence."""
+        """Tokens in a sequence."""
         return self.windows.length
 
 
-def phases(arguments: Any, found: list[Document], trained_length: int) -> list[Phase]:
-    """Recovery at a short length, then the length that is wanted; equal tokens per step."""
+def phases(
+    arguments: FineTuningArguments, documents: list[Document], trained_length: int, *, packing: str, seed: int
+) -> list[Phase]:
+    """Return the phases of a run: recovery at a short length, then the rest at the train length.
+
+    Args:
+        arguments: checked, with `recovery_steps`.
+        documents: to train on.
+        trained_length: tokens of the window that the base was trained at.
+        packing: as for `Windows`.
+        seed: of the order of the windows.
+
+    Returns:
+        The phases that have steps. A step has about as many tokens in each.
+    """
     short = min(arguments.recovery_length or trained_length, arguments.train_length)
-    planned = [(short, arguments.recovery_steps), (arguments.train_length, arguments.steps - arguments.recovery_steps)]
-    result, first = [], 0
-    for length, steps in planned:
+    recovery = arguments.recovery_steps or 0
+    plan, first = [], 0
+    for length, steps in ((short, recovery), (arguments.train_length, arguments.steps - recovery)):
         if steps:
             rows = max(1, arguments.batch_size * arguments.train_length // length)
-            windows = Windows(found, length, arguments.packing)
-            result.append(Phase(windows, steps, first, rows, arguments.seed))
+            plan.append(Phase(Windows(documents, length, packing), steps, first, rows, seed))
             first += steps
-    return result
+    return plan
 
 
 def check_plan(plan: list[Phase], accelerator: Accelerator) -> None:
-    """The training text must suffice for one batch of every phase."""
+    """Raise UsageError unless the training text suffices for one batch of every phase."""
     for phase in plan:
         needed = phase.rows * accelerator.num_processes
         if len(phase.windows) < needed:
@@ -215,7 +268,7 @@ def check_plan(plan: list[Phase], accelerator: Accelerator) -> None:
 
 @dataclass
 class Progress:
-    """What a state holds beside weights, optimizer, schedule and random generators."""
+    """The part of a state that is not weights, optimizer, schedule or random generators."""
 
     step: int = 0
     tokens: int = 0
@@ -224,11 +277,11 @@ class Progress:
     curve: list[dict[str, float]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        """For accelerate's save_state."""
+        """Return the values, for accelerate's save_state."""
         return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """For accelerate's load_state."""
+        """Take over saved values, for accelerate's load_state."""
         vars(self).update(state)
 
 
@@ -236,43 +289,40 @@ class Interrupted(Exception):
     """A signal asked to stop; the state is saved. `status` is the exit status a shell expects."""
 
     def __init__(self, signum: int, folder: Path):
-        """Say which signal it was, and where the state is."""
+        """Name the signal and the folder of the state."""
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.status, self.folder = 128 + signum, folder
 
 
 class Diverged(Exception):
-    """The loss or a weight is no number any more."""
+    """The loss or a weight is not finite any more."""
 
 
 def fine_tune(
     accelerator: Accelerator,
-    model: nn.Module,
+    model: PreTrainedModel,
     plan: list[Phase],
     arguments: TrainingArguments,
     *,
     folder: Path,
     resume: bool = False,
-    teacher: nn.Module | None = None,
-    trained_length: int = 0,
+    distillation: Distillation | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
-    find_rate: Callable[[nn.Module, torch.optim.Optimizer, Callable[[int], object]], float] | None = None,
+    find_rate: FindRate | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Fine-tunes in place.
+    """Fine-tune a model in place.
 
     Args:
         accelerator: from `accelerator_for`.
         model: the patched model, on the device, not wrapped.
         plan: from `phases`.
         arguments: rates, schedule and the rest.
-        folder: where states go, `folder/state-000100` and so on; only the newest is kept. The caller removes it once
+        folder: where states go, `folder/state-000100` and so on. Only the newest is kept. The caller removes it when
             what follows the training is done.
         resume: go on from the newest state, if there is one.
-        teacher: the unpatched base, if `distill` or `transfer_steps` ask for it.
-        trained_length: tokens of its trained window.
-        evaluate: held-out loss of the model, for the recovery curve.
-        find_rate: gives the learning rate in place of the arguments', from the wrapped model, its optimizer and what
-            makes a step; asked before the first step only.
+        distillation: the loss with a teacher; None trains on the text alone.
+        evaluate: returns the held-out loss of the model, for the recovery curve.
+        find_rate: returns the learning rate to use in place of the arguments'. It is called before the first step only.
 
     Returns:
         The model as accelerate wrapped it, and what to report: steps, tokens, losses, curve, speed, memory.
@@ -282,136 +332,189 @@ def fine_tune(
         Diverged: the loss or a weight is not finite. The newest state is from before.
         OSError: a state could not be written; the one before is kept.
     """
-    groups = parameter_groups(model, arguments.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=arguments.learning_rate, betas=(0.9, 0.95))
-    schedule = get_scheduler(
-        arguments.schedule,
-        optimizer,
-        num_warmup_steps=min(arguments.warmup_steps, arguments.steps),
-        num_training_steps=arguments.steps,
-        scheduler_specific_kwargs=(
-            {"num_decay_steps": max(1, arguments.steps // 5)} if arguments.schedule == "warmup_stable_decay" else None
-        ),
-    )
-    if arguments.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    recovery = Recovery(model, teacher, arguments, trained_length) if teacher is not None else None
-    if accelerator.distributed_type == "DEEPSPEED":  # there is no DataLoader it could read this from
-        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan[-1].rows
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
-    sharing = Sharing.of(accelerator, arguments)
-    if arguments.tracker != "none":
-        flat = {key: value for key, value in vars(arguments).items() if isinstance(value, (int, float, str, bool))}
-        accelerator.init_trackers("hf_posenc", flat)
-    progress = Progress()
-    accelerator.register_for_checkpointing(progress, schedule)
-    if resume and (state := newest_state(folder)):
-        accelerator.load_state(state)
-        accelerator.print(f"Resumed after step {progress.step}, from {state}")
-    if find_rate is not None and progress.step == 0:
+    run = FineTuning(accelerator, model, plan, arguments, folder, distillation)
+    if resume:
+        run.resume()
+    if find_rate is not None and run.progress.step == 0:
+        run.set_rate(find_rate(run.wrapped, run.optimizer, lambda step: run.step(plan[0], step)))
+    run.train(evaluate if arguments.eval_every else None)
+    return run.wrapped, run.report()
 
-        def attempt(step: int) -> float:
-            return one_step(accelerator, wrapped, optimizer, plan[0], step, arguments, recovery, sharing)
 
-        set_rate(optimizer, schedule, find_rate(wrapped, optimizer, attempt))
+class FineTuning:
+    """A model in training: the wrapped model, its optimizer and schedule, and how far they have come."""
 
-    def diverged(what: str, step: int) -> Diverged:
-        state = newest_state(folder)
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: PreTrainedModel,
+        plan: list[Phase],
+        arguments: TrainingArguments,
+        folder: Path,
+        distillation: Distillation | None,
+    ):
+        """Make the optimizer and its schedule, and let accelerate wrap the model: see `fine_tune`."""
+        self.accelerator, self.plan, self.arguments = accelerator, plan, arguments
+        self.folder, self.distillation = folder, distillation
+        optimizer = torch.optim.AdamW(
+            parameter_groups(model, arguments.weight_decay),
+            lr=cast(float, arguments.learning_rate),  # a recipe has checked it, and set its default
+            betas=(0.9, 0.95),
+        )
+        decay = {"num_decay_steps": max(1, arguments.steps // 5)}
+        self.schedule = get_scheduler(
+            arguments.schedule,
+            optimizer,
+            num_warmup_steps=min(arguments.warmup_steps, arguments.steps),
+            num_training_steps=arguments.steps,
+            scheduler_specific_kwargs=decay if arguments.schedule == "warmup_stable_decay" else None,
+        )
+        if arguments.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if accelerator.distributed_type == "DEEPSPEED":  # there is no DataLoader it could read this from
+            accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan[-1].rows
+        self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
+        self.sharing = Sharing.of(accelerator, arguments)
+        if arguments.tracker != "none":
+            flat = {key: value for key, value in vars(arguments).items() if isinstance(value, (int, float, str, bool))}
+            accelerator.init_trackers("hf_posenc", flat)
+        self.progress = Progress()
+        accelerator.register_for_checkpointing(self.progress, self.schedule)
+
+    def resume(self) -> None:
+        """Load the newest state, if there is one."""
+        if state := newest_state(self.folder):
+            self.accelerator.load_state(state)
+            self.accelerator.print(f"Resumed after step {self.progress.step}, from {state}")
+
+    def set_rate(self, rate: float) -> None:
+        """Give a schedule that has not begun another peak."""
+        self.schedule.base_lrs = [rate] * len(self.schedule.base_lrs)
+        for group, factor in zip(self.optimizer.param_groups, self.schedule.lr_lambdas, strict=True):
+            group["initial_lr"], group["lr"] = rate, rate * factor(0)
+
+    def train(self, evaluate: Callable[[nn.Module], float] | None) -> None:
+        """Make the steps that are missing; `evaluate` returns a point of the recovery curve."""
+        progress, save_every = self.progress, self.arguments.save_every
+        start = time.perf_counter() - progress.seconds
+        self.wrapped.train()
+        with StopRequest() as stop, self.bar() as bar:
+            for phase in self.plan:
+                for step in range(max(progress.step, phase.first_step), phase.first_step + phase.steps):
+                    if evaluate and step % self.arguments.eval_every == 0:
+                        self.measure(evaluate, step)
+                        self.wrapped.train()
+                    loss = self.step(phase, step)
+                    self.schedule.step()
+                    self.count(phase, loss, time.perf_counter() - start)
+                    self.show(bar)
+                    signum = stop.agreed(self.accelerator)
+                    if signum or (save_every and progress.step % save_every == 0):
+                        saved = self.save()
+                        if signum:
+                            raise Interrupted(signum, saved)
+        if newest_state(self.folder) != self.folder / state_name(progress.step):
+            self.save()  # what comes now takes long too, and may be interrupted
+        if evaluate:
+            self.measure(evaluate, progress.step)
+        self.wrapped.eval()
+        for tracker in self.accelerator.trackers:  # not end_training, which ends the process group as well
+            tracker.finish()
+
+    def step(self, phase: Phase, step: int) -> float:
+        """Make one optimizer step; return the mean loss of the text's tokens."""
+        return one_step(
+            self.accelerator,
+            self.wrapped,
+            self.optimizer,
+            phase,
+            step,
+            self.arguments,
+            self.distillation,
+            self.sharing,
+        )
+
+    def count(self, phase: Phase, loss: float, seconds: float) -> None:
+        """Add a step to the progress; raise Diverged if its loss is not finite."""
+        if not math.isfinite(loss):
+            raise self.diverged(f"the loss became {loss}", self.progress.step + 1)
+        self.progress.step += 1
+        self.progress.tokens += tokens_per_step(phase, self.arguments, self.accelerator)
+        self.progress.losses.append(loss)
+        self.progress.seconds = seconds
+
+    def bar(self) -> tqdm:
+        """Return the progress bar, on one process."""
+        return tqdm(
+            total=self.arguments.steps,
+            initial=self.progress.step,
+            desc="fine-tuning",
+            unit="step",
+            disable=not self.accelerator.is_main_process,
+        )
+
+    def show(self, bar: tqdm) -> None:
+        """Show the last step on the bar and to the tracker."""
+        progress, loss = self.progress, self.progress.losses[-1]
+        bar.set_postfix(
+            loss=f"{loss:.3f}",
+            tokens_per_s=f"{progress.tokens / progress.seconds:,.0f}",
+            memory=f"{peak_memory(self.accelerator) / 2**30:.1f} GiB",
+            refresh=False,
+        )
+        bar.update()
+        rate = self.schedule.get_last_lr()[0]
+        self.accelerator.log({"loss": loss, "learning_rate": rate}, step=progress.step)
+
+    def measure(self, evaluate: Callable[[nn.Module], float], step: int) -> None:
+        """Add a point to the recovery curve."""
+        loss = evaluate(self.wrapped)
+        self.progress.curve.append({"tokens": self.progress.tokens, "loss": loss})
+        self.accelerator.log({"held_out_loss": loss}, step=step)
+
+    def save(self) -> Path:
+        """Save a state and return its folder; raise Diverged if a weight is not finite."""
+        if not all_finite(self.accelerator, self.wrapped):
+            raise self.diverged("the weights are no numbers any more", self.progress.step)
+        return save_state(self.accelerator, self.folder, self.progress.step)
+
+    def diverged(self, what: str, step: int) -> Diverged:
+        """Return the error, with what to try and the state to go back to."""
+        state = newest_state(self.folder)
         return Diverged(
             f"{what} at step {step}: try a lower --learning-rate or more --warmup-steps"
             + (f"; {state} is from before" if state else "")
         )
 
-    def keep() -> Path:
-        if not all_finite(accelerator, wrapped):
-            raise diverged("the weights are no numbers any more", progress.step)
-        return save_state(accelerator, folder, progress.step)
-
-    def measured(step: int) -> None:
-        assert evaluate is not None
-        found = evaluate(wrapped)
-        progress.curve.append({"tokens": progress.tokens, "loss": found})
-        accelerator.log({"held_out_loss": found}, step=step)
-
-    wrapped.train()
-    start = time.perf_counter() - progress.seconds
-    with (
-        StopRequest() as stop,
-        tqdm(
-            total=arguments.steps,
-            initial=progress.step,
-            desc="fine-tuning",
-            unit="step",
-            disable=not accelerator.is_main_process,
-        ) as bar,
-    ):
-        for phase in plan:
-            for step in range(max(progress.step, phase.first_step), phase.first_step + phase.steps):
-                if evaluate and arguments.eval_every and step % arguments.eval_every == 0:
-                    measured(step)
-                    wrapped.train()
-                loss = one_step(accelerator, wrapped, optimizer, phase, step, arguments, recovery, sharing)
-                schedule.step()
-                if not math.isfinite(loss):
-                    raise diverged(f"the loss became {loss}", step + 1)
-                progress.step = step + 1
-                progress.tokens += tokens_per_step(phase, arguments, accelerator)
-                progress.losses.append(loss)
-                progress.seconds = time.perf_counter() - start
-                bar.set_postfix(
-                    loss=f"{loss:.3f}",
-                    tokens_per_s=f"{progress.tokens / progress.seconds:,.0f}",
-                    memory=f"{peak_memory(accelerator) / 2**30:.1f} GiB",
-                    refresh=False,
-                )
-                bar.update()
-                accelerator.log({"loss": loss, "learning_rate": schedule.get_last_lr()[0]}, step=progress.step)
-                signum = stop.agreed(accelerator)
-                if signum or (arguments.save_every and progress.step % arguments.save_every == 0):
-                    saved = keep()
-                    if signum:
-                        raise Interrupted(signum, saved)
-    if newest_state(folder) != folder / state_name(progress.step):
-        keep()  # what comes now takes long too, and may be interrupted
-    if evaluate and arguments.eval_every:
-        measured(progress.step)
-    wrapped.eval()
-    for tracker in accelerator.trackers:  # not end_training, which ends the process group as well
-        tracker.finish()
-    return wrapped, {
-        "steps": arguments.steps,
-        "tokens": progress.tokens,
-        "passes_over_the_text": progress.tokens / plan[-1].windows.total,
-        "seconds": round(progress.seconds, 1),
-        "tokens_per_second": round(progress.tokens / progress.seconds, 1),
-        "peak_memory_bytes": peak_memory(accelerator),
-        "loss": progress.losses,
-        "curve": progress.curve,
-    }
+    def report(self) -> dict[str, Any]:
+        """Return what results.json says of the training."""
+        progress = self.progress
+        return {
+            "steps": self.arguments.steps,
+            "tokens": progress.tokens,
+            "passes_over_the_text": progress.tokens / self.plan[-1].windows.total,
+            "seconds": round(progress.seconds, 1),
+            "tokens_per_second": round(progress.tokens / progress.seconds, 1),
+            "peak_memory_bytes": peak_memory(self.accelerator),
+            "loss": progress.losses,
+            "curve": progress.curve,
+        }
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The trained weights for an optimizer: matrices with weight decay; vectors and position parameters without.
+    """Return the trained weights for an optimizer. Only matrices that hold no positions get weight decay.
 
     Position parameters are those of a scheme, wherever in the model it keeps them, and a base's own table of positions.
     """
     positions = {id(weight) for module in position_modules(model) for weight in module.parameters()}
     trained = [weight for weight in model.parameters() if weight.requires_grad]  # LoRA trains few of them
     decayed = [weight for weight in trained if weight.dim() > 1 and id(weight) not in positions]
-    known = {id(weight) for weight in decayed}
-    others = [weight for weight in trained if id(weight) not in known]
+    others = [weight for weight in trained if weight.dim() <= 1 or id(weight) in positions]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def set_rate(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LambdaLR, rate: float) -> None:
-    """Gives a schedule that has not begun another peak."""
-    schedule.base_lrs = [rate] * len(schedule.base_lrs)
-    for group, factor in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
-        group["initial_lr"], group["lr"] = rate, rate * factor(0)
-
-
 def position_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """What holds position parameters: modules of schemes and, of an unpatched model, its own table."""
+    """Yield the modules that hold position parameters: those of schemes and an unpatched model's own table."""
     yield from (module for module in model.modules() if isinstance(module, PositionModule))
     if (table := position_table(model)) is not None:
         yield table
@@ -419,21 +522,27 @@ def position_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass
 class Sharing:
-    """Which windows a process takes, and with whom it shares each of them."""
+    """How processes divide the windows of a step among them.
 
-    group: Any  # of the processes that share a sequence; None where each has its own
-    rank: int  # number of the group
-    size: int  # number of groups
+    Attributes:
+        group: the processes that share a sequence; None where each process has its own sequences.
+        rank: number of the group.
+        size: number of groups.
+    """
+
+    group: torch.distributed.ProcessGroup | None
+    rank: int
+    size: int
 
     @classmethod
     def of(cls, accelerator: Accelerator, arguments: TrainingArguments) -> "Sharing":
-        """Groups of `--context-parallel` processes."""
+        """Make groups of `--context-parallel` processes."""
         if arguments.context_parallel == 1:
             return cls(None, accelerator.process_index, accelerator.num_processes)
         return cls(*hf_posenc.context_group(arguments.context_parallel))
 
     def part(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This process's part of a batch."""
+        """Return this process's part of a batch."""
         if self.group is None:
             return batch
         batch = {**batch, "shift_labels": batch["targets"]}
@@ -442,22 +551,22 @@ class Sharing:
         shard["targets"] = shard.pop("shift_labels")
         return {name: tensor for name, tensor in shard.items() if name not in ("labels", "num_items_in_batch")}
 
-    def inside(self, wrapped: nn.Module) -> AbstractContextManager:
-        """Around forward and backward."""
+    def inside(self, wrapped: nn.Module) -> AbstractContextManager[object]:
+        """Return the context manager for forward and backward passes."""
         return nullcontext() if self.group is None else hf_posenc.context_parallel(wrapped, self.group)
 
 
 def one_step(
     accelerator: Accelerator,
     wrapped: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AcceleratedOptimizer,
     phase: Phase,
     step: int,
     arguments: TrainingArguments,
-    recovery: Recovery | None,
+    distillation: Distillation | None,
     sharing: Sharing,
 ) -> float:
-    """One optimizer step; returns the mean loss of the text's tokens, over all processes."""
+    """Make one optimizer step; return the mean loss of the text's tokens, over all processes."""
     forwards, processes = arguments.gradient_accumulation, accelerator.num_processes
     per_forward = phase.rows * sharing.size
     first = (step - phase.first_step) * forwards * per_forward
@@ -467,15 +576,16 @@ def one_step(
         for start in range(sharing.rank * phase.rows, len(chosen), per_forward)
     ]
     # A packed window has fewer targets than another: the mean is over the step's tokens, however they are dealt out.
-    counts = sum((batch["targets"] != IGNORED).sum() for batch in batches).float().to(accelerator.device)
-    total = max(accelerator.reduce(counts, "sum").item(), 1)  # of chats a step may hold nothing that the assistant says
+    counts = torch.stack([(batch["targets"] != IGNORED).sum() for batch in batches]).sum().float()
+    # In chats a step may hold nothing that the assistant says.
+    total = max(accelerator.reduce(counts.to(accelerator.device), "sum").item(), 1)
     summed = torch.zeros((), device=accelerator.device)
     for batch in batches:
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         targets = batch.pop("targets")
         with accelerator.accumulate(wrapped), sharing.inside(wrapped):
-            if recovery is not None:
-                loss, own = recovery.loss(wrapped, batch, targets, step)
+            if distillation is not None:
+                loss, own = distillation.loss(wrapped, batch, targets)
             else:
                 loss = own = token_loss(wrapped(**batch, use_cache=False).logits, targets)
             # accelerate divides by the forwards, and its gradients are means over the processes.
@@ -498,13 +608,13 @@ def all_finite(accelerator: Accelerator, model: nn.Module) -> bool:
 
 
 def tokens_per_step(phase: Phase, arguments: TrainingArguments, accelerator: Accelerator) -> int:
-    """Tokens of all processes in one optimizer step."""
+    """Return the number of tokens in one optimizer step, of all processes."""
     groups = accelerator.num_processes // arguments.context_parallel
     return phase.rows * phase.length * arguments.gradient_accumulation * groups
 
 
 def peak_memory(accelerator: Accelerator) -> int:
-    """Most bytes this process ever held: on its GPU, or in main memory."""
+    """Return the most bytes that this process ever held, on its GPU or in main memory."""
     if accelerator.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -515,47 +625,54 @@ def peak_memory(accelerator: Accelerator) -> int:
 
 
 def save_state(accelerator: Accelerator, folder: Path, step: int) -> Path:
-    """Everything to go on from, whole or not at all; the states before are removed once it is there."""
-    state, partial = folder / state_name(step), folder / "state.partial"
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-    accelerator.wait_for_everyone()
+    """Save everything to go on from, whole or not at all; remove the states before once it is there."""
+    state = folder / state_name(step)
+    if newest_state(folder) == state:  # the same run wrote it
+        return state
     logging.getLogger("accelerate.utils.other").addFilter(_is_no_tie)
-    accelerator.save_state(str(partial))
-    accelerator.wait_for_everyone()
+    with ExitStack() as making:
+        places: list[Path | None] = [None]
+        if accelerator.is_main_process:
+            discard_states(folder, but=newest_state(folder))
+            places = [making.enter_context(files.new_folder(state))]
+        broadcast_object_list(places)
+        accelerator.save_state(str(places[0]))
+        accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        older = states(folder)
-        if state not in older:
-            os.rename(partial, state)
-        for folder in older:
-            if folder != state:
-                shutil.rmtree(folder)
+        discard_states(folder, but=state)
     accelerator.wait_for_everyone()
     return state
 
 
+def discard_states(folder: Path, but: Path | None) -> None:
+    """Remove the states of a folder but one, and what a kill left of one that was being written."""
+    for path in [*states(folder), *folder.glob(f"{files.STAGING}-*")]:
+        if path != but:
+            shutil.rmtree(path)
+
+
 def _is_no_tie(record: logging.LogRecord) -> bool:
-    """False for what accelerate says where tied weights are saved once: they are read into a model that ties them."""
+    """Return False for accelerate's warning that tied weights are saved once: the model ties them again."""
     return "Removed shared tensor" not in record.getMessage()
 
 
 def state_name(step: int) -> str:
-    """Folder of the state after so many steps."""
+    """Return the folder name of the state after a number of steps."""
     return f"state-{step:06d}"
 
 
 def states(folder: Path) -> list[Path]:
-    """The complete states, oldest first."""
+    """Return the complete states in a folder, oldest first."""
     return sorted(path for path in folder.glob("state-*") if re.fullmatch(r"state-\d{6,}", path.name))
 
 
 def newest_state(folder: Path) -> Path | None:
-    """The state to go on from."""
-    return states(folder)[-1] if states(folder) else None
+    """Return the state to go on from, or None if there is none."""
+    return next(reversed(states(folder)), None)
 
 
 class StopRequest:
-    """Inside, a first SIGINT or SIGTERM is noted; a second one does what it always did."""
+    """Context manager that notes a first SIGINT or SIGTERM; a second one does what it does elsewhere."""
 
     def __enter__(self) -> "StopRequest":
         self.received = 0
@@ -563,19 +680,19 @@ class StopRequest:
         return self
 
     def note(self, number: int, _: Any) -> None:
-        """The handler."""
+        """Handle the first signal."""
         self.received = number
         print("\nStopping after this step; the state is saved first. Once more to stop at once.", file=sys.stderr)
         self.restore()
 
     def agreed(self, accelerator: Accelerator) -> int:
-        """The signal that any process got, known to all of them; 0 for none."""
+        """Return the signal that any process received, the same on all of them; 0 for none."""
         if accelerator.num_processes == 1:
             return self.received
         return int(accelerator.gather(torch.tensor([self.received], device=accelerator.device)).max())
 
     def restore(self) -> None:
-        """The handlers from before."""
+        """Put back the handlers from before."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

@@ -25,21 +25,21 @@ import hf_posenc
 
 
 class PositionEncodingArgs(BaseModel):
-    """What the plugin adds to axolotl's configuration."""
+    """The plugin's keys in axolotl's configuration."""
 
     position_encoding: str | None = None
     position_encoding_text: str | None = None
 
 
 class PositionEncoding(BasePlugin):
-    """Patches and calibrates the model that axolotl built."""
+    """A plugin that patches and calibrates the model that axolotl built."""
 
     def get_input_args(self):
-        """The dotted name of the options that this plugin reads."""
+        """Return the dotted name of the class of the plugin's keys."""
         return f"{__name__}.{PositionEncodingArgs.__name__}"
 
     def post_model_build(self, cfg, model):
-        """Axolotl calls this with the stock model."""
+        """Patch and calibrate the stock model: axolotl calls this."""
         if cfg.position_encoding is None:
             return
         if cfg.position_encoding_text is None:
@@ -52,7 +52,7 @@ class PositionEncoding(BasePlugin):
         print(hf_posenc.calibrate(model, tokens.unfold(0, length, length)[:400], matching=hf_posenc.Matching(steps=50)))
 
     def post_model_load(self, cfg, model):
-        """Axolotl calls this last, with the adapter around the model: every layer has to answer to the scheme still."""
+        """Check that every layer still responds to the scheme: axolotl calls this last, with the adapter around the model."""
         if cfg.position_encoding is not None:
             report = hf_posenc.verify(model)
             if not report:

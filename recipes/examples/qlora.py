@@ -19,7 +19,7 @@ import hf_posenc
 
 
 def quantization(bits):
-    """4: NF4 by bitsandbytes. 8: int8 by torchao."""
+    """Return the config of 4 bits (NF4 by bitsandbytes) or 8 bits (int8 by torchao)."""
     if bits == 4:
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     from torchao.quantization import Int8WeightOnlyConfig
@@ -28,7 +28,7 @@ def quantization(bits):
 
 
 def main(argv=None):
-    """Patches, calibrates, quantises, trains an adapter, saves and merges it; returns the trainer."""
+    """Patch, calibrate, quantise, train an adapter, save and merge it; return the trainer."""
     parser = arguments(argv, __doc__.split("\n")[0])
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--rank", type=int, default=8, help="of the adapter")

@@ -17,7 +17,7 @@ import hf_posenc
 
 
 def main(argv=None, **options):
-    """Serves one checkpoint until it is interrupted; options are those of `transformers serve`."""
+    """Serve one checkpoint until it is interrupted. The options are those of `transformers serve`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", help="folder or Hub id of a patched checkpoint")
     parser.add_argument("--port", type=int, default=8000)

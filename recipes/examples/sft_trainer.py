@@ -21,7 +21,7 @@ LINES = ["the cat sat on the mat and the dog sat on the log", "one two three fou
 
 
 def stock(name):
-    """Tokenizer and model of a checkpoint; without a name, a byte-level LLaMA of 80 thousand weights, untrained."""
+    """Return tokenizer and model of a checkpoint; without a name, an untrained byte-level LLaMA of 80 thousand weights."""
     if name is not None:
         return AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name)
     tokenizer = byte_tokenizer()
@@ -32,20 +32,20 @@ def stock(name):
 
 
 def texts(path):
-    """One example for each line of a file; without a file, a few lines many times."""
+    """Return one example for each line of a file; without a file, a few lines many times."""
     lines = LINES * 16 if path is None else Path(path).read_text(encoding="utf-8").splitlines()
     return Dataset.from_dict({"text": [line for line in lines if line.strip()]})
 
 
 def windows(model, tokenizer, data):
-    """Text to calibrate with, (N, T) token ids, in windows no longer than the base was trained at. Ask before patching."""
+    """Return text to calibrate with: (N, T) token ids, T at most the length the base was trained at. Call before patching."""
     length = min(256, model.config.max_position_embeddings)
     tokens = tokenizer("\n".join(data["text"]), return_tensors="pt", verbose=False).input_ids[0]
     return tokens.unfold(0, length, length)[:400]
 
 
 def settings(options):
-    """TRL's own settings; `bf16=False` because its default rounds on processors that have bfloat16."""
+    """Return TRL's settings. `bf16=False`, because the default rounds on processors that have bfloat16."""
     return SFTConfig(
         options.output,
         max_steps=options.steps,
@@ -61,7 +61,7 @@ def settings(options):
 
 
 def arguments(argv, description):
-    """What both examples ask for."""
+    """Return the parser of the options that both examples have."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", help="folder or Hub id of a stock checkpoint; a tiny one by default")
     parser.add_argument("--data", help="text file, one example in each line")
@@ -74,7 +74,7 @@ def arguments(argv, description):
 
 
 def main(argv=None):
-    """Patches, calibrates, trains, saves; returns the trainer."""
+    """Patch, calibrate, train and save; return the trainer."""
     options = arguments(argv, __doc__.split("\n")[0]).parse_args(argv)
     tokenizer, model = stock(options.model)
     if tokenizer.pad_token is None:

@@ -21,14 +21,14 @@ HERE = Path(__file__).parent
 
 
 def example() -> dict[str, Any]:
-    """The example task, its data named in full."""
+    """Return the example task with the whole path of its data."""
     task = yaml.safe_load((HERE / "last_word.yaml").read_text(encoding="utf-8"))
     task["dataset_kwargs"]["data_files"] = str(HERE / task["dataset_kwargs"]["data_files"])
     return task
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Evaluates and returns the harness's results."""
+    """Evaluate a checkpoint and return the harness's results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="directory or Hub id, patched or stock")
     parser.add_argument("--tasks", nargs="+", help="of the harness; by default the example beside this file")

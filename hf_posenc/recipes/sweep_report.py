@@ -1,0 +1,386 @@
+"""The summary of a sweep: tables and figures, made from the results of its runs alone.
+
+A figure has panels of a few lines each, and in every panel the base that all runs are measured against.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..analysis import pen, plots
+from ..checkpoints.markdown import plain
+from . import identity
+from .many_runs import Runs, read
+from .options import UsageError
+from .results import without_paths, write_json, write_text
+from .run_report import METHODS, accuracy_by_length
+from .schemes import UNPATCHED
+
+LINES = 6
+"""Lines of a panel, at most, those of the base among them."""
+BASE = "base, untouched"
+_REFERENCES: dict[str, dict[str, Any]] = {
+    BASE: {"color": "#000000", "marker": "X", "linestyle": (0, (5, 2)), "linewidth": 1.3, "label": BASE},
+    UNPATCHED: {
+        "color": pen.GREY,
+        "marker": "P",
+        "linestyle": (0, (1, 1.2)),
+        "label": f"{UNPATCHED}: the base, fine-tuned",
+    },
+}
+"""The look of the lines that are in every panel, where they were measured."""
+
+Bins = dict[tuple[int, int], dict[str, float]]
+"""Loss by position: (first, last position + 1) -> mean and deviation."""
+
+
+def summarize(folder: Path, title: str) -> dict[str, Any]:
+    """Write summary.json, summary.md and the figures; return the summary."""
+    runs = read(folder)
+    if not runs:
+        raise UsageError(f"there are no results in {folder / 'runs'}")
+    check_one_sweep(folder, runs)
+    first = next(iter(runs.values()))[0]
+    variants = {variant: summarize_variant(results) for variant, results in runs.items()}
+    reach_plain(variants)
+    summary = {"title": title, "base": without_paths(first)["base"], "variants": variants}
+    if first.get("before"):
+        summary["before"] = first["before"]
+    write_json(folder / "summary.json", summary)
+    write_text(folder / "summary.md", markdown(summary))
+    draw(folder, runs, summary)
+    return summary
+
+
+def check_one_sweep(folder: Path, runs: Runs) -> None:
+    """Raise UsageError if the runs are not of one sweep, because their rows would mean different things."""
+    everything = [results for variant in runs.values() for results in variant]
+    identities = [results["identity"] for results in everything if "identity" in results]
+    for other in identities:
+        if wrong := identity.differences(identity.common(identities[0]), identity.common(other)):
+            raise UsageError(f"the runs in {folder} are not of one sweep: {wrong}")
+    if silent := len(everything) - len(identities):
+        print(f"{silent} runs in {folder} do not say what they are of: an older version made them", file=sys.stderr)
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
+def summarize_variant(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of a variant, over its seeds."""
+    lengths = [row["length"] for row in runs[0]["after"] if "sliding" in row]
+    rows = [{row["length"]: row for row in results["after"]} for results in runs]
+    cells = (cell for results in runs for cell in results.get("retrieval_after", []))
+    return {
+        "seeds": [results["seed"] for results in runs],
+        "tokens": runs[0]["training"]["tokens"],
+        "tokens_per_second": spread([results["training"]["tokens_per_second"] for results in runs]),
+        **{
+            method: {str(length): spread([row[length][method]["perplexity"] for row in rows]) for length in lengths}
+            for method, _ in METHODS
+        },
+        "curve": [
+            {"tokens": points[0]["tokens"], **spread([point["loss"] for point in points])}
+            for points in zip(*(results["training"]["curve"] for results in runs), strict=True)
+        ],
+        "retrieval": {str(length): {"mean": mean} for length, mean in accuracy_by_length(cells).items()},
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return mean and sample standard deviation; the deviation of a single value is not known."""
+    deviation = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
+    return {"mean": statistics.fmean(values), **({} if math.isnan(deviation) else {"std": deviation})}
+
+
+def by_position(measured: list[list[dict[str, Any]]]) -> Bins:
+    """Return the loss in each bin of the longest windows that were measured, over the seeds; empty if none was.
+
+    Args:
+        measured: the rows by length of each seed.
+    """
+    longest = [[row for row in rows if "by_position" in row][-1:] for rows in measured]
+    bins = zip(*(row["by_position"] for rows in longest for row in rows), strict=True)
+    return {(seeds[0]["first"], seeds[0]["last"]): spread([seed["loss"] for seed in seeds]) for seeds in bins}
+
+
+def base_loss(runs: Runs) -> float | None:
+    """Return the untouched base's held-out loss, as the curves have it; None if it was not measured."""
+    for results in runs.get(UNPATCHED, []):
+        if points := results["training"]["curve"]:
+            return float(points[0]["loss"])  # nothing was trained yet
+    for results in (results for variant in runs.values() for results in variant):
+        losses = results.get("calibration", {}).get("held_out_loss")
+        if losses and losses["length"] == results["base"]["trained_length"]:
+            return float(losses["base"])
+    return None
+
+
+def reach_plain(variants: dict[str, Any]) -> None:
+    """Add to each `X+OPTION` after how many tokens it is where plain X ends, also as a share of plain X's tokens."""
+    for name, entry in variants.items():
+        reference = variants.get(name.partition("+")[0])
+        if "+" not in name or reference is None or not reference["curve"] or not entry["curve"]:
+            continue
+        goal, last = reference["curve"][-1]["mean"], None
+        for point in entry["curve"]:
+            if point["mean"] <= goal:
+                reached = float(point["tokens"])
+                if last is not None:  # between two points, along the straight line
+                    share = (last["mean"] - goal) / (last["mean"] - point["mean"])
+                    reached = last["tokens"] + share * (point["tokens"] - last["tokens"])
+                entry["reaches_plain_at"] = {"tokens": reached, "share": reached / reference["curve"][-1]["tokens"]}
+                break
+            last = point
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """Return the tables of a summary as Markdown."""
+    variants, base = summary["variants"], summary["base"]
+    lengths = sorted({length for entry in variants.values() for length in entry["sliding"]}, key=int)
+    lines = [
+        f"# {plain(summary['title'])}",
+        "",
+        f"Base: {plain(base['name'])}, {base['parameters']:,} weights, trained at {base['trained_length']} tokens.",
+        "",
+    ]
+    for method, name in METHODS:
+        lines += [
+            f"## Perplexity, {name}",
+            "",
+            "Mean and standard deviation over seeds on held-out text; lower is better.",
+            "",
+            "| | seeds | " + " | ".join(lengths) + " |",
+            "|---|---|" + "---|" * len(lengths),
+        ]
+        if "before" in summary:
+            known = {str(row["length"]): row[method]["perplexity"] for row in summary["before"] if method in row}
+            values = [f"{known[length]:.3f}" if length in known else "-" for length in lengths]
+            lines.append("| base, before | | " + " | ".join(values) + " |")
+        for label, entry in variants.items():
+            values = [shown(entry[method][length]) if length in entry[method] else "-" for length in lengths]
+            lines.append(f"| {plain(label)} | {len(entry['seeds'])} | " + " | ".join(values) + " |")
+        lines.append("")
+    lines += [
+        "## Cost, recovery and retrieval",
+        "",
+        "| | tokens | tokens/s | held-out loss at the end | reaches plain's end at | induction copy, by length |",
+        "|---|---|---|---|---|---|",
+    ]
+    for label, entry in variants.items():
+        end = shown(entry["curve"][-1]) if entry["curve"] else "-"
+        share = f"{entry['reaches_plain_at']['share']:.0%} of its tokens" if "reaches_plain_at" in entry else "-"
+        copied = ", ".join(f"{length}: {value['mean']:.2f}" for length, value in entry["retrieval"].items()) or "-"
+        speed = f"{entry['tokens_per_second']['mean']:,.0f}"
+        lines.append(f"| {plain(label)} | {entry['tokens']:,} | {speed} | {end} | {share} | {copied} |")
+    return "\n".join([*lines, ""])
+
+
+def shown(value: dict[str, float]) -> str:
+    """Return a mean, and its deviation where there is one."""
+    return f"{value['mean']:.3f}" + (f" ± {value['std']:.3f}" if "std" in value else "")
+
+
+# -------------------------------------------------------------------------------------------------------------- figures
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Means over seeds at places on the x axis, and their standard deviations: 0 where they are not known."""
+
+    places: Sequence[float]
+    means: Sequence[float]
+    deviations: Sequence[float]
+
+    @classmethod
+    def of(cls, values: Mapping[float, Mapping[str, float]]) -> "Curve":
+        """Return the curve of `mean` and perhaps `std` by place."""
+        places = sorted(values)
+        return cls(places, [values[x]["mean"] for x in places], [values[x].get("std", 0.0) for x in places])
+
+    def band(self) -> list[tuple[float, float]]:
+        """Return one standard deviation below and above each mean, but at least half of it: a logarithm has no zero."""
+        pairs = zip(self.means, self.deviations, strict=True)
+        return [(max(mean - deviation, mean / 2), mean + deviation) for mean, deviation in pairs]
+
+
+def draw(folder: Path, runs: Runs, summary: dict[str, Any]) -> None:
+    """Write the figures: the untouched base, where it was measured, and every variant, with the spread over seeds."""
+    first, entries = next(iter(runs.values()))[0], summary["variants"]
+    before, trained = first.get("before", []), first["base"]["trained_length"]
+    tuned = first["arguments"]["train_length"]
+    marks = {"trained at": trained, **({"fine-tuned at": tuned} if tuned != trained else {})}
+    most = max(len(entry["seeds"]) for entry in entries.values())
+    about = f"mean of {most} seeds; bands are one standard deviation" if most > 1 else "one seed"
+
+    def save(drawn: Any, name: str) -> None:
+        plots.save(drawn, folder / f"{name}.png", dpi=110)
+
+    def title(what: str) -> str:
+        return f"{summary['title']}: {what}\n{about}"
+
+    for method, name in METHODS:
+        curves = {
+            label: Curve.of({int(length): value for length, value in entry[method].items()})
+            for label, entry in entries.items()
+        }
+        if known := {row["length"]: {"mean": row[method]["perplexity"]} for row in before if method in row}:
+            curves[BASE] = Curve.of(known)
+        save(plot_by_length(curves, marks, title(name)), method)
+
+    positions = {label: by_position([run["after"] for run in variant]) for label, variant in runs.items()}
+    positions[BASE] = by_position([before])
+    positions = {label: bins for label, bins in positions.items() if bins}
+    save(plot_by_position(positions, marks, title("longest windows")), "loss_by_position")
+
+    recovery = {
+        label: Curve.of({point["tokens"]: point for point in entry["curve"]})
+        for label, entry in entries.items()
+        if entry["curve"]
+    }
+    if recovery:
+        if (loss := base_loss(runs)) is not None:
+            places = [place for curve in recovery.values() for place in (curve.places[0], curve.places[-1])]
+            recovery[BASE] = Curve([min(places), max(places)], [loss, loss], [0.0, 0.0])
+        save(plot_by_tokens(recovery, title("held-out loss")), "recovery")
+
+
+def plot_by_length(curves: Mapping[str, Curve], marks: Mapping[str, int], title: str) -> Any:
+    """Draw perplexity against the length of the context, as a matplotlib figure; marks: name of a length -> tokens."""
+
+    def finish(axes: Any, drawn: Iterable[Curve]) -> None:
+        drawn = list(drawn)
+        pen.token_axis(axes, {place for curve in drawn for place in curve.places})
+        pen.perplexity_axis(axes, [edge for curve in drawn for edges in curve.band() for edge in edges])
+
+    return _figure(curves, finish, title, xlabel="context length (tokens)", ylabel=pen.PERPLEXITY, marks=marks)
+
+
+def plot_by_position(positions: Mapping[str, Bins], marks: Mapping[str, int], title: str) -> Any:
+    """Draw loss against the position in the window, as steps."""
+    logarithmic = pen.are_uneven([edges for bins in positions.values() for edges in bins])
+    curves = {}
+    for name, bins in positions.items():
+        places, means = pen.steps([(*edges, value["mean"]) for edges, value in bins.items()], logarithmic)
+        _, deviations = pen.steps([(*edges, value.get("std", 0.0)) for edges, value in bins.items()], logarithmic)
+        curves[name] = Curve(places, means, deviations)
+
+    def finish(axes: Any, drawn: Iterable[Curve]) -> None:
+        if logarithmic:
+            pen.token_axis(axes, {max(1, edge) for bins in positions.values() for edges in bins for edge in edges})
+        else:
+            pen.thousands(axes.xaxis)
+
+    return _figure(
+        curves,
+        finish,
+        title,
+        xlabel="position in the window (tokens)",
+        ylabel="mean loss (nats per token)",
+        marks=marks,
+        markers=False,
+    )
+
+
+def plot_by_tokens(curves: Mapping[str, Curve], title: str) -> Any:
+    """Draw held-out loss against the tokens that were read."""
+
+    def finish(axes: Any, drawn: Iterable[Curve]) -> None:
+        pen.thousands(axes.xaxis)
+
+    return _figure(curves, finish, title, xlabel="tokens", ylabel="loss (nats per token)", marks={})
+
+
+def panels(names: Iterable[str]) -> list[list[str]]:
+    """Return names by panel, in as few panels as there can be, evenly filled; variants of one scheme stand together.
+
+    Args:
+        names: of all curves. Those of the base are in each panel, first.
+    """
+    names = list(names)
+    always = [name for name in _REFERENCES if name in names]
+    by_scheme: dict[str, list[str]] = {}
+    for name in names:
+        if name not in always:
+            by_scheme.setdefault(name.partition("+")[0].partition("-")[0], []).append(name)
+    count = sum(map(len, by_scheme.values()))
+    room = math.ceil(count / max(1, math.ceil(count / (LINES - len(always)))))
+    groups = [group[start : start + room] for group in by_scheme.values() for start in range(0, len(group), room)]
+    filled: list[list[str]] = []
+    for group in sorted(groups, key=len, reverse=True):
+        into = next((panel for panel in filled if len(panel) + len(group) <= room), None)
+        if into is None:
+            filled.append(into := [])
+        into += group
+    return [always + panel for panel in filled] or [always] * bool(always)
+
+
+def _figure(
+    curves: Mapping[str, Curve],
+    finish: Callable[[Any, Iterable[Curve]], None],
+    title: str,
+    *,
+    xlabel: str,
+    ylabel: str,
+    marks: Mapping[str, int],
+    markers: bool = True,
+) -> Any:
+    """Draw curves in as many panels as `panels` says; `finish` scales the axes that all of them share."""
+    shown = panels(curves)
+    columns = min(2, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    with pen.style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5.2 * columns, 0.5 + 3.9 * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+        for axes in grid.flat[len(shown) :]:
+            axes.set_visible(False)
+        for axes, names in zip(grid.flat, shown, strict=False):
+            for name, style in _styles(names, markers).items():
+                _draw(axes, curves[name], style)
+            for name, tokens in marks.items():
+                # The words of two marks stand on the outer sides.
+                side: Any = "center" if len(marks) == 1 else "right" if tokens == min(marks.values()) else "left"
+                pen.mark_length(axes, f"{name} {tokens:,}", tokens, side)
+            axes.tick_params(labelbottom=True, labelleft=True)
+            axes.set_xlabel(xlabel)
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
+        for row in grid:
+            row[0].set_ylabel(ylabel)
+        finish(grid[0][0], curves.values())
+        # A path may hold characters that no font has, and two dollar signs, which would be read as a formula.
+        title = title.encode("utf-8", "backslashreplace").decode().replace("$", r"\$")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _styles(names: Sequence[str], markers: bool) -> dict[str, dict[str, Any]]:
+    """Return the look of each line of a panel: no two have the same colour, nor the same marker."""
+    styles = {name: _REFERENCES[name] for name in names if name in _REFERENCES}
+    for rank, name in enumerate(name for name in names if name not in _REFERENCES):
+        styles[name] = {
+            "color": pen.COLOURS[rank],
+            "marker": pen.MARKERS[rank],
+            # Thinner than the line before, so that two lines that lie on each other are both seen.
+            "linewidth": 3.2 - 0.4 * rank,
+            "markersize": 7.5 - 0.8 * rank,
+            "label": name,
+        }
+    return styles if markers else {name: {**style, "marker": ""} for name, style in styles.items()}
+
+
+def _draw(axes: Any, curve: Curve, style: dict[str, Any]) -> None:
+    """Draw the line of the means, and a band of one standard deviation on both sides."""
+    pen.line(axes, curve.places, curve.means, **style)
+    if any(curve.deviations):
+        low, high = pen.columns(curve.band())
+        known = [math.isfinite(edge) for edge in high]
+        axes.fill_between(curve.places, low, high, where=known, color=style["color"], alpha=0.25, linewidth=0)
