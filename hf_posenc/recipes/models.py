@@ -16,8 +16,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 import hf_posenc
 
-from .. import files
-from ..checkpoints import hub
+from ..checkpoints import files, hub
 from ..errors import UnsupportedModelError
 from ..families.base import base_model_type
 from ..live.state import without_adapter

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 
 import hf_posenc
 
-from .. import files
+from ..checkpoints import files
 from .options import Options
 
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .. import files
+from ..checkpoints import files
 from . import identity, training
 from .options import Options, UsageError
 from .results import read_json, write_json

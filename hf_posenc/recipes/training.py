@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, get_scheduler
 
 import hf_posenc
 
-from .. import files
+from ..checkpoints import files
 from ..schemes.base import PositionModule
 from .corpus import IGNORED, Document, Windows, order
 from .distillation import Distillation, token_loss
