@@ -112,7 +112,7 @@ def choose_engine(model: PreTrainedModel, attention: str) -> None:
             "change scores only"
         )
     patch.attention = attention
-    replaced = family_for(base_model_type(without_adapter(model).config)).bypasses_interface
+    replaced = family_for(base_model_type(without_adapter(model).config)).always_replaced
     for module in model.modules():
         chosen = replaced or "posenc_window" in module.__dict__
         if "posenc_engine" in module.__dict__ and (chosen or not isinstance(module.posenc, WithoutPositions)):

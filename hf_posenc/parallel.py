@@ -242,7 +242,7 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
         )
     if "posenc_exchange" in found.decoder.__dict__:
         raise ValueError("this model is inside context_parallel already")
-    if family.bypasses_interface and patch_of(inner) is None:
+    if family.always_replaced and patch_of(inner) is None:
         raise UnsupportedModelError(
             f"the attention of a stock {type(inner).__name__} never calls transformers' attention interface, and stays "
             "inside each shard: patch the model first"
@@ -255,8 +255,8 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
         set_attribute(undo, inner.config, "_attn_implementation_internal", NAME)
         for module in (found.decoder, *attentions):
             set_attribute(undo, module, "posenc_exchange", exchange)
-        for attention in attentions if family.heads is not None else ():
-            set_attribute(undo, attention, "posenc_heads", getattr(attention, family.heads))
+        for attention in attentions if family.names.attention_heads else ():
+            set_attribute(undo, attention, "posenc_heads", getattr(attention, family.names.attention_heads))
         add_pre_hook(undo, found.decoder, locate_shard)
         yield model
     finally:

@@ -301,18 +301,19 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
             set_module(undo, attention, "posenc", WithoutPositions())
             set_attribute(undo, attention, "posenc_engine", "reference")
             # The eager attention has no window but the base's own, and no rotation but what it is handed.
-            set_attribute(undo, attention, "posenc_window", family.own_window and family.own_window(attention))
+            set_attribute(undo, attention, "posenc_window", family.attention and family.attention.window(attention))
             delete_attribute(undo, attention, "posenc_rotation")
             plain = first(attention(hidden, *args, **kwargs))
-            elsewhere = named(attention, other.args, other.kwargs) if family.bypasses_interface else other.kwargs
-            if family.add_residual is not None:  # which has positions in it, and is not the attention's own
-                elsewhere = {**elsewhere, "residual": named(attention, args, kwargs)["residual"]}
-            rest = () if family.bypasses_interface else other.args
+            elsewhere = named(attention, other.args, other.kwargs) if family.always_replaced else other.kwargs
+            # The residual has positions in it, and is not the attention's own.
+            if residual := family.attention and family.attention.residual:
+                elsewhere = {**elsewhere, residual: named(attention, args, kwargs)[residual]}
+            rest = () if family.always_replaced else other.args
             answer = _change(first(attention(hidden, *rest, **elsewhere)), plain)
             if index in silenced and answer > NOTICES:
                 left[index] = answer
             set_attribute(undo, attention.config, "_attn_implementation_internal", "eager")
-            if family.bypasses_interface:
+            if family.always_replaced:
                 given = named(attention, args, kwargs)
                 mask = eager_mask(as_channel(given["attention_mask"], as_bool=family.mask_as_bool))
                 own = stock_output(attention, hidden, {**given, "attention_mask": mask})

@@ -238,12 +238,12 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
 
 
 def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:
-    """Return the module that makes the angles of a patched or stock model, and in which form, see `Family.angles`.
+    """Return the module that makes the angles of a patched or stock model, or None if nothing is rotated.
 
-    None if nothing is rotated.
+    Beside it the form of the angles, see `RotationFacts.angles`.
     """
     base = BaseModel.of(model)
-    found, angles = base.found, base.family.angles
+    found, angles = base.found, base.family.rotation.angles
     if (rotation := found.attentions[0].__dict__.get("posenc_rotation")) is not None:
         return cast(nn.Module, rotation()), angles
     rotary = found.rotary if found.rotary is not None else getattr(found.decoder, "rotary_emb", None)
@@ -260,7 +260,7 @@ def rotations(
         rotary: of a model, or of `build`.
         positions: (T,) integers; scalings that depend on the length see the largest.
         layer_type: for families whose kinds of layers turn differently (Gemma 3).
-        angles: the form in which the module gives them, see `Family.angles`.
+        angles: the form in which the module gives them, see `RotationFacts.angles`.
 
     Returns:
         cosines and sines (T, pairs), float64, times the module's attention factor.

@@ -112,7 +112,7 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
     own = {attention.__dict__.get("posenc_pairs") for attention in base.found.attentions}
     if len(own) > 1 or any("posenc_rotation" in layer.__dict__ for layer in base.found.layers):
         raise ValueError(f"the layers of this {label} have rotations of their own")
-    if base.family.rotary_part is not None:
+    if base.family.rotation.attention_part is not None:
         raise UnsupportedModelError(f"{label}: latent attention keeps apart what it turns: its pairs are not looked at")
     kinds = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
     on_attentions = own.pop()  # of a base that rotates nothing itself

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..api import is_patched
 from ..calibration.maps import asked, attending, observe
 from ..call import Call
 from ..errors import UnsupportedModelError
@@ -122,7 +121,7 @@ def score_terms(
     tokens = probe.check_tokens(tokens, 2)
     label = type(model).__name__
     base = BaseModel.of(model)
-    if base.family.bypasses_interface and not is_patched(model):
+    if base.hides_attention:
         raise UnsupportedModelError(
             f"the attention of a stock {label} never calls transformers' attention interface, so that nobody sees its "
             'queries and keys: patch it first; patch_model(model, "learned") keeps a trained table as it is'

@@ -20,7 +20,6 @@ from ..engines.chunked import cut
 from ..errors import UnsupportedModelError
 from ..forms import Content
 from ..live.base_model import BaseModel
-from ..live.state import patch_of
 from ..live.undo import Undo, set_attribute, set_module
 from ..live.watch import LayerCall, recorded
 from ..modules import WithoutPositions, owner_of
@@ -123,7 +122,7 @@ def _complete(module: nn.Module, call: Call) -> Call:
 @contextmanager
 def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
     """Have all attention of a model, also of a stock one, go through the attention function of this package."""
-    if base.family.bypasses_interface and patch_of(model) is None:
+    if base.hides_attention:
         raise UnsupportedModelError(
             f"the attention of a stock {type(model).__name__} never calls transformers' attention interface, so that "
             "nobody sees its scores: it cannot be the base of a calibration"
@@ -134,7 +133,7 @@ def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
             if "posenc" not in attention._modules:
                 set_module(undo, attention, "posenc", WithoutPositions())
                 set_attribute(undo, attention, "posenc_engine", "auto")
-            if base.family.heads is not None:
+            if base.family.names.attention_heads is not None:
                 set_attribute(undo, attention, "posenc_heads", base.sizes[index].num_heads)
         for config in {id(c): c for c in (model.config, *(a.config for a in base.found.attentions))}.values():
             set_attribute(undo, config, "_attn_implementation_internal", NAME)

@@ -142,7 +142,7 @@ def write_out(config: Any) -> None:
     cls = scheme_class(said["scheme"])
     if is_older(config):
         said = cls.meant_in_0_1(said)
-        name = family_for(base_model_type(config)).rotated_layers
+        name = family_for(base_model_type(config)).rotation.config_switches
         if name is not None and cls().acts_on.needs_queries():
             setattr(config, name, [1] * config.num_hidden_layers)
     setattr(config, ENTRY, {"schemes": [said], "hf_posenc_version": entry["hf_posenc_version"]})

@@ -41,7 +41,7 @@ Turned = Tensor | tuple[Tensor, Tensor]
 
 
 def by_pair(turned: Turned, angles: str) -> tuple[Tensor, Tensor]:
-    """Return one cosine and sine per pair, (B|1, T, F) each, of what a rotary module gives; see `Family.angles`."""
+    """Return one cosine and sine per pair, (B|1, T, F) each, from a rotary module's; see `RotationFacts.angles`."""
     if isinstance(turned, Tensor):
         return turned.real, turned.imag
     cos, sin = turned
@@ -52,7 +52,7 @@ def by_pair(turned: Turned, angles: str) -> tuple[Tensor, Tensor]:
 
 
 def as_given(cos: Tensor, sin: Tensor, angles: str) -> Turned:
-    """Return cosines and sines (B|1, T, F) in the form that a family's attention takes; see `Family.angles`."""
+    """Return cosines and sines (B|1, T, F) in the form that a family's attention takes; see `RotationFacts.angles`."""
     if angles == "complex":
         wide = torch.promote_types(cos.dtype, torch.float32)  # complex numbers of half precision are hardly supported
         return torch.complex(cos.to(wide), sin.to(wide))
@@ -72,7 +72,7 @@ class IdentityRotary(nn.Module):
         Args:
             native: the base's rotary module; its frequencies, of each layer type where these differ, say how many pairs
                 of dimensions it turns.
-            angles: the form in which it gives them, see `Family.angles`.
+            angles: the form in which it gives them, see `RotationFacts.angles`.
         """
         super().__init__()
         end = "inv_freq"
@@ -102,7 +102,7 @@ class PartialRotary(nn.Module):
         Args:
             rotary: a module that returns cos and sin of fewer dimensions.
             size: D.
-            takes: the form in which it gives its angles, see `Family.angles`.
+            takes: the form in which it gives its angles, see `RotationFacts.angles`.
             gives: the form in which the base's attention takes them.
         """
         super().__init__()
