@@ -6,16 +6,16 @@ from typing import Any
 from torch import Tensor
 
 from .base import NO_ROTARY, Family, Names
-from .own_attention import Heads, OwnAttention, split_fused
+from .own_attention import DroppingAttention, Heads, OwnAttention, split_fused
 
 # The keys of cross attention have no position relative to the query.
 _CROSS_ATTENTION = {
     "add_cross_attention": "positions of encoder states relative to decoder states are not defined; "
-    "only decoder-only models can be patched",
+    "only decoder-only models can be patched"
 }
 
 
-class _Gpt2(OwnAttention):
+class _Gpt2(DroppingAttention):
     output_projection = "c_proj"
 
     def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
@@ -23,12 +23,6 @@ class _Gpt2(OwnAttention):
         fused = attention.c_attn(hidden_states).split(attention.split_size, dim=2)
         query, key, value = (each.view(shape).transpose(1, 2) for each in fused)
         return query, key, value
-
-    def merge_heads(self, attention: Any, output: Tensor, arguments: Any) -> Tensor:
-        return attention.resid_dropout(super().merge_heads(attention, output, arguments))
-
-    def dropout(self, attention: Any) -> float:
-        return attention.attn_dropout.p
 
 
 class _GptBigcode(_Gpt2):
@@ -47,15 +41,9 @@ class _GptBigcode(_Gpt2):
         return attention.attn_dropout
 
 
-class _GptNeo(OwnAttention):
+class _GptNeo(DroppingAttention):
     bypasses_interface = True
     cache = "layer_past"
-
-    def merge_heads(self, attention: Any, output: Tensor, arguments: Any) -> Tensor:
-        return attention.resid_dropout(super().merge_heads(attention, output, arguments))
-
-    def dropout(self, attention: Any) -> float:
-        return attention.attn_dropout.p
 
     def scaling(self, attention: Any) -> float:
         return 1.0
@@ -72,6 +60,7 @@ class _Xglm(_Opt):
     bypasses_interface = True
 
 
+_NAMES = Names(position_table="embed_positions")
 _GPT2_NAMES = Names(layers="h", attention="attn", token_embedding="wte", position_table="wpe")
 
 FAMILIES = (
@@ -110,22 +99,16 @@ FAMILIES = (
     # fairseq: position p reads row p + 2, and padding (position -1) reads row 1.
     Family(
         model_types=("opt",),
-        names=Names(decoder="decoder", position_table="embed_positions"),
+        names=replace(_NAMES, decoder="decoder"),
         rotation=NO_ROTARY,
         attention=_Opt(),
         table_offset=2,
         note="documents packed into one row see each other",
     ),
-    Family(
-        model_types=("biogpt",),
-        names=Names(position_table="embed_positions"),
-        rotation=NO_ROTARY,
-        attention=OwnAttention(),
-        table_offset=2,
-    ),
+    Family(model_types=("biogpt",), names=_NAMES, rotation=NO_ROTARY, attention=OwnAttention(), table_offset=2),
     Family(
         model_types=("xglm",),
-        names=Names(position_table="embed_positions"),
+        names=_NAMES,
         rotation=NO_ROTARY,
         attention=_Xglm(),
         refuse=_CROSS_ATTENTION,

@@ -96,6 +96,18 @@ class OwnAttention:
         return arguments
 
 
+class DroppingAttention(OwnAttention):
+    """The pieces of an attention that has a module for each of its two dropouts."""
+
+    def merge_heads(self, attention: Any, output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Return (B, T, E), some of it dropped while training."""
+        return attention.resid_dropout(super().merge_heads(attention, output, arguments))
+
+    def dropout(self, attention: Any) -> float:
+        """Return the probability with which attention weights are dropped while training."""
+        return attention.attn_dropout.p
+
+
 def split_fused(fused: Tensor, num_heads: int, head_dim: int) -> Heads:
     """Return query, key and value of a projection (B, T, H * 3 * D) that makes all three, head by head."""
     query, key, value = fused.view(*fused.shape[:-1], num_heads, 3, head_dim).transpose(1, 2).unbind(-2)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from .base import NO_ROTARY, Family, Names, RotationFacts
-from .own_attention import Heads, OwnAttention, split_fused
+from .own_attention import DroppingAttention, Heads, OwnAttention, split_fused
 
 _ALIBI = "a bias by distance on the scores (ALiBi)"
 
@@ -24,10 +24,21 @@ def _without_angles(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**arguments, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
 
 
-class _Bloom(OwnAttention):
+class _Dense(OwnAttention):
+    """The pieces that BLOOM, Falcon and GPT-NeoX Japanese share."""
+
     bypasses_interface = True
     output_projection = "dense"
     cache = "layer_past"
+
+    def dropout(self, attention: Any) -> float:
+        return attention.attention_dropout.p
+
+    def scaling(self, attention: Any) -> float:
+        return attention.inv_norm_factor
+
+
+class _Bloom(_Dense):
     residual = "residual"
     decoder_attributes: ClassVar = {"build_alibi_tensor": no_alibi}
 
@@ -37,12 +48,6 @@ class _Bloom(OwnAttention):
     def merge_heads(self, attention: Any, output: Tensor, arguments: Any) -> Tensor:
         merged = super().merge_heads(attention, output, arguments)
         return arguments["residual"] + dropout(merged, p=attention.hidden_dropout, training=attention.training)
-
-    def dropout(self, attention: Any) -> float:
-        return attention.attention_dropout.p
-
-    def scaling(self, attention: Any) -> float:
-        return attention.inv_norm_factor
 
     def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments with a bias of zeros, (B * H, 1, L)."""
@@ -73,10 +78,7 @@ class _Mpt(OwnAttention):
         return {**arguments, "position_bias": None, "attention_mask": arguments["attention_mask"] < 0}
 
 
-class _Falcon(OwnAttention):
-    bypasses_interface = True
-    output_projection = "dense"
-    cache = "layer_past"
+class _Falcon(_Dense):
     idle_rotary = "rotary_emb"
     decoder_attributes: ClassVar = {"use_alibi": False}
 
@@ -94,9 +96,6 @@ class _Falcon(OwnAttention):
     def dropout(self, attention: Any) -> float:
         return attention.attention_dropout.p if attention.config.alibi else 0.0  # never in a model that rotates
 
-    def scaling(self, attention: Any) -> float:
-        return attention.inv_norm_factor
-
     def rope_parameters(self, config: Any) -> dict[str, Any]:
         return {} if config.alibi else config.rope_parameters
 
@@ -104,17 +103,11 @@ class _Falcon(OwnAttention):
         return {**_without_angles(arguments), "alibi": None}
 
 
-class _GptNeoxJapanese(OwnAttention):
-    bypasses_interface = True
-    output_projection = "dense"
-    cache = "layer_past"
+class _GptNeoxJapanese(_Dense):
     idle_rotary = "rotary_emb"
 
     def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
         return split_fused(attention.query_key_value(hidden_states), attention.num_attention_heads, attention.head_size)
-
-    def dropout(self, attention: Any) -> float:
-        return attention.attention_dropout.p
 
     def scaling(self, attention: Any) -> float:
         return 1.0 / attention.norm_factor
@@ -126,15 +119,9 @@ class _GptNeoxJapanese(OwnAttention):
         return _without_angles(arguments)
 
 
-class _Gptj(OwnAttention):
+class _Gptj(DroppingAttention):
     bypasses_interface = True
     cache = "layer_past"
-
-    def merge_heads(self, attention: Any, output: Tensor, arguments: Any) -> Tensor:
-        return attention.resid_dropout(super().merge_heads(attention, output, arguments))
-
-    def dropout(self, attention: Any) -> float:
-        return attention.attn_dropout.p
 
     def scaling(self, attention: Any) -> float:
         return 1.0 / attention.scale_attn
@@ -189,7 +176,7 @@ FAMILIES = (
         attention=_Bloom(),
         refuse={
             "slow_but_exact": "the output projection is then cut into slices, which is not done here; set it to False "
-            "(only the rounding differs)",
+            "(only the rounding differs)"
         },
         positions_in_mask=True,
         own_positions=_ALIBI,

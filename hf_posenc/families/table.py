@@ -9,7 +9,7 @@ from .base import Family, Names, RotationFacts
 
 _ENCODER_USE = {
     # EmbeddingGemma: keys after the query are visible, their distances are negative.
-    "use_bidirectional_attention": "every scheme is defined for keys at or before the query; set it to False",
+    "use_bidirectional_attention": "every scheme is defined for keys at or before the query; set it to False"
 }
 
 # Modules of LLaMA's names, whole heads rotated by one module for all layers. What differs is elsewhere: biases, norms
@@ -151,8 +151,7 @@ _ROWS = (
         drops_position_ids=True,
     ),
     Family(
-        model_types=("modernbert-decoder",),
-        names=Names(attention="attn", token_embedding="embeddings.tok_embeddings"),
+        model_types=("modernbert-decoder",), names=Names(attention="attn", token_embedding="embeddings.tok_embeddings")
     ),
     Family(model_types=("laguna",), names=Names(attention_heads="num_heads"), rotation=_SLICED),
     # Layers without attention, through which order flows all the same.
