@@ -54,30 +54,32 @@ def served_type(model_type: str) -> ServedType:
 def _positions(family: Family) -> str:
     if family.own_positions is not None:
         return family.own_positions
-    if family.position_table is not None:
+    if family.has_table:
         return "a learned table at the input"
-    if family.rotary is None:
+    rotation = family.rotation
+    if rotation.rotary is None:
         return "none"
-    part = family.slices_rotary or family.rotary_part is not None
-    some = family.use_rope_flag is not None or family.rotates is not None
+    part = rotation.slices_rotary or rotation.attention_part is not None
+    some = rotation.attention_switch is not None or rotation.rotates is not None
     return f"rotation of {'a part of each head' if part else 'whole heads'}" + (", not in every layer" if some else "")
 
 
 def _special(family: Family) -> tuple[str, ...]:
-    grows = bool(family.temperature or family.temperature_keys)
+    rotation = family.rotation
+    grows = bool(rotation.attention_temperature or rotation.parameter_temperature)
     said = {
         "layers without attention, through which order flows under every scheme": family.hybrid,
-        "latent attention": family.rotary_part is not None,
-        "attends in code of its own, which is replaced under every scheme": family.bypasses_interface,
+        "latent attention": rotation.attention_part is not None,
+        "attends in code of its own, which is replaced under every scheme": family.always_replaced,
         "queries that grow with their position, until a scheme takes the place of its rotation": grows,
-        "the number of heads differs by layer": family.heads is not None,
+        "the number of heads differs by layer": family.names.attention_heads is not None,
     }
     return tuple(clause for clause, holds in said.items() if holds) + ((family.note,) if family.note else ())
 
 
 def _without(family: Family) -> tuple[str, ...]:
-    """Return the schemes that turn queries and keys, where a family neither turns them nor says how they are made."""
-    if family.rotary is not None or family.split_heads is not None:
+    """Return the schemes that rotate, where a family has no rotary module and its attention cannot be replaced."""
+    if family.rotation.rotary is not None or family.attention is not None:
         return ()
     return tuple(name for name in available_schemes() if _rotates(name))
 

@@ -146,7 +146,7 @@ def _choose_engine(model: PreTrainedModel, attention: str) -> None:
             "change scores only"
         )
     patch.attention = attention
-    replaced = family_for(base_model_type(model.config)).bypasses_interface
+    replaced = family_for(base_model_type(model.config)).always_replaced
     for module in model.modules():
         state = getattr(module, STATE, None)
         if isinstance(state, OnAttention) and "posenc" in module._modules:

@@ -79,18 +79,18 @@ def lora_config(
         if (norms and type(module).__name__.endswith("Norm")) or (positions and isinstance(module, PositionModule)):
             whole.append(name)
     table = found.position_table
-    taken_away = family.position_table is not None and table is not None and not any(True for _ in table.parameters())
+    taken_away = family.has_table and table is not None and not any(True for _ in table.parameters())
     if embeddings is None:
         embeddings = taken_away or any(isinstance(module, PositionEmbedding) for module in model.modules())
     if embeddings:
-        whole.append(family.token_embedding)
+        whole.append(family.names.token_embedding)
     if taken_away:
         # It has nothing to save, but on a stock base it has: PEFT itself then refuses the adapter.
-        whole.append(str(family.position_table))
+        whole.append(str(family.names.position_table))
     options.setdefault("target_modules", sorted(projections))
     options.setdefault("fan_in_fan_out", any(isinstance(child, Conv1D) for child in projections.values()))
     # PEFT keeps tied what it knows by name; GPT-2's `wte` it does not: its output embeddings then stay as they were.
-    tied = embeddings and model.config.tie_word_embeddings and family.token_embedding in EMBEDDING_LAYER_NAMES
+    tied = embeddings and model.config.tie_word_embeddings and family.names.token_embedding in EMBEDDING_LAYER_NAMES
     options.setdefault("ensure_weight_tying", tied)
     options.setdefault("task_type", "CAUSAL_LM")
     config: LoraConfig = name_base(model, LoraConfig(modules_to_save=whole or None, **options))

@@ -244,7 +244,7 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
         )
     if on_decoder(found.decoder).exchange is not None:
         raise ValueError("this model is inside context_parallel already")
-    if family.bypasses_interface and patch_of(inner) is None:
+    if family.always_replaced and patch_of(inner) is None:
         raise UnsupportedModelError(
             f"the attention of a stock {type(inner).__name__} never calls transformers' attention interface, and stays "
             "inside each shard: patch the model first"
@@ -258,7 +258,8 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
         keep(undo, found.decoder, on_decoder(found.decoder), exchange=exchange)
         for attention in attentions:
             state = on_attention(attention)
-            heads = state.heads if family.heads is None else getattr(attention, family.heads)
+            name = family.names.attention_heads
+            heads = state.heads if name is None else getattr(attention, name)
             keep(undo, attention, state, exchange=exchange, heads=heads)
         add_pre_hook(undo, found.decoder, locate_shard)
         yield model

@@ -302,18 +302,19 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
         try:
             set_module(undo, attention, "posenc", WithoutPositions())
             # The eager attention has no window but the base's own, and no rotation but what it is handed.
-            window = None if family.own_window is None else family.own_window(attention)
+            window = family.attention and family.attention.window(attention)
             keep(undo, attention, on_attention(attention), engine="reference", window=window, rotation=None)
             plain = first(attention(hidden, *args, **kwargs))
-            elsewhere = named(attention, other.args, other.kwargs) if family.bypasses_interface else other.kwargs
-            if family.add_residual is not None:  # which has positions in it, and is not the attention's own
-                elsewhere = {**elsewhere, "residual": named(attention, args, kwargs)["residual"]}
-            rest = () if family.bypasses_interface else other.args
+            elsewhere = named(attention, other.args, other.kwargs) if family.always_replaced else other.kwargs
+            # The residual has positions in it, and is not the attention's own.
+            if residual := family.attention and family.attention.residual:
+                elsewhere = {**elsewhere, residual: named(attention, args, kwargs)[residual]}
+            rest = () if family.always_replaced else other.args
             answer = _change(first(attention(hidden, *rest, **elsewhere)), plain)
             if index in silenced and answer > NOTICES:
                 left[index] = answer
             set_attribute(undo, attention.config, "_attn_implementation_internal", "eager")
-            if family.bypasses_interface:
+            if family.always_replaced:
                 given = named(attention, args, kwargs)
                 mask = eager_mask(as_channel(given["attention_mask"], as_bool=family.mask_as_bool))
                 own = stock_output(attention, hidden, {**given, "attention_mask": mask})

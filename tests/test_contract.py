@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from hf_posenc.families import resolve
+from hf_posenc.families.base import resolve
 from hf_posenc.registry import family_for
 
 NAME = "contract_probe"
@@ -500,8 +500,8 @@ class TestPositionModules:
         """
         model, found = probed(family, **({"rope_parameters": FULL_ROTATION} if family in PARTIAL else {}))
         found.rotary.register_forward_hook(lambda _, args, pair: (pair[0][..., :4], pair[1][..., :4]))
-        adapter = family_for(model.config.model_type)
-        if adapter.slices_rotary and adapter.rotary_size is None:
+        facts = family_for(model.config.model_type).rotation
+        if facts.slices_rotary and facts.attention_size is None:
             model(torch.full((1, 12), 7))
             _, query, *_ = probe.attention_calls[0]
             assert same_everywhere(query[..., 4:])
@@ -514,7 +514,7 @@ class TestPositionModules:
         model, found = probed("phi", rope_parameters={**FULL_ROTATION, "partial_rotary_factor": 0.5})
         assert [attention.rotary_ndims for attention in found.attentions] == [4, 4]
         for attention in found.attentions:
-            setattr(attention, family_for("phi").rotary_size, 2)
+            setattr(attention, family_for("phi").rotation.attention_size, 2)
         found.rotary.register_forward_hook(lambda _, args, pair: (pair[0][..., :2], pair[1][..., :2]))
         model(torch.full((1, 12), 7))
         _, query, *_ = probe.attention_calls[0]

@@ -128,7 +128,7 @@ def oracle(model_type, scheme, patched=None, change=lambda model: model):
     stock = decoder(model_type, **(WITHOUT_TEMPERATURE.get(model_type, {}) if scheme != "rope" else {}))
     family, ids = family_for(model_type), tokens()[:, :PREFIX]
     if scheme == "rope":
-        if family.rotary is None:
+        if family.rotation.rotary is None:
             return None
         own = copy.deepcopy(stock.config.rope_parameters)
         for each in own.values() if all(isinstance(value, dict) for value in own.values()) else [own]:
@@ -243,10 +243,10 @@ OWN_ORACLES = {
 
 
 def hyperparameters(model_type, scheme):
-    if scheme == "rope" and family_for(model_type).slices_rotary:
+    if scheme == "rope" and family_for(model_type).rotation.slices_rotary:
         # More than the one pair that a quarter of 8 dimensions is, whose angle is 1 for every base of frequencies.
         return {**SCHEMES[scheme], "partial_rotary_factor": 0.5}
-    if scheme in ("t5", "kerple") and family_for(model_type).heads is not None:
+    if scheme in ("t5", "kerple") and family_for(model_type).names.attention_heads is not None:
         return {**SCHEMES[scheme], "share_layers": False}  # their numbers are as many as heads
     return SCHEMES[scheme]
 
@@ -323,7 +323,7 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
         assert same == (relative(full, before) < 1e-3)
         expected = oracle(model_type, scheme, model)
         family = family_for(model_type)
-        assert expected is not None or family.bypasses_interface or (scheme == "rope" and family.rotary is None)
+        assert expected is not None or family.always_replaced or (scheme == "rope" and family.rotation.rotary is None)
         if expected is not None:
             assert same == (relative(expected, before[:, :PREFIX]) < 1e-3)
             assert relative(full[:, :PREFIX], expected) <= EXACT
@@ -414,10 +414,9 @@ def query_at(model, position):
 
 def turns_whole_heads(model_type):
     family = family_for(model_type)
-    whole = family.rotary is not None and not family.slices_rotary and family.rotary_part is None
-    return (
-        whole and not family.bypasses_interface and model_type != "lfm3"
-    )  # whose layers differ in the share they turn
+    facts = family.rotation
+    whole = facts.rotary is not None and not facts.slices_rotary and facts.attention_part is None
+    return whole and not family.always_replaced and model_type != "lfm3"  # whose layers differ in the share they turn
 
 
 @torch.no_grad()
@@ -426,7 +425,7 @@ def test_the_pairs_that_a_type_turns(model_type):
     """Seen from outside: half of the pairs of a head are turned, and the dimensions that change say which those are."""
     model = patch_model(decoder(model_type), "rope", partial_rotary_factor=0.5, rope_theta=10.0)
     moved = (query_at(model, 3) - query_at(model, 0)).abs().amax(0) > 1e-6
-    pairs = family_for(model_type).pairs
+    pairs = family_for(model_type).rotation.pairs
     assert moved.nonzero()[:, 0].tolist() == ([0, 1, 2, 3] if pairs == "interleaved" else [0, 1, 4, 5])
     with pytest.raises(hf_posenc.UnsupportedModelError, match="in its own code"):
         patch_model(decoder(model_type), "rope", layout="half" if pairs == "interleaved" else "interleaved")

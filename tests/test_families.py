@@ -12,12 +12,18 @@ from torch import nn
 
 from hf_posenc import errors, patch_model, registry
 from hf_posenc.errors import UnknownSchemeError, UnsupportedModelError
-from hf_posenc.families import Family, resolve, table
+from hf_posenc.families import Family, Names, table
+from hf_posenc.families.base import resolve
 from hf_posenc.registry import family_for
 
 
 def family_of(model):
     return family_for(model.config.model_type)
+
+
+def renamed(family, part="names", **names):
+    """A family with other names."""
+    return replace(family, **{part: replace(getattr(family, part), **names)})
 
 
 def facts(model):
@@ -96,12 +102,12 @@ def test_split_and_merge_heads_are_the_familys_own(family):
     attention = resolve(served, model).attentions[1]
     hidden = torch.randn(2, 7, model.config.hidden_size)
 
-    query, key, value = served.split_heads(attention, hidden)
+    query, key, value = served.attention.split_heads(attention, hidden)
     assert query.shape == key.shape == value.shape == (2, attention.num_heads, 7, attention.head_dim)
-    scores = query @ key.transpose(-1, -2) * (1.0 if served.query_is_scaled else attention.scaling)
+    scores = query @ key.transpose(-1, -2) * (1.0 if served.attention.query_is_scaled else attention.scaling)
     future = torch.ones(7, 7, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-    merged = served.merge_heads(attention, (weights @ value).transpose(1, 2))
+    merged = served.attention.merge_heads(attention, (weights @ value).transpose(1, 2), {})
 
     mask = torch.zeros(7, 7).masked_fill(future, torch.finfo(torch.float32).min)[None, None]
     torch.testing.assert_close(merged, attention(hidden, attention_mask=mask)[0], atol=1e-6, rtol=1e-5)
@@ -111,14 +117,14 @@ def test_split_and_merge_heads_are_the_familys_own(family):
 def test_attention_dropout_is_the_configs(family, option):
     model = tiny(family, **{option: 0.25})
     served = family_of(model)
-    assert [served.attention_dropout(a) for a in resolve(served, model).attentions] == [0.25, 0.25]
+    assert [served.attention.dropout(a) for a in resolve(served, model).attentions] == [0.25, 0.25]
 
 
 def test_merge_heads_of_gpt2_has_the_residual_dropout():
     model = tiny("gpt2", resid_pdrop=0.5).train()
     served = family_of(model)
     attention = resolve(served, model).attentions[0]
-    merged = served.merge_heads(attention, torch.randn(2, 5, attention.num_heads, attention.head_dim))
+    merged = served.attention.merge_heads(attention, torch.randn(2, 5, attention.num_heads, attention.head_dim), {})
     assert 0 < (merged == 0).float().mean() < 1
 
 
@@ -138,7 +144,8 @@ def test_merge_heads_of_gpt2_has_the_residual_dropout():
 @pytest.mark.parametrize("wrong", ["nowhere", "config.hidden_size", "norm.nowhere"])
 def test_a_wrong_name_is_reported_with_field_name_and_parent(family, name_of_field, parent, wrong):
     model = tiny(family)
-    broken = replace(family_of(model), **{name_of_field: wrong})
+    part = "rotation" if name_of_field == "rotary" else "names"
+    broken = renamed(family_of(model), part, **{name_of_field: wrong})
     with pytest.raises(UnsupportedModelError) as error:
         resolve(broken, model)
     for needed in (f"{name_of_field}='{wrong}'", parent, *broken.model_types):
@@ -148,7 +155,7 @@ def test_a_wrong_name_is_reported_with_field_name_and_parent(family, name_of_fie
 def test_layers_must_be_a_filled_module_list():
     model = tiny("llama")
     with pytest.raises(UnsupportedModelError, match=r"layers='norm' of LlamaModel is no ModuleList"):
-        resolve(replace(family_of(model), layers="norm"), model)
+        resolve(renamed(family_of(model), layers="norm"), model)
     model.model.layers = nn.ModuleList()
     with pytest.raises(UnsupportedModelError, match=r"layers='layers' of LlamaModel is no ModuleList with at least"):
         resolve(family_of(model), model)
@@ -164,9 +171,9 @@ def test_one_odd_layer_is_found():
 def test_an_attention_without_what_we_read_is_refused():
     model = tiny("llama")
     with pytest.raises(UnsupportedModelError, match=r"attention='mlp' is a LlamaMLP, which has no attribute 'scaling'"):
-        resolve(replace(family_of(model), attention="mlp"), model)
+        resolve(renamed(family_of(model), attention="mlp"), model)
     with pytest.raises(UnsupportedModelError, match=r"LlamaAttention, which has no attribute 'use_rope'"):
-        resolve(replace(family_of(model), use_rope_flag="use_rope"), model)
+        resolve(renamed(family_of(model), "rotation", attention_switch="use_rope"), model)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +225,7 @@ def test_families_are_frozen_and_survive_copying():
         served = family_for(model_type)
         assert copy.deepcopy(served) == served == pickle.loads(pickle.dumps(served))
         with pytest.raises(FrozenInstanceError):
-            served.layers = "h"
+            served.names = Names()
 
 
 def scheme(title, name):

@@ -31,7 +31,7 @@ CLOSE = 1e-4  # largest difference of float32 logits, of order 1: two ways of ad
 DIFFERENT = 100 * CLOSE
 HALF = {torch.float16: 0.02, torch.bfloat16: 0.15}  # relative norm; roundings of 2**-11 and 2**-8 over two layers
 
-REPLACED = [name for name in supported_model_types() if family_for(name).bypasses_interface]
+REPLACED = [name for name in supported_model_types() if family_for(name).always_replaced]
 ALIBI = ["bloom", "mpt", "falcon"]
 # The variants of a family: every branch of its code.
 ROTATING = {
@@ -256,7 +256,7 @@ def test_dropout_of_attention_weights_is_the_configs(name, config):
     model = decoder(name, **config)
     served = family_for(name)
     given = 1 if name == "mpt" else 0.5
-    assert [served.attention_dropout(each) for each in BaseModel.of(model).found.attentions] == [given] * 2
+    assert [served.attention.dropout(each) for each in BaseModel.of(model).found.attentions] == [given] * 2
 
 
 @torch.no_grad()
@@ -450,8 +450,12 @@ def test_what_bloom_does_not_know():
 def test_verify_finds_what_is_left_out(name, monkeypatch):
     model, family = patch_model(decoder(name), "nope"), family_for(name)
     assert verify(model)
-    broken = replace(family, merge_heads=lambda *args: 1.1 * family.merge_heads(*args))
-    monkeypatch.setitem(registry._FAMILIES, name, broken)
+
+    class Broken(type(family.attention)):
+        def merge_heads(self, *args):
+            return 1.1 * super().merge_heads(*args)
+
+    monkeypatch.setitem(registry._FAMILIES, name, replace(family, attention=Broken()))
     assert "layer 1: attention without the scheme differs from the model's own" in str(verify(model))
 
 

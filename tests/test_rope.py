@@ -363,10 +363,10 @@ def test_resolved_is_resolved():
         once = Rope().with_base(own, LENGTH, tuple(ROPE_INIT_FUNCTIONS))
         assert once.with_base({"rope_type": "default", "rope_theta": 1.0}, 5, tuple(ROPE_INIT_FUNCTIONS)) == once
         assert Rope.parse(json.loads(json.dumps(once.hyperparameters()))) == once
-    assert family_for("smollm3").rotated_layers in transformers.SmolLM3Config().to_dict()
+    assert family_for("smollm3").rotation.config_switches in transformers.SmolLM3Config().to_dict()
 
 
-LATENT = [t for t in supported_model_types() if t in transformers.CONFIG_MAPPING and family_for(t).rescales]
+LATENT = [t for t in supported_model_types() if t in transformers.CONFIG_MAPPING and family_for(t).rotation.rescales]
 
 
 @torch.no_grad()

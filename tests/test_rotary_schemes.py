@@ -392,7 +392,7 @@ def test_layers_that_the_base_leaves_out_stay_out_unless_named():
 
 
 def in_form(angles, form):
-    """Return angles (..., F) as a stock attention takes them, written out; see `Family.angles`."""
+    """Return angles (..., F) as a stock attention takes them, written out; see `RotationFacts.angles`."""
     if form == "complex":
         return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
     repeated = {
@@ -433,20 +433,20 @@ def test_it_turns_whatever_form_a_base_takes_angles_in(model_type, share, tmp_pa
     """Against the stock model with its module of angles replaced by the formula in float64."""
     ids = torch.arange(3, 23)[None]
     stock, model = decoder(model_type), decoder(model_type)
-    own, family = BaseModel.of(stock), family_for(model_type)
+    own, facts = BaseModel.of(stock), family_for(model_type).rotation
     size = own.rotation.dims.head_dim
     count = int(size * share) // 2
     frequencies = 0.7 * (1 - torch.arange(count, dtype=torch.float64) / count)
-    still = 0 if family.slices_rotary else size // 2 - count
+    still = 0 if facts.slices_rotary else size // 2 - count
 
     def literal(x, position_ids, *args, **kwargs):
         positions = position_ids[0] if position_ids.ndim == 3 else position_ids
-        return in_form(nn.functional.pad(positions[..., None] * frequencies, (0, still)), family.angles)
+        return in_form(nn.functional.pad(positions[..., None] * frequencies, (0, still)), facts.angles)
 
     own.found.rotary.forward = literal
-    if family.rotary_size is not None:
+    if facts.attention_size is not None:
         for attention in own.found.attentions:
-            setattr(attention, family.rotary_size, 2 * count)
+            setattr(attention, facts.attention_size, 2 * count)
     expected = stock(ids, use_cache=False).logits
     patch_model(model, Linear(first=0.7, share=share, layout=own.rotation.pairs))
     found = model(ids, use_cache=False).logits
@@ -456,7 +456,7 @@ def test_it_turns_whatever_form_a_base_takes_angles_in(model_type, share, tmp_pa
     assert from_pretrained(tmp_path / "patched")(ids, use_cache=False).logits.allclose(found, atol=1e-5)
     with pytest.raises(UnsupportedModelError, match="no stock class"):
         export_stock(model, tmp_path / "stock")
-    if family.coordinates is not None:
+    if facts.parameter_coordinates is not None:
         axes = torch.stack([ids, ids // 2, ids % 5])
         with pytest.raises(ValueError, match="several coordinates"):
             model(ids, position_ids=axes, use_cache=False)

@@ -36,8 +36,20 @@ def test_the_reference_has_every_public_name_once():
     pages = sorted((ROOT / "docs/reference").glob("*.md"))
     found = Counter(name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE))
     wanted = {f"{scheme_class(name).__module__}.{scheme_class(name).__name__}" for name in available_schemes()}
-    elsewhere = {"hf_posenc.calibration": {"calibrate", "Calibration", "Matching"}}  # also names of hf_posenc
-    for module in ("", ".calibration", ".evaluation", ".analysis", ".analysis.plots", ".theory", ".theory.plots"):
+    elsewhere = {  # also names of hf_posenc
+        "hf_posenc.calibration": {"calibrate", "Calibration", "Matching"},
+        "hf_posenc.families": {"Family"},
+    }
+    for module in (
+        "",
+        ".calibration",
+        ".families",
+        ".evaluation",
+        ".analysis",
+        ".analysis.plots",
+        ".theory",
+        ".theory.plots",
+    ):
         name = f"hf_posenc{module}"
         left_out = elsewhere.get(name, set()) | {"__version__"}
         wanted |= {f"{name}.{each}" for each in importlib.import_module(name).__all__ if each not in left_out}

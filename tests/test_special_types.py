@@ -218,7 +218,7 @@ def test_the_size_of_what_enters_the_first_layer(model_type):
     assert vectors.square().mean().sqrt().item() == pytest.approx(wanted, rel=1e-3)
 
 
-TURNED = [t for t in supported_model_types() if t in CONFIG_MAPPING and family_for(t).rotary is not None]
+TURNED = [t for t in supported_model_types() if t in CONFIG_MAPPING and family_for(t).rotation.rotary is not None]
 
 
 @pytest.mark.parametrize("model_type", TURNED)

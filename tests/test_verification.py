@@ -19,7 +19,7 @@ from hf_posenc import (
     unpatch_model,
     verify,
 )
-from hf_posenc.families import resolve
+from hf_posenc.families.base import resolve
 from hf_posenc.placement import OnRotary
 from hf_posenc.registry import family_for, scheme_class
 from hf_posenc.schemes.base import PositionModule, ScoreModule, ScoreScheme

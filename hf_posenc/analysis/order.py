@@ -267,7 +267,7 @@ def _require_removable_mask(model: PreTrainedModel) -> None:
             f"the mask of this {label} cannot be taken away: it attends through the function of hf_posenc, which shows "
             "no token those that come later, since no scheme has distances to them"
         )
-    if BaseModel.of(model).family.bypasses_interface:
+    if BaseModel.of(model).hides_attention:
         raise UnsupportedModelError(f"the mask of {label} cannot be taken away: its attention masks by itself")
 
 

@@ -252,12 +252,12 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
 
 
 def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:
-    """Return the module that makes the angles of a patched or stock model, and their form, see `Family.angles`.
+    """Return the module that makes the angles of a patched or stock model, and their form, see `RotationFacts.angles`.
 
     The module is None if nothing is rotated.
     """
     base = BaseModel.of(model)
-    found, angles = base.found, base.family.angles
+    found, angles = base.found, base.family.rotation.angles
     if (rotation := on_attention(found.attentions[0]).rotation) is not None:
         return rotation(), angles
     rotary = found.rotary if found.rotary is not None else getattr(found.decoder, "rotary_emb", None)
@@ -274,7 +274,7 @@ def rotations(
         rotary: module of a model, or of `build`.
         positions: (T,) integers; scalings that depend on the length read the largest.
         layer_type: type of the layer, for families whose types turn differently (Gemma 3).
-        angles: form of the module's output, see `Family.angles`.
+        angles: form of the module's output, see `RotationFacts.angles`.
 
     Returns:
         cosines and sines (T, pairs), float64, times the module's attention factor.

@@ -333,7 +333,7 @@ def mean_rotation_of(
     attention: Any = base.found.attention_of[layer]
     dims, projection = base.sizes[layer], getattr(base.found.attention_of[layer], "q_proj", None)
     normed = any("norm" in name and name.startswith(("q_", "qk_", "query_")) for name, _ in attention.named_children())
-    if not isinstance(projection, nn.Linear) or normed or base.family.rotary_part is not None:
+    if not isinstance(projection, nn.Linear) or normed or base.family.rotation.attention_part is not None:
         return None
     if projection.out_features != dims.num_heads * dims.head_dim:
         return None
@@ -341,7 +341,7 @@ def mean_rotation_of(
     turned = rotary(
         projection.weight.new_empty(0, dtype=torch.float32), distances[None], *(() if kind is None else (kind,))
     )
-    cos, sin = (each[0].double() for each in by_pair(turned, base.family.angles))
+    cos, sin = (each[0].double() for each in by_pair(turned, base.family.rotation.angles))
     share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-12)
     factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])  # queries and keys both have it
     if torch.allclose(factors, torch.ones_like(factors)):  # a base that is patched, and rotates nothing

@@ -22,7 +22,6 @@ from ..errors import UnsupportedModelError
 from ..forms import Content
 from ..live.attend import attend_through_us
 from ..live.base_model import BaseModel
-from ..live.state import patch_of
 from ..live.undo import Undo
 from ..live.watch import LayerCall, recorded
 from ..modules import owner_of
@@ -139,7 +138,7 @@ def _complete(module: nn.Module, call: Call) -> Call:
 @contextmanager
 def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
     """Let all attention of a model, also of a stock one, go through the attention function of this package."""
-    if base.family.bypasses_interface and patch_of(model) is None:
+    if base.hides_attention:
         raise UnsupportedModelError(
             f"the attention of a stock {type(model).__name__} never calls transformers' attention interface, so that "
             "nobody sees its scores: it cannot be the base of a calibration"

@@ -50,7 +50,7 @@ def translate_config(config: Any) -> None:
     if was_saved_by_0_1(config):
         rotates = scheme_class(scheme["scheme"])().acts_on.needs_queries()
         scheme = translate_scheme(scheme)
-        rotated_layers = family_for(base_model_type(config)).rotated_layers
+        rotated_layers = family_for(base_model_type(config)).rotation.config_switches
         if rotated_layers is not None and rotates:
             setattr(config, rotated_layers, [1] * config.num_hidden_layers)
     setattr(config, ENTRY, {SCHEMES: [scheme], VERSION_KEY: entry[VERSION_KEY]})

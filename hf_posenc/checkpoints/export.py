@@ -126,9 +126,9 @@ def _unrotated_twin(
     base: BaseModel, stock: type[PreTrainedModel], patch: Patch
 ) -> tuple[type[PreTrainedModel], type[PreTrainedConfig]]:
     """Return model and config class of the family that computes the same and can leave layers unrotated."""
-    if base.family.unrotated_twin is None:
+    if base.family.rotation.unrotated_twin is None:
         raise UnsupportedModelError(_nothing_fits(patch, base))
-    own, twin = CONFIG_MAPPING[base.name], CONFIG_MAPPING[base.family.unrotated_twin]
+    own, twin = CONFIG_MAPPING[base.name], CONFIG_MAPPING[base.family.rotation.unrotated_twin]
     if own is twin:
         return stock, twin
     head = getattr(transformers, stock.__name__.replace(_stem(own), _stem(twin)), None)

@@ -190,7 +190,7 @@ def check_memory(model: PreTrainedModel) -> None:
     model = without_adapter(model)
     base, schemes = BaseModel.of(model), schemes_of(model)
     table, rotary = base.found.position_table, base.found.rotary
-    if base.family.bypasses_interface and not schemes:
+    if base.hides_attention:
         raise UnsupportedModelError(
             f"the attention of this {base.name} does not go through transformers' attention interface, and has tables "
             "or masks of its own that do not know of memory: patch it first"
@@ -211,7 +211,7 @@ def check_memory(model: PreTrainedModel) -> None:
             f"the rotary frequencies of this {base.name} depend on the length that has been read (rope_type "
             f"{by_length[0]}), and the keys in memory were turned by others"
         )
-    switches = base.family.temperature.items()
+    switches = base.family.rotation.attention_temperature.items()
     if base.has_temperature or any(
         getattr(each, name) != off for each in base.found.attentions for name, off in switches
     ):

@@ -1,161 +1,162 @@
-"""What the package has to know about a model family, as data, and its resolution against a live model."""
+"""The facts that the package needs of a model family, and the search for what they name in a live model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Query, key and value."""
+from .own_attention import OwnAttention
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
-    """Where a family of architectures keeps its layers and its native positions, and what of it cannot be patched.
+class Names:
+    """Names of a family's modules and attributes. The defaults are LLaMA's.
 
-    Names are dotted attribute paths. Nothing is guessed: `resolve` looks every name up before a model is changed.
+    Names that begin with `attention_` are attributes of the attention module, and with `config_` of the config. The
+    others are dotted paths to modules.
 
     Attributes:
-        model_types: the `config.model_type` values the family serves.
-        decoder: from the base model (`model.base_model`) to the module that owns the layers; `""`: the base itself,
-            as it is in any case for a model without a head that has layers.
-        layers: from the decoder to the `nn.ModuleList` of decoder layers.
-        attention: from a layer to its self-attention module. That module calls transformers' attention interface, or
-            the family says `bypasses_interface`; it has `scaling` and `layer_idx`, or the family says how to get them.
-        token_embedding: from the decoder to the token embedding.
-        rotary: from the decoder to the module that makes cos and sin for all layers; `None`: the family has none.
-        position_table: from the decoder to the native table of learned positions, an `nn.Embedding`; `None`: the family
-            has none.
-        table_offset: rows of the native table that precede the row of position 0.
-        slices_rotary: the family rotates only the first `cos.shape[-1]` dimensions of each head, so that a narrower
-            cos means partial rotation; otherwise the width of cos must be what the attention expects.
-        rotary_size: attribute of the attention module that holds how many dimensions of a head it rotates, where it
-            slices by that and not by the width of cos.
-        pairs: which dimensions of a head the family turns together: `half`, `(u, u + R/2)`, or `interleaved`,
-            `(2u, 2u + 1)`.
-        interleaved_if: config attribute that, where it is true, has neighbouring dimensions turned together; `None`:
-            `pairs` says it for all models.
-        angles: what its rotary module gives for the angles `a, b, ...` of the pairs: `list twice`, cosines and sines
-            `[a, b, ..., a, b, ...]`; `each twice`, `[a, a, b, b, ...]`; `once`, `[a, b, ...]`; `complex`, one tensor
-            `[e^ia, e^ib, ...]`.
-        rotary_part: attribute of the attention that holds the size of the part of each head which is set apart for
-            rotation (latent attention, MLA); `None`: rotation begins at the first dimension of a head.
-        rescales: its attention, when it is made, takes a factor of `scaling` from `rope_parameters` (YaRN's
-            `mscale_all_dim`).
-        query_is_scaled: queries reach the attention function already multiplied by `attention.scaling`, and it is
-            called with `scaling=1.0`.
-        refuse: config attributes that must be absent or falsy, each with the reason a user is told.
-        split_heads: `(attention, hidden_states (B, T, E))` -> query, key, value, each `(B, H, T, D)`, as the family's
-            own attention makes them. Only for families without rotary embedding, whose attention is replaced by one
-            that rotates; together with the next two.
-        merge_heads: `(attention, output (B, T, H, D))` -> `(B, T, E)`, output projection and residual dropout included.
-        attention_dropout: `(attention)` -> dropout probability of the attention weights while training.
-        use_rope_flag: attribute of the attention module that switches rotation on (truthy) or off for that layer;
-            `None`: every layer rotates, or `rotates` says which.
-        rotates: `(attention)` -> whether the family's code rotates in that layer, where it decides by itself.
-        rotated_layers: config attribute that holds one number per layer, 1 where it rotates; goes with `use_rope_flag`.
-        hybrid: some layers have no attention; they are those in which `attention` leads to no module with `scaling`.
-        undivided: why its sequences cannot be divided over processes; `None`: they can, unless it is `hybrid`.
-        heads: attribute of the attention that holds its number of query heads, where it differs by layer.
-        drops_position_ids: its `position_ids` do not reach the attention, or the layers.
-        coordinates: key of `rope_parameters` that divides the pairs of a head among several coordinates of a position,
-            (3, B, T), or (4, B, T) behind those of the text; `None`: a position is one number.
-        temperature: attributes of the attention by which queries are multiplied with a factor that grows with the
-            position, and the values that switch that off.
-        temperature_keys: keys of `rope_parameters` that do the same; the first is the strength of the factor, 0 for
-            none.
-        unrotated_twin: model type of the family, perhaps this one, that computes the same and can leave layers
-            unrotated: what a model whose layers are partly unrotated is exported as; `None`: there is none.
-        bypasses_interface: its attention never calls transformers' attention interface. Whatever the scheme, it is
-            replaced by one that does, in every layer; so there are no layers that keep what the base has, and
-            `without_positions` is needed beside the three functions above.
-        without_positions: `(attention, arguments)` -> the arguments of the stock forward, by name and without the
-            hidden states, changed so that its own positions do nothing; `attention_mask` is a float mask that is added
-            to scores. What the replaced attention leaves out is found by comparing with this.
-        add_residual: `(attention, merged (B, T, E), residual (B, T, E))` -> (B, T, E), where the attention itself adds
-            the residual that it is called with.
-        scaling: `(attention)` -> factor of the scores, where the attention has no attribute `scaling`.
-        layer_index: attribute of the attention that numbers the layers.
-        key_value_heads: attribute of the attention that holds how many heads keys and values have; `None`: the config
-            says it.
-        cache: argument of the attention that holds the key-value cache.
-        also_returns: attribute of the attention that it returns behind its output and its weights; `None`: nothing.
-        own_rotation: `(config)` -> the base's own rotation as transformers' `rope_parameters`, where the config does
-            not have them; empty if it rotates nothing.
-        idle_rotary: module of the decoder that makes cos and sin which nobody reads once the attention is replaced.
-        own_window: `(attention)` -> sliding window of the layer in tokens or `None`, where it is not in the mask.
-        length: attribute of the config that holds the length the base was made for; a config may lack it.
-        sized_by_length: modules of the family hold a matrix or table of that length, so that it is not raised where a
-            scheme has no limit.
-        positions_in_mask: position ids do not reach the layers; they are put into the position channel instead.
-        mask_as_bool: the decoder turns its mask into bools.
-        own_positions: what the base has for positions, in a few words for the list of families, where the other fields
-            do not say it.
-        note: what a user of schemes has to know of it beside the other fields, a clause for the list of families.
-        decoder_attributes: attributes of the decoder, and what they are set to in order to switch off positions that
-            the decoder makes itself.
+        decoder: path from the base model (`model.base_model`) to the module that owns the layers. `""` means the base
+            model itself. So does any path in a model without a head that has layers.
+        layers: path from the decoder to the `nn.ModuleList` of decoder layers.
+        attention: path from a layer to its self-attention module.
+        token_embedding: path from the decoder to the token embedding.
+        position_table: path from the decoder to the native table of positions, as a rule an `nn.Embedding`. `None`
+            means that the family has none.
+        attention_head_dim: size of a query's or a key's head.
+        attention_value_dim: size of a value's head; `None` means that of a query's.
+        attention_heads: number of query heads, where it differs by layer; `None` means the config's.
+        attention_key_value_heads: number of key heads; `None` means the config's.
+        attention_layer_index: number of the layer.
+        config_length: length in tokens that the base was made for. A config may lack it.
     """
 
-    model_types: tuple[str, ...]
     decoder: str = ""
     layers: str = "layers"
     attention: str = "self_attn"
     token_embedding: str = "embed_tokens"
-    rotary: str | None = "rotary_emb"
     position_table: str | None = None
-    table_offset: int = 0
+    attention_head_dim: str = "head_dim"
+    attention_value_dim: str | None = None
+    attention_heads: str | None = None
+    attention_key_value_heads: str | None = None
+    attention_layer_index: str = "layer_idx"
+    config_length: str = "max_position_embeddings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotationFacts:
+    """How a base rotates queries and keys. The defaults are LLaMA's.
+
+    Names that begin with `attention_` are attributes of the attention module, with `config_` of the config, and with
+    `parameter_` keys of the config's `rope_parameters`.
+
+    Attributes:
+        rotary: path from the decoder to the module that makes cos and sin for all layers. `None` means that there is
+            none: the base rotates nothing, or its attention rotates in code of its own.
+        pairs: which dimensions of a head are rotated together: `half`, `(u, u + R/2)`, or `interleaved`,
+            `(2u, 2u + 1)`.
+        config_interleaved: where this is true, neighbouring dimensions are rotated together, whatever `pairs` says.
+        angles: what the rotary module returns for the angles `a, b, ...` of the pairs: `list twice`, cosines and sines
+            `[a, b, ..., a, b, ...]`; `each twice`, `[a, a, b, b, ...]`; `once`, `[a, b, ...]`; `complex`, one tensor
+            `[e^ia, e^ib, ...]`.
+        slices_rotary: the attention rotates only the first `cos.shape[-1]` dimensions of each head, so that a narrower
+            cos means partial rotation. Otherwise cos must be as wide as the attention expects.
+        attention_size: number of dimensions of a head that are rotated, where the attention slices by that and not by
+            the width of cos.
+        attention_part: size of the part of each head that is set apart for rotation (latent attention, MLA). `None`
+            means that rotation begins at the first dimension of a head.
+        attention_switch: switches rotation on (truthy) or off in that layer. `None` means that every layer rotates, or
+            that `rotates` decides.
+        config_switches: holds one number per layer, 1 where it rotates. It goes with `attention_switch`.
+        rotates: `(attention)` -> whether that layer rotates, where the family's code decides.
+        rescales: when an attention is made, it takes a factor of `scaling` from `rope_parameters` (YaRN's
+            `mscale_all_dim`).
+        parameter_coordinates: divides the pairs of a head among several coordinates of a position, (3, B, T), or
+            (4, B, T) behind those of the text. `None` means that a position is one number.
+        parameter_temperature: keys by which queries are multiplied with a factor that grows with the position. The
+            first is the strength of the factor, 0 for none.
+        attention_temperature: attributes of the attention that do the same, each with the value that switches it off.
+        unrotated_twin: model type, perhaps this one, that computes the same and can leave layers unrotated. A model
+            whose layers are partly unrotated is exported as that. `None` means that there is none.
+    """
+
+    rotary: str | None = "rotary_emb"
+    pairs: Literal["half", "interleaved"] = "half"
+    config_interleaved: str | None = None
+    angles: Literal["list twice", "each twice", "once", "complex"] = "list twice"
     slices_rotary: bool = False
-    rotary_size: str | None = None
-    pairs: str = "half"
-    interleaved_if: str | None = None
-    angles: str = "list twice"
-    rotary_part: str | None = None
-    rescales: bool = False
-    query_is_scaled: bool = False
-    refuse: Mapping[str, str] = field(default_factory=dict)
-    split_heads: Callable[[nn.Module, torch.Tensor], Heads] | None = None
-    merge_heads: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
-    attention_dropout: Callable[[nn.Module], float] | None = None
-    use_rope_flag: str | None = None
-    rotated_layers: str | None = None
+    attention_size: str | None = None
+    attention_part: str | None = None
+    attention_switch: str | None = None
+    config_switches: str | None = None
     rotates: Callable[[nn.Module], bool] | None = None
+    rescales: bool = False
+    parameter_coordinates: str | None = None
+    parameter_temperature: tuple[str, ...] = ()
+    attention_temperature: Mapping[str, Any] = field(default_factory=dict)
+    unrotated_twin: str | None = None
+
+
+NO_ROTARY = RotationFacts(rotary=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Where a family of architectures keeps its layers and its positions, and which of its settings are refused.
+
+    Nothing is guessed: `resolve` looks every name up before a model is changed.
+
+    Attributes:
+        model_types: the `config.model_type` values that the family serves.
+        names: of its modules and attributes.
+        rotation: how it rotates queries and keys.
+        attention: the pieces of its attention, for a family without a rotary module. `None` means that its attention
+            cannot be replaced: it must call transformers' attention interface, and no scheme can rotate there unless
+            there is a rotary module.
+        refuse: config attributes that must be absent or falsy, each with the reason a user is told.
+        table_offset: number of rows in the native table that precede the row of position 0.
+        hybrid: some layers have no attention. In these `names.attention` leads to no module with `scaling`.
+        undivided: why its sequences cannot be divided over processes. `None` means that they can, unless it is
+            `hybrid`.
+        drops_position_ids: its `position_ids` do not reach the attention, or the layers.
+        positions_in_mask: its `position_ids` do not reach the layers, and are put into the position channel instead.
+        mask_as_bool: its decoder turns the mask into bools.
+        sized_by_length: its modules hold a matrix or table of the length that the config says, so that this length is
+            not raised where a scheme has no limit.
+        own_positions: the base's positions in a few words for the list of families, where the other fields do not say
+            it.
+        note: a clause for the list of families, with what a user of schemes has to know beside the other fields.
+    """
+
+    model_types: tuple[str, ...]
+    names: Names = Names()
+    rotation: RotationFacts = RotationFacts()
+    attention: OwnAttention | None = None
+    refuse: Mapping[str, str] = field(default_factory=dict)
+    table_offset: int = 0
     hybrid: bool = False
     undivided: str | None = None
-    heads: str | None = None
     drops_position_ids: bool = False
-    coordinates: str | None = None
-    temperature: Mapping[str, Any] = field(default_factory=dict)
-    temperature_keys: tuple[str, ...] = ()
-    unrotated_twin: str | None = None
-    bypasses_interface: bool = False
-    without_positions: Callable[[nn.Module, dict[str, Any]], dict[str, Any]] | None = None
-    add_residual: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    scaling: Callable[[nn.Module], float] | None = None
-    layer_index: str = "layer_idx"
-    key_value_heads: str | None = None
-    cache: str = "past_key_values"
-    also_returns: str | None = None
-    own_rotation: Callable[[Any], dict[str, Any]] | None = None
-    idle_rotary: str | None = None
-    own_window: Callable[[nn.Module], int | None] | None = None
-    length: str = "max_position_embeddings"
-    sized_by_length: bool = False
     positions_in_mask: bool = False
     mask_as_bool: bool = False
+    sized_by_length: bool = False
     own_positions: str | None = None
     note: str = ""
-    decoder_attributes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_table(self) -> bool:
         """Whether positions enter at the input, from a table."""
-        return self.position_table is not None
+        return self.names.position_table is not None
+
+    @property
+    def always_replaced(self) -> bool:
+        """Whether the attention is replaced under every scheme, since it never calls transformers' interface."""
+        return self.attention is not None and self.attention.bypasses_interface
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class Resolved:
         token_embedding: the token embedding.
         rotary: the module that makes cos and sin, or `None`.
         position_table: the native table of learned positions, or `None`.
-        rotated: for each layer, whether the base turns its queries and keys.
+        rotated: for each layer, whether the base rotates its queries and keys.
     """
 
     decoder: nn.Module
@@ -196,68 +197,52 @@ def base_model_type(config: Any) -> str:
 
 
 def resolve(family: Family, model: nn.Module) -> Resolved:
-    """Looks up everything an family names in a live model, and changes nothing.
+    """Look up everything that a family names in a live model, and change nothing.
 
     Args:
-        family: the family of the model's family.
+        family: the family of the model's type.
         model: a transformers model, with or without a head.
 
     Returns:
-        The modules found.
+        The modules.
 
     Raises:
-        UnsupportedModelError: the config has a setting the family refuses, or a name leads nowhere; the message has
-            the family's field, the dotted name and the class of the module it was looked up in.
+        UnsupportedModelError: the config has a setting that the family refuses, or a name leads nowhere. The message
+            has the family's field, the dotted name and the class of the module it was looked up in.
     """
-    config = model.config
-    for attribute, reason in family.refuse.items():
-        value = getattr(config, attribute, None)
-        if value:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be patched: config.{attribute} = {_shown(value)}; {reason}"
-            )
-    # Upstream's own switch for turning any decoder into an encoder: the "causal" mask is then bidirectional.
-    if not getattr(config, "is_causal", True):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be patched: config.is_causal = {config.is_causal}; "
-            "every scheme is defined for keys at or before the query; set it to True"
-        )
-
+    _check_config(family, model)
+    names = family.names
     decoder = decoder_of(family, model)
-    found = _module(family, "layers", decoder)
+    found = _module(family, "layers", names.layers, decoder)
     if not isinstance(found, nn.ModuleList) or len(found) == 0:
         raise UnsupportedModelError(
-            f"family for {', '.join(family.model_types)}: layers={family.layers!r} of {type(decoder).__name__} is "
+            f"family for {', '.join(family.model_types)}: layers={names.layers!r} of {type(decoder).__name__} is "
             f"no ModuleList with at least one layer, but {_shown(found)}"
         )
     layers = [getattr(layer, "_orig_mod", layer) for layer in found]  # torch.compile(layer) wraps one, and hides hooks
     attentions = {
-        index: _module(family, "attention", layer)
+        index: _module(family, "attention", names.attention, layer)
         for index, layer in enumerate(layers)
-        if not family.hybrid or _attends(family, layer)
+        if not family.hybrid or hasattr(_follow(names.attention, layer), "scaling")
     }
     if not attentions:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be patched: none of its layers has attention")
-    named = (family.layer_index, family.use_rope_flag, family.rotary_size, family.rotary_part, family.heads)
     for attention in attentions.values():
-        for needed in ("scaling" if family.scaling is None else None, *named, family.key_value_heads):
-            if needed is not None and not hasattr(attention, needed):
-                raise UnsupportedModelError(
-                    f"family for {', '.join(family.model_types)}: attention={family.attention!r} is a "
-                    f"{type(attention).__name__}, which has no attribute {needed!r}"
-                )
+        _check_attributes(family, attention)
+    path: Any = family.rotation.rotary
     # Set to None, it says that this model rotates nothing, as some settings of some families do.
-    unset = family.rotary is not None and getattr(decoder, family.rotary, decoder) is None
-    rotary = None if family.rotary is None or unset else _module(family, "rotary", decoder)
+    unset = path is not None and getattr(decoder, path, decoder) is None
+    rotary = None if path is None or unset else _module(family, "rotary", path, decoder)
+    table = names.position_table
     return Resolved(
         decoder=decoder,
         layers=layers,
         attention_of=attentions,
-        token_embedding=_module(family, "token_embedding", decoder),
+        token_embedding=_module(family, "token_embedding", names.token_embedding, decoder),
         rotary=rotary,
-        position_table=_module(family, "position_table", decoder) if family.position_table is not None else None,
+        position_table=None if table is None else _module(family, "position_table", table, decoder),
         rotated=tuple(
-            rotary is not None and index in attentions and _rotates(family, attentions[index])
+            rotary is not None and index in attentions and _rotates(family.rotation, attentions[index])
             for index in range(len(layers))
         ),
     )
@@ -270,28 +255,67 @@ def decoder_of(family: Family, model: nn.Module) -> nn.Module:
         UnsupportedModelError: if the name leads nowhere.
     """
     base: Any = model.base_model
-    return base if base is model and hasattr(base, family.layers) else _module(family, "decoder", base)
+    if base is model and hasattr(base, family.names.layers):
+        return model
+    return _module(family, "decoder", family.names.decoder, base)
 
 
-def _attends(family: Family, layer: nn.Module) -> bool:
-    found: Any = layer
-    for attribute in family.attention.split("."):
-        found = getattr(found, attribute, None)
-    return hasattr(found, "scaling")
+def _check_config(family: Family, model: Any) -> None:
+    """Raise UnsupportedModelError if the config has a setting that the family refuses."""
+    for attribute, reason in family.refuse.items():
+        value = getattr(model.config, attribute, None)
+        if value:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be patched: config.{attribute} = {_shown(value)}; {reason}"
+            )
+    # Upstream's own switch for turning any decoder into an encoder: the "causal" mask is then bidirectional.
+    if not getattr(model.config, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be patched: config.is_causal = {model.config.is_causal}; "
+            "every scheme is defined for keys at or before the query; set it to True"
+        )
 
 
-def _rotates(family: Family, attention: nn.Module) -> bool:
-    if family.rotates is not None:
-        return family.rotates(attention)
-    return family.use_rope_flag is None or bool(getattr(attention, family.use_rope_flag))
+def _check_attributes(family: Family, attention: nn.Module) -> None:
+    """Raise UnsupportedModelError if an attention module lacks an attribute that the family names."""
+    names, rotation = family.names, family.rotation
+    for needed in (
+        None if family.always_replaced else "scaling",
+        names.attention_layer_index,
+        names.attention_head_dim,
+        names.attention_value_dim,
+        names.attention_heads,
+        names.attention_key_value_heads,
+        rotation.attention_switch,
+        rotation.attention_size,
+        rotation.attention_part,
+        *rotation.attention_temperature,
+    ):
+        if needed is not None and not hasattr(attention, needed):
+            raise UnsupportedModelError(
+                f"family for {', '.join(family.model_types)}: attention={names.attention!r} is a "
+                f"{type(attention).__name__}, which has no attribute {needed!r}"
+            )
 
 
-def _module(family: Family, name_of_field: str, parent: nn.Module) -> nn.Module:
-    """The module that the dotted name in one of the family's fields leads to from `parent`."""
-    path: str = getattr(family, name_of_field)
+def _rotates(rotation: RotationFacts, attention: nn.Module) -> bool:
+    """Return whether a base rotates in the layer of an attention."""
+    if rotation.rotates is not None:
+        return rotation.rotates(attention)
+    return rotation.attention_switch is None or bool(getattr(attention, rotation.attention_switch))
+
+
+def _follow(path: str, parent: nn.Module) -> object:
+    """Return what a dotted path leads to from a module, or `None` where it leads nowhere."""
     found: Any = parent
     for attribute in path.split(".") if path else ():
         found = getattr(found, attribute, None)
+    return found
+
+
+def _module(family: Family, name_of_field: str, path: str, parent: nn.Module) -> nn.Module:
+    """Return the module that the dotted path in one of the family's fields leads to."""
+    found = _follow(path, parent)
     if not isinstance(found, nn.Module):
         raise UnsupportedModelError(
             f"family for {', '.join(family.model_types)}: {name_of_field}={path!r} is no module of "
@@ -301,6 +325,6 @@ def _module(family: Family, name_of_field: str, parent: nn.Module) -> nn.Module:
 
 
 def _shown(value: object) -> str:
-    """A value for a message: itself when short, otherwise its type."""
+    """Return a value for a message: its text when that is short, otherwise its type."""
     text = repr(value)
     return text if len(text) <= 80 else f"<{type(value).__name__}>"

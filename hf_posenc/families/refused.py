@@ -1,4 +1,4 @@
-"""Model types that are not served, by what stands in the way. Whoever describes one as a `Family` takes it off here."""
+"""Model types that are not served, each with its reason. Whoever describes one as a `Family` takes it off here."""
 
 from __future__ import annotations
 
@@ -110,14 +110,7 @@ REFUSALS = (
     ),
     # ---------------------------------------------------------------------------------------- other kinds of attention
     Refusal(
-        model_types=(
-            "axk2",
-            "deepseek_v32",
-            "dots3_note_text",
-            "glm_moe_dsa",
-            "hy_v4",
-            "qwen4_exp_text",
-        ),
+        model_types=("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"),
         reason=_INDEXER,
     ),
     Refusal(
@@ -132,10 +125,7 @@ REFUSALS = (
         model_types=("doge",),
         reason="its mask enters arithmetic: a learned one is made of it before attention is called",
     ),
-    Refusal(
-        model_types=("reformer",),
-        reason="its attention is code of its own, by hashing and within chunks",
-    ),
+    Refusal(model_types=("reformer",), reason="its attention is code of its own, by hashing and within chunks"),
     Refusal(
         model_types=("zaya",),
         reason="its queries, keys and values mix each token with the ones before it, so that order is in them whatever "
@@ -156,10 +146,7 @@ REFUSALS = (
         reason="two stacks of layers are run several times for each token, so that a layer is not one place",
     ),
     Refusal(model_types=("longcat_flash",), reason="each of its layers has two attentions"),
-    Refusal(
-        model_types=("moshi",),
-        reason="each attention has a rotary module of its own, and none serves all layers",
-    ),
+    Refusal(model_types=("moshi",), reason="each attention has a rotary module of its own, and none serves all layers"),
     Refusal(
         model_types=("zamba", "zamba2"),
         reason="layers share an attention, which is told with each call for which of them it is run",

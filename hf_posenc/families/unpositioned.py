@@ -1,38 +1,33 @@
 """Hybrids whose attention has no positions of its own: order reaches it through their other layers."""
 
-import torch
-from torch import nn
+from typing import Any
 
-from . import heads
-from .base import Family
-
-
-def merge_heads(attention: nn.Module, output: torch.Tensor) -> torch.Tensor:
-    """`(B, T, E)` from the attention function's output `(B, T, H, D)`."""
-    return attention.o_proj(output.flatten(2))
+from .base import NO_ROTARY, Family, Names
+from .own_attention import OwnAttention
 
 
-def attention_dropout(attention: nn.Module) -> float:
-    """Probability with which attention weights are dropped while training."""
-    return attention.attention_dropout
+class _Jamba(OwnAttention):
+    output_projection = "o_proj"
 
-
-def _family(model_type: str, **names: str) -> Family:
-    return Family(
-        model_types=(model_type,),
-        hybrid=True,
-        rotary=None,
-        split_heads=heads.split,
-        merge_heads=merge_heads,
-        attention_dropout=attention_dropout,
-        **names,
-    )
+    def dropout(self, attention: Any) -> float:
+        return attention.attention_dropout
 
 
 FAMILIES = (
-    _family("jamba"),
+    Family(model_types=("jamba",), rotation=NO_ROTARY, attention=_Jamba(), hybrid=True),
     # A layer is one mixer: attention, a state-space model, an MLP or experts.
-    _family("nemotron_h", attention="mixer", token_embedding="embeddings"),
+    Family(
+        model_types=("nemotron_h",),
+        names=Names(attention="mixer", token_embedding="embeddings"),
+        rotation=NO_ROTARY,
+        attention=_Jamba(),
+        hybrid=True,
+    ),
     # Latent attention, in which nothing can be rotated from outside.
-    Family(model_types=("kimi_linear",), hybrid=True, rotary=None),
+    Family(
+        model_types=("kimi_linear",),
+        names=Names(attention_head_dim="qk_head_dim", attention_value_dim="v_head_dim"),
+        rotation=NO_ROTARY,
+        hybrid=True,
+    ),
 )

@@ -19,11 +19,11 @@ def attend_through_us(undo: Undo, base: BaseModel, engine: str = "auto") -> None
     """
     for layer, attention in base.found.attention_of.items():
         state = on_attention(attention)
-        if base.family.heads is not None:
+        if base.family.names.attention_heads is not None:
             keep(undo, attention, state, heads=base.sizes[layer].num_heads)
         if "posenc" not in attention._modules:
             set_module(undo, attention, "posenc", WithoutPositions())
-            chosen = state.window is not None or base.family.bypasses_interface
+            chosen = state.window is not None or base.family.always_replaced
             keep(undo, attention, on_attention(attention), engine=engine if chosen else "auto")
     for config in base.configs:
         set_attribute(undo, config, "_attn_implementation_internal", NAME)

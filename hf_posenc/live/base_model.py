@@ -19,6 +19,7 @@ from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream.attention import SPLIT_HEADS
 from .eval_mode import evaluation
 from .rotation import BaseRotation
+from .state import patch_of
 from .watch import entering
 
 SAMPLE = 4096
@@ -76,7 +77,7 @@ class BaseModel:
     @property
     def length(self) -> int | None:
         """The length the base was made for, in tokens, or None if its config does not say."""
-        return getattr(self.config, self.family.length, None)
+        return getattr(self.config, self.family.names.config_length, None)
 
     @property
     def dims(self) -> Dims:
@@ -101,8 +102,13 @@ class BaseModel:
     @property
     def has_temperature(self) -> bool:
         """Whether queries of all layers are multiplied by a factor that grows with the position."""
-        keys = self.family.temperature_keys
+        keys = self.family.rotation.parameter_temperature
         return bool(keys) and bool(self.config.rope_parameters.get(keys[0]))
+
+    @property
+    def hides_attention(self) -> bool:
+        """Whether nobody sees its queries and keys: a stock model that never calls transformers' interface."""
+        return self.family.always_replaced and patch_of(self.model) is None
 
     @property
     def has_table(self) -> bool:
@@ -138,8 +144,9 @@ class BaseModel:
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window that the base gives a layer, in tokens, or None."""
-        if self.family.own_window is not None:
-            return self.family.own_window(self.found.attentions[layer])
+        own = self.family.attention
+        if own is not None and (window := own.window(self.found.attention_of.get(layer))) is not None:
+            return window
         types = getattr(self.config, "layer_types", None)
         if types is not None and types[layer] != "sliding_attention":
             return None
@@ -180,18 +187,18 @@ class BaseModel:
 
 def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims:
     """Return the sizes of one attention."""
-    heads = config.num_attention_heads if family.heads is None else getattr(attention, family.heads)
-    own = None if family.key_value_heads is None else int(getattr(attention, family.key_value_heads))
-    size = next(
-        getattr(attention, name) for name in ("qk_head_dim", "head_dim", "head_size") if hasattr(attention, name)
-    )
+    names = family.names
+    heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)
+    keys = names.attention_key_value_heads
+    own = None if keys is None else int(getattr(attention, keys))
+    size = getattr(attention, names.attention_head_dim)
     return Dims(
         num_heads=heads,
         num_key_value_heads=own or getattr(config, "num_key_value_heads", None) or heads,
         head_dim=size,
         hidden_size=config.hidden_size,
         num_layers=num_layers,
-        value_dim=getattr(attention, "v_head_dim", size),
+        value_dim=getattr(attention, names.attention_value_dim or names.attention_head_dim),
     )
 
 

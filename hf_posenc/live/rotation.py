@@ -37,7 +37,7 @@ class BaseRotation:
     @property
     def dims(self) -> Dims:
         """Sizes of what is rotated: heads, or the part of each head that is set apart for rotation."""
-        part = self.family.rotary_part
+        part = self.family.rotation.attention_part
         if part is None:
             return self.attention_dims
         return replace(self.attention_dims, head_dim=getattr(self.found.attentions[0], part))
@@ -45,19 +45,19 @@ class BaseRotation:
     @property
     def pairs(self) -> str:
         """Which dimensions the base turns together, `half` or `interleaved`."""
-        flag = self.family.interleaved_if
-        return "interleaved" if flag is not None and getattr(self.config, flag) else self.family.pairs
+        flag = self.family.rotation.config_interleaved
+        return "interleaved" if flag is not None and getattr(self.config, flag) else self.family.rotation.pairs
 
     @property
     def length(self) -> int | None:
         """The length the base was made for, in tokens, or None if its config does not say."""
-        return getattr(self.config, self.family.length, None)
+        return getattr(self.config, self.family.names.config_length, None)
 
     def own(self) -> dict[str, Any]:
         """Return the base's own `rope_parameters`, as far as transformers reads them."""
-        own = own_rotation(self._config(), self.dims, self.found.rotary, self.family.slices_rotary)
-        if self.family.coordinates is not None:  # no choice of a scheme's
-            own.pop(self.family.coordinates, None)
+        own = own_rotation(self._config(), self.dims, self.found.rotary, self.family.rotation.slices_rotary)
+        if self.family.rotation.parameter_coordinates is not None:  # no choice of a scheme's
+            own.pop(self.family.rotation.parameter_coordinates, None)
         return own
 
     def is_own(self, scheme: RotaryScheme) -> bool:
@@ -94,7 +94,7 @@ class BaseRotation:
             if self.length is None and None in starts:
                 raise ValueError(
                     f"{scheme.name}: a scaling starts from the length that the base was made for, which the config of "
-                    f"{self._name} does not say: set config.{self.family.length}"
+                    f"{self._name} does not say: set config.{self.family.names.config_length}"
                 )
             self.make(parameters)  # raises if it cannot
         return scheme
@@ -106,9 +106,9 @@ class BaseRotation:
             return False
         if any(on_layer(self.found.layers[layer]).rotation is not None for layer in layers):
             return False
-        if scheme.leaves_dimensions and not self.family.slices_rotary:
+        if scheme.leaves_dimensions and not self.family.rotation.slices_rotary:
             return False
-        if (size := self.family.rotary_size) is None:
+        if (size := self.family.rotation.attention_size) is None:
             return True
         turned = int(self.attention_dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
         return all(getattr(self.found.attention_of[layer], size) == turned for layer in layers)
@@ -136,15 +136,17 @@ class BaseRotation:
             if rotation.setdefault("partial_rotary_factor", 1.0) == 1.0:
                 if "partial_rotary_factor" not in written[kind]:
                     del rotation["partial_rotary_factor"]
-        if (key := self.family.coordinates) is not None and key in self.config.rope_parameters:
+        if (key := self.family.rotation.parameter_coordinates) is not None and key in self.config.rope_parameters:
             wanted[None][key] = self.config.rope_parameters[key]
         return wanted[None] if None in wanted else wanted
 
     def make(self, parameters: dict[str, Any]) -> nn.Module:
         """Return a rotary module of transformers with these `rope_parameters`."""
-        rotary = make_rotary(parameters, self._config(), self.dims, self.found.rotary, self.family.slices_rotary)
+        rotary = make_rotary(
+            parameters, self._config(), self.dims, self.found.rotary, self.family.rotation.slices_rotary
+        )
         if isinstance(rotary, PartialRotary):
-            rotary.takes = rotary.gives = self.family.angles
+            rotary.takes = rotary.gives = self.family.rotation.angles
         return rotary
 
     def scaling_with(self, layer: int, parameters: dict[str, Any]) -> float:
@@ -153,7 +155,7 @@ class BaseRotation:
         config = copy.deepcopy(self.config)
         config.rope_parameters = parameters
         with torch.device("meta"):
-            return float(type(attention)(config, getattr(attention, self.family.layer_index)).scaling)
+            return float(type(attention)(config, getattr(attention, self.family.names.attention_layer_index)).scaling)
 
     @property
     def _name(self) -> str:
@@ -161,7 +163,7 @@ class BaseRotation:
 
     def _check_attention(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> None:
         """Raise UnsupportedModelError if the base's attention cannot be made to turn its queries and keys so."""
-        if self.found.rotary is None and self.family.split_heads is None:
+        if self.found.rotary is None and self.family.attention is None:
             raise UnsupportedModelError(
                 f"{scheme.name}: this {self._name} rotates nothing, and its attention makes queries and keys where no "
                 "rotation can be put"
@@ -172,7 +174,7 @@ class BaseRotation:
                 f"{scheme.name}: {self._name} rotates by {by} in its own code, so layout={scheme.pairs!r} cannot be "
                 "had: the rows of its query and key projections would have to be reordered"
             )
-        if self.family.rotates is not None and scheme.layers is not None:
+        if self.family.rotation.rotates is not None and scheme.layers is not None:
             still = [layer for layer in layers if not self.found.rotated[layer]]
             if still:
                 raise UnsupportedModelError(
@@ -185,8 +187,8 @@ class BaseRotation:
 
     def _config(self) -> Any:
         """Return the config that says how the base rotates, one made for that where its own says it otherwise."""
-        if self.family.own_rotation is None:
+        if self.family.attention is None:
             return self.config
         config = LlamaConfig(**({} if self.length is None else {"max_position_embeddings": self.length}))
-        config.rope_parameters = self.family.own_rotation(self.config)
+        config.rope_parameters = self.family.attention.rope_parameters(self.config)
         return config

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..families.own_attention import OwnAttention
 from ..layer_state import STATE, on_attention, on_decoder, on_layer
 from ..live.attend import attend_through_us
 from ..live.base_model import BaseModel
 from ..live.undo import Undo, add_pre_hook, keep, register_buffer, set_attribute, set_class, set_module
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared
 from ..schemes.base import Dims, RotaryScheme, Scheme
-from ..upstream.replaced import ReplacedAttention, replaced_class
+from ..upstream.replaced import replaced_class
 from ..upstream.rotary import (
     ORIGINAL_LENGTH,
     IdentityRotary,
@@ -105,23 +106,23 @@ class ModelSite:
 
     def silence_rotation(self) -> None:
         """Switch off the base's own rotation in the layers, and factors of queries that grow with the position."""
-        found, family = self.base.found, self.base.family
+        found, rotation = self.base.found, self.base.family.rotation
         for layer in self.layers:
             if layer in found.attention_of:
-                for name, value in family.temperature.items():
+                for name, value in rotation.attention_temperature.items():
                     set_attribute(self.undo, found.attention_of[layer], name, value)
-        for config in self.base.configs if family.temperature_keys else ():
-            off = {**config.rope_parameters, family.temperature_keys[0]: 0.0}
+        for config in self.base.configs if rotation.parameter_temperature else ():
+            off = {**config.rope_parameters, rotation.parameter_temperature[0]: 0.0}
             set_attribute(self.undo, config, "rope_parameters", off)
         if found.rotary is None:
             return
-        identity = IdentityRotary(found.rotary, family.angles)
+        identity = IdentityRotary(found.rotary, rotation.angles)
         if self.plan.rotated_by_base():
             known = STILL in found.decoder._modules
             still = Reference(found.decoder, STILL) if known else self._own(STILL, identity)
             give_rotation(self, still, takes_layer_type=len(identity.pairs) > 1)
-        elif not isinstance(found.decoder.get_submodule(str(family.rotary)), IdentityRotary):
-            set_module(self.undo, found.decoder, str(family.rotary), identity)
+        elif not isinstance(found.decoder.get_submodule(str(rotation.rotary)), IdentityRotary):
+            set_module(self.undo, found.decoder, str(rotation.rotary), identity)
 
     def share(self, module: nn.Module) -> Reference:
         """Let the decoder own a module that the layers share."""
@@ -149,26 +150,26 @@ class ModelSite:
 
     def at_input(self, module: PositionEmbedding) -> None:
         """Add the vectors that a module makes to the hidden states that enter the first layer."""
-        found, family = self.base.found, self.base.family
+        found, names = self.base.found, self.base.family.names
         if found.position_table is None:
             self.before_layer(0, module)
             self.on_layers, self.at_first = False, True
             return
-        assert family.position_table is not None
+        assert names.position_table is not None
         self.adds_vectors = True
-        module.like = Reference(found.decoder, family.token_embedding)
-        set_module(self.undo, found.decoder, family.position_table, module)
+        module.like = Reference(found.decoder, names.token_embedding)
+        set_module(self.undo, found.decoder, names.position_table, module)
         self._list(module)
 
     def turn(self, scheme: RotaryScheme) -> None:
         """Turn the queries and keys of the layers as the scheme says."""
-        base, found, family = self.base, self.base.found, self.base.family
+        base, found, facts = self.base, self.base.found, self.base.family.rotation
         if base.rotation.is_own(scheme) and all(found.rotated[layer] for layer in self.layers):
             self._take_all_turned(found.rotary)
             return  # the base's own rotation is right as it is: nothing to do, and so nothing to get wrong
-        if scheme.layers is not None and family.use_rope_flag is not None:
+        if scheme.layers is not None and facts.attention_switch is not None:
             for layer in self.layers:  # named, so turned, though the base may leave it out
-                set_attribute(self.undo, found.attention_of[layer], family.use_rope_flag, 1)
+                set_attribute(self.undo, found.attention_of[layer], facts.attention_switch, 1)
         if base.rotation.is_own(scheme):
             return
         parameters = base.rotation.parameters(scheme)
@@ -177,21 +178,20 @@ class ModelSite:
             rotation = self._own("rotary_emb", rotary)
             for layer in self.layers:
                 attention = found.attention_of[layer]
-                pairs = scheme.pairs or family.pairs
+                pairs = scheme.pairs or facts.pairs
                 keep(self.undo, attention, on_attention(attention), rotation=rotation, pairs=pairs)
-                _replace_attention(self.undo, base, attention)
             self.on_attentions = STATE
         elif len(self.layers) == len(self.base.sizes):
-            assert family.rotary is not None
-            set_module(self.undo, found.decoder, family.rotary, rotary)
+            assert facts.rotary is not None
+            set_module(self.undo, found.decoder, facts.rotary, rotary)
             if parameters is not None:
                 own: Any = base.config.rope_parameters
-                beside = {key: own[key] for key in family.temperature_keys if key in own and key not in parameters}
+                beside = {key: own[key] for key in facts.parameter_temperature if key in own and key not in parameters}
                 for config in base.configs:
                     set_attribute(self.undo, config, "rope_parameters", {**parameters, **beside})
         else:
             give_rotation(self, self._own("posenc_rotary", rotary), takes_layer_type=_is_by_layer_type(parameters))
-        if family.rescales and parameters is not None:
+        if facts.rescales and parameters is not None:
             for layer in self.layers:
                 scaling = base.rotation.scaling_with(layer, parameters)
                 set_attribute(self.undo, found.attention_of[layer], "scaling", scaling)
@@ -200,22 +200,22 @@ class ModelSite:
 
     def _take_all_turned(self, rotary: nn.Module | None) -> None:
         """Tell attention that slices by a number of its own how many dimensions there are cosines for."""
-        if (name := self.base.family.rotary_size) is not None and rotary is not None:
+        if (name := self.base.family.rotation.attention_size) is not None and rotary is not None:
             size = turned_dimensions(rotary)
             for layer in self.layers:
                 set_attribute(self.undo, self.base.found.attention_of[layer], name, size)
 
     def _rotary(self, scheme: RotaryScheme, parameters: dict[str, Any] | None) -> nn.Module:
         """Return the module that makes the angles."""
-        found, family = self.base.found, self.base.family
+        found, facts = self.base.found, self.base.family.rotation
         rotary: nn.Module
         if parameters is not None:
             rotary = self.base.rotation.make(parameters)
         else:
             dims = self.base.rotation.dims
             rotary = scheme.build(dims)
-            if found.rotary is not None and not family.slices_rotary:  # which turns whole heads
-                rotary = PartialRotary(rotary, dims.head_dim, gives=family.angles)
+            if found.rotary is not None and not facts.slices_rotary:  # which turns whole heads
+                rotary = PartialRotary(rotary, dims.head_dim, gives=facts.angles)
         if (types := getattr(found.rotary, "layer_types", None)) is not None:
             rotary.layer_types = types  # decoders ask their rotary module for which types it has angles
         parameter = next(found.decoder.parameters())
@@ -264,7 +264,7 @@ def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: boo
             on_layer(layer),
             rotation=rotation,
             rotation_arguments=(types[index],) if takes_layer_type else (),
-            coordinates=site.base.family.coordinates is not None,
+            coordinates=site.base.family.rotation.parameter_coordinates is not None,
         )
 
 
@@ -287,9 +287,8 @@ def operate(undo: Undo, plan: Plan) -> list[PositionModule]:
         marker = MARKER + scheme.name + (f"_{again + 1}" if again else "")
         sites.append(ModelSite(undo, plan, scheme, owners, marker))
     _silence_base(undo, plan, sites)
-    if plan.base.family.bypasses_interface:
-        for attention in plan.base.found.attentions:
-            _replace_attention(undo, plan.base, attention)
+    for layer in plan.replaced:
+        _replace_attention(undo, plan.base, plan.base.found.attention_of[layer])
     for site in sites:
         site.scheme.acts_on.put(site.scheme, site)
         if site.scheme.window is not None:
@@ -310,26 +309,25 @@ def _silence_base(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
     for site in sites:
         site.scheme.acts_on.silence(site)
     if found.position_table is not None and not plan.kept:
-        assert family.position_table is not None
+        assert family.names.position_table is not None
         silent = NoEmbedding(plan.base.dims.hidden_size)
-        silent.like = Reference(found.decoder, family.token_embedding)
-        set_module(undo, found.decoder, family.position_table, silent)
-    if family.idle_rotary is not None:
-        native = found.decoder.get_submodule(family.idle_rotary)
-        set_module(undo, found.decoder, family.idle_rotary, IdentityRotary(native))
-    for name, value in family.decoder_attributes.items():
+        silent.like = Reference(found.decoder, family.names.token_embedding)
+        set_module(undo, found.decoder, family.names.position_table, silent)
+    own = family.attention or OwnAttention()
+    if own.idle_rotary is not None:
+        native = found.decoder.get_submodule(own.idle_rotary)
+        set_module(undo, found.decoder, own.idle_rotary, IdentityRotary(native))
+    for name, value in own.decoder_attributes.items():
         set_attribute(undo, found.decoder, name, value)
 
 
 def _replace_attention(undo: Undo, base: BaseModel, attention: nn.Module) -> None:
     """Put our class in front of the class of an attention, unless it is there."""
     family = base.family
-    if isinstance(attention, ReplacedAttention):
-        return
-    window = None if family.own_window is None else family.own_window(attention)
+    own = family.attention or OwnAttention()
+    window = own.window(attention)
     keep(undo, attention, on_attention(attention), family=family.model_types[0], window=window)
-    if family.scaling is not None:
-        set_attribute(undo, attention, "scaling", family.scaling(attention))
+    set_attribute(undo, attention, "scaling", own.scaling(attention))
     if "config" not in attention.__dict__:
         set_attribute(undo, attention, "config", base.config)
     set_class(undo, attention, replaced_class(type(attention)))
@@ -354,8 +352,8 @@ def _mark_layers(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
     if any(site.adds_vectors for site in sites):
         add_pre_hook(undo, found.decoder, require_counts)
     layers = PatchedLayers(
-        plan.base.family.layers,
-        plan.base.family.attention,
+        plan.base.family.names.layers,
+        plan.base.family.names.attention,
         tuple(each[:1] if alike else each),
         at_first=any(site.at_first for site in sites),
     )

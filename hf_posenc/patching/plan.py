@@ -71,9 +71,20 @@ class Plan:
         return tuple(bool(scheme.acts_on.rotations(scheme)) for scheme in self.schemes)
 
     @property
+    def replaced(self) -> tuple[int, ...]:
+        """The layers whose attention is replaced by a class that attends through transformers' interface.
+
+        They are all layers of a base that bypasses it, and the rotating ones of a base without a rotary module.
+        """
+        if self.base.family.always_replaced:
+            return tuple(self.base.sizes)
+        rotating = zip(self.schemes, self.rotating, strict=True) if self.base.found.rotary is None else ()
+        return tuple(layer for scheme, rotates in rotating if rotates for layer in self.layers_of(scheme))
+
+    @property
     def needs_one_coordinate(self) -> bool:
         """Whether some layer counts positions by one number, in a model whose positions may have several."""
-        if self.base.family.coordinates is None:
+        if self.base.family.rotation.parameter_coordinates is None:
             return False
         return any(
             scheme.layers is not None or scheme.acts_on.needs_one_coordinate(scheme, self.base)
@@ -100,7 +111,7 @@ def needs_own_attention(family: Family, schemes: Sequence[Scheme]) -> bool:
         schemes: that it has.
     """
     carrier: Carrier = family
-    return family.bypasses_interface or any(scheme.acts_on.needs_own_attention(scheme, carrier) for scheme in schemes)
+    return family.always_replaced or any(scheme.acts_on.needs_own_attention(scheme, carrier) for scheme in schemes)
 
 
 def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str) -> Plan:
@@ -175,7 +186,7 @@ def _check_layers(schemes: Sequence[Scheme], base: BaseModel) -> set[int]:
                     "in [Alibi(layers='0::2'), Nope(layers='1::2')]"
                 )
         _check_window(scheme, base)
-    if base.family.bypasses_interface and len(scheme_in) < base.num_layers:
+    if base.family.always_replaced and len(scheme_in) < base.num_layers:
         raise UnsupportedModelError(
             f"{_names(schemes)} in some layers: the attention of {base.name} never calls transformers' attention "
             "interface, so that layers which keep what the base has cannot run beside those that are replaced. Give "
@@ -218,10 +229,7 @@ def check_forwards(plan: Plan) -> None:
         UnsupportedModelError: if one would; the message says what to do.
     """
     found = plan.base.found
-    replaced = set(found.attention_of) if plan.base.family.bypasses_interface else set()
-    if found.rotary is None:
-        rotating = [scheme for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True) if rotates]
-        replaced |= {layer for scheme in rotating for layer in plan.layers_of(scheme)}
+    replaced = plan.replaced
     for index, attention in found.attention_of.items():
         if index not in replaced and not plan.attends:
             continue

@@ -167,7 +167,7 @@ def check_lengths(arguments: Arguments) -> None:
     base = models.load_named(AutoConfig, arguments)
     if base.model_type != base_model_type(base):
         raise UsageError(f"--model {arguments.model} is patched already: give the stock checkpoint it was made from")
-    longest = getattr(base, family_for(base_model_type(base)).length, None)
+    longest = getattr(base, family_for(base_model_type(base)).names.config_length, None)
     if arguments.length is None:
         arguments.length = min(LENGTH, longest or LENGTH)
     if longest is not None and arguments.length > longest:

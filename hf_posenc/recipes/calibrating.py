@@ -87,7 +87,7 @@ def check(arguments: Any) -> None:
 
 def check_base(model: PreTrainedModel, arguments: Any) -> None:
     """Raise a UsageError where nobody sees the scores of the base that the calibration is to follow."""
-    if family_for(model.config.model_type).bypasses_interface:
+    if family_for(model.config.model_type).always_replaced:
         raise UsageError(
             f"--calibrate {arguments.calibrate}: a stock {type(model).__name__} computes its attention in code of its "
             "own, and nobody sees the scores to follow: --calibrate none swaps plainly"

@@ -208,9 +208,9 @@ def position_table(model: nn.Module) -> nn.Module | None:
         family = family_for(base_model_type(stock.config))
     except UnsupportedModelError:  # a model that cannot be patched can still be measured
         return None
-    if family.position_table is None:
+    if family.names.position_table is None:
         return None
-    return stock.base_model.get_submodule(family.decoder).get_submodule(family.position_table)
+    return stock.base_model.get_submodule(family.names.decoder).get_submodule(family.names.position_table)
 
 
 def position_limit(model: PreTrainedModel) -> int | None:

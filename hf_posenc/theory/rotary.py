@@ -104,7 +104,7 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
     own = {None if state.rotation is None else state.pairs for state in states}
     if len(own) > 1 or any(on_layer(layer).rotation is not None for layer in base.found.layers):
         raise ValueError(f"the layers of this {label} have rotations of their own")
-    if base.family.rotary_part is not None:
+    if base.family.rotation.attention_part is not None:
         raise UnsupportedModelError(f"{label}: latent attention keeps apart what it turns: its pairs are not looked at")
     kinds = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
     on_attentions = own.pop()  # of a base that rotates nothing itself

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from ..analysis import probe
 from ..analysis.result import Result
-from ..api import is_patched
 from ..calibration.observe import attending, attention_call, observe
 from ..call import Call
 from ..errors import UnsupportedModelError
@@ -115,7 +114,7 @@ def score_terms(
     tokens = probe.check_tokens(tokens, 2)
     label = type(model).__name__
     base = BaseModel.of(model)
-    if base.family.bypasses_interface and not is_patched(model):
+    if base.hides_attention:
         raise UnsupportedModelError(
             f"the attention of a stock {label} never calls transformers' attention interface, so that nobody sees its "
             'queries and keys: patch it first; patch_model(model, "learned") keeps a trained table as it is'

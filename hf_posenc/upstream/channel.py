@@ -1,7 +1,7 @@
 """Positions in the place of the attention mask, for bases that hand their layers no position ids.
 
-The position channel is made before the decoder makes a mask of its own, with the position ids that the caller chose in
-it, and given to the decoder as the attention mask: a 4-D mask is handed on to every layer as it is.
+The position channel holds the position ids that the caller chose. It is made before the decoder makes a mask of its
+own, and given to the decoder as the attention mask, because a 4-D mask is handed on to every layer as it is.
 """
 
 from __future__ import annotations

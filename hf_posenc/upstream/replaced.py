@@ -1,4 +1,4 @@
-"""A class in front of a stock attention class: attention from a family's pieces, through transformers' interface."""
+"""A class in front of a stock attention class, which attends from a family's pieces through transformers' interface."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..families.own_attention import OwnAttention
 from ..layer_state import on_attention
 from ..registry import family_for
 from ..schemes.rope import apply_rotary
@@ -20,11 +21,11 @@ from .derived import revive, stock_class
 
 
 class ReplacedAttention(nn.Module):
-    """Mixed in front of a stock attention class: turns queries and keys if told to, then attends through the interface.
+    """A mixin in front of a stock attention class: rotates queries and keys if told to, then attends.
 
-    For bases without rotary embedding, where a rotation is to go before the cache, and for bases that bypass the
-    interface. Why a class and not a hook on the projection: PEFT wraps the projection, and its update would be added
-    after the hook.
+    It serves bases without a rotary module, because their rotation must come before the cache, and bases that bypass
+    transformers' interface. It is a class and not a hook on the projection, because PEFT wraps the projection and its
+    update would be added after the hook.
     """
 
     posenc_arguments: tuple[str, ...]
@@ -36,8 +37,8 @@ class ReplacedAttention(nn.Module):
 
         Args:
             hidden_states: (B, T, E).
-            *args: as the stock attention gets them.
-            **kwargs: likewise; what the stock attention does not name is handed on to the attention function.
+            *args: of the stock attention.
+            **kwargs: of the stock attention; those that it does not name are handed on to the attention function.
 
         Returns:
             (B, T, E), the attention weights (B, H, T, L) or None, and what the stock attention returns behind them.
@@ -47,12 +48,10 @@ class ReplacedAttention(nn.Module):
         """
         state = on_attention(self)
         family = family_for(state.family)
-        assert family.split_heads
-        assert family.merge_heads
-        assert family.attention_dropout
+        own = family.attention or OwnAttention()
         given = named(self, args, kwargs)
         mask = as_channel(given.get("attention_mask"), as_bool=family.mask_as_bool)
-        query, key, value = family.split_heads(self, hidden_states)
+        query, key, value = own.split_heads(self, hidden_states)
         position_ids = given.get("position_ids")
         if state.rotation is not None:
             turned_by = positions_of(mask, query.shape[2]) if family.positions_in_mask else position_ids
@@ -62,9 +61,9 @@ class ReplacedAttention(nn.Module):
             cos, sin = state.rotation()(like, turned_by)
             query = apply_rotary(query, cos, sin, state.pairs)
             key = apply_rotary(key, cos, sin, state.pairs)
-        if (cache := given.get(family.cache)) is not None:
-            key, value = cache.update(key, value, getattr(self, family.layer_index))
-        backend = NAME if family.bypasses_interface else self.config._attn_implementation
+        if (cache := given.get(own.cache)) is not None:
+            key, value = cache.update(key, value, getattr(self, family.names.attention_layer_index))
+        backend = NAME if own.bypasses_interface else self.config._attn_implementation
         module = sys.modules[stock_class(type(self), ReplacedAttention).__module__]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, getattr(module, "eager_attention_forward", None))
         handed_on = {name: each for name, each in given.items() if name not in self.posenc_arguments}
@@ -76,14 +75,10 @@ class ReplacedAttention(nn.Module):
             mask,
             **handed_on
             | {"output_attentions": given.get("output_attentions"), "position_ids": position_ids}
-            | {"dropout": family.attention_dropout(self) if self.training else 0.0}
-            | {"scaling": 1.0 if family.query_is_scaled else self.scaling},
+            | {"dropout": own.dropout(self) if self.training else 0.0}
+            | {"scaling": 1.0 if own.query_is_scaled else self.scaling},
         )
-        merged = family.merge_heads(self, output)
-        if family.add_residual is not None:
-            merged = family.add_residual(self, merged, given["residual"])
-        more = () if family.also_returns is None else (getattr(self, family.also_returns),)
-        return merged, weights, *more
+        return own.merge_heads(self, output, given), weights, *own.also_returns(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the stock class, since this one is made on demand."""
@@ -91,10 +86,10 @@ class ReplacedAttention(nn.Module):
 
 
 def named(attention: ReplacedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return what an attention was called with by name, without the hidden states.
+    """Return the arguments of an attention by name, without the hidden states.
 
     Args:
-        attention: has the names of the stock forward.
+        attention: holds the names of the stock forward.
         args: positional arguments behind the hidden states.
         kwargs: arguments by name.
     """
@@ -110,7 +105,7 @@ def replaced_class(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def stock_output(attention: ReplacedAttention, hidden_states: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Return what the stock forward of a replaced attention gives, (B, T, E), with its own positions switched off.
+    """Return the output (B, T, E) of a replaced attention's stock forward, with its own positions switched off.
 
     Args:
         attention: of a family that bypasses the interface.
@@ -118,7 +113,6 @@ def stock_output(attention: ReplacedAttention, hidden_states: Tensor, arguments:
         arguments: the others, by name; `attention_mask` is a float mask (B|1, 1, T, L) that is added to scores.
     """
     stock: Any = stock_class(type(attention), ReplacedAttention)
-    without_positions = family_for(on_attention(attention).family).without_positions
-    assert without_positions
-    output: Tensor = stock.forward(attention, hidden_states, **without_positions(attention, arguments))[0]
+    own = family_for(on_attention(attention).family).attention or OwnAttention()
+    output: Tensor = stock.forward(attention, hidden_states, **own.without_positions(attention, arguments))[0]
     return output

@@ -1,4 +1,4 @@
-"""Modules that make the angles by which queries and keys are turned: a base's own class, or LLaMA's."""
+"""Modules that make the angles by which queries and keys are rotated: a base's own class, or LLaMA's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 def turned_dimensions(rotary: nn.Module) -> int:
-    """Return of how many dimensions of a head a rotary module makes cosines.
+    """Return the number of dimensions of a head for which a rotary module makes cosines.
 
     Args:
         rotary: of transformers, or of this package.
@@ -38,11 +38,11 @@ COORDINATES = 3
 """Time, height and width, where positions have several coordinates."""
 
 Turned = Tensor | tuple[Tensor, Tensor]
-"""What a rotary module returns: cosines and sines, or complex numbers."""
+"""Output of a rotary module: cosines and sines, or complex numbers."""
 
 
 def by_pair(turned: Turned, angles: str) -> tuple[Tensor, Tensor]:
-    """Return one cosine and sine per pair, (B|1, T, F) each, of what a rotary module gives; see `Family.angles`."""
+    """Return one cosine and sine per pair, (B|1, T, F) each, from a rotary module's; see `RotationFacts.angles`."""
     if isinstance(turned, Tensor):
         return turned.real, turned.imag
     cos, sin = turned
@@ -53,7 +53,7 @@ def by_pair(turned: Turned, angles: str) -> tuple[Tensor, Tensor]:
 
 
 def as_given(cos: Tensor, sin: Tensor, angles: str) -> Turned:
-    """Return cosines and sines (B|1, T, F) in the form that a family's attention takes; see `Family.angles`."""
+    """Return cosines and sines (B|1, T, F) in the form that a family's attention takes; see `RotationFacts.angles`."""
     if angles == "complex":
         wide = torch.promote_types(cos.dtype, torch.float32)  # complex numbers of half precision are hardly supported
         return torch.complex(cos.to(wide), sin.to(wide))
@@ -65,15 +65,15 @@ def as_given(cos: Tensor, sin: Tensor, angles: str) -> Turned:
 
 
 class IdentityRotary(nn.Module):
-    """Stands in for a base's rotary module: cos 1, sin 0, which turns nothing, exactly."""
+    """A stand-in for a base's rotary module: cos 1 and sin 0, which rotate nothing, exactly."""
 
     def __init__(self, native: nn.Module, angles: str = "list twice") -> None:
         """Return as many cosines as the native module would.
 
         Args:
-            native: the base's rotary module; its frequencies, of each layer type where these differ, say how many pairs
-                of dimensions it turns.
-            angles: the form in which it gives them, see `Family.angles`.
+            native: the base's rotary module. The number of pairs that it rotates is that of its frequencies, for each
+                layer type where these differ.
+            angles: the form in which it returns them, see `RotationFacts.angles`.
         """
         super().__init__()
         end = "inv_freq"
@@ -95,7 +95,7 @@ class IdentityRotary(nn.Module):
 
 
 class PartialRotary(nn.Module):
-    """Widens cos and sin for a base that turns whole heads: the added pairs stand still."""
+    """A rotary module with cos and sin widened for a base that rotates whole heads; the added pairs stand still."""
 
     def __init__(self, rotary: nn.Module, size: int, *, takes: str = "list twice", gives: str = "list twice") -> None:
         """Wrap a rotary module.
@@ -103,7 +103,7 @@ class PartialRotary(nn.Module):
         Args:
             rotary: a module that returns cos and sin of fewer dimensions.
             size: D.
-            takes: the form in which it gives its angles, see `Family.angles`.
+            takes: the form in which it returns its angles, see `RotationFacts.angles`.
             gives: the form in which the base's attention takes them.
         """
         super().__init__()
@@ -121,7 +121,7 @@ class PartialRotary(nn.Module):
 
 
 class _Asked(dict[str, Any]):
-    """`rope_parameters` that remember what transformers asked them for: the only true list of what it reads."""
+    """`rope_parameters` that remember which keys transformers asked for: the only true list of what it reads."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__(parameters)
@@ -139,15 +139,16 @@ class _Asked(dict[str, Any]):
         return super().get(key, default)
 
     def unread(self) -> set[str]:
-        """Return the keys that nobody asked for; the share of the head is ours to apply where the base does not.
+        """Return the keys that nobody asked for.
 
-        `type`, the old name of `rope_type`, is asked for, and then not used beside it.
+        `partial_rotary_factor` is not among them, since this package applies it where the base does not. `type`, the
+        old name of `rope_type`, counts as unread: transformers asks for it, but does not use it beside `rope_type`.
         """
         return set(self) - (self.asked - {"type"}) - {"rope_type", "partial_rotary_factor"}
 
 
 def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Give a decoder layer of a base that rotates the rotation that is its own."""
+    """Return the arguments of a decoder layer, with the rotation among them replaced by its scheme's."""
     position_ids = handed_down(kwargs)
     if kwargs.get("position_embeddings") is None or position_ids is None:
         raise ValueError("the rotation did not arrive at the decoder layer by name, so it cannot be replaced")
@@ -228,7 +229,7 @@ def make_rotary(
 def _rotary(
     parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
 ) -> tuple[nn.Module, dict[Any, _Asked]]:
-    """As `make_rotary`, without the last check; also what was asked of the parameters of each layer type."""
+    """Return the module of `make_rotary` without its last check, and the parameters that were asked, by layer type."""
     length = config.max_position_embeddings
     config = copy.deepcopy(config) if native is not None else LlamaConfig(max_position_embeddings=length)
     parameters = copy.deepcopy(parameters)

@@ -1,0 +1,119 @@
+"""Bases without rotation whose positions are vectors from a table at the input: learned ones, and XGLM's sinusoids."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .base import NO_ROTARY, Family, Names
+from .own_attention import DroppingAttention, Heads, OwnAttention, split_fused
+
+# The keys of cross attention have no position relative to the query.
+_CROSS_ATTENTION = {
+    "add_cross_attention": "positions of encoder states relative to decoder states are not defined; "
+    "only decoder-only models can be patched"
+}
+
+
+class _Gpt2(DroppingAttention):
+    output_projection = "c_proj"
+
+    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+        shape = (*hidden_states.shape[:-1], attention.num_heads, attention.head_dim)
+        fused = attention.c_attn(hidden_states).split(attention.split_size, dim=2)
+        query, key, value = (each.view(shape).transpose(1, 2) for each in fused)
+        return query, key, value
+
+
+class _GptBigcode(_Gpt2):
+    cache = "layer_past"
+
+    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+        """Return the heads of a projection that makes all queries first where they share a key, else head by head."""
+        fused = attention.c_attn(hidden_states)
+        if not attention.multi_query:
+            return split_fused(fused, attention.num_heads, attention.head_dim)
+        heads = fused.view(*fused.shape[:-1], attention.num_heads + 2, attention.head_dim).transpose(1, 2)
+        query, key, value = heads.split((attention.num_heads, 1, 1), dim=1)
+        return query, key, value
+
+    def dropout(self, attention: Any) -> float:
+        return attention.attn_dropout
+
+
+class _GptNeo(DroppingAttention):
+    bypasses_interface = True
+    cache = "layer_past"
+
+    def scaling(self, attention: Any) -> float:
+        return 1.0
+
+    def window(self, attention: Any) -> int | None:
+        return attention.config.window_size if attention.attention_type == "local" else None
+
+
+class _Opt(OwnAttention):
+    query_is_scaled = True
+
+
+class _Xglm(_Opt):
+    bypasses_interface = True
+
+
+_NAMES = Names(position_table="embed_positions")
+_GPT2_NAMES = Names(layers="h", attention="attn", token_embedding="wte", position_table="wpe")
+
+FAMILIES = (
+    Family(
+        model_types=("gpt2",),
+        names=_GPT2_NAMES,
+        rotation=NO_ROTARY,
+        attention=_Gpt2(),
+        refuse={
+            # The upcast path adds the mask as a float bias and never calls the attention interface.
+            "reorder_and_upcast_attn": "this path bypasses the attention interface, so a scheme would be ignored; "
+            "set it to False (only the numerical precision of the scores differs)",
+            **_CROSS_ATTENTION,
+        },
+    ),
+    # SantaCoder and StarCoder: as a rule all queries share one key and one value.
+    Family(
+        model_types=("gpt_bigcode",),
+        names=replace(_GPT2_NAMES, attention_key_value_heads="kv_heads"),
+        rotation=NO_ROTARY,
+        attention=_GptBigcode(),
+        refuse=_CROSS_ATTENTION,
+        sized_by_length=True,  # the decoder has a square causal mask
+        positions_in_mask=True,
+    ),
+    # Scores are not scaled, and every other layer has a sliding window of its own.
+    Family(
+        model_types=("gpt_neo",),
+        names=replace(_GPT2_NAMES, attention="attn.attention", attention_layer_index="layer_id"),
+        rotation=NO_ROTARY,
+        attention=_GptNeo(),
+        sized_by_length=True,  # each layer has a square causal mask
+        positions_in_mask=True,
+    ),
+    # OPTForCausalLM.model is an OPTModel, whose only child is the decoder. Rows 0 and 1 of the table are left over from
+    # fairseq: position p reads row p + 2, and padding (position -1) reads row 1.
+    Family(
+        model_types=("opt",),
+        names=replace(_NAMES, decoder="decoder"),
+        rotation=NO_ROTARY,
+        attention=_Opt(),
+        table_offset=2,
+        note="documents packed into one row see each other",
+    ),
+    Family(model_types=("biogpt",), names=_NAMES, rotation=NO_ROTARY, attention=OwnAttention(), table_offset=2),
+    Family(
+        model_types=("xglm",),
+        names=_NAMES,
+        rotation=NO_ROTARY,
+        attention=_Xglm(),
+        refuse=_CROSS_ATTENTION,
+        sized_by_length=True,  # the table of sinusoids
+        positions_in_mask=True,
+        own_positions="sinusoids at the input",
+    ),
+)

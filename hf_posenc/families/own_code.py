@@ -1,0 +1,214 @@
+"""Bases that rotate or add ALiBi in attention of their own, which never calls transformers' attention interface."""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from .base import NO_ROTARY, Family, Names, RotationFacts
+from .own_attention import DroppingAttention, Heads, OwnAttention, split_fused
+
+_ALIBI = "a bias by distance on the scores (ALiBi)"
+
+
+def no_alibi(*args: Any, **kwargs: Any) -> None:
+    """Stand in for the decoder's function that makes the bias, which nobody reads any more."""
+    return
+
+
+def _without_angles(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an attention with angles of 0."""
+    cos, sin = arguments["position_embeddings"]
+    return {**arguments, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+
+
+class _Dense(OwnAttention):
+    """The pieces that BLOOM, Falcon and GPT-NeoX Japanese share."""
+
+    bypasses_interface = True
+    output_projection = "dense"
+    cache = "layer_past"
+
+    def dropout(self, attention: Any) -> float:
+        return attention.attention_dropout.p
+
+    def scaling(self, attention: Any) -> float:
+        return attention.inv_norm_factor
+
+
+class _Bloom(_Dense):
+    residual = "residual"
+    decoder_attributes: ClassVar = {"build_alibi_tensor": no_alibi}
+
+    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+        return split_fused(attention.query_key_value(hidden_states), attention.num_heads, attention.head_dim)
+
+    def merge_heads(self, attention: Any, output: Tensor, arguments: Any) -> Tensor:
+        merged = super().merge_heads(attention, output, arguments)
+        return arguments["residual"] + dropout(merged, p=attention.hidden_dropout, training=attention.training)
+
+    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments with a bias of zeros, (B * H, 1, L)."""
+        batch, keys = arguments["residual"].shape[0], arguments["attention_mask"].shape[-1]
+        return {**arguments, "alibi": arguments["residual"].new_zeros(batch * attention.num_heads, 1, keys)}
+
+
+class _Mpt(OwnAttention):
+    bypasses_interface = True
+    decoder_attributes: ClassVar = {"build_mpt_alibi_tensor": no_alibi}
+
+    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+        fused = attention.Wqkv(hidden_states)
+        if attention.clip_qkv:
+            fused = fused.clamp(min=-attention.clip_qkv, max=attention.clip_qkv)
+        shape = (*hidden_states.shape[:-1], attention.n_heads, attention.head_dim)
+        query, key, value = (each.view(shape).transpose(1, 2) for each in fused.chunk(3, dim=2))
+        return query, key, value
+
+    def dropout(self, attention: Any) -> float:
+        return attention.attn_dropout_p
+
+    def scaling(self, attention: Any) -> float:
+        return attention.softmax_scale
+
+    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments without a bias, and with a mask that is True for keys that are not seen."""
+        return {**arguments, "position_bias": None, "attention_mask": arguments["attention_mask"] < 0}
+
+
+class _Falcon(_Dense):
+    idle_rotary = "rotary_emb"
+    decoder_attributes: ClassVar = {"use_alibi": False}
+
+    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+        """Return the heads of one projection, which makes them group by group: its queries, its key, its value.
+
+        There is one group, or one for each query, or any number in the newer architecture.
+        """
+        groups = attention.num_kv_heads
+        fused = attention.query_key_value(hidden_states)
+        fused = fused.view(*fused.shape[:-1], groups, attention.num_heads // groups + 2, attention.head_dim)
+        query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def dropout(self, attention: Any) -> float:
+        return attention.attention_dropout.p if attention.config.alibi else 0.0  # never in a model that rotates
+
+    def rope_parameters(self, config: Any) -> dict[str, Any]:
+        return {} if config.alibi else config.rope_parameters
+
+    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {**_without_angles(arguments), "alibi": None}
+
+
+class _GptNeoxJapanese(_Dense):
+    idle_rotary = "rotary_emb"
+
+    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+        return split_fused(attention.query_key_value(hidden_states), attention.num_attention_heads, attention.head_size)
+
+    def scaling(self, attention: Any) -> float:
+        return 1.0 / attention.norm_factor
+
+    def also_returns(self, attention: Any) -> tuple[Any, ...]:
+        return (attention.dense_bias,)  # of the last attention, which its layer adds
+
+    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        return _without_angles(arguments)
+
+
+class _Gptj(DroppingAttention):
+    bypasses_interface = True
+    cache = "layer_past"
+
+    def scaling(self, attention: Any) -> float:
+        return 1.0 / attention.scale_attn
+
+    def rope_parameters(self, config: Any) -> dict[str, Any]:
+        """Return a rotation of `rotary_dim` dimensions of each head, with the usual base of frequencies."""
+        size = config.hidden_size // config.num_attention_heads
+        share = config.rotary_dim / size
+        if int(share * size) < config.rotary_dim:  # rounded down: dimensions are cut off after the product
+            share = math.nextafter(share, 1.0)
+        return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
+
+    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments with every token at position 0, where the angle is 0."""
+        return {**arguments, "position_ids": torch.zeros_like(arguments["position_ids"])}
+
+
+class _Codegen(_Gptj):
+    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+        """Return the heads of a projection that makes four parts, each with a quarter of the heads.
+
+        A part has its queries, then its values, then its keys. It stands for a core of the TPU that the model was
+        trained on.
+        """
+        batch, length, _ = hidden_states.shape
+        parts = attention.qkv_proj(hidden_states).view(batch, length, 4, 3, -1, attention.head_dim)
+        query, value, key = (parts[:, :, :, which].flatten(2, 3).transpose(1, 2) for which in range(3))
+        return query, key, value
+
+
+def _gptj(model_type: str, attention: OwnAttention) -> Family:
+    return Family(
+        model_types=(model_type,),
+        names=Names(layers="h", attention="attn", token_embedding="wte"),
+        rotation=RotationFacts(rotary=None, pairs="interleaved"),
+        attention=attention,
+        sized_by_length=True,  # each layer has a table of angles
+        own_positions="rotation of a part of each head",
+    )
+
+
+FAMILIES = (
+    Family(
+        model_types=("bloom",),
+        names=Names(
+            layers="h",
+            attention="self_attention",
+            token_embedding="word_embeddings",
+            config_length="seq_length",  # in the configs of the released models, which were trained for it
+        ),
+        rotation=NO_ROTARY,
+        attention=_Bloom(),
+        refuse={
+            "slow_but_exact": "the output projection is then cut into slices, which is not done here; set it to False "
+            "(only the rounding differs)"
+        },
+        positions_in_mask=True,
+        own_positions=_ALIBI,
+    ),
+    Family(
+        model_types=("mpt",),
+        names=Names(layers="blocks", attention="attn", token_embedding="wte", config_length="max_seq_len"),
+        rotation=NO_ROTARY,
+        attention=_Mpt(),
+        positions_in_mask=True,
+        mask_as_bool=True,
+        own_positions=_ALIBI,
+    ),
+    Family(
+        model_types=("falcon",),
+        names=Names(
+            layers="h",
+            attention="self_attention",
+            token_embedding="word_embeddings",
+            attention_key_value_heads="num_kv_heads",
+        ),
+        rotation=NO_ROTARY,
+        attention=_Falcon(),
+        own_positions=f"rotation of whole heads, or {_ALIBI}",
+    ),
+    Family(
+        model_types=("gpt_neox_japanese",),
+        names=Names(attention="attention", token_embedding="embed_in", attention_head_dim="head_size"),
+        rotation=NO_ROTARY,
+        attention=_GptNeoxJapanese(),
+        own_positions="rotation of whole heads or of a part of each",
+    ),
+    _gptj("gptj", _Gptj()),
+    _gptj("codegen", _Codegen()),
+)
