@@ -462,9 +462,5 @@ def test_sinks_in_every_engine(model_type, monkeypatch):
     assert verify(model).ok
 
 
-def test_every_scheme_is_here():
-    assert set(SCHEMES) == set(hf_posenc.available_schemes())
-
-
 def test_the_readme_counts_them():
     assert f"{len(supported_model_types())} model types" in README.read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_posenc import Scheme, available_schemes, cli, registry
+from hf_posenc import Scheme, cli, registry
 from hf_posenc.registry import supported_model_types
 
 ROOT = Path(__file__).parents[1]
@@ -196,9 +196,7 @@ def test_papers_are_read_across_lines(script):
     )
 
 
-def test_every_scheme_and_family_is_named():
-    for name in available_schemes():
-        assert f"`{name}`" in README, name
+def test_every_family_is_named():
     families = (ROOT / "docs/families.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in families for name in supported_model_types())
 

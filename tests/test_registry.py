@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import ClassVar
 
 import pytest
+from asked import lacks
 
 import hf_posenc
-from hf_posenc import Scheme, UnknownSchemeError, available_schemes, registry, schemes
+from hf_posenc import Scheme, ScoreScheme, UnknownSchemeError, available_schemes, registry, schemes
 from hf_posenc.placement import Placement
 from hf_posenc.registry import register_scheme, scheme_class
 from hf_posenc.schemes.base import EVERY_SCHEME
@@ -19,6 +20,47 @@ FILES = sorted(module.name for module in pkgutil.iter_modules(schemes.__path__) 
 
 def test_every_file_is_one_scheme_of_its_name():
     assert tuple(FILES) == available_schemes()
+
+
+@pytest.mark.parametrize("name", available_schemes())
+def test_a_scheme_lacks_nothing(name):
+    assert lacks(name) == []
+
+
+def test_what_a_new_scheme_lacks(monkeypatch):
+    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+
+    @register_scheme
+    @dataclass(frozen=True, kw_only=True)
+    class Fire(ScoreScheme):
+        """Bias.
+
+        Source: nowhere.
+        """
+
+        name: ClassVar[str] = "fire"
+        threshold: float = 1.0
+
+    found = "\n".join(lacks("fire"))
+    for place in (
+        "fire.py: a line of the docstring that starts with 'Equation'",
+        "cases.py: a row, and above it the formula",
+        "VALUES: two values of threshold",
+        "WRONG: a wrong value of threshold",
+        "situations.py",
+        "test_every_decoder.py",
+        "EXPECTED: its five properties",
+        "README.md",
+        "docs/schemes.md",
+    ):
+        assert place in found
+    assert "'Source'" not in found
+    with pytest.raises(SystemExit, match="neither a registered scheme nor a served model type"):
+        lacks("ashes")
+
+
+def test_a_model_type_lacks_nothing():
+    assert [*lacks("llama"), *lacks("falcon")] == []
 
 
 @pytest.mark.parametrize("name", FILES)
