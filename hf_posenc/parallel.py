@@ -102,7 +102,7 @@ def _gathered(tensor: Tensor, group: Any) -> Tensor:
 
 
 class Exchange:
-    """What an attention layer calls to meet the keys of the other shards; kept in its state."""
+    """Fetches the keys of the other shards for an attention layer, which has it in its state."""
 
     def __init__(self, group: Any) -> None:
         """Exchange within a group.

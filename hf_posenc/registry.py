@@ -55,7 +55,7 @@ def _offers(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     found: dict[str, list[EntryPoint]] = {}
     for entry in entry_points().select(group=group):
         if entry.name in own:
-            warnings.warn(f"{_said(entry)} is ignored: hf_posenc has a {what} {entry.name!r} itself", stacklevel=3)
+            warnings.warn(f"{_describe(entry)} is ignored: hf_posenc has a {what} {entry.name!r} itself", stacklevel=3)
         else:
             found.setdefault(entry.name, []).append(entry)
     _OFFERED[group] = {name: tuple(entries) for name, entries in found.items()}
@@ -63,7 +63,7 @@ def _offers(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def register_scheme(cls: SchemeClass) -> SchemeClass:
-    """Class decorator: makes a scheme available under its class attribute `name`.
+    """Make a scheme available under its class attribute `name`; a class decorator.
 
     Args:
         cls: the scheme class, a frozen dataclass whose fields are keyword-only and have defaults.
@@ -85,7 +85,9 @@ def register_scheme(cls: SchemeClass) -> SchemeClass:
         raise ValueError(f"scheme name {name!r} of {_location(cls)} is taken by {_location(other)}; rename one of them")
     for entry in () if _is_own(cls) else _offers(SCHEMES).get(name, ()):
         if name not in _SCHEMES and _top(entry.module) != _top(cls.__module__):
-            raise ValueError(f"scheme name {name!r} of {_location(cls)} is taken by {_said(entry)}; rename one of them")
+            raise ValueError(
+                f"scheme name {name!r} of {_location(cls)} is taken by {_describe(entry)}; rename one of them"
+            )
     _SCHEMES[name] = cls
     return cls
 
@@ -113,7 +115,7 @@ def _has_no_default(field: Any) -> bool:
 
 
 def scheme_class(name: str) -> type[Scheme]:
-    """The scheme class of a name; imports the package that offers it, if one does.
+    """Return the scheme class of a name; import the package that offers it, if one does.
 
     Raises:
         UnknownSchemeError: no scheme has this name; the message lists those that exist.
@@ -125,15 +127,15 @@ def scheme_class(name: str) -> type[Scheme]:
         if isinstance(loaded, type):
             _register(entry, register_scheme, loaded)
         elif not isinstance(loaded, ModuleType):
-            raise PluginError(f"{_said(entry)} must lead to a scheme class, or to a module that registers one")
+            raise PluginError(f"{_describe(entry)} must lead to a scheme class, or to a module that registers one")
         if name not in _SCHEMES:
-            raise PluginError(f"{_said(entry)} registers no scheme of the name {name!r}, after which it is named")
+            raise PluginError(f"{_describe(entry)} registers no scheme of the name {name!r}, after which it is named")
         try:
             _SCHEMES[name]()
         except Exception as error:  # as in `_load`; every command makes it so
             del _SCHEMES[name]
             raise PluginError(
-                f"{_said(entry)} cannot be made without arguments: {type(error).__name__}: {error}"
+                f"{_describe(entry)} cannot be made without arguments: {type(error).__name__}: {error}"
             ) from error
     try:
         return _SCHEMES[name]
@@ -163,13 +165,13 @@ def check_registered(cls: type[Scheme]) -> None:
 
 
 def available_schemes() -> tuple[str, ...]:
-    """The names of all schemes, sorted: registered, or offered by an installed package."""
+    """Return the names of all schemes, sorted: registered, or offered by an installed package."""
     offered = _offers(SCHEMES)
     return tuple(sorted({*_SCHEMES, *offered}))
 
 
 def register_family(family: Family) -> Family:
-    """Makes a family available for each of its model types.
+    """Make a family available for each of its model types.
 
     Args:
         family: the family.
@@ -195,12 +197,12 @@ def register_family(family: Family) -> Family:
 
 
 def register_refusal(refusal: Refusal) -> None:
-    """Makes known why some model types are not served. Whoever has a family for one can register it all the same."""
+    """Record why some model types are not served. A family for one of them can be registered all the same."""
     _REFUSED.update(dict.fromkeys(refusal.model_types, refusal))
 
 
 def reason_against(model_type: str) -> str | None:
-    """Why a model type is not served, a clause; None where it is, or nothing is known of it."""
+    """Return why a model type is not served, as a clause; None if it is served, or nothing is known of it."""
     refusal = None if model_type in supported_model_types() else _REFUSED.get(model_type)
     if refusal is None:
         return None
@@ -208,7 +210,7 @@ def reason_against(model_type: str) -> str | None:
 
 
 def reason_around(reason: str, text: str) -> str:
-    """Why a model is not served that has a language model inside, a clause, and what to do where that one is.
+    """Return why a model with a language model inside is not served, as a clause, and what to do if that one is.
 
     Args:
         reason: against the model, a clause.
@@ -224,13 +226,13 @@ def reason_around(reason: str, text: str) -> str:
 
 
 def refusals() -> dict[str, Refusal]:
-    """All model types that are not served for a reason that is known, sorted, and what is known."""
+    """Return the model types that are not served for a known reason, sorted, each with its refusal."""
     served = supported_model_types()
     return {model_type: _REFUSED[model_type] for model_type in sorted(_REFUSED) if model_type not in served}
 
 
 def family_for(model_type: str) -> Family:
-    """The family that serves models whose `config.model_type` is `model_type`.
+    """Return the family that serves models whose `config.model_type` is `model_type`.
 
     Raises:
         UnsupportedModelError: no family serves it; the message says why, or how to list what is served.
@@ -241,9 +243,9 @@ def family_for(model_type: str) -> Family:
         loaded = _load(entry)
         types = getattr(loaded, "model_types", None)
         if not isinstance(types, tuple) or model_type not in types:
-            raise PluginError(f"{_said(entry)} must lead to a Family with {model_type!r} among its model_types")
+            raise PluginError(f"{_describe(entry)} must lead to a Family with {model_type!r} among its model_types")
         if unnamed := set(types) - set(_offers(FAMILIES)):  # whose model classes nobody would find
-            raise PluginError(f"{_said(entry)} serves {', '.join(sorted(unnamed))} too: give each an entry point")
+            raise PluginError(f"{_describe(entry)} serves {', '.join(sorted(unnamed))} too: give each an entry point")
         _register(entry, register_family, loaded)
     if model_type in _FAMILIES:
         return _FAMILIES[model_type]
@@ -256,22 +258,22 @@ def family_for(model_type: str) -> Family:
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """All model types that have a family, sorted: registered, or offered by an installed package."""
+    """Return the model types that have a family, sorted: registered, or offered by an installed package."""
     offered = _offers(FAMILIES)
     return tuple(sorted({*_FAMILIES, *offered}))
 
 
 def offer(model_type: str) -> str | None:
-    """What a message calls the package that offers a family for a model type; None where none does."""
-    return " and ".join(map(_said, _offers(FAMILIES).get(model_type, ()))) or None
+    """Return the name, for messages, of the package that offers a family for a model type; None if none does."""
+    return " and ".join(map(_describe, _offers(FAMILIES).get(model_type, ()))) or None
 
 
 def _offer(group: str, name: str) -> EntryPoint | None:
-    """The one entry point of a name, or None; PluginError where packages are in each other's way."""
+    """Return the one entry point of a name, or None; PluginError if several packages offer it."""
     entries = _offers(group).get(name, ())
     if len(entries) > 1:
         raise PluginError(
-            f"{' and '.join(map(_said, entries))} offer the same name, which cannot mean both: uninstall one of them"
+            f"{' and '.join(map(_describe, entries))} offer the same name, which cannot mean both: uninstall one of them"
         )
     return entries[0] if entries else None
 
@@ -280,18 +282,18 @@ def _load(entry: EntryPoint) -> Any:
     try:
         return entry.load()
     except (Exception, SystemExit) as error:  # whatever somebody's code raises while it is imported
-        raise PluginError(f"{_said(entry)} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise PluginError(f"{_describe(entry)} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _register(entry: EntryPoint, register: Any, loaded: Any) -> None:
     try:
         register(loaded)
     except (TypeError, ValueError) as error:
-        raise PluginError(f"{_said(entry)} cannot be registered: {error}") from error
+        raise PluginError(f"{_describe(entry)} cannot be registered: {error}") from error
 
 
-def _said(entry: EntryPoint) -> str:
-    """An entry point and the distribution that it belongs to, for messages."""
+def _describe(entry: EntryPoint) -> str:
+    """Return an entry point and the distribution that it belongs to, for messages."""
     of = "an unknown distribution" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
     return f"{entry.group} entry point {entry.name!r} = {entry.value!r} of {of}"
 

@@ -37,7 +37,7 @@ SPANS = (2**8, 2**12, 2**16)
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one decoder layer does when the positions move and everything else stays.
+    """The response of one decoder layer when the positions move and everything else stays.
 
     Attributes:
         index: of the layer.
@@ -61,7 +61,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found. Changes are relative norms: |changed - original| / |original|.
+    """The findings of `verify`. Changes are relative norms: |changed - original| / |original|.
 
     Attributes:
         scheme: name of the scheme, or names of the schemes.

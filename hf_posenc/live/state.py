@@ -1,4 +1,4 @@
-"""What is known of a patched model, kept as a plain attribute of its base model."""
+"""The record of a patch, a plain attribute of the base model, and the lock of calls that change a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHANGING = "_posenc_changing"
 
 @dataclass
 class Patch:
-    """What is known of a patched model.
+    """The record of a patch.
 
     Attributes:
         schemes: as fitted to the model, in the order in which they were given.
@@ -54,7 +54,7 @@ class Patch:
 
 
 def patch_of(model: nn.Module) -> Patch | None:
-    """Return what is known of a patched model, also below an adapter of PEFT, or None for a stock one."""
+    """Return the record of a patched model, also below an adapter of PEFT, or None for a stock model."""
     model = without_adapter(model)
     return getattr(model, "base_model", model).__dict__.get("_posenc_patch")
 

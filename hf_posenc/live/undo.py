@@ -16,8 +16,8 @@ from ..layer_state import STATE, OnAttention, OnDecoder, OnLayer
 class Undo:
     """Inverse steps, newest first. Each is recorded before its step is taken; if that step then fails, it does nothing.
 
-    A list of (function, arguments) rather than an ExitStack: `deepcopy` and `pickle` follow arguments, so that a copied
-    model undoes its own changes and not those of the model it was copied from. Closures would not.
+    They are a list of (function, arguments), not an ExitStack, because `deepcopy` and `pickle` follow arguments. So a
+    copied model undoes its own changes, not those of the model that it was copied from. They do not follow closures.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Undo:
 
 
 class _Snapshot:
-    """What inverse steps may change of a module or a config: its class, attributes, children, buffers and pre-hooks."""
+    """The parts of a module or config that inverse steps change: class, attributes, children, buffers and pre-hooks."""
 
     TABLES = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 

@@ -61,7 +61,7 @@ def caught(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple[Any, ...], 
     """Return the arguments with which a module is called during a run, before other hooks see them.
 
     The run stops there. The module stays in its place: transformers may install hooks in this pass that record outputs,
-    once and for all, on the layers that it finds. What the caller has compiled runs as it was written, because
+    once and for all, on the layers that it finds. Code that the caller has compiled runs uncompiled here, because
     torch.compile cannot trace the hook and would compile for this pass alone.
 
     Args:

@@ -1,4 +1,4 @@
-"""Samples of a model's own weights, by which one sees later whether they have moved."""
+"""Samples of a model's own weights. They show later whether the weights have moved."""
 
 from __future__ import annotations
 

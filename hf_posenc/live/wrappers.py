@@ -1,4 +1,4 @@
-"""What others put around a model, and what of it stands in the way: wrappers, shards, offloading, quantisation."""
+"""Wrappers, shards, offloading and quantisation of a model, and which of them prevent patching."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _single(hook: Any) -> list[Any]:
 def is_spread(model: PreTrainedModel) -> bool:
     """Return whether FSDP or DeepSpeed's ZeRO-3 has spread a model's parameters over processes.
 
-    What transformers itself has spread (`distributed_config`) it can gather itself, and does not count.
+    Parameters that transformers itself has spread (`distributed_config`) do not count: it can gather them.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return True

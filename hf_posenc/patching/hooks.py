@@ -30,8 +30,8 @@ NEGATIVE = (
 def enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Forward pre-hook of every decoder layer: turns and adds what the layer's schemes ask for there.
 
-    A layer without either has it too: torch.compile does not guard hooks, so that a graph compiled for a layer with no
-    hook would also run for one that has it. What is read with getattr is guarded, present or not.
+    A layer without either has it too, because torch.compile does not guard hooks: a graph that was compiled for a layer
+    without the hook would also run for a layer with it. Attributes that are read with getattr are guarded.
     """
     turns = on_layer(layer).rotation is not None
     adds = getattr(layer, "posenc", None) is not None

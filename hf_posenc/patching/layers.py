@@ -1,4 +1,4 @@
-"""What every decoder layer of a patched model must carry, checked at each forward pass and when saving.
+"""The share of a scheme that every decoder layer must carry. It is checked at each forward pass and when saving.
 
 Layers can be dropped, copied and appended after a model was patched, and a layer without its share of a scheme would
 run without positions and say nothing. A buffer on each layer names the scheme that the layer has.
@@ -27,7 +27,7 @@ AGAIN = "unpatch the model, change its layers, then patch it again"
 
 @dataclass(frozen=True)
 class Carried:
-    """What one layer carries.
+    """The share of a scheme that one layer carries.
 
     Attributes:
         marker: name of its buffer.
@@ -42,7 +42,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class PatchedLayers:
-    """What the layers of a decoder must carry.
+    """The shares of schemes that the layers of a decoder must carry.
 
     Attributes are read through whatever wraps a layer (FSDP, activation checkpointing, regional compilation): those
     wrappers hand unknown names on.

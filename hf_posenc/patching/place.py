@@ -1,4 +1,4 @@
-"""Puts the planned schemes into a live model, each change recorded with its inverse."""
+"""Putting the planned schemes into a live model. Each change is recorded with its inverse."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 class ModelSite:
-    """A model in the course of being changed, and the layers of it that one scheme is for; see `placement.Site`."""
+    """A model that is being changed, and the layers of it that one scheme is for, see `placement.Site`."""
 
     def __init__(self, undo: Undo, plan: Plan, scheme: Scheme, owners: list[PositionModule], marker: str) -> None:
         """Look at the layers of one scheme.
@@ -239,7 +239,7 @@ class ModelSite:
 
     @property
     def carried(self) -> Carried:
-        """What each of the layers carries now."""
+        """The share of the scheme that each of the layers carries now."""
         return Carried(self.marker, self.on_attentions, self.on_layers)
 
 
