@@ -273,7 +273,8 @@ def _offer(group: str, name: str) -> EntryPoint | None:
     entries = _offers(group).get(name, ())
     if len(entries) > 1:
         raise PluginError(
-            f"{' and '.join(map(_describe, entries))} offer the same name, which cannot mean both: uninstall one of them"
+            f"{' and '.join(map(_describe, entries))} offer the same name, which cannot mean both: uninstall one of "
+            "them"
         )
     return entries[0] if entries else None
 
