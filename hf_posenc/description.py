@@ -134,7 +134,8 @@ def which_engine(
     Raises:
         NotPatchedError: if the model is not patched.
         UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP).
-        ValueError: if there is no such call, or the engine that was asked for when patching cannot compute it.
+        ValueError: if there is no such call, or the engine that was asked for when patching cannot compute it; for a
+            model on the meta device.
     """
     check_unwrapped(model, "ask for the engine")
     model = without_adapter(model)
@@ -148,6 +149,10 @@ def which_engine(
         )
     if not patch.attends:
         return Choice(str(model.config._attn_implementation), f"{patch.name} keeps the model's own attention")
+    if next(model.parameters()).is_meta:
+        raise ValueError(
+            "the model is on the meta device, where nothing computes attention: ask once it has its weights"
+        )
     base = BaseModel.of(model)
     attention: Any = base.found.attention_of[_layer_with_attention(base, layer)]
     cached = keys is not None and keys > length  # as in generation, which takes no gradients

@@ -725,6 +725,20 @@ def test_padding_in_a_filled_cache_is_for_engines_with_masks(queries, engine):
     assert not valid.all()
 
 
+def test_which_engine_of_a_model_without_weights():
+    with torch.device("meta"):
+        model = type(tiny("llama"))(tiny("llama").config)
+    with pytest.raises(ValueError, match="on the meta device, where nothing computes attention"):
+        which_engine(patch_model(model, "alibi"), 128)
+
+
+def test_a_model_whose_embeddings_ask_for_gradients_is_patched():
+    """As transformers has it for adapters with activation checkpointing; torch warns of what is not detached."""
+    model = tiny("llama")
+    model.enable_input_require_grads()
+    patch_model(model, "sinusoidal")
+
+
 def test_which_engine(monkeypatch):
     for engine_, floors in FLOORS.items():
         monkeypatch.setattr(engine_, "floors", floors)

@@ -178,11 +178,11 @@ class BaseModel:
         size = embedding.weight.shape[0]
         tokens = torch.arange(0, size, max(1, size // SAMPLE), device=embedding.weight.device)
         if self.has_table:
-            vectors = embedding(tokens).detach()
+            vectors = embedding(tokens)
         else:  # a forward pass, because many families scale their embeddings on the way
             with evaluation(self.found.decoder):  # without dropout, which would change their size
                 vectors = entering(self.found.decoder, self.found.layers[0], tokens[:, None])
-        return float(vectors.double().square().mean().sqrt())
+        return vectors.detach().double().square().mean().sqrt().item()
 
 
 def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims:
