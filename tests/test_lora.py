@@ -14,6 +14,7 @@ import torch
 import transformers
 from families import FAMILIES, LEARNED, tiny, tokens
 from matrix import matrix
+from packaging.version import Version
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from situations import CASES, SCHEMES, assert_same, distance, patched_model
 
@@ -324,8 +325,21 @@ def test_transformers_own_load_adapter_refuses_another_base(kind, tmp_path):
             model.load_adapter(peft_config=wrapped.peft_config["default"], adapter_state_dict={})
         assert logits(model).equal(before)
     same = patched_model("shaw", "llama")
-    same.load_adapter(tmp_path / "here/adapter")
-    assert logits(same).equal(logits(wrapped))
+    said = refusal(lambda: same.load_adapter(tmp_path / "here/adapter"))
+    if said is None:
+        assert logits(same).equal(logits(wrapped))
+    else:  # 5.17, and perhaps some after it, leave out what an adapter saves whole
+        assert kind == "posenc"
+        assert Version(transformers.__version__) < Version("5.23")
+        assert "weights of this adapter at the values that they started with" in said
+
+
+def refusal(load):
+    """The words with which an adapter is refused, or None."""
+    try:
+        load()
+    except CheckpointError as error:
+        return str(error)
 
 
 def edit(folder, **values):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import transformers
 from huggingface_hub import hf_hub_download
 from peft.utils.constants import CONFIG_NAME
 from transformers import PreTrainedModel
@@ -41,7 +42,8 @@ class AdapterMixin(StockModel):
             The value of transformers' method.
 
         Raises:
-            CheckpointError: if the adapter was trained on another base, or does not say on which.
+            CheckpointError: if the adapter was trained on another base, or does not say on which; if transformers has
+                left weights of it out, as 5.17 does with modules that an adapter saves whole.
             OSError: if there is no such adapter, or it cannot be read.
         """
         load: Any = super().load_adapter
@@ -62,7 +64,14 @@ class AdapterMixin(StockModel):
             if given.get("local_files_only"):
                 source["local_files_only"] = True
             check_adapter(self, adapter, **{key: value for key, value in source.items() if key in WHERE})
-        return load(peft_model_id, *args, **kwargs)
+        loaded = load(peft_model_id, *args, **kwargs)
+        if missing := getattr(loaded, "missing_keys", None):
+            raise CheckpointError(
+                f"hf_posenc: transformers {transformers.__version__} has left {len(missing)} weights of this adapter "
+                f"at the values that they started with, {min(missing)} among them: make the model again, and load "
+                "the adapter with hf_posenc.load_adapter"
+            )
+        return loaded
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. PEFT leaves the configs of its adapters here, and each is made to name the base.
