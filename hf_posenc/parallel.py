@@ -43,7 +43,7 @@ from .errors import UnsupportedModelError
 from .families.base import base_model_type, resolve
 from .layer_state import on_attention, on_decoder
 from .live.state import patch_of
-from .live.undo import Undo, add_pre_hook, keep, set_attribute
+from .live.undo import AddPreHook, Keep, SetAttribute, Undo
 from .registry import family_for
 from .upstream import NAME
 from .upstream.masks import causal_documents, position_channel
@@ -254,14 +254,15 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
     # For checkpointing accelerate before 1.15 wraps what is in a layer, later ones the layer.
     attentions = [getattr(each, "_checkpoint_wrapped_module", each) for each in found.attentions]
     try:
-        set_attribute(undo, inner.config, "_attn_implementation_internal", NAME)
-        keep(undo, found.decoder, on_decoder(found.decoder), exchange=exchange)
+        undo.make(
+            SetAttribute(inner.config, "_attn_implementation_internal", NAME),
+            Keep(found.decoder, on_decoder, {"exchange": exchange}),
+        )
         for attention in attentions:
-            state = on_attention(attention)
             name = family.names.attention_heads
-            heads = state.heads if name is None else getattr(attention, name)
-            keep(undo, attention, state, exchange=exchange, heads=heads)
-        add_pre_hook(undo, found.decoder, locate_shard)
+            heads = on_attention(attention).heads if name is None else getattr(attention, name)
+            undo.make(Keep(attention, on_attention, {"exchange": exchange, "heads": heads}))
+        undo.make(AddPreHook(found.decoder, locate_shard))
         yield model
     finally:
         undo.roll_back()

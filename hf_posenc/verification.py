@@ -18,11 +18,11 @@ from .layer_state import STATE, OnLayer, on_attention
 from .live.base_model import BaseModel
 from .live.eval_mode import evaluation
 from .live.state import Patch, patch_of, without_adapter
-from .live.undo import Undo, keep, set_attribute, set_module
+from .live.undo import Keep, SetAttribute, SetModule, Undo
 from .live.watch import LayerCall, first, recorded
 from .live.wrappers import check_in_place, check_unwrapped
 from .modules import PositionModule, WithoutPositions
-from .patching.place import require_attention
+from .patching.hooks import require_attention
 from .upstream import NAME
 from .upstream.channel import as_channel
 from .upstream.replaced import named, stock_output
@@ -300,10 +300,10 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
 
         undo = Undo()
         try:
-            set_module(undo, attention, "posenc", WithoutPositions())
+            undo.make(SetModule(attention, "posenc", WithoutPositions()))
             # The eager attention has no window but the base's own, and no rotation but what it is handed.
             window = family.attention and family.attention.window(attention)
-            keep(undo, attention, on_attention(attention), engine="reference", window=window, rotation=None)
+            undo.make(Keep(attention, on_attention, {"engine": "reference", "window": window, "rotation": None}))
             plain = first(attention(hidden, *args, **kwargs))
             elsewhere = named(attention, other.args, other.kwargs) if family.always_replaced else other.kwargs
             # The residual has positions in it, and is not the attention's own.
@@ -313,7 +313,7 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
             answer = _change(first(attention(hidden, *rest, **elsewhere)), plain)
             if index in silenced and answer > NOTICES:
                 left[index] = answer
-            set_attribute(undo, attention.config, "_attn_implementation_internal", "eager")
+            undo.make(SetAttribute(attention.config, "_attn_implementation_internal", "eager"))
             if family.always_replaced:
                 given = named(attention, args, kwargs)
                 mask = eager_mask(as_channel(given["attention_mask"], as_bool=family.mask_as_bool))

@@ -16,8 +16,7 @@ from ..live.state import Patch, patch_of
 from ..live.wrappers import check_unquantized
 from ..placement import StockForm
 from ..upstream.derived import stock_class
-from .building import PosEncMixin
-from .config import PosEncConfigMixin
+from .building import PosEncConfigMixin, PosEncMixin
 from .entry import ENTRY
 from .guards import unguarded
 from .names import STUB

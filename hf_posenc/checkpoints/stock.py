@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..families.base import base_model_type
-from ..families.refused import DECODER_HALF, MULTIMODAL
-from ..registry import family_for, reason_against, reason_around
+from ..families.refused import check_served
+from ..registry import family_for
 from .names import heads_of, transformers_class
 
 if TYPE_CHECKING:  # a mixin of ours has what the stock class behind it has
@@ -18,28 +17,6 @@ if TYPE_CHECKING:  # a mixin of ours has what the stock class behind it has
     from transformers import PreTrainedModel as StockModel
 else:
     StockConfig = StockModel = object
-
-
-def check_served(config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModelError if no family serves the models of a config. The error names a language model inside.
-
-    Args:
-        config: stock or ours. What is inside differs between checkpoints of a type, so the config is asked for it.
-    """
-    model_type = base_model_type(config)
-    try:
-        family_for(model_type)
-        return
-    except UnsupportedModelError:
-        inner = config.get_text_config(decoder=True)
-        if reason_against(model_type) is not None or (inner is config and not config.is_encoder_decoder):
-            raise
-    reason = (
-        f"it is an encoder-decoder, {DECODER_HALF.partition(', ')[2]}"
-        if config.is_encoder_decoder
-        else reason_around(MULTIMODAL, inner.model_type)
-    )
-    raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}")
 
 
 def check_checkpoint_served(raw: dict[str, Any]) -> None:

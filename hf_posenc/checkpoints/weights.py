@@ -17,7 +17,7 @@ from ..patching.layers import MARKER
 from ..upstream.attention import SPLIT_HEADS
 from . import files
 from .compat_0_1 import was_saved_by_0_1
-from .config import READ, PosEncConfigMixin
+from .config import READ, ConfigMixin
 from .contents import json_object
 from .digests import check_no_adapter, check_saved_weights, config_digest
 from .entry import schemes_of_config
@@ -76,7 +76,7 @@ class LoadingMixin(StockModel):
             check_no_adapter(folder, directory)
         if kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
             check_saved_weights(raw, folder, directory)
-        if isinstance(config := kwargs.get("config"), PosEncConfigMixin) and READ in config.__dict__:
+        if isinstance(config := kwargs.get("config"), ConfigMixin) and READ in config.__dict__:
             digest, options, as_read = config.__dict__[READ]
             if digest != config_digest(raw):  # saved anew since an Auto class read the config
                 if config.to_dict() != as_read:

@@ -142,15 +142,18 @@ class BaseModel:
         """Return whether a stock class would turn the scheme's layers as the patched model does."""
         return self.rotation.is_stock(scheme, self.layers_of(scheme))
 
-    def window_of(self, layer: int) -> int | None:
-        """Return the sliding window that the base gives a layer, in tokens, or None."""
-        own = self.family.attention
-        if own is not None and (window := own.window(self.found.attention_of.get(layer))) is not None:
-            return window
-        types = getattr(self.config, "layer_types", None)
-        if types is not None and types[layer] != "sliding_attention":
-            return None
-        return getattr(self.config, "sliding_window", None)
+    @property
+    def windows(self) -> dict[int, int]:
+        """The sliding window, in tokens, of each layer to whose attention the base gives one."""
+        own, types = self.family.attention, getattr(self.config, "layer_types", None)
+        windows = {}
+        for layer, attention in self.found.attention_of.items():
+            window = None if own is None else own.window(attention)
+            if window is None and (types is None or types[layer] == "sliding_attention"):
+                window = getattr(self.config, "sliding_window", None)
+            if window is not None:
+                windows[layer] = window
+        return windows
 
     def require_own_attention(self, scheme: str) -> None:
         """Raise UnsupportedModelError if the attention function of this package cannot compute the attention."""

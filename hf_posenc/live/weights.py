@@ -7,9 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ..modules import PositionModule
 from .wrappers import is_packed
+
+SAMPLES = "_posenc_samples"
+"""Attribute of the base model of a stock model whose weights moved while it was patched: samples of what they were."""
 
 NUMBERS = 64
 """Numbers that are kept of each weight. A step of training moves nearly all of them."""
@@ -47,6 +51,25 @@ def samples_of(model: nn.Module) -> dict[str, Sample]:
         if id(weight) not in placed and not weight.is_meta and not is_packed(weight):
             found[_stock_name(name)] = _sample(weight.detach())
     return found
+
+
+def stock_samples(model: PreTrainedModel) -> dict[str, Sample]:
+    """Return samples of the weights that a stock model had when it was first patched; now, if it never was."""
+    return model.base_model.__dict__.get(SAMPLES) or samples_of(model)
+
+
+def keep_if_moved(model: PreTrainedModel, samples: dict[str, Sample]) -> bool:
+    """Return whether the weights of a model that is stock again have moved. What it is patched with next must know it.
+
+    Args:
+        model: stock.
+        samples: of its weights, as they were when it was first patched; kept on it if they have moved.
+    """
+    if have_moved(model, samples):
+        setattr(model.base_model, SAMPLES, samples)
+        return True
+    model.base_model.__dict__.pop(SAMPLES, None)
+    return False
 
 
 def have_moved(model: nn.Module, samples: dict[str, Sample]) -> bool:

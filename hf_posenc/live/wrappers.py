@@ -1,7 +1,8 @@
-"""Wrappers, shards, offloading and quantisation of a model, and which of them prevent patching."""
+"""Wrappers, shards, offloading and quantisation of a model, which of them prevent patching, and models around it."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -119,6 +120,27 @@ def _is_plain(weight: torch.Tensor) -> bool:
 
 def _single(hook: Any) -> list[Any]:
     return [each for part in hook.hooks for each in _single(part)] if isinstance(hook, SequentialHook) else [hook]
+
+
+def models_around(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models of transformers that a bare model is a part of, such as a multimodal one around its decoder.
+
+    Nothing in a module leads to what is around it, so that the garbage collector is asked.
+    """
+    if model.base_model is not model:  # with a head it is whole
+        return []
+    found: list[PreTrainedModel] = []
+    inner: list[nn.Module] = [model]
+    while inner:
+        tables = [each for each in gc.get_referrers(*inner) if isinstance(each, dict)]
+        owners = [each for each in gc.get_referrers(*tables) if isinstance(each, dict) and "_modules" in each]
+        # Its attributes are a module's __dict__, or are in the module itself, as Python likes.
+        referrers = (*gc.get_referrers(*tables), *gc.get_referrers(*owners))
+        holders = [each for each in referrers if isinstance(each, nn.Module)]
+        known = {id(each) for each in (model, *found, *inner)}
+        inner = [each for each in holders if id(each) not in known and any(child is model for child in each.modules())]
+        found += [each for each in inner if isinstance(each, PreTrainedModel)]
+    return found
 
 
 def is_spread(model: PreTrainedModel) -> bool:
