@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .checkpoints.building import classes_of_ours
-from .checkpoints.entry import CALIBRATION
+from .checkpoints.entry import CALIBRATION, make_entry
 from .errors import UnsupportedModelError
 from .live.state import PATCH, Patch, patch_of
 from .live.undo import SetAttribute, Undo
@@ -101,7 +101,7 @@ def patch_model(
         for around in models_around(model):
             refuse = partial(_refuse_to_save, type(around).__name__, patch.name)
             changes.append(SetAttribute(around, "save_pretrained", refuse))
-        changes += classes_of_ours(model, plan.schemes)
+        changes += classes_of_ours(model, make_entry(plan.schemes))
         try:
             undo.make(*changes)
             parameters = position_parameters(model.base_model)

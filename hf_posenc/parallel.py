@@ -40,11 +40,11 @@ from transformers import PreTrainedModel
 
 from . import positions
 from .errors import UnsupportedModelError
-from .families.base import base_model_type, resolve
+from .families.base import resolve
+from .families.served import family_of
 from .layer_state import on_attention, on_decoder
 from .live.state import patch_of
 from .live.undo import AddPreHook, Keep, SetAttribute, Undo
-from .registry import family_for
 from .upstream import NAME
 from .upstream.masks import causal_documents, position_channel
 
@@ -231,7 +231,7 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(inner).__name__}")
-    family = family_for(base_model_type(inner.config))
+    family = family_of(inner.config)
     found = resolve(family, inner)
     if len(found.attentions) < len(found.layers):
         raise UnsupportedModelError(

@@ -223,7 +223,7 @@ def snapshot_without_logits(whole):
     [
         "patching.place._mark_layers",
         "api.classes_of_ours",
-        "checkpoints.building.make_entry",
+        "api.make_entry",
         "checkpoints.building.model_class",
     ],
 )

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..errors import CheckpointError, HfPosencError
-from ..families.base import base_model_type
+from ..families.served import family_of
 from ..live.state import PATCH, OfPatched, Patch
 from ..live.undo import Change, SetAttribute, SetClass, Undo
 from ..live.wrappers import gathered
@@ -20,7 +20,7 @@ from ..modules import PositionModule
 from ..patching.layers import MARKER
 from ..patching.place import place
 from ..patching.plan import make_plan, needs_own_attention
-from ..registry import family_for, supported_model_types
+from ..registry import family_for
 from ..schemes.base import Scheme
 from ..upstream import NAME
 from ..upstream.channel import carrying_forward
@@ -31,9 +31,8 @@ from .compat_0_1 import translate_config
 from .config import READ, ConfigMixin, stock_config
 from .entry import ENTRY, SCHEMES, check_version, make_entry, schemes_of_config
 from .guards import UNREGISTERED
-from .names import heads_of, name_of, stock_classes
+from .names import architecture, heads_of, name_of, stock_classes
 from .saving import SavingMixin
-from .stock import architecture
 from .weights import LoadingMixin
 
 
@@ -134,7 +133,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
 
     @staticmethod
     def _needs_own_attention(config: PreTrainedConfig) -> bool:
-        return needs_own_attention(family_for(base_model_type(config)), schemes_of_config(config))
+        return needs_own_attention(family_of(config), schemes_of_config(config))
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False
@@ -245,9 +244,8 @@ def _model_class(stock: type[PreTrainedModel], stock_config: type[PreTrainedConf
 
     config, name = config_class(stock_config), name_of(stock, stock_config)
     members: dict[str, Any] = {"__module__": CLASSES, "config_class": config}
-    model_type = stock_config.model_type
-    if model_type in supported_model_types() and (family := family_for(model_type)).positions_in_mask:
-        members["forward"] = carrying_forward(stock, family)
+    if (forward := carrying_forward(stock, stock_config.model_type)) is not None:
+        members["forward"] = forward
     cls: Any = type(name, (PosEncMixin, stock), members)
     # transformers looks up by class which outputs a model can record. Without this, output_attentions gives None.
     dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
@@ -272,14 +270,13 @@ def saved_class(raw: dict[str, Any]) -> type[PreTrainedModel]:
     return model_class(model, config)
 
 
-def classes_of_ours(model: PreTrainedModel, schemes: Sequence[Scheme]) -> list[Change]:
+def classes_of_ours(model: PreTrainedModel, entry: dict[str, Any]) -> list[Change]:
     """Return what gives a patched model and its config our classes, so that no stock class loads what is saved.
 
     Args:
         model: of stock classes.
-        schemes: as resolved against the model.
+        entry: of its config, with the schemes as they were resolved against the model.
     """
-    entry = make_entry(schemes)
     # PEFT writes the name into adapters as their base; the stock checkpoint would be the wrong one.
     changes: list[Change] = [SetAttribute(model, "name_or_path", "")]
     if _lacks_loss_type(model):

@@ -22,7 +22,8 @@ from .contents import json_object, read_tensor_headers
 from .digests import check_no_adapter, check_saved_weights
 from .entry import ENTRY, VERSION_KEY, read_calibration, read_schemes, schemes_of_config
 from .markdown import one_line
-from .stock import architecture, check_checkpoint_served
+from .names import architecture
+from .stock import check_checkpoint_served
 from .weights import check_loaded, check_shapes, named_tensors, position_keys
 
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "force_download", "local_files_only", "proxies")

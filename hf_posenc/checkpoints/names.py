@@ -71,6 +71,12 @@ def stub_text(config: type[PreTrainedConfig]) -> str:
     return f"# {INSTALL}\nfrom {CLASSES} import {', '.join(names)}  # noqa: F401\n"
 
 
+def architecture(raw: dict[str, Any]) -> str:
+    """Return the class name in a config.json, or an empty string."""
+    names = raw.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
 def stock_classes(name: str) -> tuple[type[PreTrainedConfig] | None, type[PreTrainedModel] | None]:
     """Return the stock config class and model class that a name of ours stands for.
 

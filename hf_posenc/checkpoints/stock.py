@@ -8,9 +8,9 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..families.refused import check_served
+from ..families.served import check_served
 from ..registry import family_for
-from .names import heads_of, transformers_class
+from .names import architecture, heads_of, transformers_class
 
 if TYPE_CHECKING:  # a mixin of ours has what the stock class behind it has
     from transformers import PreTrainedConfig as StockConfig
@@ -38,13 +38,16 @@ def check_checkpoint_served(raw: dict[str, Any]) -> None:
 def stock_loader(raw: dict[str, Any]) -> Any:
     """Return the class of transformers that loads a stock checkpoint: its architecture, or an Auto class.
 
+    Raises UnsupportedModelError if no family serves it.
+
     A model class that is shared with another model type would read the config as one of that type. Its Auto class does
     not.
 
     Args:
         raw: its config.json.
     """
-    model_type, name = str(raw["model_type"]), architecture(raw)
+    name, model_type = architecture(raw), str(raw.get("model_type"))
+    check_checkpoint_served(raw)
     config = CONFIG_MAPPING[model_type]
     if _language_type(model_type) != config.model_type:
         return transformers.AutoModelForCausalLM
@@ -53,12 +56,6 @@ def stock_loader(raw: dict[str, Any]) -> Any:
         return model
     autos = (auto for auto, head in heads_of(config).items() if head == name)
     return getattr(transformers, next(autos, "AutoModelForCausalLM"))
-
-
-def architecture(raw: dict[str, Any]) -> str:
-    """Return the class name in a config.json, or an empty string."""
-    names = raw.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def _language_type(model_type: str) -> str:

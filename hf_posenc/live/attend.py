@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layer_state import on_attention
+from transformers import PreTrainedModel
+
+from ..families.served import family_of
+from ..layer_state import STATE, OnAttention, on_attention, use_engine
 from ..modules import WithoutPositions
 from ..upstream import NAME
 from .base_model import BaseModel
+from .state import patch_of
 from .undo import Keep, SetAttribute, SetModule, Undo
 
 
@@ -37,3 +41,31 @@ class AttendThroughUs:
                 )
         for config in base.configs:
             undo.make(SetAttribute(config, "_attn_implementation_internal", NAME))
+
+
+def choose_engine(model: PreTrainedModel, attention: str) -> None:
+    """Set the engine that computes the attention of a patched model.
+
+    Args:
+        model: patched.
+        attention: `auto` or an engine's name.
+
+    Raises:
+        ValueError: if the scheme keeps the model's own attention and this is not `auto`.
+    """
+    patch = patch_of(model)
+    assert patch is not None
+    if attention == "auto":
+        return
+    if not patch.attends:
+        raise ValueError(
+            f"{patch.name} keeps the model's own attention; attention={attention!r} can be chosen for schemes that "
+            "change scores only"
+        )
+    patch.attention = attention
+    replaced = family_of(model.config).always_replaced
+    for module in model.modules():
+        state = getattr(module, STATE, None)
+        if isinstance(state, OnAttention) and "posenc" in module._modules:
+            if replaced or state.window is not None or not isinstance(module.posenc, WithoutPositions):
+                use_engine(module, attention)

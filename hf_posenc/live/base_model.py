@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from .. import families
 from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type, resolve
+from ..families.served import family_of
 from ..modules import Native, WithoutPositions
-from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream.attention import SPLIT_HEADS
 from .eval_mode import evaluation
@@ -52,7 +52,7 @@ class BaseModel:
             UnsupportedModelError: if its family is not known, or refuses a setting of it.
         """
         config = model.config
-        family = family_for(base_model_type(config))
+        family = family_of(config)
         found = resolve(family, model)
         count = len(found.layers)
         sizes = {index: _sizes(family, config, module, count) for index, module in found.attention_of.items()}
@@ -208,4 +208,4 @@ def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the module that owns the layers of a model of a known family."""
     config: Any = model.config
-    return families.base.decoder_of(family_for(base_model_type(config)), model)
+    return families.base.decoder_of(family_of(config), model)

@@ -1,4 +1,4 @@
-"""Samples of a model's own weights. They show later whether the weights have moved."""
+"""What a model's weights are: packed or plain, and samples that show later whether they have moved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..modules import PositionModule
-from .wrappers import is_packed
 
 SAMPLES = "_posenc_samples"
 """Attribute of the base model of a stock model whose weights moved while it was patched: samples of what they were."""
@@ -82,6 +81,17 @@ def _sample(weight: Tensor) -> Sample:
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     flat = local.reshape(-1)
     return Sample(flat.numel(), flat[:: max(1, flat.numel() // NUMBERS)][:NUMBERS].clone())
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Return whether a weight is kept as integers, in 8 bits, or by a tensor class that stands for another one."""
+    kept = weight.detach()
+    return not is_plain(kept) or not kept.is_floating_point() or kept.element_size() < 2
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Return whether a weight is of torch's own classes, and no tensor class of another package's."""
+    return type(weight) in (Tensor, nn.Parameter, DTensor)
 
 
 def _stock_name(name: str) -> str:

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate.hooks import AlignDevicesHook, SequentialHook
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from .weights import is_packed, is_plain
 
 
 def check_unwrapped(model: Any, action: str) -> None:
@@ -100,22 +99,12 @@ def check_unquantized(model: nn.Module, action: str) -> None:
     )
 
 
-def is_packed(weight: nn.Parameter) -> bool:
-    """Return whether a weight is kept as integers, in 8 bits, or by a tensor class that stands for another one."""
-    kept = weight.detach()
-    return not _is_plain(kept) or not kept.is_floating_point() or kept.element_size() < 2
-
-
 def packed_in_place(model: nn.Module) -> str | None:
     """Return the name of a weight that torchao, quanto or torch.ao has replaced in a live model, or None."""
     for name, weight in model.named_parameters():
-        if not _is_plain(weight.detach()):
+        if not is_plain(weight.detach()):
             return name
     return next((name for name, module in model.named_modules() if hasattr(module, "_packed_params")), None)
-
-
-def _is_plain(weight: torch.Tensor) -> bool:
-    return type(weight) in (torch.Tensor, nn.Parameter, DTensor)
 
 
 def _single(hook: Any) -> list[Any]:

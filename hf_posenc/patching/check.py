@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
-from ..families.refused import check_served
+from ..families.served import check_served
 from ..live.state import OfPatched, Patch, alone, patch_of, without_adapter
 from ..live.undo import Undo, has_own_forward
 from ..live.wrappers import check_in_place, check_unwrapped
