@@ -101,7 +101,8 @@ def patch_model(
         for around in models_around(model):
             refuse = partial(_refuse_to_save, type(around).__name__, patch.name)
             changes.append(SetAttribute(around, "save_pretrained", refuse))
-        changes += classes_of_ours(model, make_entry(plan.schemes))
+        entry = make_entry(plan.schemes)
+        changes += classes_of_ours(model, entry)
         try:
             undo.make(*changes)
             parameters = position_parameters(model.base_model)

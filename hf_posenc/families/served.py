@@ -12,7 +12,8 @@ from .refused import DECODER_HALF, MULTIMODAL
 
 def family_of(config: Any) -> Family:
     """Return the family that serves the models of a config, stock or ours; UnsupportedModelError if none does."""
-    return family_for(base_model_type(config))
+    model_type = base_model_type(config)
+    return family_for(model_type)
 
 
 def check_served(config: Any) -> None:

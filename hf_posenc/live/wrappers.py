@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -60,10 +60,8 @@ def check_in_place(model: nn.Module, action: str, *, one_device: bool = True) ->
     Raises:
         UnsupportedModelError: for a model that accelerate or diffusers has offloaded or spread over devices.
     """
-    hooks = [hook for module in model.modules() if (own := module.__dict__.get("_hf_hook")) for hook in _single(own)]
-    aligned = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
-    devices = {str(hook.execution_device) for hook in aligned if hook.execution_device is not None}
-    if any(hook.offload for hook in aligned) or len({parameter.is_meta for parameter in model.parameters()}) > 1:
+    devices = {str(hook.execution_device) for hook in _aligning(model) if hook.execution_device is not None}
+    if is_offloaded(model) or len({parameter.is_meta for parameter in model.parameters()}) > 1:
         state = "offloaded: weights are elsewhere until their layer runs"
     elif any("_diffusers_hook" in module.__dict__ for module in model.modules()):
         state = "offloaded by hooks of diffusers"
@@ -76,6 +74,35 @@ def check_in_place(model: nn.Module, action: str, *, one_device: bool = True) ->
         "scheme=..., device_map=...) patches first; accelerate.hooks.remove_hook_from_module(model, recurse=True) "
         "takes hooks off and brings back the weights that were offloaded from memory"
     )
+
+
+def _aligning(model: nn.Module) -> list[AlignDevicesHook]:
+    """Return accelerate's hooks in a model that move weights or inputs."""
+    hooks = [hook for module in model.modules() if (own := module.__dict__.get("_hf_hook")) for hook in _single(own)]
+    return [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Return whether accelerate keeps weights of a model elsewhere until their module runs."""
+    return any(hook.offload for hook in _aligning(model))
+
+
+@contextmanager
+def brought_in(model: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Bring in the weights of a module for the length of a `with` block, where accelerate has offloaded them.
+
+    Args:
+        model: offloaded or not.
+        module: a part of it; the hook of a module around it may move its weights.
+    """
+    name = next(name for name, each in model.named_modules() if each is module)
+    around = [each for prefix, each in model.named_modules() if not prefix or f"{name}.".startswith(f"{prefix}.")]
+    with ExitStack() as stack:
+        for each in around:
+            if (hook := each.__dict__.get("_hf_hook")) is not None:
+                hook.pre_forward(each)
+                stack.callback(hook.post_forward, each, None)
+        yield
 
 
 def check_unquantized(model: nn.Module, action: str) -> None:
