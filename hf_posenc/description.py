@@ -183,8 +183,7 @@ def _call_of(base: BaseModel, attention: Any, length: int, keys: int, dtype: tor
 
     It is the call of one token, made longer: scaling, soft cap and sinks are those that the model itself hands over.
     """
-    embedding: Any = base.found.token_embedding
-    device = embedding.weight.device
+    device = base.token_weight.device
     token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
     decoder, offloaded = base.found.decoder, is_offloaded(base.model)
     with evaluation(decoder), torch.no_grad():

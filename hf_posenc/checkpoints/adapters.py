@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 from ..live.state import patch_of
+from ..live.undo import restored_after_failure
 from .compat_0_1 import mean_the_same, translate_scheme
 from .contents import json_object
 from .entry import CALIBRATION, ENTRY, SCHEMES, read_schemes
@@ -64,13 +65,19 @@ class AdapterMixin(StockModel):
             if given.get("local_files_only"):
                 source["local_files_only"] = True
             check_adapter(self, adapter, **{key: value for key, value in source.items() if key in WHERE})
-        loaded = load(peft_model_id, *args, **kwargs)
-        if missing := getattr(loaded, "missing_keys", None):
-            raise CheckpointError(
-                f"hf_posenc: transformers {transformers.__version__} has left {len(missing)} weights of this adapter "
-                f"at the values that they started with, {min(missing)} among them: make the model again, and load "
-                "the adapter with hf_posenc.load_adapter"
-            )
+        name = given.get("adapter_name") or "default"
+
+        def is_of_adapter(key: str) -> bool:  # transformers also reports the keys of adapters that were there before
+            return name in key.split(".")
+
+        with restored_after_failure(self, is_of_adapter):
+            loaded = load(peft_model_id, *args, **kwargs)
+            if missing := sorted(filter(is_of_adapter, getattr(loaded, "missing_keys", ()))):
+                raise CheckpointError(
+                    f"hf_posenc: transformers {transformers.__version__} has left {len(missing)} weights of this "
+                    f"adapter at the values that they started with, {missing[0]} among them: the model is as it was "
+                    "before; load the adapter with hf_posenc.load_adapter"
+                )
         return loaded
 
     def __setattr__(self, name: str, value: Any) -> None:

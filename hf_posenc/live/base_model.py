@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .. import families
@@ -88,6 +88,13 @@ class BaseModel:
     def num_layers(self) -> int:
         """Number of decoder layers, with and without attention."""
         return len(self.found.layers)
+
+    @property
+    def token_weight(self) -> Tensor:
+        """The vectors of the tokens, (vocabulary, E)."""
+        embedding: Any = self.found.token_embedding  # PEFT's wrappers have the attribute too
+        weight: Tensor = embedding.weight
+        return weight
 
     @property
     def rotation(self) -> BaseRotation:
@@ -175,13 +182,12 @@ class BaseModel:
 
     def _token_rms(self) -> float:
         """Return the root mean square of what enters the first layer, without positions; 0 on the meta device."""
-        embedding: Any = self.found.token_embedding
-        if embedding.weight.is_meta:
+        weight = self.token_weight
+        if weight.is_meta:
             return 0.0
-        size = embedding.weight.shape[0]
-        tokens = torch.arange(0, size, max(1, size // SAMPLE), device=embedding.weight.device)
+        tokens = torch.arange(0, len(weight), max(1, len(weight) // SAMPLE), device=weight.device)
         if self.has_table:
-            vectors = embedding(tokens)
+            vectors: Tensor = self.found.token_embedding(tokens)
         else:  # a forward pass, because many families scale their embeddings on the way
             with evaluation(self.found.decoder):  # without dropout, which would change their size
                 vectors = entering(self.found.decoder, self.found.layers[0], tokens[:, None])

@@ -65,24 +65,43 @@ class Undo:
 
 
 class _Snapshot:
-    """The parts of a module or config that inverse steps change: class, attributes, children, buffers and pre-hooks."""
-
-    TABLES = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    """The class, the attributes, and the entries of attributes that are dictionaries: children, buffers, hooks, ..."""
 
     def __init__(self, owner: Owner) -> None:
         self.cls = type(owner)
-        self.attributes = {name: value for name, value in owner.__dict__.items() if name not in self.TABLES}
-        self.tables = {name: dict(owner.__dict__[name]) for name in self.TABLES if name in owner.__dict__}
+        self.attributes = dict(owner.__dict__)
+        self.tables = [(value, dict(value)) for value in self.attributes.values() if isinstance(value, dict)]
 
     def restore(self, owner: Owner) -> None:
         owner.__class__ = self.cls
-        for name in [name for name in owner.__dict__ if name not in self.attributes and name not in self.TABLES]:
-            del owner.__dict__[name]
+        owner.__dict__.clear()
         owner.__dict__.update(self.attributes)
-        for name, entries in self.tables.items():  # the dictionaries stay the same: handles of hooks refer to them
-            table = owner.__dict__[name]
+        for table, entries in self.tables:  # the dictionaries stay the same: handles of hooks refer to them
             table.clear()
             table.update(entries)
+
+
+@contextmanager
+def restored_after_failure(model: nn.Module, parts: Callable[[str], bool]) -> Iterator[None]:
+    """Restore a model if the body of a `with` block raises: its modules, what they hold, and what asks for gradients.
+
+    Args:
+        model: any module.
+        parts: by the name of a parameter, whether its numbers may be overwritten, and are to be restored too.
+    """
+    kept = [(module, _Snapshot(module)) for module in model.modules()]
+    asking = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    numbers = [(parameter, parameter.detach().clone()) for name, parameter in model.named_parameters() if parts(name)]
+    try:
+        yield
+    except BaseException:
+        for module, snapshot in kept:
+            snapshot.restore(module)
+        for parameter, asks in asking:
+            parameter.requires_grad_(asks)
+        for parameter, values in numbers:
+            parameter.data = values
+        raise
 
 
 @dataclass(frozen=True)
