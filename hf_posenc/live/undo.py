@@ -9,12 +9,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from ..layer_state import STATE, OnAttention, OnDecoder, OnLayer
-
-Owner = nn.Module | PreTrainedConfig
-"""A module or config that is changed."""
 
 
 class Change(Protocol):
@@ -53,7 +49,7 @@ class Undo:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Undo everything for the length of a `with` block; afterwards all is back, the same modules and values."""
-        kept: list[tuple[Owner, _Snapshot]] = []
+        kept: list[tuple[object, _Snapshot]] = []
         try:
             for step, arguments in reversed(self.steps):
                 kept.append((arguments[0], _Snapshot(arguments[0])))
@@ -67,12 +63,12 @@ class Undo:
 class _Snapshot:
     """The class, the attributes, and the entries of attributes that are dictionaries: children, buffers, hooks, ..."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: object) -> None:
         self.cls = type(owner)
         self.attributes = dict(owner.__dict__)
         self.tables = [(value, dict(value)) for value in self.attributes.values() if isinstance(value, dict)]
 
-    def restore(self, owner: Owner) -> None:
+    def restore(self, owner: object) -> None:
         owner.__class__ = self.cls
         owner.__dict__.clear()
         owner.__dict__.update(self.attributes)
@@ -160,7 +156,7 @@ def _remove_buffer(layer: nn.Module, name: str) -> None:
 class SetAttribute:
     """Sets or replaces a plain attribute."""
 
-    owner: Owner
+    owner: object
     name: str
     value: object
 
@@ -173,11 +169,11 @@ class SetAttribute:
         object.__setattr__(self.owner, self.name, self.value)
 
 
-def _restore_attribute(owner: Owner, name: str, value: object) -> None:
+def _restore_attribute(owner: object, name: str, value: object) -> None:
     object.__setattr__(owner, name, value)
 
 
-def _remove_attribute(owner: Owner, name: str) -> None:
+def _remove_attribute(owner: object, name: str) -> None:
     owner.__dict__.pop(name, None)
 
 
@@ -204,7 +200,7 @@ class Keep:
 class SetClass:
     """Changes the class of an object."""
 
-    owner: Owner
+    owner: object
     cls: type
 
     def make(self, undo: Undo) -> None:
@@ -218,13 +214,13 @@ class SetClass:
         owner.__class__ = self.cls
 
 
-def _restore_class(owner: Owner, cls: type) -> None:
+def _restore_class(owner: object, cls: type) -> None:
     if has_own_forward(owner):
         owner.__dict__.pop("forward", None)
     owner.__class__ = cls
 
 
-def has_own_forward(module: Owner) -> bool:
+def has_own_forward(module: object) -> bool:
     """Return whether a module runs the forward of its class, and no other that was put on the instance."""
     forward = module.__dict__.get("forward")
     return forward is None or (

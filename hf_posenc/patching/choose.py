@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import SupportsIndex
 
@@ -92,7 +92,9 @@ def _window_of(scheme: Scheme) -> int | None:
     return window
 
 
-def _select_layers(name: str, layers: object, count: int, layer_types: Sequence[str] | None) -> tuple[int, ...] | None:
+def _select_layers(
+    name: str, layers: Iterable[SupportsIndex] | str | None, count: int, layer_types: Sequence[str] | None
+) -> tuple[int, ...] | None:
     """Return the indices of the layers that a scheme is for.
 
     Args:
@@ -144,7 +146,7 @@ def _by_text(name: str, layers: str, count: int, layer_types: Sequence[str]) -> 
     )
 
 
-def _indices(name: str, layers: object) -> list[int]:
+def _indices(name: str, layers: Iterable[SupportsIndex]) -> list[int]:
     """Return indices of layers as numbers of Python; TypeError if they are no integers."""
     try:
         indices = list(layers)
