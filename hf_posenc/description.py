@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .call import Call
+from .dims import Layers
 from .engines.dispatch import Choice, choose
 from .errors import NotPatchedError
 from .families.base import base_model_type
@@ -67,7 +68,7 @@ class Description:
         )
 
 
-def _in_layers(layers: Any) -> str:
+def _in_layers(layers: Layers) -> str:
     return "" if layers is None else f", in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
 
 

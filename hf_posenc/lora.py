@@ -177,7 +177,7 @@ def _config(raw: dict[str, Any], adapter: str | os.PathLike[str]) -> PeftConfig:
     return config
 
 
-def _is_a(value: Any, hint: Any) -> bool:
+def _is_a(value: object, hint: object) -> bool:
     """Return whether a JSON value is of an annotated type. A type that JSON does not have is not checked."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):

@@ -81,7 +81,7 @@ class _Gather(torch.autograd.Function):
     """Concatenates what the processes of a group hold; backward, each gets the sum of the gradients of its part."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return _gathered(tensor, group)
 
@@ -93,7 +93,7 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
-def _gathered(tensor: Tensor, group: Any) -> Tensor:
+def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the tensors (...) of the processes of a group as (processes, ...)."""
     tensor = tensor.contiguous()
     parts = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
@@ -104,7 +104,7 @@ def _gathered(tensor: Tensor, group: Any) -> Tensor:
 class Exchange:
     """Fetches the keys of the other shards for an attention layer, which has it in its state."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Exchange within a group.
 
         Args:
@@ -173,7 +173,9 @@ def locate_shard(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return (), given
 
 
-def _channel_of_positions(ids: Tensor, mask: Tensor | None, shape: torch.Size, group: Any) -> Tensor:
+def _channel_of_positions(
+    ids: Tensor, mask: Tensor | None, shape: torch.Size, group: dist.ProcessGroup | None
+) -> Tensor:
     """Return the channel (B, 1, ROWS, T + L) of one document per row, whose order is that of its position ids.
 
     Args:
@@ -200,7 +202,7 @@ def _channel_of_positions(ids: Tensor, mask: Tensor | None, shape: torch.Size, g
 
 
 @contextmanager
-def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]:
+def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> Iterator[nn.Module]:
     """Let the processes of a group share each sequence, for the length of a `with` block.
 
     Inside, every process calls the model on its own shard, at the same time, with `position_ids` that say where in the
@@ -286,7 +288,7 @@ def _check_distributed() -> None:
         raise RuntimeError(ALONE)
 
 
-def context_group(size: int) -> tuple[Any, int, int]:
+def context_group(size: int) -> tuple[dist.ProcessGroup, int, int]:
     """Divide all processes into groups of neighbours that share a sequence each. Call it on every process.
 
     Neighbours, because a node's processes have neighbouring ranks, and exchange keys faster.
@@ -311,7 +313,9 @@ def context_group(size: int) -> tuple[Any, int, int]:
     return group, dist.get_rank() // size, world // size
 
 
-def shard_sequence(batch: Mapping[str, Any], group: Any = None, *, balanced: bool = False) -> dict[str, Tensor]:
+def shard_sequence(
+    batch: Mapping[str, Any], group: dist.ProcessGroup | None = None, *, balanced: bool = False
+) -> dict[str, Tensor]:
     """Return this process's share of a batch, cut along the sequence, for a model inside `context_parallel`.
 
     Every process of the group passes the same whole batch, so nothing is communicated. The sequence is filled up with
@@ -389,7 +393,7 @@ class _Cut:
     all: Tensor
 
     @classmethod
-    def of(cls, length: int, group: Any, balanced: bool, device: torch.device) -> _Cut:
+    def of(cls, length: int, group: dist.ProcessGroup | None, balanced: bool, device: torch.device) -> _Cut:
         """Divide a sequence of some length, see `shard_sequence`."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         pieces = 2 * size if balanced else size

@@ -31,7 +31,7 @@ WHERE = frozenset(inspect.signature(hf_hub_download).parameters) - {"repo_id", "
 class AdapterMixin(StockModel):
     """The part of our model classes that takes adapters."""
 
-    def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load_adapter(self, peft_model_id: str | None = None, *args: object, **kwargs: Any) -> Any:
         """Load an adapter as transformers does, if it was trained on a base that is patched like this model.
 
         Args:
@@ -80,7 +80,7 @@ class AdapterMixin(StockModel):
                 )
         return loaded
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute. PEFT leaves the configs of its adapters here, and each is made to name the base.
 
         Warns (UserWarning) of an adapter that neither trains nor saves position parameters which nothing has trained.
@@ -207,7 +207,7 @@ def require_same_base(
         )
 
 
-def _describe(entry: Any) -> str:
+def _describe(entry: object) -> str:
     schemes = [{key: value for key, value in scheme.items() if value is not None} for scheme in read_schemes(entry)]
     return " and ".join(map(str, schemes)) or "stock positions"
 
@@ -222,7 +222,7 @@ def _are_the_same(trained_on: Any, here: Any) -> bool:
     return len(then) == len(now) and all(map(mean_the_same, then, now))
 
 
-def _base_config(name: str, revision: Any, source: dict[str, Any]) -> dict[str, Any] | None:
+def _base_config(name: str, revision: object, source: dict[str, Any]) -> dict[str, Any] | None:
     """Return the config of the base that an adapter names, from a folder or the cache of downloads, or None."""
     if not name:
         return None

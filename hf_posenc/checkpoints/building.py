@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import transformers
 from torch import nn
@@ -39,7 +39,7 @@ from .weights import LoadingMixin
 class PosEncConfigMixin(ConfigMixin):
     """Mixin in front of a stock config class."""
 
-    def __post_init__(self, *args: Any, **kwargs: Any) -> None:
+    def __post_init__(self, *args: object, **kwargs: object) -> None:
         """Initialize the stock config, and register its models with the Auto classes.
 
         Args:
@@ -49,7 +49,7 @@ class PosEncConfigMixin(ConfigMixin):
         super().__post_init__(*args, **kwargs)
         register_models(type(self))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle and copy by the stock class, because this class is made on demand."""
         return revive, (config_class, stock_class(type(self), PosEncConfigMixin)), self.__dict__
 
@@ -57,7 +57,7 @@ class PosEncConfigMixin(ConfigMixin):
 class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
     """Mixin in front of a stock model class. It builds the schemes in, and guards the attention implementation."""
 
-    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object) -> None:
         """Build the stock model and the schemes that the config names.
 
         Args:
@@ -151,7 +151,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
         )
         return adjusted
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle and copy by the stock class, because this class is made on demand."""
         return revive, (model_class, stock_class(type(self), PosEncMixin), stock_config(self.config)), self.__dict__
 

@@ -54,7 +54,7 @@ Saved by hf_posenc {plain(entry[VERSION_KEY])}.
 """
 
 
-def metadata(entry: Any) -> ModelCardData:
+def metadata(entry: object) -> ModelCardData:
     """Return the metadata of a card: library, task, and tags with the names of the schemes.
 
     Args:
@@ -75,7 +75,7 @@ def _describe_scheme(scheme: dict[str, Any]) -> str:
     return f"{code(scheme['scheme'])}: {about}\n\n{hyperparameter_table(values)}"
 
 
-def hyperparameter_table(values: dict[str, Any]) -> str:
+def hyperparameter_table(values: dict[str, object]) -> str:
     """Return a table of a scheme's hyper-parameters, without `layers`, and with `window` only where it is given."""
     shown = {key: value for key, value in values.items() if key != "layers" and (key != "window" or value is not None)}
     if not shown:
@@ -84,7 +84,7 @@ def hyperparameter_table(values: dict[str, Any]) -> str:
     return "\n".join(["| hyper-parameter | value |", "|---|---|", *rows])
 
 
-def layers_of_schemes(schemes: list[tuple[str, Any]]) -> str:
+def layers_of_schemes(schemes: list[tuple[str, object]]) -> str:
     """Return sentences that say which layers each scheme is for.
 
     Args:

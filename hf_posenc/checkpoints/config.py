@@ -25,9 +25,9 @@ options of the call, and the config as a dict at that time."""
 class ConfigMixin(OfPatched, StockConfig):
     """The part of our config classes that writes the schemes and the guards, and checks them when they are read."""
 
-    position_encoding: dict[str, Any] | None = None
+    position_encoding: dict[str, object] | None = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute without its guard, which the stock class would refuse. Making a config calls this too."""
         super().__setattr__(name, unguarded(name, value))
 
@@ -92,7 +92,7 @@ class ConfigMixin(OfPatched, StockConfig):
         finally:
             self._output_attentions = wanted
 
-    def _guards(self) -> dict[str, Any]:
+    def _guards(self) -> dict[str, str]:
         values = {key: getattr(self, key, None) for key in ACTIVATIONS}
         guards = {key: guarded(value) for key, value in values.items() if isinstance(value, str)}
         return {**guards, "attn_implementation": UNREGISTERED}

@@ -50,7 +50,7 @@ def renew_entry(entry: dict[str, Any]) -> dict[str, Any]:
     return {SCHEMES: read_schemes(entry), **calibrated, VERSION_KEY: VERSION}
 
 
-def read_schemes(entry: Any) -> list[dict[str, Any]]:
+def read_schemes(entry: object) -> list[dict[str, Any]]:
     """Return each scheme of an entry: `scheme`, its name, and its hyper-parameters by name.
 
     Version 0.1 had one scheme for all layers, and wrote it without a list.
@@ -104,7 +104,7 @@ def _parse_scheme(entry: dict[str, Any], source: str) -> Scheme:
         raise CheckpointError(f"hf_posenc: {source}: {error}") from error
 
 
-def read_calibration(entry: Any) -> dict[str, Any] | None:
+def read_calibration(entry: object) -> dict[str, Any] | None:
     """Return what an entry records of the model's last calibration, or None without a record.
 
     Args:
@@ -135,7 +135,7 @@ def read_calibration(entry: Any) -> dict[str, Any] | None:
     return dict(record)
 
 
-def _malformed_calibration(rule: str, value: Any) -> CheckpointError:
+def _malformed_calibration(rule: str, value: object) -> CheckpointError:
     return CheckpointError(f"hf_posenc: config.json: {ENTRY}.{CALIBRATION}: {rule}, not {value!r:.80}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
@@ -123,7 +124,7 @@ def _check_layers(model: PreTrainedModel) -> None:
         )
 
 
-def _check_loadable(model: PreTrainedModel, state: dict[str, Any] | None, directory: Path) -> None:
+def _check_loadable(model: PreTrainedModel, state: dict[str, Tensor] | None, directory: Path) -> None:
     """Raise UnsupportedModelError if a model saved with this state dict, or None for its own, could not be loaded."""
     if state is None and is_spread(model):
         raise UnsupportedModelError(
@@ -147,7 +148,7 @@ def _check_loadable(model: PreTrainedModel, state: dict[str, Any] | None, direct
         _check_state(model, state, directory)
 
 
-def _check_state(model: PreTrainedModel, state: dict[str, Any], directory: Path) -> None:
+def _check_state(model: PreTrainedModel, state: dict[str, Tensor], directory: Path) -> None:
     """Raise UnsupportedModelError unless a state dict has exactly the tensors of a model.
 
     Tied weights may be there once. transformers' Trainer saves an empty one where DeepSpeed keeps the weights.

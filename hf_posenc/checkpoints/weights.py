@@ -32,7 +32,7 @@ class LoadingMixin(StockModel):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+        cls, pretrained_model_name_or_path: Any, *args: object, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """Load as transformers does, and check that every position parameter was there.
 
@@ -62,7 +62,7 @@ class LoadingMixin(StockModel):
         return (model, info) if output_loading_info else model
 
     @classmethod
-    def _from_folder(cls, folder: Path, directory: Path, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _from_folder(cls, folder: Path, directory: Path, *args: object, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Load from a folder that nobody changes meanwhile.
 
         Args:
@@ -95,7 +95,7 @@ class LoadingMixin(StockModel):
         return model, info
 
     @classmethod
-    def _from_pretrained(cls, path: Any, source: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _from_pretrained(cls, path: object, source: object, *args: object, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Load as transformers does, and check its account of the weights.
 
         Args:
@@ -164,7 +164,7 @@ def position_keys(model: nn.Module) -> set[str]:
     }
 
 
-def check_shapes(model: PreTrainedModel, mismatched: Iterable[Any], source: Any) -> None:
+def check_shapes(model: PreTrainedModel, mismatched: Iterable[object], source: object) -> None:
     """Raise WeightShapeError if weights have other shapes than the config asks for.
 
     Args:
@@ -179,7 +179,7 @@ def check_shapes(model: PreTrainedModel, mismatched: Iterable[Any], source: Any)
         )
 
 
-def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> None:
+def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: object) -> None:
     """Check transformers' account of loaded keys.
 
     A head that another architecture does not have starts at random, as in transformers. Nothing else may.

@@ -66,7 +66,7 @@ def patch_of(model: nn.Module) -> Patch | None:
     return getattr(model, "base_model", model).__dict__.get(PATCH)
 
 
-def without_adapter(model: Any) -> Any:
+def without_adapter(model: object) -> Any:
     """Return the model that PEFT has wrapped, with the adapter's layers inside; any other model as it is."""
     if isinstance(model, PeftMixedModel):
         return model.base_model.model

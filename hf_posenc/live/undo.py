@@ -36,7 +36,7 @@ class Undo:
         for change in changes:
             change.make(self)
 
-    def add(self, step: Callable[..., None], *arguments: Any) -> None:
+    def add(self, step: Callable[..., None], *arguments: object) -> None:
         """Record a step: a module-level function and its arguments."""
         self.steps.append((step, arguments))
 

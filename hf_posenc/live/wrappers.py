@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch.distributed as dist
-from accelerate.hooks import AlignDevicesHook, SequentialHook
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
@@ -17,7 +16,7 @@ from ..errors import UnsupportedModelError
 from .weights import is_packed, is_plain
 
 
-def check_unwrapped(model: Any, action: str) -> None:
+def check_unwrapped(model: object, action: str) -> None:
     """Raise unless a model is whole and itself: no wrapper around it, no parameters spread over processes.
 
     Args:
@@ -134,7 +133,7 @@ def packed_in_place(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if hasattr(module, "_packed_params")), None)
 
 
-def _single(hook: Any) -> list[Any]:
+def _single(hook: ModelHook) -> list[ModelHook]:
     return [each for part in hook.hooks for each in _single(part)] if isinstance(hook, SequentialHook) else [hook]
 
 

@@ -66,11 +66,13 @@ def _check_layers(schemes: Sequence[Scheme], base: BaseModel) -> None:
 
 
 def _check_window(scheme: Scheme, base: BaseModel) -> None:
-    """Raise ValueError if a window would change nothing."""
+    """Raise ValueError if a window would change nothing in a layer."""
     window, windows = scheme.window, base.windows
     if window is None:
         return
     for layer in base.layers_of(scheme):
+        if scheme.layers is not None and layer not in base.sizes:
+            raise ValueError(f"{scheme.name}: window={window} cannot act in layer {layer}, which has no attention")
         if (own := windows.get(layer)) is not None and own <= window:
             raise ValueError(
                 f"{scheme.name}: window={window} would change nothing in layer {layer}, which has a sliding window of "

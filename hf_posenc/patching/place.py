@@ -304,7 +304,8 @@ def place(plan: Plan) -> Changes:
         site.scheme.acts_on.put(site.scheme, site)
         if site.scheme.window is not None:
             for layer in site.layers:
-                changes.add(Keep(plan.base.found.attention_of[layer], on_attention, {"window": site.scheme.window}))
+                if (attention := plan.base.found.attention_of.get(layer)) is not None:
+                    changes.add(Keep(attention, on_attention, {"window": site.scheme.window}))
     if plan.attends:
         changes.add(AttendThroughUs(plan.base, plan.attention), AddPreHook(plan.base.found.decoder, require_attention))
     _mark_layers(changes, sites)
