@@ -28,7 +28,7 @@ from .schemes.base import Scheme
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def parse_schemes(scheme: str | Scheme | Sequence[Scheme], hyperparameters: dict[str, Any]) -> tuple[Scheme, ...]:
+def parse_schemes(scheme: str | Scheme | Sequence[Scheme], hyperparameters: dict[str, object]) -> tuple[Scheme, ...]:
     """Return the schemes that a caller means: a name with its hyper-parameters, an instance, or a list of instances.
 
     Raises:
@@ -58,7 +58,7 @@ def patch_model(
     *,
     attention: str = "auto",
     seed: int | None = None,
-    **hyperparameters: Any,
+    **hyperparameters: object,
 ) -> Model:
     """Replace a model's position handling, in place.
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .checkpoints.adapters import WHERE, check_adapter, name_base, read_adapter_config, require_same_base
+from .checkpoints.contents import JsonObject
 from .errors import CheckpointError, NotPatchedError, UnsupportedModelError
 from .live.base_model import BaseModel
 from .live.state import adapted_parts, patch_of, without_adapter
@@ -160,7 +161,7 @@ _OPTIONS = (
 ) - {"self", "model", "model_id", "kwargs"}
 
 
-def _config(raw: dict[str, Any], adapter: str | os.PathLike[str]) -> PeftConfig:
+def _config(raw: JsonObject, adapter: str | os.PathLike[str]) -> PeftConfig:
     """Return the config of an adapter, as PEFT makes it."""
     known = {key: value for key, value in raw.items() if key != "runtime_config"}
     try:

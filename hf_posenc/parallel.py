@@ -45,6 +45,7 @@ from .families.served import family_of
 from .layer_state import on_attention, on_decoder
 from .live.state import patch_of
 from .live.undo import AddPreHook, Keep, SetAttribute, Undo
+from .live.watch import Args, Kwargs
 from .upstream import NAME
 from .upstream.masks import causal_documents, position_channel
 
@@ -152,7 +153,7 @@ class Exchange:
         return key, value, whole
 
 
-def locate_shard(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def locate_shard(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Forward pre-hook of a decoder: puts the position channel of the whole sequence in place of the mask."""
     given = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
     given |= given.pop("kwargs", {})
@@ -314,7 +315,7 @@ def context_group(size: int) -> tuple[dist.ProcessGroup, int, int]:
 
 
 def shard_sequence(
-    batch: Mapping[str, Any], group: dist.ProcessGroup | None = None, *, balanced: bool = False
+    batch: Mapping[str, Tensor | None], group: dist.ProcessGroup | None = None, *, balanced: bool = False
 ) -> dict[str, Tensor]:
     """Return this process's share of a batch, cut along the sequence, for a model inside `context_parallel`.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import transformers
 from huggingface_hub import hf_hub_download
+from peft import PeftConfig
 from peft.utils.constants import CONFIG_NAME
 from transformers import PreTrainedModel
 
@@ -20,7 +21,7 @@ from ..errors import CheckpointError
 from ..live.state import patch_of
 from ..live.undo import restored_after_failure
 from .compat_0_1 import mean_the_same, translate_scheme
-from .contents import json_object
+from .contents import JsonObject, json_object
 from .entry import CALIBRATION, ENTRY, SCHEMES, read_schemes
 from .stock import StockModel
 
@@ -92,7 +93,7 @@ class AdapterMixin(StockModel):
         super().__setattr__(name, value)
 
 
-def _warn_of_frozen_positions(model: PreTrainedModel, config: Any) -> None:
+def _warn_of_frozen_positions(model: PreTrainedModel, config: PeftConfig) -> None:
     """Warn if an adapter leaves position parameters at the values that they started with.
 
     Args:
@@ -126,7 +127,7 @@ def _is_within(parameter: str, modules: tuple[str, ...]) -> bool:
     return bool(modules) and any(".".join(parts[:end]).endswith(modules) for end in range(1, len(parts) + 1))
 
 
-def name_base(model: PreTrainedModel, config: Any) -> Any:
+def name_base(model: PreTrainedModel, config: PeftConfig) -> PeftConfig:
     """Return a PEFT config that names the patched base of its adapter, which `load_adapter` compares.
 
     PEFT keeps the name in configs with a `task_type`, and drops it from others. Configs of adapters that sit inside the
@@ -166,7 +167,7 @@ def check_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **whe
 
 
 def require_same_base(
-    model: PreTrainedModel, raw: dict[str, Any], adapter: str | os.PathLike[str], source: dict[str, Any]
+    model: PreTrainedModel, raw: JsonObject, adapter: str | os.PathLike[str], source: dict[str, Any]
 ) -> None:
     """Raise CheckpointError unless an adapter names a base that was patched like a model.
 
@@ -222,7 +223,7 @@ def _are_the_same(trained_on: Any, here: Any) -> bool:
     return len(then) == len(now) and all(map(mean_the_same, then, now))
 
 
-def _base_config(name: str, revision: object, source: dict[str, Any]) -> dict[str, Any] | None:
+def _base_config(name: str, revision: object, source: dict[str, Any]) -> JsonObject | None:
     """Return the config of the base that an adapter names, from a folder or the cache of downloads, or None."""
     if not name:
         return None
@@ -236,7 +237,7 @@ def _base_config(name: str, revision: object, source: dict[str, Any]) -> dict[st
     return json_object(path)
 
 
-def read_adapter_config(adapter: str | os.PathLike[str], source: dict[str, Any]) -> dict[str, Any]:
+def read_adapter_config(adapter: str | os.PathLike[str], source: dict[str, Any]) -> JsonObject:
     """Return the contents of adapter_config.json. Nothing that it names is imported.
 
     Args:

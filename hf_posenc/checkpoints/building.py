@@ -29,6 +29,7 @@ from .adapters import AdapterMixin
 from .announce import CLASSES
 from .compat_0_1 import translate_config
 from .config import READ, ConfigMixin, stock_config
+from .contents import JsonObject
 from .entry import ENTRY, SCHEMES, check_version, make_entry, schemes_of_config
 from .guards import UNREGISTERED
 from .names import architecture, heads_of, name_of, stock_classes
@@ -175,7 +176,7 @@ def _reason_to_refuse(schemes: Sequence[Scheme], attn_implementation: str | None
     )
 
 
-def _lacks_loss_type(model: Any) -> bool:
+def _lacks_loss_type(model: PreTrainedModel) -> bool:
     """Return whether transformers cannot tell a causal language model's loss from its class name: GPT2LMHeadModel.
 
     It then takes the right loss and warns, which breaks `torch.compile(fullgraph=True)`.
@@ -217,7 +218,7 @@ def register_models(config: type[PreTrainedConfig]) -> None:
     """
     import peft.utils.constants
 
-    stock: Any = stock_class(config, PosEncConfigMixin)
+    stock: type[PreTrainedConfig] = stock_class(config, PosEncConfigMixin)
     for auto, name in heads_of(config).items():
         model = getattr(transformers, name)
         if model.config_class not in stock.sub_configs.values():  # heads of a multimodal type are of its text type
@@ -243,16 +244,16 @@ def _model_class(stock: type[PreTrainedModel], stock_config: type[PreTrainedConf
     from transformers.utils import output_capturing
 
     config, name = config_class(stock_config), name_of(stock, stock_config)
-    members: dict[str, Any] = {"__module__": CLASSES, "config_class": config}
+    members: dict[str, object] = {"__module__": CLASSES, "config_class": config}
     if (forward := carrying_forward(stock, stock_config.model_type)) is not None:
         members["forward"] = forward
-    cls: Any = type(name, (PosEncMixin, stock), members)
+    cls: type[PreTrainedModel] = type(name, (PosEncMixin, stock), members)
     # transformers looks up by class which outputs a model can record. Without this, output_attentions gives None.
     dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
     return cls
 
 
-def saved_class(raw: dict[str, Any]) -> type[PreTrainedModel]:
+def saved_class(raw: JsonObject) -> type[PreTrainedModel]:
     """Return our model class that a patched checkpoint names. Nothing of the checkpoint is run.
 
     Args:
@@ -270,7 +271,7 @@ def saved_class(raw: dict[str, Any]) -> type[PreTrainedModel]:
     return model_class(model, config)
 
 
-def classes_of_ours(model: PreTrainedModel, entry: dict[str, Any]) -> list[Change]:
+def classes_of_ours(model: PreTrainedModel, entry: JsonObject) -> list[Change]:
     """Return what gives a patched model and its config our classes, so that no stock class loads what is saved.
 
     Args:

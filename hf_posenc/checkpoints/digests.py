@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .contents import VARIANTS, WEIGHTS, json_object, read_header
+from .contents import VARIANTS, WEIGHTS, JsonObject, json_object, read_header
 from .guards import UNREGISTERED
 
 DIGESTS = "hf_posenc_digests"
@@ -17,7 +17,7 @@ DIGESTS = "hf_posenc_digests"
 They notice accidents. They stop nobody who changes the digests too."""
 
 
-def config_digest(config: dict[str, object]) -> str:
+def config_digest(config: JsonObject) -> str:
     """Return the digest of a saved config, without what transformers adds or rewrites when it reads one."""
     saved = {k: v for k, v in config.items() if k not in (DIGESTS, "auto_map") and not k.startswith("_")}
     return _digest(with_floats(saved))
@@ -75,7 +75,7 @@ def write_digests(folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _saved_digests(config: dict[str, object]) -> dict[str, str]:
+def _saved_digests(config: JsonObject) -> dict[str, str]:
     """Return the digests in a saved config. There are none if version 0.1 saved it or somebody removed them."""
     digests = config.get(DIGESTS, {})
     if not isinstance(digests, dict) or not all(isinstance(value, str) for value in digests.values()):
@@ -83,7 +83,7 @@ def _saved_digests(config: dict[str, object]) -> dict[str, str]:
     return digests
 
 
-def check_saved_config(config: dict[str, object]) -> None:
+def check_saved_config(config: JsonObject) -> None:
     """Raise CheckpointError unless a config is what was saved."""
     if _saved_digests(config).get("config.json", own := config_digest(config)) != own:
         model = f"of this {config['model_type']}" if config.get("model_type") else "without a model_type"
@@ -112,7 +112,7 @@ def check_no_adapter(folder: Path, directory: Path) -> None:
         )
 
 
-def check_saved_weights(config: dict[str, object], folder: Path, directory: Path) -> None:
+def check_saved_weights(config: JsonObject, folder: Path, directory: Path) -> None:
     """Raise CheckpointError unless the weights in a folder are those that were saved with its config.
 
     Args:

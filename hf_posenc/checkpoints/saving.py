@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import UnsupportedModelError
 from ..layer_state import on_decoder
@@ -36,7 +36,7 @@ class SavingMixin(StockModel):
         self,
         save_directory: str | os.PathLike[str],
         *args: Any,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         push_to_hub: bool = False,
         **kw: Any,
     ) -> None:
@@ -88,7 +88,12 @@ class SavingMixin(StockModel):
             hub.push(directory, repo_id, **options)
 
     def push_to_hub(
-        self, repo_id: str, *, tokenizer: Any = None, max_shard_size: int | str = "50GB", **options: Any
+        self,
+        repo_id: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_shard_size: int | str = "50GB",
+        **options: Any,
     ) -> CommitInfo:
         """Upload the model in one commit, with the guards, the stub and a card that says how to load it.
 

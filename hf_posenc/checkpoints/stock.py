@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from ..families.served import check_served
 from ..registry import family_for
+from .contents import JsonObject
 from .names import architecture, heads_of, transformers_class
 
 if TYPE_CHECKING:  # a mixin of ours has what the stock class behind it has
@@ -19,7 +20,7 @@ else:
     StockConfig = StockModel = object
 
 
-def check_checkpoint_served(raw: dict[str, Any]) -> None:
+def check_checkpoint_served(raw: JsonObject) -> None:
     """Raise UnsupportedModelError if no family serves what `AutoModelForCausalLM` makes of a stock checkpoint.
 
     Args:
@@ -35,7 +36,7 @@ def check_checkpoint_served(raw: dict[str, Any]) -> None:
         raise
 
 
-def stock_loader(raw: dict[str, Any]) -> Any:
+def stock_loader(raw: JsonObject) -> type[PreTrainedModel]:
     """Return the class of transformers that loads a stock checkpoint: its architecture, or an Auto class.
 
     Raises UnsupportedModelError if no family serves it.
@@ -65,7 +66,7 @@ def _language_type(model_type: str) -> str:
     """
     if model_type not in CONFIG_MAPPING:
         return model_type
-    config: Any = CONFIG_MAPPING[model_type]
+    config: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
     head = getattr(transformers, heads_of(config).get("AutoModelForCausalLM", ""), None)
     inner: Any = getattr(head, "config_class", None)
     return str(inner.model_type if inner in config.sub_configs.values() else config.model_type)

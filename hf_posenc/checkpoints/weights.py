@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from .digests import check_no_adapter, check_saved_weights, config_digest
 from .entry import schemes_of_config
 from .stock import StockModel
 
+Loaded = tuple[PreTrainedModel, dict[str, Any]]
+"""A model, and transformers' account of missing, unexpected and mismatched keys."""
+
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of module names that FSDP1 and activation checkpointing add, and leave out of the names in a state dict."""
 
@@ -32,7 +36,11 @@ class LoadingMixin(StockModel):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: object, output_loading_info: bool = False, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *args: object,
+        output_loading_info: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Load as transformers does, and check that every position parameter was there.
 
@@ -62,7 +70,7 @@ class LoadingMixin(StockModel):
         return (model, info) if output_loading_info else model
 
     @classmethod
-    def _from_folder(cls, folder: Path, directory: Path, *args: object, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _from_folder(cls, folder: Path, directory: Path, *args: object, **kwargs: Any) -> Loaded:
         """Load from a folder that nobody changes meanwhile.
 
         Args:
@@ -95,7 +103,7 @@ class LoadingMixin(StockModel):
         return model, info
 
     @classmethod
-    def _from_pretrained(cls, path: object, source: object, *args: object, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _from_pretrained(cls, path: object, source: object, *args: object, **kwargs: Any) -> Loaded:
         """Load as transformers does, and check its account of the weights.
 
         Args:
@@ -116,7 +124,7 @@ class LoadingMixin(StockModel):
         return model, info
 
     @classmethod
-    def _finalize_model_loading(cls, model: Any, load_config: Any, loading_info: Any) -> Any:
+    def _finalize_model_loading(cls, model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
         """Check the shapes of loaded weights before transformers allocates memory for those that were not loaded.
 
         Args:

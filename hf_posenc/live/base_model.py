@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import families
 from ..errors import UnsupportedModelError
@@ -59,12 +59,12 @@ class BaseModel:
         return cls(model, family, found, sizes)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PreTrainedConfig:
         """The model's config."""
         return self.model.config
 
     @property
-    def configs(self) -> list[Any]:
+    def configs(self) -> list[PreTrainedConfig]:
         """The model's config, and those of its attentions: a layer that was copied (copy.deepcopy) has its own."""
         of_attentions = (module.config for module in self.found.attentions if "config" in module.__dict__)
         return list({id(config): config for config in (self.config, *of_attentions)}.values())
@@ -194,7 +194,7 @@ class BaseModel:
         return vectors.detach().double().square().mean().sqrt().item()
 
 
-def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims:
+def _sizes(family: Family, config: PreTrainedConfig, attention: Any, num_layers: int) -> Dims:
     """Return the sizes of one attention."""
     names = family.names
     heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)

@@ -28,7 +28,11 @@ def take_dispatch_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def dispatch(
-    model: PreTrainedModel, device_map: Any, max_memory: Any = None, offload_folder: Any = None, **options: Any
+    model: PreTrainedModel,
+    device_map: object,
+    max_memory: object = None,
+    offload_folder: object = None,
+    **options: object,
 ) -> PreTrainedModel:
     """Spread a patched model over several devices, by the options of `from_pretrained`."""
     if isinstance(device_map, str):

@@ -17,6 +17,13 @@ _STANCE = threading.RLock()
 """Held while the stance of torch.compile is changed: all threads share it, and each puts back what it found."""
 
 
+Args = tuple[Any, ...]
+"""The positional arguments with which a module is called."""
+
+Kwargs = dict[str, Any]
+"""Its arguments by name."""
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """The arguments of one call of a layer, from which it can be called again by itself.
@@ -28,8 +35,8 @@ class LayerCall:
     """
 
     hidden_states: Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
 
 @contextmanager
@@ -45,7 +52,7 @@ def recorded(layers: Sequence[nn.Module], *, behind_hooks: bool = False) -> Iter
     """
     calls: list[LayerCall] = []
 
-    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(layer: nn.Module, args: Args, kwargs: Kwargs) -> None:
         rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
         calls.append(LayerCall(args[0], args[1:], rest) if args else LayerCall(kwargs["hidden_states"], (), rest))
 
@@ -57,9 +64,7 @@ def recorded(layers: Sequence[nn.Module], *, behind_hooks: bool = False) -> Iter
         yield calls
 
 
-def caught(
-    module: nn.Module, run: Callable[[], object], *, to_end: bool = False
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def caught(module: nn.Module, run: Callable[[], object], *, to_end: bool = False) -> tuple[Args, Kwargs]:
     """Return the arguments with which a module is first called during a run, before other hooks see them.
 
     The run stops there, unless it is to end by itself. The module stays in its place: transformers may install hooks in
@@ -75,9 +80,9 @@ def caught(
         UnsupportedModelError: if the run never calls the module.
     """
     looking = {threading.get_ident()}
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[Args, Kwargs]] = []
 
-    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def stop(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if threading.get_ident() in looking:  # other threads compute on; so does a copy that has this hook
             calls.append((args, kwargs))
             if not to_end:

@@ -16,6 +16,7 @@ from ..layer_state import STATE, on_attention, on_decoder, on_layer
 from ..live.attend import AttendThroughUs
 from ..live.undo import AddBuffer, AddPreHook, Change, Keep, SetAttribute, SetClass, SetModule
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared
+from ..placement import RopeParameters
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream.replaced import replaced_class
 from ..upstream.rotary import (
@@ -237,7 +238,7 @@ class ModelSite:
             for layer in self.layers:
                 self.changes.add(SetAttribute(self.base.found.attention_of[layer], name, size))
 
-    def _rotary(self, scheme: RotaryScheme, parameters: dict[str, Any] | None) -> nn.Module:
+    def _rotary(self, scheme: RotaryScheme, parameters: RopeParameters | None) -> nn.Module:
         """Return the module that makes the angles."""
         found, facts = self.base.found, self.base.family.rotation
         rotary: nn.Module
@@ -261,7 +262,7 @@ class ModelSite:
         return Carried(self.marker, self.on_attentions, self.on_layers)
 
 
-def _is_by_layer_type(parameters: dict[str, Any] | None) -> bool:
+def _is_by_layer_type(parameters: RopeParameters | None) -> bool:
     return bool(parameters) and all(isinstance(value, dict) for value in (parameters or {}).values())
 
 
