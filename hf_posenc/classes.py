@@ -24,10 +24,6 @@ def __getattr__(name: str) -> Any:
     if config is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     family_for(config.model_type)
-    if model is None:
-        from .checkpoints.config import config_class
+    from .checkpoints.building import config_class, model_class
 
-        return config_class(config)
-    from .checkpoints.building import model_class
-
-    return model_class(model, config)
+    return config_class(config) if model is None else model_class(model, config)

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .call import Call
+from .dims import Layers
 from .engines.dispatch import Choice, choose
 from .errors import NotPatchedError
 from .families.base import base_model_type
@@ -17,7 +18,7 @@ from .live.base_model import BaseModel
 from .live.eval_mode import evaluation
 from .live.state import patch_of, without_adapter
 from .live.watch import caught
-from .live.wrappers import check_unwrapped
+from .live.wrappers import brought_in, check_unwrapped, is_offloaded
 from .modules import owner_of, position_parameters
 from .positions import Positions
 from .registry import family_for
@@ -67,7 +68,7 @@ class Description:
         )
 
 
-def _in_layers(layers: Any) -> str:
+def _in_layers(layers: Layers) -> str:
     return "" if layers is None else f", in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
 
 
@@ -117,6 +118,9 @@ def which_engine(
 ) -> Choice:
     """Say what computes attention in a patched model, and why that: for calls without padding, on the model's device.
 
+    The model runs on one token, in evaluation mode, up to the attention of the layer; an offloaded model, whose weights
+    come in and go out layer by layer, runs to its end.
+
     On a GPU the answer may take seconds: FlexAttention is compiled and tried before it is said to be used.
 
     Args:
@@ -149,7 +153,7 @@ def which_engine(
         )
     if not patch.attends:
         return Choice(str(model.config._attn_implementation), f"{patch.name} keeps the model's own attention")
-    if next(model.parameters()).is_meta:
+    if next(model.parameters()).is_meta and not is_offloaded(model):
         raise ValueError(
             "the model is on the meta device, where nothing computes attention: ask once it has its weights"
         )
@@ -158,7 +162,10 @@ def which_engine(
     cached = keys is not None and keys > length  # as in generation, which takes no gradients
     with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
         call = _call_of(base, attention, length, keys or length, dtype or model.dtype)
-        return choose(on_attention(attention).engine, replace(call, dropout=dropout, weights=weights))
+        module = owner_of(attention.posenc)
+        with brought_in(model, module):
+            call = replace(call, module=module, form=module.form(call.query), dropout=dropout, weights=weights)
+            return choose(on_attention(attention).engine, call)
 
 
 def _layer_with_attention(base: BaseModel, layer: int | None) -> int:
@@ -173,15 +180,15 @@ def _layer_with_attention(base: BaseModel, layer: int | None) -> int:
 
 
 def _call_of(base: BaseModel, attention: Any, length: int, keys: int, dtype: torch.dtype) -> Call:
-    """Return what an attention of a patched model would be asked to compute, with tensors that take no memory.
+    """Return the call of an attention of a patched model, without its form, with tensors that take no memory.
 
     It is the call of one token, made longer: scaling, soft cap and sinks are those that the model itself hands over.
     """
-    embedding: Any = base.found.token_embedding
-    token = torch.zeros(1, 1, dtype=torch.int64, device=embedding.weight.device)
-    decoder = base.found.decoder
+    device = base.token_weight.device
+    token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
+    decoder, offloaded = base.found.decoder, is_offloaded(base.model)
     with evaluation(decoder), torch.no_grad():
-        (call, *_), _ = caught(attention.posenc, lambda: decoder(input_ids=token, use_cache=False))
+        (call, *_), _ = caught(attention.posenc, lambda: decoder(input_ids=token, use_cache=False), to_end=offloaded)
     lengths = {"query": length, "key": keys, "value": keys}
     empty = torch.empty((), dtype=dtype, device=call.query.device)
     tensors = {
@@ -191,6 +198,4 @@ def _call_of(base: BaseModel, attention: Any, length: int, keys: int, dtype: tor
     positions = Positions.causal(length, keys, call.query.device)
     if (window := on_attention(attention).window) is not None:
         positions = positions.within(window)
-    module = owner_of(attention.posenc)
-    call = replace(call, positions=positions, **tensors)
-    return replace(call, module=module, form=module.form(call.query))
+    return replace(call, positions=positions, **tensors)

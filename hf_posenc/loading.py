@@ -7,20 +7,17 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import accelerate
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .api import parse_schemes, patch_model
 from .checkpoints.building import saved_class
 from .checkpoints.inspecting import read_config
-from .checkpoints.stock import check_checkpoint_served, stock_loader
+from .checkpoints.stock import stock_loader
 from .errors import CheckpointError
-from .families.base import base_model_type
-from .layer_state import STATE, OnAttention, use_engine
-from .live.state import patch_of
-from .modules import WithoutPositions
-from .registry import family_for, scheme_class
+from .live.attend import choose_engine
+from .live.dispatch import dispatch, take_dispatch_options
+from .registry import scheme_class
 from .schemes.base import Scheme
 from .upstream.attention import check_engine
 
@@ -68,87 +65,25 @@ def from_pretrained(
     check_engine(attention)
     raw = read_config(name_or_path, kwargs)
     model_type = str(raw.get("model_type", ""))
-    if not model_type.startswith("posenc_"):
-        if scheme is None:
-            raise CheckpointError(
-                f"hf_posenc: {name_or_path} is a stock {model_type} checkpoint: say which scheme to patch it with"
-            )
-        fields = dataclasses.fields(scheme_class(scheme)) if isinstance(scheme, str) else ()
-        values = {field.name: kwargs.pop(field.name) for field in fields if field.name in kwargs}
-        schemes = parse_schemes(scheme, values)
-        check_checkpoint_served(raw)  # before the weights are read
-        dispatch = _take_dispatch_options(kwargs)
-        model = stock_loader(raw).from_pretrained(name_or_path, **kwargs)
-        model = patch_model(model, schemes, attention=attention, seed=seed)
-        if dispatch:
-            model = _dispatch(model, **dispatch)
-        logger.warning_once(UNCALIBRATED)
+    if model_type.startswith("posenc_"):
+        if scheme is not None:
+            raise CheckpointError(f"hf_posenc: {name_or_path} is patched already: load it without scheme")
+        if seed is not None:
+            raise CheckpointError(f"hf_posenc: {name_or_path} is patched already: seed={seed} would draw nothing")
+        model: PreTrainedModel = saved_class(raw).from_pretrained(name_or_path, **kwargs)
+        choose_engine(model, attention)
         return model
-    if scheme is not None:
-        raise CheckpointError(f"hf_posenc: {name_or_path} is patched already: load it without scheme")
-    if seed is not None:
-        raise CheckpointError(f"hf_posenc: {name_or_path} is patched already: seed={seed} would draw nothing")
-    model = saved_class(raw).from_pretrained(name_or_path, **kwargs)
-    _choose_engine(model, attention)
-    return model
-
-
-_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Values of `device_map` that have accelerate choose a device for each module."""
-
-
-def _take_dispatch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Remove and return the options that spread a model over several devices; none for a model on one.
-
-    transformers would use them while it loads, before there are new modules to place.
-
-    Args:
-        options: of `from_pretrained`; those that are returned are removed.
-    """
-    device_map = options.get("device_map")
-    several = isinstance(device_map, dict) and len(set(device_map.values())) > 1
-    if not several and not (isinstance(device_map, str) and device_map in _AUTOMATIC):
-        return {}
-    names = ("device_map", "max_memory", "offload_folder", "offload_buffers")
-    return {name: options.pop(name) for name in names if name in options}
-
-
-def _dispatch(
-    model: PreTrainedModel, device_map: Any, max_memory: Any = None, offload_folder: Any = None, **options: Any
-) -> PreTrainedModel:
-    """Spread a patched model over several devices, by the options of `from_pretrained`."""
-    if isinstance(device_map, str):
-        whole = list(model._no_split_modules or [])
-        if device_map != "sequential":
-            low_zero = device_map == "balanced_low_0"
-            max_memory = accelerate.utils.get_balanced_memory(model, max_memory, whole, low_zero=low_zero)
-        device_map = accelerate.infer_auto_device_map(model, max_memory, whole)
-    return accelerate.dispatch_model(model, device_map, offload_dir=offload_folder, **options)
-
-
-def _choose_engine(model: PreTrainedModel, attention: str) -> None:
-    """Set the engine that computes the attention of a patched model.
-
-    Args:
-        model: patched.
-        attention: `auto` or an engine's name.
-
-    Raises:
-        ValueError: if the scheme keeps the model's own attention and this is not `auto`.
-    """
-    patch = patch_of(model)
-    assert patch is not None
-    if attention == "auto":
-        return
-    if not patch.attends:
-        raise ValueError(
-            f"{patch.name} keeps the model's own attention; attention={attention!r} can be chosen for schemes that "
-            "change scores only"
+    if scheme is None:
+        raise CheckpointError(
+            f"hf_posenc: {name_or_path} is a stock {model_type} checkpoint: say which scheme to patch it with"
         )
-    patch.attention = attention
-    replaced = family_for(base_model_type(model.config)).always_replaced
-    for module in model.modules():
-        state = getattr(module, STATE, None)
-        if isinstance(state, OnAttention) and "posenc" in module._modules:
-            if replaced or state.window is not None or not isinstance(module.posenc, WithoutPositions):
-                use_engine(module, attention)
+    fields = dataclasses.fields(scheme_class(scheme)) if isinstance(scheme, str) else ()
+    values = {field.name: kwargs.pop(field.name) for field in fields if field.name in kwargs}
+    schemes = parse_schemes(scheme, values)
+    loader = stock_loader(raw)  # refuses what is not served, before the weights are read
+    places = take_dispatch_options(kwargs)
+    model = patch_model(loader.from_pretrained(name_or_path, **kwargs), schemes, attention=attention, seed=seed)
+    if places:
+        model = dispatch(model, **places)
+    logger.warning_once(UNCALIBRATED)
+    return model

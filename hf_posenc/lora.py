@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .checkpoints.adapters import WHERE, check_adapter, name_base, read_adapter_config, require_same_base
+from .checkpoints.contents import JsonObject
 from .errors import CheckpointError, NotPatchedError, UnsupportedModelError
 from .live.base_model import BaseModel
 from .live.state import adapted_parts, patch_of, without_adapter
@@ -55,8 +57,7 @@ def lora_config(
         NotPatchedError: if the model is not patched: adapt a stock model with `peft.LoraConfig`.
         UnsupportedModelError: if the model has an adapter already.
     """
-    patch = patch_of(model)
-    if patch is None:
+    if patch_of(model) is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: use peft.LoraConfig")
     if without_adapter(model) is not model or adapted_parts(model):
         raise UnsupportedModelError(
@@ -64,37 +65,44 @@ def lora_config(
             "first adapter is added, and give that config to each"
         )
     base = BaseModel.of(model)
-    family, found = base.family, base.found
+    names = base.family.names
+    table = base.found.position_table
+    taken_away = base.has_table and table is not None and not any(True for _ in table.parameters())
+    if embeddings is None:
+        embeddings = taken_away or any(isinstance(module, PositionEmbedding) for module in model.modules())
+    whole = [*(options.pop("modules_to_save", None) or []), *_saved_whole(model, norms, positions)]
+    if embeddings:
+        whole.append(names.token_embedding)
+    if taken_away:
+        # It has nothing to save, but on a stock base it has: PEFT itself then refuses the adapter.
+        whole.append(str(names.position_table))
+    # PEFT keeps tied what it knows by name; GPT-2's `wte` it does not: its output embeddings then stay as they were.
+    tied = embeddings and model.config.tie_word_embeddings and names.token_embedding in EMBEDDING_LAYER_NAMES
+    defaults = {**_targets(base), "ensure_weight_tying": tied, "task_type": "CAUSAL_LM"}
+    config: LoraConfig = name_base(model, LoraConfig(modules_to_save=whole or None, **{**defaults, **options}))
+    return config
+
+
+def _saved_whole(model: PreTrainedModel, norms: bool, positions: bool) -> Iterator[str]:
+    """Yield the names of the normalisation layers and of the scheme's modules, as far as they are wanted."""
+    for name, module in model.named_modules():
+        wanted = (norms and type(module).__name__.endswith("Norm")) or (
+            positions and isinstance(module, PositionModule)
+        )
+        if wanted and any(True for _ in module.parameters(recurse=False)):
+            yield name
+
+
+def _targets(base: BaseModel) -> dict[str, object]:
+    """Return the options of LoRA that name the attention projections, and say how their weights lie."""
     projections = {
         name: child
-        for attention in found.attentions
+        for attention in base.found.attentions
         for name, child in attention.named_children()
         if isinstance(child, (nn.Linear, Conv1D))
     }
-    whole = list(options.pop("modules_to_save", None) or [])
-    for name, module in model.named_modules():
-        own_parameters = any(True for _ in module.parameters(recurse=False))
-        if not own_parameters:
-            continue
-        if (norms and type(module).__name__.endswith("Norm")) or (positions and isinstance(module, PositionModule)):
-            whole.append(name)
-    table = found.position_table
-    taken_away = family.has_table and table is not None and not any(True for _ in table.parameters())
-    if embeddings is None:
-        embeddings = taken_away or any(isinstance(module, PositionEmbedding) for module in model.modules())
-    if embeddings:
-        whole.append(family.names.token_embedding)
-    if taken_away:
-        # It has nothing to save, but on a stock base it has: PEFT itself then refuses the adapter.
-        whole.append(str(family.names.position_table))
-    options.setdefault("target_modules", sorted(projections))
-    options.setdefault("fan_in_fan_out", any(isinstance(child, Conv1D) for child in projections.values()))
-    # PEFT keeps tied what it knows by name; GPT-2's `wte` it does not: its output embeddings then stay as they were.
-    tied = embeddings and model.config.tie_word_embeddings and family.names.token_embedding in EMBEDDING_LAYER_NAMES
-    options.setdefault("ensure_weight_tying", tied)
-    options.setdefault("task_type", "CAUSAL_LM")
-    config: LoraConfig = name_base(model, LoraConfig(modules_to_save=whole or None, **options))
-    return config
+    transposed = any(isinstance(child, Conv1D) for child in projections.values())
+    return {"target_modules": sorted(projections), "fan_in_fan_out": transposed}
 
 
 def load_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **kwargs: Any) -> PeftModel:
@@ -153,7 +161,7 @@ _OPTIONS = (
 ) - {"self", "model", "model_id", "kwargs"}
 
 
-def _config(raw: dict[str, Any], adapter: str | os.PathLike[str]) -> PeftConfig:
+def _config(raw: JsonObject, adapter: str | os.PathLike[str]) -> PeftConfig:
     """Return the config of an adapter, as PEFT makes it."""
     known = {key: value for key, value in raw.items() if key != "runtime_config"}
     try:
@@ -170,7 +178,7 @@ def _config(raw: dict[str, Any], adapter: str | os.PathLike[str]) -> PeftConfig:
     return config
 
 
-def _is_a(value: Any, hint: Any) -> bool:
+def _is_a(value: object, hint: object) -> bool:
     """Return whether a JSON value is of an annotated type. A type that JSON does not have is not checked."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):

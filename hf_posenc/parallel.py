@@ -29,7 +29,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,11 +40,12 @@ from transformers import PreTrainedModel
 
 from . import positions
 from .errors import UnsupportedModelError
-from .families.base import base_model_type, resolve
+from .families.base import Family, Resolved, resolve
+from .families.served import family_of
 from .layer_state import on_attention, on_decoder
 from .live.state import patch_of
-from .live.undo import Undo, add_pre_hook, keep, set_attribute
-from .registry import family_for
+from .live.undo import AddPreHook, Keep, SetAttribute, Undo
+from .live.watch import Args, Kwargs
 from .upstream import NAME
 from .upstream.masks import causal_documents, position_channel
 
@@ -81,7 +82,7 @@ class _Gather(torch.autograd.Function):
     """Concatenates what the processes of a group hold; backward, each gets the sum of the gradients of its part."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return _gathered(tensor, group)
 
@@ -93,7 +94,7 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
-def _gathered(tensor: Tensor, group: Any) -> Tensor:
+def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return the tensors (...) of the processes of a group as (processes, ...)."""
     tensor = tensor.contiguous()
     parts = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
@@ -104,7 +105,7 @@ def _gathered(tensor: Tensor, group: Any) -> Tensor:
 class Exchange:
     """Fetches the keys of the other shards for an attention layer, which has it in its state."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Exchange within a group.
 
         Args:
@@ -152,7 +153,7 @@ class Exchange:
         return key, value, whole
 
 
-def locate_shard(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def locate_shard(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Forward pre-hook of a decoder: puts the position channel of the whole sequence in place of the mask."""
     given = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
     given |= given.pop("kwargs", {})
@@ -173,7 +174,9 @@ def locate_shard(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return (), given
 
 
-def _channel_of_positions(ids: Tensor, mask: Tensor | None, shape: torch.Size, group: Any) -> Tensor:
+def _channel_of_positions(
+    ids: Tensor, mask: Tensor | None, shape: torch.Size, group: dist.ProcessGroup | None
+) -> Tensor:
     """Return the channel (B, 1, ROWS, T + L) of one document per row, whose order is that of its position ids.
 
     Args:
@@ -200,7 +203,7 @@ def _channel_of_positions(ids: Tensor, mask: Tensor | None, shape: torch.Size, g
 
 
 @contextmanager
-def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]:
+def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> Iterator[nn.Module]:
     """Let the processes of a group share each sequence, for the length of a `with` block.
 
     Inside, every process calls the model on its own shard, at the same time, with `position_ids` that say where in the
@@ -229,42 +232,48 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
     _check_distributed()
     inner = extract_model_from_parallel(model)
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT
-    if not isinstance(inner, PreTrainedModel):
-        raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(inner).__name__}")
-    family = family_for(base_model_type(inner.config))
-    found = resolve(family, inner)
-    if len(found.attentions) < len(found.layers):
-        raise UnsupportedModelError(
-            f"{type(inner).__name__} has layers without attention, whose state would have to travel from shard to "
-            "shard: only attention can be divided over processes"
-        )
-    if family.undivided is not None:
-        raise UnsupportedModelError(
-            f"the sequences of a {type(inner).__name__} cannot be divided over processes: {family.undivided}"
-        )
-    if on_decoder(found.decoder).exchange is not None:
-        raise ValueError("this model is inside context_parallel already")
-    if family.always_replaced and patch_of(inner) is None:
-        raise UnsupportedModelError(
-            f"the attention of a stock {type(inner).__name__} never calls transformers' attention interface, and stays "
-            "inside each shard: patch the model first"
-        )
-    _check_rotary(found.decoder)
+    family, found = _divisible(inner)
     exchange, undo = Exchange(group), Undo()
     # For checkpointing accelerate before 1.15 wraps what is in a layer, later ones the layer.
     attentions = [getattr(each, "_checkpoint_wrapped_module", each) for each in found.attentions]
     try:
-        set_attribute(undo, inner.config, "_attn_implementation_internal", NAME)
-        keep(undo, found.decoder, on_decoder(found.decoder), exchange=exchange)
+        undo.make(
+            SetAttribute(inner.config, "_attn_implementation_internal", NAME),
+            Keep(found.decoder, on_decoder, {"exchange": exchange}),
+        )
         for attention in attentions:
-            state = on_attention(attention)
             name = family.names.attention_heads
-            heads = state.heads if name is None else getattr(attention, name)
-            keep(undo, attention, state, exchange=exchange, heads=heads)
-        add_pre_hook(undo, found.decoder, locate_shard)
+            heads = on_attention(attention).heads if name is None else getattr(attention, name)
+            undo.make(Keep(attention, on_attention, {"exchange": exchange, "heads": heads}))
+        undo.make(AddPreHook(found.decoder, locate_shard))
         yield model
     finally:
         undo.roll_back()
+
+
+def _divisible(model: object) -> tuple[Family, Resolved]:
+    """Return the family and the modules of a model; UnsupportedModelError if it cannot be divided over processes."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {name}")
+    family = family_of(model.config)
+    found = resolve(family, model)
+    if len(found.attentions) < len(found.layers):
+        raise UnsupportedModelError(
+            f"{name} has layers without attention, whose state would have to travel from shard to shard: only "
+            "attention can be divided over processes"
+        )
+    if family.undivided is not None:
+        raise UnsupportedModelError(f"the sequences of a {name} cannot be divided over processes: {family.undivided}")
+    if on_decoder(found.decoder).exchange is not None:
+        raise ValueError("this model is inside context_parallel already")
+    if family.always_replaced and patch_of(model) is None:
+        raise UnsupportedModelError(
+            f"the attention of a stock {name} never calls transformers' attention interface, and stays inside each "
+            "shard: patch the model first"
+        )
+    _check_rotary(found.decoder)
+    return family, found
 
 
 def _check_rotary(decoder: nn.Module) -> None:
@@ -280,7 +289,7 @@ def _check_distributed() -> None:
         raise RuntimeError(ALONE)
 
 
-def context_group(size: int) -> tuple[Any, int, int]:
+def context_group(size: int) -> tuple[dist.ProcessGroup, int, int]:
     """Divide all processes into groups of neighbours that share a sequence each. Call it on every process.
 
     Neighbours, because a node's processes have neighbouring ranks, and exchange keys faster.
@@ -305,7 +314,9 @@ def context_group(size: int) -> tuple[Any, int, int]:
     return group, dist.get_rank() // size, world // size
 
 
-def shard_sequence(batch: Mapping[str, Any], group: Any = None, *, balanced: bool = False) -> dict[str, Tensor]:
+def shard_sequence(
+    batch: Mapping[str, Tensor | None], group: dist.ProcessGroup | None = None, *, balanced: bool = False
+) -> dict[str, Tensor]:
     """Return this process's share of a batch, cut along the sequence, for a model inside `context_parallel`.
 
     Every process of the group passes the same whole batch, so nothing is communicated. The sequence is filled up with
@@ -332,6 +343,27 @@ def shard_sequence(batch: Mapping[str, Any], group: Any = None, *, balanced: boo
         ValueError: for tensors that do not fit together, and packed documents under an attention mask.
     """
     _check_distributed()
+    given = _checked_batch(batch)
+    name = "input_ids" if "input_ids" in given else "inputs_embeds"
+    rows, length = given[name].shape[:2]
+    ids = given.get("position_ids", torch.arange(length, device=given[name].device)[None])
+    cut = _Cut.of(length, group, balanced, given[name].device)
+    shard = {
+        name: cut.own(given[name], 0),
+        "position_ids": cut.own(ids, 0).expand(rows, -1),
+        "attention_mask": cut.channel(_whole(ids, given.get("attention_mask"), rows, length)),
+    }
+    labels = given.get("shift_labels")
+    if "labels" in given:
+        labels = nn.functional.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
+    if labels is not None:
+        shard["labels"] = shard["shift_labels"] = cut.own(labels, IGNORED)
+        shard["num_items_in_batch"] = (labels != IGNORED).sum()
+    return shard
+
+
+def _checked_batch(batch: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return what is given of a batch; TypeError or ValueError if it is none that can be sharded."""
     if unknown := sorted(set(batch) - set(_KEYS)):
         raise TypeError(f"cannot shard {', '.join(unknown)}; a batch may have {', '.join(_KEYS)}")
     given = {key: value for key, value in batch.items() if value is not None}
@@ -340,50 +372,61 @@ def shard_sequence(batch: Mapping[str, Any], group: Any = None, *, balanced: boo
         raise ValueError(
             "a batch has either input_ids or inputs_embeds, and no more than one of labels and shift_labels"
         )
-    tokens = given[names[0]]
-    rows, length = tokens.shape[:2]
-    ids = given.get("position_ids", torch.arange(length, device=tokens.device)[None])
+    rows, length = given[names[0]].shape[:2]
     for key, value in given.items():
         if value.shape[:2] != (rows, length) and not (key == "position_ids" and value.shape == (1, length)):
             raise ValueError(f"{key} of shape {tuple(value.shape)} does not belong to {rows} sequences of {length}")
+    return given
 
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    pieces = 2 * size if balanced else size
-    padding = -length % pieces
-    slots = torch.arange(length + padding, device=tokens.device).view(pieces, -1)
-    shards = [slots[[n, pieces - 1 - n] if balanced else [n]].flatten() for n in range(size)]
-    own = shards[rank]
 
-    def fill(tensor: Tensor, value: int) -> Tensor:
-        if tensor.ndim > 2:
-            return nn.functional.pad(tensor, (0, 0, 0, padding), value=value)
-        return nn.functional.pad(tensor, (0, padding), value=value)
+@dataclass(frozen=True)
+class _Cut:
+    """How a sequence is divided over the processes of a group.
 
-    whole = _whole(ids, given.get("attention_mask"), rows, length)
-    valid = fill(whole.key_valid, False)
-    index, order = slots.flatten()[None], torch.cat(shards)
-    position, segment = fill(whole.key_positions, 0), fill(whole.key_segment, 0)
-    shard = {
-        names[0]: fill(tokens, 0)[:, own],
-        "position_ids": fill(ids, 0)[:, own].expand(rows, -1),
-        "attention_mask": positions.pack(
-            index[:, own],
-            index[:, order],
-            query_positions=position[:, own],
-            key_positions=position[:, order],
-            query_valid=valid[:, own],
-            key_valid=valid[:, order],
-            query_segment=segment[:, own],
-            key_segment=segment[:, order],
-        ),
-    }
-    labels = given.get("shift_labels")
-    if "labels" in given:
-        labels = nn.functional.pad(given["labels"][:, 1:], (0, 1), value=IGNORED)
-    if labels is not None:
-        shard["labels"] = shard["shift_labels"] = fill(labels, IGNORED)[:, own]
-        shard["num_items_in_batch"] = (labels != IGNORED).sum()
-    return shard
+    Attributes:
+        padding: number of tokens that fill it up to a length that can be shared evenly.
+        mine: indices of this process's tokens, in the filled sequence.
+        all: those of all processes, one process after the other.
+    """
+
+    padding: int
+    mine: Tensor
+    all: Tensor
+
+    @classmethod
+    def of(cls, length: int, group: dist.ProcessGroup | None, balanced: bool, device: torch.device) -> _Cut:
+        """Divide a sequence of some length, see `shard_sequence`."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        pieces = 2 * size if balanced else size
+        padding = -length % pieces
+        slots = torch.arange(length + padding, device=device).view(pieces, -1)
+        shards = [slots[[n, pieces - 1 - n] if balanced else [n]].flatten() for n in range(size)]
+        return cls(padding, shards[rank], torch.cat(shards))
+
+    def fill(self, tensor: Tensor, value: int) -> Tensor:
+        """Return a tensor (B, T, ...) whose sequences are filled up with a value."""
+        behind = (0, 0, 0, self.padding) if tensor.ndim > 2 else (0, self.padding)
+        return nn.functional.pad(tensor, behind, value=value)
+
+    def own(self, tensor: Tensor, value: int) -> Tensor:
+        """Return this process's share of a tensor (B, T, ...), filled up with a value."""
+        return self.fill(tensor, value)[:, self.mine]
+
+    def channel(self, whole: positions.Positions) -> Tensor:
+        """Return the position channel of this process's queries and all keys."""
+        index = torch.arange(len(self.all), device=self.all.device)[None]
+        position, segment = self.fill(whole.key_positions, 0), self.fill(whole.key_segment, 0)
+        valid = self.fill(whole.key_valid, False)
+        return positions.pack(
+            index[:, self.mine],
+            index[:, self.all],
+            query_positions=position[:, self.mine],
+            key_positions=position[:, self.all],
+            query_valid=valid[:, self.mine],
+            key_valid=valid[:, self.all],
+            query_segment=segment[:, self.mine],
+            key_segment=segment[:, self.all],
+        )
 
 
 def _whole(ids: Tensor, mask: Tensor | None, rows: int, length: int) -> positions.Positions:

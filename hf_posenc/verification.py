@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +18,11 @@ from .layer_state import STATE, OnLayer, on_attention
 from .live.base_model import BaseModel
 from .live.eval_mode import evaluation
 from .live.state import Patch, patch_of, without_adapter
-from .live.undo import Undo, keep, set_attribute, set_module
+from .live.undo import Keep, SetAttribute, SetModule, Undo
 from .live.watch import LayerCall, first, recorded
 from .live.wrappers import check_in_place, check_unwrapped
 from .modules import PositionModule, WithoutPositions
-from .patching.place import require_attention
+from .patching.hooks import require_attention
 from .upstream import NAME
 from .upstream.channel import as_channel
 from .upstream.replaced import named, stock_output
@@ -140,79 +140,131 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: there is nothing to verify")
     check_in_place(model, "verify the model", one_device=False)
-    limit = patch.limit
-    if length is None:
-        length = 16 if limit is None else min(16, limit)
-    elif length < 4 or (limit is not None and length > limit):
-        raise ValueError(f"length must be at least 4{'' if limit is None else f' and at most {limit}'}, not {length}")
     base = BaseModel.of(model)
-    found = base.found
     generator = torch.Generator().manual_seed(seed)
-    embedding: Any = found.token_embedding
-    tokens = torch.randint(embedding.weight.shape[0], (1, length), generator=generator).to(embedding.weight.device)
-
-    with evaluation(model), _unguarded(found.decoder):
-        backend = model.config._attn_implementation
-        lost, left = _self_test(base, patch, tokens) if patch.attends and backend == NAME else ({}, {})
-        standing = _Measurement(model, found.layers, tokens)
-        trial = standing
-        owners = [module for module in model.modules() if isinstance(module, PositionModule)]
+    weight = base.token_weight
+    tokens = torch.randint(weight.shape[0], (1, _length(length, patch.limit)), generator=generator).to(weight.device)
+    with evaluation(model), _unguarded(base.found.decoder):
+        ours = patch.attends and model.config._attn_implementation == NAME
+        lost, left = _self_test(base, patch, tokens) if ours else ({}, {})
         expected, at_input = _answering(patch, base), _answers_at_input(patch, base)
-        if min(standing.layers) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
-            with _random_parameters(owners, generator):
-                trial = _Measurement(model, found.layers, tokens)
-        for span in SPANS:
-            if trial.input > NOTICES or not at_input:
-                if all(response > NOTICES for response, wanted in zip(trial.layers, expected, strict=True) if wanted):
-                    break
-            apart = (min(span, limit or span) - 1) // (length - 1)
-            with _random_parameters(owners, generator):
-                trial = trial.or_more(_Measurement(model, found.layers, tokens, apart))
-        swapped = tokens.clone()
-        swapped[0, [0, 1]] = swapped[0, [1, 0]]
-        if swapped.equal(tokens):
-            swapped[0, 0] = (swapped[0, 0] + 1) % embedding.weight.shape[0]
-        order = _change(_output(model, swapped)[:, -1], standing.output[:, -1])
-
+        standing = _Measurement(model, base.found.layers, tokens)
+        trial = _try(standing, base, patch.limit, tokens, expected, at_input, generator)
+        order = _change(_output(model, _swapped(tokens, weight.shape[0]))[:, -1], standing.output[:, -1])
     layers = tuple(
         LayerReport(i, response, live, expected[i])
         for i, (response, live) in enumerate(zip(standing.layers, trial.layers, strict=True))
     )
     problems = [
-        f"layer {index}: attention without the scheme differs from the model's own eager attention by {error:.1%}: "
-        "something that belongs to the model's attention is left out"
-        for index, error in lost.items()
-    ]
-    problems += [
-        f"layer {index}: attention without the scheme answers to positions, by {answer:.1%}: what the base had for "
-        "them is still in it"
-        for index, answer in left.items()
-    ]
-    if patch.attends and backend != NAME:
-        problems.append(
-            f"{patch.name} needs the attention {NAME!r}, but the config says {backend!r}: the scheme is not applied"
-        )
-    for layer in layers:
-        if not layer.ok:
-            problems.append(
-                f"layer {layer.index} "
-                f"{'ignores positions' if layer.expected else 'answers to positions that it should not see'}"
-            )
-    if at_input and trial.input <= NOTICES:
-        problems.append("the hidden states that enter the first layer ignore positions")
-    if not at_input and standing.input > NOTICES:
-        problems.append(
-            "the hidden states that enter the first layer answer to positions: the base's own table is still there"
-        )
-    silenced = all(scheme.layers is None and not scheme.acts_on.rotations(scheme) for scheme in patch.schemes)
-    if silenced and found.rotary is not None and not isinstance(found.rotary, IdentityRotary):
-        problems.append("queries and keys are rotated: the base's own rotary embedding is still there")
-    problems += [
-        f"layer {layer}: another rotation than that of {scheme.name} turns queries and keys"
-        for scheme in patch.schemes
-        for layer in _turned_otherwise(scheme, base)
+        *_problems_of_attention(patch, base, lost, left),
+        *_problems_of_layers(layers),
+        *_problems_of_input(at_input, standing.input, trial.input),
+        *_problems_of_rotation(patch, base),
     ]
     return Report(patch.name, layers, standing.input, standing.model, order, tuple(problems))
+
+
+def _length(wanted: int | None, limit: int | None) -> int:
+    """Return the number of tokens to use; ValueError if a scheme of `limit` positions has not so many."""
+    if wanted is None:
+        return 16 if limit is None else min(16, limit)
+    if wanted < 4 or (limit is not None and wanted > limit):
+        raise ValueError(f"length must be at least 4{'' if limit is None else f' and at most {limit}'}, not {wanted}")
+    return wanted
+
+
+def _swapped(tokens: Tensor, vocabulary: int) -> Tensor:
+    """Return tokens of which the first two have swapped places; of two that are alike the first is another one."""
+    swapped = tokens.clone()
+    swapped[0, [0, 1]] = swapped[0, [1, 0]]
+    if swapped.equal(tokens):
+        swapped[0, 0] = (swapped[0, 0] + 1) % vocabulary
+    return swapped
+
+
+def _try(
+    standing: _Measurement,
+    base: BaseModel,
+    limit: int | None,
+    tokens: Tensor,
+    expected: list[bool],
+    at_input: bool,
+    generator: torch.Generator,
+) -> _Measurement:
+    """Return the responses with random parameters, and with positions further apart, until all that must answer do.
+
+    Args:
+        standing: the responses of the model as it stands.
+        base: the model.
+        limit: number of positions that exist, or None.
+        tokens: (1, T).
+        expected: for each layer whether it must answer.
+        at_input: whether the hidden states that enter the first layer must.
+        generator: of the random parameters.
+    """
+    trial, layers = standing, base.found.layers
+    owners = [module for module in base.model.modules() if isinstance(module, PositionModule)]
+    if min(standing.layers) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
+        with _random_parameters(owners, generator):
+            trial = _Measurement(base.model, layers, tokens)
+    for span in SPANS:
+        if trial.input > NOTICES or not at_input:
+            if all(response > NOTICES for response, wanted in zip(trial.layers, expected, strict=True) if wanted):
+                break
+        apart = (min(span, limit or span) - 1) // (tokens.shape[1] - 1)
+        with _random_parameters(owners, generator):
+            trial = trial.or_more(_Measurement(base.model, layers, tokens, apart))
+    return trial
+
+
+def _problems_of_attention(
+    patch: Patch, base: BaseModel, lost: dict[int, float], left: dict[int, float]
+) -> Iterator[str]:
+    """Yield what is wrong with attention, from the findings of `_self_test`."""
+    for index, error in lost.items():
+        yield (
+            f"layer {index}: attention without the scheme differs from the model's own eager attention by {error:.1%}: "
+            "something that belongs to the model's attention is left out"
+        )
+    for index, answer in left.items():
+        yield (
+            f"layer {index}: attention without the scheme answers to positions, by {answer:.1%}: what the base had for "
+            "them is still in it"
+        )
+    if patch.attends and (backend := base.config._attn_implementation) != NAME:
+        yield f"{patch.name} needs the attention {NAME!r}, but the config says {backend!r}: the scheme is not applied"
+
+
+def _problems_of_layers(layers: Sequence[LayerReport]) -> Iterator[str]:
+    """Yield which layers answer otherwise than the scheme says."""
+    for layer in layers:
+        if not layer.ok:
+            does = "ignores positions" if layer.expected else "answers to positions that it should not see"
+            yield f"layer {layer.index} {does}"
+
+
+def _problems_of_input(at_input: bool, standing: float, trial: float) -> Iterator[str]:
+    """Yield what is wrong with the hidden states that enter the first layer.
+
+    Args:
+        at_input: whether they must answer to positions.
+        standing: their response as the model stands.
+        trial: their response with random parameters.
+    """
+    if at_input and trial <= NOTICES:
+        yield "the hidden states that enter the first layer ignore positions"
+    if not at_input and standing > NOTICES:
+        yield "the hidden states that enter the first layer answer to positions: the base's own table is still there"
+
+
+def _problems_of_rotation(patch: Patch, base: BaseModel) -> Iterator[str]:
+    """Yield what is wrong with how queries and keys are turned."""
+    silenced = all(scheme.layers is None and not scheme.acts_on.rotations(scheme) for scheme in patch.schemes)
+    if silenced and base.found.rotary is not None and not isinstance(base.found.rotary, IdentityRotary):
+        yield "queries and keys are rotated: the base's own rotary embedding is still there"
+    for scheme in patch.schemes:
+        for layer in _turned_otherwise(scheme, base):
+            yield f"layer {layer}: another rotation than that of {scheme.name} turns queries and keys"
 
 
 def _answering(patch: Patch, base: BaseModel) -> list[bool]:
@@ -300,10 +352,10 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
 
         undo = Undo()
         try:
-            set_module(undo, attention, "posenc", WithoutPositions())
+            undo.make(SetModule(attention, "posenc", WithoutPositions()))
             # The eager attention has no window but the base's own, and no rotation but what it is handed.
             window = family.attention and family.attention.window(attention)
-            keep(undo, attention, on_attention(attention), engine="reference", window=window, rotation=None)
+            undo.make(Keep(attention, on_attention, {"engine": "reference", "window": window, "rotation": None}))
             plain = first(attention(hidden, *args, **kwargs))
             elsewhere = named(attention, other.args, other.kwargs) if family.always_replaced else other.kwargs
             # The residual has positions in it, and is not the attention's own.
@@ -313,7 +365,7 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
             answer = _change(first(attention(hidden, *rest, **elsewhere)), plain)
             if index in silenced and answer > NOTICES:
                 left[index] = answer
-            set_attribute(undo, attention.config, "_attn_implementation_internal", "eager")
+            undo.make(SetAttribute(attention.config, "_attn_implementation_internal", "eager"))
             if family.always_replaced:
                 given = named(attention, args, kwargs)
                 mask = eager_mask(as_channel(given["attention_mask"], as_bool=family.mask_as_bool))

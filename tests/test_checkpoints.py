@@ -184,7 +184,7 @@ def test_resized_embeddings_and_other_heads(case, family, tmp_path):
 def test_every_head_of_every_family_has_a_class():
     found = 0
     for family in FAMILIES:
-        config = hf_posenc.checkpoints.config.config_class(type(tiny(family).config))
+        config = hf_posenc.checkpoints.building.config_class(type(tiny(family).config))
         config()  # the Auto classes learn of a family's heads when one of its configs is made
         for auto, name in hf_posenc.checkpoints.names.heads_of(config).items():
             cls = getattr(transformers, auto)._model_mapping[config]

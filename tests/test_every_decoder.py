@@ -26,7 +26,8 @@ from hf_posenc import patch_model, unpatch_model, verify
 from hf_posenc.checkpoints.building import PosEncMixin
 from hf_posenc.engines import dispatch
 from hf_posenc.families.base import resolve
-from hf_posenc.layer_state import STATE, OnAttention, use_engine
+from hf_posenc.layer_state import STATE, OnAttention, on_attention, use_engine
+from hf_posenc.live.base_model import BaseModel
 from hf_posenc.modules import PositionEmbedding, PositionModule
 from hf_posenc.registry import family_for, supported_model_types
 from hf_posenc.upstream.derived import stock_class
@@ -464,3 +465,14 @@ def test_sinks_in_every_engine(model_type, monkeypatch):
 
 def test_the_readme_counts_them():
     assert f"{len(supported_model_types())} model types" in README.read_text(encoding="utf-8")
+
+
+def test_a_window_is_for_the_layers_with_attention():
+    model = decoder("lfm2")
+    attentions = BaseModel.of(model).found.attention_of
+    assert 0 < len(attentions) < model.config.num_hidden_layers
+    without = next(layer for layer in range(model.config.num_hidden_layers) if layer not in attentions)
+    with pytest.raises(ValueError, match=f"window=3 cannot act in layer {without}, which has no attention"):
+        patch_model(model, "sinusoidal", placement="every_layer", layers=[without], window=3)
+    patch_model(model, "sinusoidal", placement="every_layer", window=3)
+    assert {on_attention(attention).window for attention in attentions.values()} == {3}

@@ -278,3 +278,9 @@ def test_errors_are_also_the_built_in_ones():
     for error, base in built_in.items():
         assert issubclass(error, errors.HfPosencError)
         assert issubclass(error, base)
+
+
+def test_a_family_without_pieces_of_its_attention_says_so():
+    family = Family(model_types=("opaque", "veiled"))
+    with pytest.raises(UnsupportedModelError, match="for opaque, veiled names no pieces of its attention"):
+        family.own_attention()

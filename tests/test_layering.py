@@ -184,9 +184,9 @@ REGISTRIES = {
     ("hf_posenc.registry", "_REFUSED"),
     ("hf_posenc.registry", "_OFFERED"),  # what installed packages offer for these two, not imported yet
     # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
-    ("hf_posenc.checkpoints.config", "config_class"),
+    ("hf_posenc.checkpoints.building", "config_class"),
     ("hf_posenc.checkpoints.building", "_model_class"),
-    ("hf_posenc.checkpoints.config", "register_models"),  # fills transformers' registries, once for each class
+    ("hf_posenc.checkpoints.building", "register_models"),  # fills transformers' registries, once for each class
     # What the processor can do, which does not change; torch.compile's own wrapper, which keeps kernels by itself; and
     # whether these kernels are right, which a self-test of seconds finds once for each kind.
     ("hf_posenc.engines.cpu", "has_amx"),

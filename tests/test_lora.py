@@ -15,7 +15,8 @@ import transformers
 from families import FAMILIES, LEARNED, tiny, tokens
 from matrix import matrix
 from packaging.version import Version
-from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from situations import CASES, SCHEMES, assert_same, distance, patched_model
 
 import hf_posenc
@@ -487,3 +488,54 @@ def test_two_processes_train_and_save(tmp_path):
             optimizer.step()
             optimizer.zero_grad()
         assert_same(logits(from_pretrained(tmp_path / case)), logits(model.eval()), case)
+
+
+def lora_of_tensors(folder):
+    """The config of a LoRA adapter, and its tensors by the names that transformers takes."""
+    model = patched_model("t5", "llama")
+    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"]))
+    wrapped.save_pretrained(folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    named = {name.removeprefix("base_model.model."): torch.randn_like(each) for name, each in tensors.items()}
+    return LoraConfig.from_pretrained(folder), named
+
+
+# PEFT warns of every second adapter.
+loads_tensors = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+
+
+@loads_tensors
+def test_a_whole_adapter_of_tensors_is_loaded_beside_another_and_swapped(tmp_path):
+    config, lora = lora_of_tensors(tmp_path)
+    model = patched_model("t5", "llama")
+    model.load_adapter(peft_config=config, adapter_state_dict=dict(lora), adapter_name="one")
+    first = logits(model)
+    other = {name: 2 * tensor for name, tensor in lora.items()}
+    model.load_adapter(peft_config=config, adapter_state_dict=other, adapter_name="two")
+    model.set_adapter("two")
+    assert distance(logits(model), first) > 1e-3
+    model.load_adapter(peft_config=config, adapter_state_dict=dict(lora), adapter_name="two", hotswap=True)
+    assert_same(logits(model), first)
+
+
+@loads_tensors
+@pytest.mark.parametrize("how", ["first", "second", "hotswap"])
+def test_an_adapter_that_is_loaded_in_part_leaves_the_model_as_it_was(how, tmp_path):
+    config, lora = lora_of_tensors(tmp_path)
+    model = patched_model("t5", "llama")
+    if how != "first":
+        model.load_adapter(peft_config=config, adapter_state_dict=dict(lora), adapter_name="one")
+    state = {name: tensor.clone() for name, tensor in model.train().state_dict().items()}
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    part = {name: 3 * tensor for name, tensor in lora.items() if "layers.0" not in name}
+    options = {"adapter_name": "two" if how == "second" else "one", "hotswap": how == "hotswap"}
+    with pytest.raises(CheckpointError, match="at the values that they started with"):
+        model.load_adapter(peft_config=config, adapter_state_dict=part, **options)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == before
+    assert all(module.training for module in model.modules())
+    now = model.state_dict()
+    assert now.keys() == state.keys()
+    assert all(now[name].equal(tensor) for name, tensor in state.items())
+    assert list(getattr(model, "peft_config", {})) == ([] if how == "first" else ["one"])
+    model.load_adapter(peft_config=config, adapter_state_dict=dict(lora), adapter_name="three")
+    assert logits(model).isfinite().all()

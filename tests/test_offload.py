@@ -9,7 +9,7 @@ from matrix import matrix
 from situations import BASES, CASES, randomize
 from snapshots import assert_same, snapshot
 
-from hf_posenc import UnsupportedModelError, from_pretrained, patch_model, unpatch_model, verify
+from hf_posenc import UnsupportedModelError, from_pretrained, patch_model, unpatch_model, verify, which_engine
 
 FIRST = {"gpt2": "transformer.h.0", "llama": "model.layers.0"}
 LAYERS = {"gpt2": "transformer.h", "llama": "model.layers"}
@@ -171,3 +171,22 @@ def test_verify_says_what_it_needs(family, way, tmp_path):
     WAYS[way](model, tmp_path)
     with pytest.raises(UnsupportedModelError, match="verify the model before dispatching"):
         verify(model)
+
+
+def in_whole_layers(model, folder):
+    """accelerate moves a layer's weights at once, by a hook on the layer."""
+    kinds = [type(model.get_submodule(FIRST[model.config.model_type.removeprefix("posenc_")])).__name__]
+    accelerate.cpu_offload(model, "cpu", preload_module_classes=kinds)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "whole_layers"])
+@pytest.mark.parametrize("family", BASES)
+@pytest.mark.parametrize("case", [name for name in CASES if CASES[name][0] in ("t5", "transformer_xl", "shaw")])
+def test_the_engine_of_an_offloaded_model_is_that_of_the_model_in_memory(case, family, way, tmp_path):
+    model = made(case, family)
+    wanted = [which_engine(model, length, layer=layer) for length in (8, 4096) for layer in (None, 1)]
+    {**WAYS, "whole_layers": in_whole_layers}[way](model, tmp_path)
+    away = {name: parameter.is_meta for name, parameter in model.named_parameters()}
+    assert any(away.values())
+    assert [which_engine(model, length, layer=layer) for length in (8, 4096) for layer in (None, 1)] == wanted
+    assert {name: parameter.is_meta for name, parameter in model.named_parameters()} == away

@@ -219,7 +219,13 @@ def snapshot_without_logits(whole):
 
 
 @pytest.mark.parametrize(
-    "where", ["api._initialize", "api.make_ours", "checkpoints.building.make_entry", "checkpoints.building.model_class"]
+    "where",
+    [
+        "patching.place._mark_layers",
+        "api.classes_of_ours",
+        "api.make_entry",
+        "checkpoints.building.model_class",
+    ],
 )
 @every_scheme
 def test_a_failure_between_steps_leaves_the_model_as_it_was(monkeypatch, scheme, where):

@@ -20,7 +20,7 @@ from ..call import Call
 from ..engines.chunked import cut
 from ..errors import UnsupportedModelError
 from ..forms import Content
-from ..live.attend import attend_through_us
+from ..live.attend import AttendThroughUs
 from ..live.base_model import BaseModel
 from ..live.undo import Undo
 from ..live.watch import LayerCall, recorded
@@ -145,7 +145,7 @@ def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
         )
     undo = Undo()
     try:
-        attend_through_us(undo, base)
+        undo.make(AttendThroughUs(base))
         yield
     finally:
         undo.roll_back()

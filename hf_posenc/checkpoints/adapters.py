@@ -13,13 +13,15 @@ from typing import Any
 
 import transformers
 from huggingface_hub import hf_hub_download
+from peft import PeftConfig
 from peft.utils.constants import CONFIG_NAME
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 from ..live.state import patch_of
+from ..live.undo import restored_after_failure
 from .compat_0_1 import mean_the_same, translate_scheme
-from .contents import json_object
+from .contents import JsonObject, json_object
 from .entry import CALIBRATION, ENTRY, SCHEMES, read_schemes
 from .stock import StockModel
 
@@ -30,7 +32,7 @@ WHERE = frozenset(inspect.signature(hf_hub_download).parameters) - {"repo_id", "
 class AdapterMixin(StockModel):
     """The part of our model classes that takes adapters."""
 
-    def load_adapter(self, peft_model_id: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load_adapter(self, peft_model_id: str | None = None, *args: object, **kwargs: Any) -> Any:
         """Load an adapter as transformers does, if it was trained on a base that is patched like this model.
 
         Args:
@@ -64,16 +66,22 @@ class AdapterMixin(StockModel):
             if given.get("local_files_only"):
                 source["local_files_only"] = True
             check_adapter(self, adapter, **{key: value for key, value in source.items() if key in WHERE})
-        loaded = load(peft_model_id, *args, **kwargs)
-        if missing := getattr(loaded, "missing_keys", None):
-            raise CheckpointError(
-                f"hf_posenc: transformers {transformers.__version__} has left {len(missing)} weights of this adapter "
-                f"at the values that they started with, {min(missing)} among them: make the model again, and load "
-                "the adapter with hf_posenc.load_adapter"
-            )
+        name = given.get("adapter_name") or "default"
+
+        def is_of_adapter(key: str) -> bool:  # transformers also reports the keys of adapters that were there before
+            return name in key.split(".")
+
+        with restored_after_failure(self, is_of_adapter):
+            loaded = load(peft_model_id, *args, **kwargs)
+            if missing := sorted(filter(is_of_adapter, getattr(loaded, "missing_keys", ()))):
+                raise CheckpointError(
+                    f"hf_posenc: transformers {transformers.__version__} has left {len(missing)} weights of this "
+                    f"adapter at the values that they started with, {missing[0]} among them: the model is as it was "
+                    "before; load the adapter with hf_posenc.load_adapter"
+                )
         return loaded
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute. PEFT leaves the configs of its adapters here, and each is made to name the base.
 
         Warns (UserWarning) of an adapter that neither trains nor saves position parameters which nothing has trained.
@@ -85,7 +93,7 @@ class AdapterMixin(StockModel):
         super().__setattr__(name, value)
 
 
-def _warn_of_frozen_positions(model: PreTrainedModel, config: Any) -> None:
+def _warn_of_frozen_positions(model: PreTrainedModel, config: PeftConfig) -> None:
     """Warn if an adapter leaves position parameters at the values that they started with.
 
     Args:
@@ -119,7 +127,7 @@ def _is_within(parameter: str, modules: tuple[str, ...]) -> bool:
     return bool(modules) and any(".".join(parts[:end]).endswith(modules) for end in range(1, len(parts) + 1))
 
 
-def name_base(model: PreTrainedModel, config: Any) -> Any:
+def name_base(model: PreTrainedModel, config: PeftConfig) -> PeftConfig:
     """Return a PEFT config that names the patched base of its adapter, which `load_adapter` compares.
 
     PEFT keeps the name in configs with a `task_type`, and drops it from others. Configs of adapters that sit inside the
@@ -159,7 +167,7 @@ def check_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **whe
 
 
 def require_same_base(
-    model: PreTrainedModel, raw: dict[str, Any], adapter: str | os.PathLike[str], source: dict[str, Any]
+    model: PreTrainedModel, raw: JsonObject, adapter: str | os.PathLike[str], source: dict[str, Any]
 ) -> None:
     """Raise CheckpointError unless an adapter names a base that was patched like a model.
 
@@ -200,7 +208,7 @@ def require_same_base(
         )
 
 
-def _describe(entry: Any) -> str:
+def _describe(entry: object) -> str:
     schemes = [{key: value for key, value in scheme.items() if value is not None} for scheme in read_schemes(entry)]
     return " and ".join(map(str, schemes)) or "stock positions"
 
@@ -215,7 +223,7 @@ def _are_the_same(trained_on: Any, here: Any) -> bool:
     return len(then) == len(now) and all(map(mean_the_same, then, now))
 
 
-def _base_config(name: str, revision: Any, source: dict[str, Any]) -> dict[str, Any] | None:
+def _base_config(name: str, revision: object, source: dict[str, Any]) -> JsonObject | None:
     """Return the config of the base that an adapter names, from a folder or the cache of downloads, or None."""
     if not name:
         return None
@@ -229,7 +237,7 @@ def _base_config(name: str, revision: Any, source: dict[str, Any]) -> dict[str, 
     return json_object(path)
 
 
-def read_adapter_config(adapter: str | os.PathLike[str], source: dict[str, Any]) -> dict[str, Any]:
+def read_adapter_config(adapter: str | os.PathLike[str], source: dict[str, Any]) -> JsonObject:
     """Return the contents of adapter_config.json. Nothing that it names is imported.
 
     Args:

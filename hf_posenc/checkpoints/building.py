@@ -1,24 +1,26 @@
-"""Model classes of patched models: made on demand as `(PosEncMixin, LlamaForCausalLM)`."""
+"""Classes of patched models and their configs, made on demand: `(PosEncMixin, LlamaForCausalLM)`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex, TypeVar, cast
 
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..errors import CheckpointError, HfPosencError
-from ..families.base import base_model_type
-from ..live.state import Patch
-from ..live.undo import Undo, set_attribute, set_class
+from ..families.served import family_of
+from ..live.state import PATCH, OfPatched, Patch
+from ..live.undo import Change, SetAttribute, SetClass, Undo
 from ..live.wrappers import gathered
 from ..modules import PositionModule
 from ..patching.layers import MARKER
-from ..patching.place import operate
+from ..patching.place import place
 from ..patching.plan import make_plan, needs_own_attention
-from ..registry import family_for, supported_model_types
+from ..registry import family_for
 from ..schemes.base import Scheme
 from ..upstream import NAME
 from ..upstream.channel import carrying_forward
@@ -26,19 +28,37 @@ from ..upstream.derived import revive, stock_class
 from .adapters import AdapterMixin
 from .announce import CLASSES
 from .compat_0_1 import translate_config
-from .config import READ, cached, config_class, register_models, stock_config
+from .config import READ, ConfigMixin, stock_config
+from .contents import JsonObject
 from .entry import ENTRY, SCHEMES, check_version, make_entry, schemes_of_config
 from .guards import UNREGISTERED
-from .names import name_of, stock_classes
+from .names import architecture, heads_of, name_of, stock_classes
 from .saving import SavingMixin
-from .stock import architecture
 from .weights import LoadingMixin
 
 
-class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
+class PosEncConfigMixin(ConfigMixin):
+    """Mixin in front of a stock config class."""
+
+    def __post_init__(self, *args: object, **kwargs: object) -> None:
+        """Initialize the stock config, and register its models with the Auto classes.
+
+        Args:
+            *args: handed on.
+            **kwargs: handed on.
+        """
+        super().__post_init__(*args, **kwargs)
+        register_models(type(self))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickle and copy by the stock class, because this class is made on demand."""
+        return revive, (config_class, stock_class(type(self), PosEncConfigMixin)), self.__dict__
+
+
+class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
     """Mixin in front of a stock model class. It builds the schemes in, and guards the attention implementation."""
 
-    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object) -> None:
         """Build the stock model and the schemes that the config names.
 
         Args:
@@ -68,7 +88,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
             ) from error
         if _lacks_loss_type(self):
             self.loss_type = "ForCausalLM"
-        if "_posenc_patch" not in self.base_model.__dict__:
+        if PATCH not in self.base_model.__dict__:
             self._build_schemes(schemes)
         elif attends:
             config._attn_implementation_internal = NAME
@@ -82,12 +102,12 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
-        patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit(), plan.attends)
-        object.__setattr__(base, "_posenc_patch", patch)
+        patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit, plan.attends)
         config.position_encoding = {**config.position_encoding, SCHEMES: make_entry(plan.schemes)[SCHEMES]}
-        owners = operate(Undo(), plan)
+        placed = place(plan)
+        Undo().make(SetAttribute(base, PATCH, patch), *placed.made)
         if not next(base.parameters()).is_meta:  # from_config; from_pretrained initialises what it does not load
-            for owner in owners:
+            for owner in placed.owners:
                 with gathered(owner):
                     owner.reset_parameters()
         for module in base.modules():
@@ -114,7 +134,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
 
     @staticmethod
     def _needs_own_attention(config: PreTrainedConfig) -> bool:
-        return needs_own_attention(family_for(base_model_type(config)), schemes_of_config(config))
+        return needs_own_attention(family_of(config), schemes_of_config(config))
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False
@@ -132,7 +152,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
         )
         return adjusted
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle and copy by the stock class, because this class is made on demand."""
         return revive, (model_class, stock_class(type(self), PosEncMixin), stock_config(self.config)), self.__dict__
 
@@ -156,12 +176,56 @@ def _reason_to_refuse(schemes: Sequence[Scheme], attn_implementation: str | None
     )
 
 
-def _lacks_loss_type(model: Any) -> bool:
+def _lacks_loss_type(model: PreTrainedModel) -> bool:
     """Return whether transformers cannot tell a causal language model's loss from its class name: GPT2LMHeadModel.
 
     It then takes the right loss and warns, which breaks `torch.compile(fullgraph=True)`.
     """
     return model.loss_type is None and model.can_generate()
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def cached(function: Function) -> Function:
+    """Cache the values of a function. A type checker sees its signature, which `functools.cache` hides."""
+    return cast(Function, functools.cache(function))
+
+
+@cached
+def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return our config class in front of a stock one, model type `posenc_<base>`."""
+    members = {
+        "model_type": f"posenc_{stock.model_type}",
+        "__module__": __name__,
+        "__annotations__": {"position_encoding": "dict | None"},
+        "position_encoding": None,
+    }
+    cls = type("PosEnc" + stock.__name__, (PosEncConfigMixin, stock), members)
+    cls.__module__ = CLASSES  # set afterwards: dataclasses look into the module, which need not be imported yet
+    return cls
+
+
+@cached
+def register_models(config: type[PreTrainedConfig]) -> None:
+    """Register our class of each head of a family with its Auto class, and its target modules with PEFT.
+
+    This runs when the first config of a class is made, which is before anybody looks for its model. Registering all
+    families when the package is imported would import the code of all of them.
+
+    Args:
+        config: a class made by `config_class`.
+    """
+    import peft.utils.constants
+
+    stock: type[PreTrainedConfig] = stock_class(config, PosEncConfigMixin)
+    for auto, name in heads_of(config).items():
+        model = getattr(transformers, name)
+        if model.config_class not in stock.sub_configs.values():  # heads of a multimodal type are of its text type
+            getattr(transformers, auto).register(config, model_class(model, stock), exist_ok=True)
+    for name, table in vars(peft.utils.constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict) and stock.model_type in table:
+            table.setdefault(f"posenc_{stock.model_type}", table[stock.model_type])
 
 
 def model_class(stock: type[PreTrainedModel], config: type[PreTrainedConfig] | None = None) -> type[PreTrainedModel]:
@@ -179,18 +243,17 @@ def model_class(stock: type[PreTrainedModel], config: type[PreTrainedConfig] | N
 def _model_class(stock: type[PreTrainedModel], stock_config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     from transformers.utils import output_capturing
 
-    config = config_class(stock_config)
-    members: dict[str, Any] = {"__module__": CLASSES, "config_class": config}
-    model_type = stock_config.model_type
-    if model_type in supported_model_types() and (family := family_for(model_type)).positions_in_mask:
-        members["forward"] = carrying_forward(stock, family)
-    cls: Any = type(name_of(stock, stock_config), (PosEncMixin, stock), members)
+    config, name = config_class(stock_config), name_of(stock, stock_config)
+    members: dict[str, object] = {"__module__": CLASSES, "config_class": config}
+    if (forward := carrying_forward(stock, stock_config.model_type)) is not None:
+        members["forward"] = forward
+    cls: type[PreTrainedModel] = type(name, (PosEncMixin, stock), members)
     # transformers looks up by class which outputs a model can record. Without this, output_attentions gives None.
     dict.__setitem__(output_capturing._CAN_RECORD_REGISTRY, str(cls), cls._can_record_outputs)
     return cls
 
 
-def saved_class(raw: dict[str, Any]) -> type[PreTrainedModel]:
+def saved_class(raw: JsonObject) -> type[PreTrainedModel]:
     """Return our model class that a patched checkpoint names. Nothing of the checkpoint is run.
 
     Args:
@@ -208,30 +271,28 @@ def saved_class(raw: dict[str, Any]) -> type[PreTrainedModel]:
     return model_class(model, config)
 
 
-def make_ours(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> None:
-    """Turn a patched model and its config into objects of our classes, which no stock class can load once saved.
+def classes_of_ours(model: PreTrainedModel, entry: JsonObject) -> list[Change]:
+    """Return what gives a patched model and its config our classes, so that no stock class loads what is saved.
 
     Args:
-        undo: records the inverse steps.
         model: of stock classes.
-        schemes: as resolved against the model.
+        entry: of its config, with the schemes as they were resolved against the model.
     """
+    # PEFT writes the name into adapters as their base; the stock checkpoint would be the wrong one.
+    changes: list[Change] = [SetAttribute(model, "name_or_path", "")]
+    if _lacks_loss_type(model):
+        changes.append(SetAttribute(model, "loss_type", "ForCausalLM"))
     config, parts = model.config, [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     part_classes = [model_class(type(part), stock_config(part.config)) for part in parts]
     our_config = config_class(type(config))
     register_models(our_config)
-    set_class(undo, config, our_config)
-    for part, part_class in zip(parts, part_classes, strict=True):
-        set_class(undo, part, part_class)
     attributes = {
         "model_type": our_config.model_type,  # one that was read from a file has its own
-        ENTRY: make_entry(schemes),
-        "architectures": [type(model).__name__],
+        ENTRY: entry,
+        "architectures": [part_classes[0].__name__],
         "_name_or_path": "",
     }
-    for name, value in attributes.items():
-        set_attribute(undo, config, name, value)
-    # PEFT writes this into adapters as their base; the stock checkpoint would be the wrong one.
-    set_attribute(undo, model, "name_or_path", "")
-    if _lacks_loss_type(model):
-        set_attribute(undo, model, "loss_type", "ForCausalLM")
+    changes.append(SetClass(config, our_config))
+    changes += [SetClass(part, part_class) for part, part_class in zip(parts, part_classes, strict=True)]
+    changes += [SetAttribute(config, name, value) for name, value in attributes.items()]
+    return changes

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from ..registry import scheme_class
 from ..version import INSTALL
+from .contents import JsonObject
 from .entry import ENTRY, LOSSES, VERSION_KEY, read_calibration, read_schemes
 from .markdown import code, plain
 
@@ -16,7 +16,7 @@ LIBRARY = "hf_posenc"
 """`library_name` and tag of our checkpoints on the Hub."""
 
 
-def card(config: dict[str, Any], base_model: str | None = None) -> str:
+def card(config: JsonObject, base_model: str | None = None) -> str:
     """Return a model card: metadata, what the model is, and how to load it. It contains nothing that was not measured.
 
     Args:
@@ -54,7 +54,7 @@ Saved by hf_posenc {plain(entry[VERSION_KEY])}.
 """
 
 
-def metadata(entry: Any) -> ModelCardData:
+def metadata(entry: object) -> ModelCardData:
     """Return the metadata of a card: library, task, and tags with the names of the schemes.
 
     Args:
@@ -68,14 +68,14 @@ def metadata(entry: Any) -> ModelCardData:
     )
 
 
-def _describe_scheme(scheme: dict[str, Any]) -> str:
+def _describe_scheme(scheme: JsonObject) -> str:
     """Return the first sentence of a scheme's documentation, and a table of its hyper-parameters."""
     about = (scheme_class(scheme["scheme"]).__doc__ or "").strip().split("\n")[0]
     values = {key: value for key, value in scheme.items() if key != "scheme"}
     return f"{code(scheme['scheme'])}: {about}\n\n{hyperparameter_table(values)}"
 
 
-def hyperparameter_table(values: dict[str, Any]) -> str:
+def hyperparameter_table(values: dict[str, object]) -> str:
     """Return a table of a scheme's hyper-parameters, without `layers`, and with `window` only where it is given."""
     shown = {key: value for key, value in values.items() if key != "layers" and (key != "window" or value is not None)}
     if not shown:
@@ -84,7 +84,7 @@ def hyperparameter_table(values: dict[str, Any]) -> str:
     return "\n".join(["| hyper-parameter | value |", "|---|---|", *rows])
 
 
-def layers_of_schemes(schemes: list[tuple[str, Any]]) -> str:
+def layers_of_schemes(schemes: list[tuple[str, object]]) -> str:
     """Return sentences that say which layers each scheme is for.
 
     Args:
@@ -104,7 +104,7 @@ def layers_of_schemes(schemes: list[tuple[str, Any]]) -> str:
     return " ".join(sentences)
 
 
-def describe_calibration(calibration: dict[str, Any]) -> str:
+def describe_calibration(calibration: JsonObject) -> str:
     """Return in words how much text a calibration read, its stage, and its losses.
 
     Args:
@@ -113,7 +113,7 @@ def describe_calibration(calibration: dict[str, Any]) -> str:
     return f"with {calibration['tokens']:,} tokens, stage {calibration['stage']}{_describe_losses(calibration)}"
 
 
-def _describe_losses(calibration: dict[str, Any]) -> str:
+def _describe_losses(calibration: JsonObject) -> str:
     """Return the end of a sentence with the losses of a calibration, as far as they were measured."""
     losses = {name: f"{loss:.2f}" for name, loss in calibration.get("held_out_loss", {}).items()}
     base = losses.pop("base", None)
@@ -123,7 +123,7 @@ def _describe_losses(calibration: dict[str, Any]) -> str:
     return f"; held-out loss {path} nats per token{f' (base {base})' if base else ''}"
 
 
-def _calibration_sentence(entry: dict[str, Any]) -> str:
+def _calibration_sentence(entry: JsonObject) -> str:
     calibration = read_calibration(entry)
     if calibration is None:
         return "The swap was not calibrated."

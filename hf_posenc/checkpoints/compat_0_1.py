@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..families.base import base_model_type
-from ..registry import family_for, scheme_class
+from ..families.served import family_of
+from ..registry import scheme_class
 from .entry import ENTRY, SCHEMES, VERSION_KEY, read_schemes, version_of
 
 Values = dict[str, Any]
@@ -50,7 +50,7 @@ def translate_config(config: Any) -> None:
     if was_saved_by_0_1(config):
         rotates = scheme_class(scheme["scheme"])().acts_on.needs_queries()
         scheme = translate_scheme(scheme)
-        rotated_layers = family_for(base_model_type(config)).rotation.config_switches
+        rotated_layers = family_of(config).rotation.config_switches
         if rotated_layers is not None and rotates:
             setattr(config, rotated_layers, [1] * config.num_hidden_layers)
     setattr(config, ENTRY, {SCHEMES: [scheme], VERSION_KEY: entry[VERSION_KEY]})

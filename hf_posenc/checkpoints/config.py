@@ -1,23 +1,20 @@
-"""Config classes of patched models: made on demand as `(PosEncConfigMixin, LlamaConfig)`."""
+"""The part of our config classes that writes and checks the config of a patched model."""
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import transformers
 from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError, HfPosencError
+from ..live.state import OfPatched
 from ..upstream import NAME
-from ..upstream.derived import revive, stock_class
-from .announce import CLASSES
+from ..upstream.derived import stock_class
 from .digests import DIGESTS, check_saved_config, config_digest, with_floats
 from .entry import renew_entry
 from .guards import ACTIVATIONS, CHECKED, UNREGISTERED, guarded, unguarded
-from .names import STUB, class_names, heads_of
+from .names import STUB, class_names
 from .stock import StockConfig
 
 READ = "_posenc_read"
@@ -25,30 +22,12 @@ READ = "_posenc_read"
 options of the call, and the config as a dict at that time."""
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+class ConfigMixin(OfPatched, StockConfig):
+    """The part of our config classes that writes the schemes and the guards, and checks them when they are read."""
 
+    position_encoding: dict[str, object] | None = None
 
-def cached(function: Function) -> Function:
-    """Cache the values of a function. A type checker sees its signature, which `functools.cache` hides."""
-    return cast(Function, functools.cache(function))
-
-
-class PosEncConfigMixin(StockConfig):
-    """Mixin in front of a stock config class. It writes the schemes and the guards."""
-
-    position_encoding: dict[str, Any] | None = None
-
-    def __post_init__(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the stock config, and register its models with the Auto classes.
-
-        Args:
-            *args: handed on.
-            **kwargs: handed on.
-        """
-        super().__post_init__(*args, **kwargs)
-        register_models(type(self))
-
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute without its guard, which the stock class would refuse. Making a config calls this too."""
         super().__setattr__(name, unguarded(name, value))
 
@@ -113,7 +92,7 @@ class PosEncConfigMixin(StockConfig):
         finally:
             self._output_attentions = wanted
 
-    def _guards(self) -> dict[str, Any]:
+    def _guards(self) -> dict[str, str]:
         values = {key: getattr(self, key, None) for key in ACTIVATIONS}
         guards = {key: guarded(value) for key, value in values.items() if isinstance(value, str)}
         return {**guards, "attn_implementation": UNREGISTERED}
@@ -136,53 +115,11 @@ class PosEncConfigMixin(StockConfig):
         checked = {CHECKED: guarded(getattr(self, CHECKED))} if hasattr(self, CHECKED) else {}
         return {**saved, "position_encoding": entry, "auto_map": auto_map, **checked, **self._guards()}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and copy by the stock class, because this class is made on demand."""
-        return revive, (config_class, stock_class(type(self), PosEncConfigMixin)), self.__dict__
-
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
         """Do nothing: transformers would copy our source into the next checkpoint."""
 
 
-@cached
-def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Return our config class in front of a stock one, model type `posenc_<base>`."""
-    members = {
-        "model_type": f"posenc_{stock.model_type}",
-        "__module__": __name__,
-        "__annotations__": {"position_encoding": "dict | None"},
-        "position_encoding": None,
-    }
-    cls = type("PosEnc" + stock.__name__, (PosEncConfigMixin, stock), members)
-    cls.__module__ = CLASSES  # set afterwards: dataclasses look into the module, which need not be imported yet
-    return cls
-
-
 def stock_config(config: PreTrainedConfig) -> type[PreTrainedConfig]:
     """Return the stock class of a config: its own, or the one behind the mixin."""
-    return stock_class(type(config), PosEncConfigMixin) if isinstance(config, PosEncConfigMixin) else type(config)
-
-
-@cached
-def register_models(config: type[PreTrainedConfig]) -> None:
-    """Register our class of each head of a family with its Auto class, and its target modules with PEFT.
-
-    This runs when the first config of a class is made, which is before anybody looks for its model. Registering all
-    families when the package is imported would import the code of all of them.
-
-    Args:
-        config: a class made by `config_class`.
-    """
-    import peft.utils.constants
-
-    from .building import model_class
-
-    stock: Any = stock_class(config, PosEncConfigMixin)
-    for auto, name in heads_of(config).items():
-        model = getattr(transformers, name)
-        if model.config_class not in stock.sub_configs.values():  # heads of a multimodal type are of its text type
-            getattr(transformers, auto).register(config, model_class(model, stock), exist_ok=True)
-    for name, table in vars(peft.utils.constants).items():
-        if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict) and stock.model_type in table:
-            table.setdefault(f"posenc_{stock.model_type}", table[stock.model_type])
+    return stock_class(type(config), ConfigMixin) if isinstance(config, ConfigMixin) else type(config)

@@ -15,6 +15,9 @@ WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 VARIANTS = re.compile(r"model[\w.-]*\.safetensors(\.index[\w.-]*\.json)?")
 """These names, and those of a variant: `model.fp16.safetensors`."""
 
+JsonObject = dict[str, Any]
+"""A JSON object. Its values are checked where they are used, since anybody may have written them."""
+
 _LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
 
 
@@ -31,7 +34,7 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"hf_posenc: {path} is no valid JSON: {error}") from error
 
 
-def json_object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> JsonObject:
     """Return the JSON object in a file.
 
     Raises:
@@ -44,7 +47,7 @@ def json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> JsonObject:
     """Return the header of a safetensors file: its metadata, and dtype, shape and place of each tensor.
 
     Raises:
@@ -65,7 +68,7 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def read_tensor_headers(directory: Path) -> dict[str, dict[str, Any]]:
+def read_tensor_headers(directory: Path) -> dict[str, JsonObject]:
     """Return the header of each tensor in a checkpoint's weight files.
 
     Args:
@@ -77,7 +80,7 @@ def read_tensor_headers(directory: Path) -> dict[str, dict[str, Any]]:
     Raises:
         CheckpointError: if a header cannot be read.
     """
-    headers: dict[str, dict[str, Any]] = {}
+    headers: dict[str, JsonObject] = {}
     for path in sorted(directory.glob("*.safetensors")):
         if WEIGHTS.fullmatch(path.name):
             headers |= read_header(path)

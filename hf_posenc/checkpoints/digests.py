@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .contents import VARIANTS, WEIGHTS, json_object, read_header
+from .contents import VARIANTS, WEIGHTS, JsonObject, json_object, read_header
 from .guards import UNREGISTERED
 
 DIGESTS = "hf_posenc_digests"
@@ -17,13 +17,13 @@ DIGESTS = "hf_posenc_digests"
 They notice accidents. They stop nobody who changes the digests too."""
 
 
-def config_digest(config: dict[str, Any]) -> str:
+def config_digest(config: JsonObject) -> str:
     """Return the digest of a saved config, without what transformers adds or rewrites when it reads one."""
     saved = {k: v for k, v in config.items() if k not in (DIGESTS, "auto_map") and not k.startswith("_")}
     return _digest(with_floats(saved))
 
 
-def with_floats(value: Any) -> Any:
+def with_floats(value: object) -> Any:
     """Return a JSON value with the floats that JSON lacks; transformers writes `{"__float__": "Infinity"}` for one."""
     if isinstance(value, dict):
         return (
@@ -32,7 +32,7 @@ def with_floats(value: Any) -> Any:
     return [with_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _digest(content: Any) -> str:
+def _digest(content: object) -> str:
     """Return the SHA-256 of a JSON value, whatever the order of its keys and its spaces."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -75,7 +75,7 @@ def write_digests(folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _saved_digests(config: dict[str, Any]) -> dict[str, str]:
+def _saved_digests(config: JsonObject) -> dict[str, str]:
     """Return the digests in a saved config. There are none if version 0.1 saved it or somebody removed them."""
     digests = config.get(DIGESTS, {})
     if not isinstance(digests, dict) or not all(isinstance(value, str) for value in digests.values()):
@@ -83,7 +83,7 @@ def _saved_digests(config: dict[str, Any]) -> dict[str, str]:
     return digests
 
 
-def check_saved_config(config: dict[str, Any]) -> None:
+def check_saved_config(config: JsonObject) -> None:
     """Raise CheckpointError unless a config is what was saved."""
     if _saved_digests(config).get("config.json", own := config_digest(config)) != own:
         model = f"of this {config['model_type']}" if config.get("model_type") else "without a model_type"
@@ -112,7 +112,7 @@ def check_no_adapter(folder: Path, directory: Path) -> None:
         )
 
 
-def check_saved_weights(config: dict[str, Any], folder: Path, directory: Path) -> None:
+def check_saved_weights(config: JsonObject, folder: Path, directory: Path) -> None:
     """Raise CheckpointError unless the weights in a folder are those that were saved with its config.
 
     Args:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from packaging.version import InvalidVersion, Version
 from transformers import PreTrainedConfig
@@ -15,6 +14,7 @@ from ..errors import CheckpointError, UnknownSchemeError
 from ..registry import scheme_class
 from ..schemes.base import EVERY_SCHEME, Scheme
 from ..version import INSTALL, VERSION
+from .contents import JsonObject
 
 ENTRY = "position_encoding"
 """Key of a config, and of `auto_mapping` in an adapter_config.json, that holds the entry."""
@@ -35,7 +35,7 @@ LOSSES = ("base", "swapped", "closed_form", "calibrated")
 """Keys of `held_out_loss` of a calibration, in nats per token."""
 
 
-def make_entry(schemes: Sequence[Scheme]) -> dict[str, Any]:
+def make_entry(schemes: Sequence[Scheme]) -> JsonObject:
     """Return the entry of resolved schemes."""
     return {
         SCHEMES: [{"scheme": scheme.name, **scheme.hyperparameters()} for scheme in schemes],
@@ -43,14 +43,14 @@ def make_entry(schemes: Sequence[Scheme]) -> dict[str, Any]:
     }
 
 
-def renew_entry(entry: dict[str, Any]) -> dict[str, Any]:
+def renew_entry(entry: JsonObject) -> JsonObject:
     """Return an entry of any version in the form of this one."""
     calibration = read_calibration(entry)
     calibrated = {CALIBRATION: calibration} if calibration else {}
     return {SCHEMES: read_schemes(entry), **calibrated, VERSION_KEY: VERSION}
 
 
-def read_schemes(entry: Any) -> list[dict[str, Any]]:
+def read_schemes(entry: object) -> list[JsonObject]:
     """Return each scheme of an entry: `scheme`, its name, and its hyper-parameters by name.
 
     Version 0.1 had one scheme for all layers, and wrote it without a list.
@@ -85,7 +85,7 @@ def schemes_of_config(config: PreTrainedConfig) -> tuple[Scheme, ...]:
     return tuple(_parse_scheme(each, source) for each in schemes)
 
 
-def _parse_scheme(entry: dict[str, Any], source: str) -> Scheme:
+def _parse_scheme(entry: JsonObject, source: str) -> Scheme:
     values = {key: value for key, value in entry.items() if key != "scheme"}
     try:
         cls = scheme_class(entry["scheme"])
@@ -104,7 +104,7 @@ def _parse_scheme(entry: dict[str, Any], source: str) -> Scheme:
         raise CheckpointError(f"hf_posenc: {source}: {error}") from error
 
 
-def read_calibration(entry: Any) -> dict[str, Any] | None:
+def read_calibration(entry: object) -> JsonObject | None:
     """Return what an entry records of the model's last calibration, or None without a record.
 
     Args:
@@ -135,7 +135,7 @@ def read_calibration(entry: Any) -> dict[str, Any] | None:
     return dict(record)
 
 
-def _malformed_calibration(rule: str, value: Any) -> CheckpointError:
+def _malformed_calibration(rule: str, value: object) -> CheckpointError:
     return CheckpointError(f"hf_posenc: config.json: {ENTRY}.{CALIBRATION}: {rule}, not {value!r:.80}")
 
 

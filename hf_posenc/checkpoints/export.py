@@ -16,8 +16,7 @@ from ..live.state import Patch, patch_of
 from ..live.wrappers import check_unquantized
 from ..placement import StockForm
 from ..upstream.derived import stock_class
-from .building import PosEncMixin
-from .config import PosEncConfigMixin
+from .building import PosEncConfigMixin, PosEncMixin
 from .entry import ENTRY
 from .guards import unguarded
 from .names import STUB
@@ -64,7 +63,7 @@ def export_stock(
         raise FileExistsError(f"{directory} holds a patched checkpoint; export to another folder")
     check_unquantized(model, "export the model")
     stock_model = stock_class(type(model), PosEncMixin)
-    stock_config: Any = stock_class(type(model.config), PosEncConfigMixin)
+    stock_config: type[PreTrainedConfig] = stock_class(type(model.config), PosEncConfigMixin)
     settings = _stock_settings(model)
     positions = position_keys(model)
     weights = {key: value for key, value in model.state_dict().items() if key not in positions}

@@ -279,7 +279,7 @@ def read(directory: Path, load: Callable[[Path], Result]) -> Result:
             try:
                 with _view(directory) as folder:
                     result = load(folder)
-            except Exception:
+            except Exception:  # files that were exchanged can fail in any way, in any library that reads them
                 if _signature(directory) == before:
                     raise
             else:

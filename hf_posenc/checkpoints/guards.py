@@ -20,7 +20,7 @@ CHECKED = "tie_word_embeddings"
 all derive from does not have it. Tokenizers and the Trainer read config.json by that class, and still can."""
 
 
-def guarded(value: Any) -> str:
+def guarded(value: object) -> str:
     """Return a setting as a saved config holds it: the prefix, and a string unchanged or any other value as JSON.
 
     Args:
@@ -29,7 +29,7 @@ def guarded(value: Any) -> str:
     return PREFIX + (value if isinstance(value, str) else json.dumps(value))
 
 
-def unguarded(name: str, value: Any) -> Any:
+def unguarded(name: str, value: object) -> Any:
     """Return the value of a config's attribute without its guard, if it has one.
 
     Args:

@@ -6,7 +6,6 @@ import json
 import re
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import (
     CommitInfo,
@@ -27,7 +26,7 @@ from huggingface_hub.errors import (
 
 from . import files
 from .cards import LIBRARY, card, metadata
-from .contents import json_object
+from .contents import JsonObject, json_object
 from .entry import ENTRY
 from .markdown import one_line
 
@@ -172,7 +171,7 @@ def _check_folder(folder: Path) -> None:
         raise FileNotFoundError(f"there is no folder {folder}: name the one that a patched model was saved in")
 
 
-def _read_config(view: Path, folder: Path) -> dict[str, Any]:
+def _read_config(view: Path, folder: Path) -> JsonObject:
     """Return the config of a patched checkpoint.
 
     Args:
@@ -208,7 +207,7 @@ def _read_remote_card(repo: str, revision: str | None, token: bool | str | None)
         return None
 
 
-def _own_card(folder: Path, config: dict[str, Any], repo: str, revision: str | None) -> str:
+def _own_card(folder: Path, config: JsonObject, repo: str, revision: str | None) -> str:
     """Return the card of a folder, whose example loads the repository, without paths of this machine."""
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else card(config)
@@ -223,7 +222,7 @@ def _without_folders(found: re.Match[str]) -> str:
     return found[0].rpartition("/")[2] if path.is_relative_to(Path.home()) or path.exists() else found[0]
 
 
-def _complete_card(text: str, config: dict[str, Any], tags: list[str]) -> str:
+def _complete_card(text: str, config: JsonObject, tags: list[str]) -> str:
     """Return a card with our metadata added to its own."""
     content = ModelCard(text, ignore_metadata_errors=True)
     assert isinstance(content.data, ModelCardData)

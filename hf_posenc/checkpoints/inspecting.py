@@ -18,11 +18,12 @@ from . import files
 from .building import saved_class
 from .cards import describe_calibration
 from .compat_0_1 import was_saved_by_0_1
-from .contents import json_object, read_tensor_headers
+from .contents import JsonObject, json_object, read_tensor_headers
 from .digests import check_no_adapter, check_saved_weights
 from .entry import ENTRY, VERSION_KEY, read_calibration, read_schemes, schemes_of_config
 from .markdown import one_line
-from .stock import architecture, check_checkpoint_served
+from .names import architecture
+from .stock import check_checkpoint_served
 from .weights import check_loaded, check_shapes, named_tensors, position_keys
 
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "force_download", "local_files_only", "proxies")
@@ -46,8 +47,8 @@ class Inspection:
     source: str
     base: str
     architecture: str
-    schemes: tuple[dict[str, Any], ...]
-    calibration: dict[str, Any] | None
+    schemes: tuple[JsonObject, ...]
+    calibration: JsonObject | None
     version: str | None
     problem: str | None
 
@@ -70,7 +71,7 @@ class Inspection:
         return "\n".join([f"{one_line(self.source)}: {one_line(positions)}", *lines])
 
 
-def _describe_scheme(scheme: dict[str, Any]) -> str:
+def _describe_scheme(scheme: JsonObject) -> str:
     """Return a scheme and its hyper-parameters, those that every scheme has only where they are given."""
     values = {key: value for key, value in scheme.items() if key != "scheme"}
     shown = {key: value for key, value in values.items() if key not in EVERY_SCHEME or value is not None}
@@ -118,7 +119,7 @@ def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
     )
 
 
-def read_config(name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:
+def read_config(name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> JsonObject:
     """Return the config.json of a checkpoint, of a directory also where a save was interrupted.
 
     Args:
@@ -133,7 +134,7 @@ def read_config(name_or_path: str | os.PathLike[str], options: Mapping[str, Any]
     if directory.is_dir():
         return files.read(directory, _config_in)
     try:
-        raw: dict[str, Any]
+        raw: JsonObject
         raw, _ = PreTrainedConfig.get_config_dict(
             name_or_path, **{key: options[key] for key in _WHERE if key in options}
         )
@@ -144,7 +145,7 @@ def read_config(name_or_path: str | os.PathLike[str], options: Mapping[str, Any]
     return raw
 
 
-def _config_in(folder: Path) -> dict[str, Any]:
+def _config_in(folder: Path) -> JsonObject:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"hf_posenc: {folder} has no config.json")
@@ -156,7 +157,7 @@ def _examine_folder(folder: Path, directory: Path) -> tuple[dict[str, Any], str 
     return raw, _problem_of(raw, folder, directory)
 
 
-def _problem_of(raw: dict[str, Any], folder: Path | None, source: str | os.PathLike[str]) -> str | None:
+def _problem_of(raw: JsonObject, folder: Path | None, source: str | os.PathLike[str]) -> str | None:
     """Return why a checkpoint cannot be loaded, or None; no weight is read or allocated.
 
     Args:
@@ -183,7 +184,7 @@ def _problem_of(raw: dict[str, Any], folder: Path | None, source: str | os.PathL
 def _check_sizes(
     cls: type[PreTrainedModel],
     config: PreTrainedConfig,
-    headers: dict[str, dict[str, Any]],
+    headers: dict[str, JsonObject],
     source: str | os.PathLike[str],
 ) -> None:
     """Check that a config makes a model, and that the headers of the weights beside it fit. No weight is read.

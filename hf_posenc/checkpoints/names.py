@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..version import INSTALL
 from .announce import CLASSES
+
+Kind = TypeVar("Kind")
 
 STUB = "modeling_hf_posenc"
 """The file beside a checkpoint that `trust_remote_code=True` runs: it imports our classes, and nothing else."""
@@ -23,7 +25,7 @@ _HEADS = {
 """Auto class that knows our models -> name of its table in transformers, from model type to class name."""
 
 
-def heads_of(config: Any) -> dict[str, str]:
+def heads_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> dict[str, str]:
     """Return the name of the stock model class of each head that a family has, by Auto class.
 
     Args:
@@ -71,6 +73,12 @@ def stub_text(config: type[PreTrainedConfig]) -> str:
     return f"# {INSTALL}\nfrom {CLASSES} import {', '.join(names)}  # noqa: F401\n"
 
 
+def architecture(raw: dict[str, object]) -> str:
+    """Return the class name in a config.json, or an empty string."""
+    names = raw.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
 def stock_classes(name: str) -> tuple[type[PreTrainedConfig] | None, type[PreTrainedModel] | None]:
     """Return the stock config class and model class that a name of ours stands for.
 
@@ -93,7 +101,7 @@ def stock_classes(name: str) -> tuple[type[PreTrainedConfig] | None, type[PreTra
     return config, model
 
 
-def transformers_class(name: str, kind: type) -> Any:
+def transformers_class(name: str, kind: type[Kind]) -> type[Kind] | None:
     """Return the class of transformers with a name if it derives from `kind`, or None."""
     found = getattr(transformers, name, None)
     return found if isinstance(found, type) and issubclass(found, kind) else None

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import UnsupportedModelError
 from ..layer_state import on_decoder
@@ -35,7 +36,7 @@ class SavingMixin(StockModel):
         self,
         save_directory: str | os.PathLike[str],
         *args: Any,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         push_to_hub: bool = False,
         **kw: Any,
     ) -> None:
@@ -87,7 +88,12 @@ class SavingMixin(StockModel):
             hub.push(directory, repo_id, **options)
 
     def push_to_hub(
-        self, repo_id: str, *, tokenizer: Any = None, max_shard_size: int | str = "50GB", **options: Any
+        self,
+        repo_id: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_shard_size: int | str = "50GB",
+        **options: Any,
     ) -> CommitInfo:
         """Upload the model in one commit, with the guards, the stub and a card that says how to load it.
 
@@ -123,7 +129,7 @@ def _check_layers(model: PreTrainedModel) -> None:
         )
 
 
-def _check_loadable(model: PreTrainedModel, state: dict[str, Any] | None, directory: Path) -> None:
+def _check_loadable(model: PreTrainedModel, state: dict[str, Tensor] | None, directory: Path) -> None:
     """Raise UnsupportedModelError if a model saved with this state dict, or None for its own, could not be loaded."""
     if state is None and is_spread(model):
         raise UnsupportedModelError(
@@ -147,7 +153,7 @@ def _check_loadable(model: PreTrainedModel, state: dict[str, Any] | None, direct
         _check_state(model, state, directory)
 
 
-def _check_state(model: PreTrainedModel, state: dict[str, Any], directory: Path) -> None:
+def _check_state(model: PreTrainedModel, state: dict[str, Tensor], directory: Path) -> None:
     """Raise UnsupportedModelError unless a state dict has exactly the tensors of a model.
 
     Tied weights may be there once. transformers' Trainer saves an empty one where DeepSpeed keeps the weights.

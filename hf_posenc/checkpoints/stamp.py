@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import Any, TypeVar
 
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 
 Model = TypeVar("Model")
@@ -19,7 +21,7 @@ class _Stamp(HfQuantizer):
     A model that is quantised has a quantizer, whose state dict and metadata are kept.
     """
 
-    def __init__(self, own: HfQuantizer | None, state: dict[str, Any] | None) -> None:
+    def __init__(self, own: HfQuantizer | None, state: dict[str, Tensor] | None) -> None:
         self.own, self.state = own, state
 
     def is_serializable(self) -> bool:
@@ -34,12 +36,12 @@ class _Stamp(HfQuantizer):
         """Return that of the model's own quantizer, which transformers names in its error."""
         return None if self.own is None else self.own.quantization_config
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         state, metadata = (self.state, {}) if self.own is None else self.own.get_state_dict_and_metadata(model)
         return state, {**metadata, SAVE: secrets.token_hex(16)}
 
 
-def stamped(model: Model, state: dict[str, Any] | None) -> Model:
+def stamped(model: Model, state: dict[str, Tensor] | None) -> Model:
     """Return a view of a model whose weight files all carry one new mark.
 
     Args:

@@ -8,10 +8,10 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..families.base import base_model_type
-from ..families.refused import DECODER_HALF, MULTIMODAL
-from ..registry import family_for, reason_against, reason_around
-from .names import heads_of, transformers_class
+from ..families.served import check_served
+from ..registry import family_for
+from .contents import JsonObject
+from .names import architecture, heads_of, transformers_class
 
 if TYPE_CHECKING:  # a mixin of ours has what the stock class behind it has
     from transformers import PreTrainedConfig as StockConfig
@@ -20,29 +20,7 @@ else:
     StockConfig = StockModel = object
 
 
-def check_served(config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModelError if no family serves the models of a config. The error names a language model inside.
-
-    Args:
-        config: stock or ours. What is inside differs between checkpoints of a type, so the config is asked for it.
-    """
-    model_type = base_model_type(config)
-    try:
-        family_for(model_type)
-        return
-    except UnsupportedModelError:
-        inner = config.get_text_config(decoder=True)
-        if reason_against(model_type) is not None or (inner is config and not config.is_encoder_decoder):
-            raise
-    reason = (
-        f"it is an encoder-decoder, {DECODER_HALF.partition(', ')[2]}"
-        if config.is_encoder_decoder
-        else reason_around(MULTIMODAL, inner.model_type)
-    )
-    raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}")
-
-
-def check_checkpoint_served(raw: dict[str, Any]) -> None:
+def check_checkpoint_served(raw: JsonObject) -> None:
     """Raise UnsupportedModelError if no family serves what `AutoModelForCausalLM` makes of a stock checkpoint.
 
     Args:
@@ -58,8 +36,10 @@ def check_checkpoint_served(raw: dict[str, Any]) -> None:
         raise
 
 
-def stock_loader(raw: dict[str, Any]) -> Any:
+def stock_loader(raw: JsonObject) -> type[PreTrainedModel]:
     """Return the class of transformers that loads a stock checkpoint: its architecture, or an Auto class.
+
+    Raises UnsupportedModelError if no family serves it.
 
     A model class that is shared with another model type would read the config as one of that type. Its Auto class does
     not.
@@ -67,7 +47,8 @@ def stock_loader(raw: dict[str, Any]) -> Any:
     Args:
         raw: its config.json.
     """
-    model_type, name = str(raw["model_type"]), architecture(raw)
+    name, model_type = architecture(raw), str(raw.get("model_type"))
+    check_checkpoint_served(raw)
     config = CONFIG_MAPPING[model_type]
     if _language_type(model_type) != config.model_type:
         return transformers.AutoModelForCausalLM
@@ -78,12 +59,6 @@ def stock_loader(raw: dict[str, Any]) -> Any:
     return getattr(transformers, next(autos, "AutoModelForCausalLM"))
 
 
-def architecture(raw: dict[str, Any]) -> str:
-    """Return the class name in a config.json, or an empty string."""
-    names = raw.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-
-
 def _language_type(model_type: str) -> str:
     """Return the model type of what `AutoModelForCausalLM` makes of a stock checkpoint.
 
@@ -91,7 +66,7 @@ def _language_type(model_type: str) -> str:
     """
     if model_type not in CONFIG_MAPPING:
         return model_type
-    config: Any = CONFIG_MAPPING[model_type]
+    config: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
     head = getattr(transformers, heads_of(config).get("AutoModelForCausalLM", ""), None)
     inner: Any = getattr(head, "config_class", None)
     return str(inner.model_type if inner in config.sub_configs.values() else config.model_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from ..patching.layers import MARKER
 from ..upstream.attention import SPLIT_HEADS
 from . import files
 from .compat_0_1 import was_saved_by_0_1
-from .config import READ, PosEncConfigMixin
+from .config import READ, ConfigMixin
 from .contents import json_object
 from .digests import check_no_adapter, check_saved_weights, config_digest
 from .entry import schemes_of_config
 from .stock import StockModel
+
+Loaded = tuple[PreTrainedModel, dict[str, Any]]
+"""A model, and transformers' account of missing, unexpected and mismatched keys."""
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """Parts of module names that FSDP1 and activation checkpointing add, and leave out of the names in a state dict."""
@@ -32,7 +36,11 @@ class LoadingMixin(StockModel):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
+        *args: object,
+        output_loading_info: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Load as transformers does, and check that every position parameter was there.
 
@@ -62,7 +70,7 @@ class LoadingMixin(StockModel):
         return (model, info) if output_loading_info else model
 
     @classmethod
-    def _from_folder(cls, folder: Path, directory: Path, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _from_folder(cls, folder: Path, directory: Path, *args: object, **kwargs: Any) -> Loaded:
         """Load from a folder that nobody changes meanwhile.
 
         Args:
@@ -76,7 +84,7 @@ class LoadingMixin(StockModel):
             check_no_adapter(folder, directory)
         if kwargs.get("state_dict") is None and kwargs.get("gguf_file") is None:
             check_saved_weights(raw, folder, directory)
-        if isinstance(config := kwargs.get("config"), PosEncConfigMixin) and READ in config.__dict__:
+        if isinstance(config := kwargs.get("config"), ConfigMixin) and READ in config.__dict__:
             digest, options, as_read = config.__dict__[READ]
             if digest != config_digest(raw):  # saved anew since an Auto class read the config
                 if config.to_dict() != as_read:
@@ -95,7 +103,7 @@ class LoadingMixin(StockModel):
         return model, info
 
     @classmethod
-    def _from_pretrained(cls, path: Any, source: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def _from_pretrained(cls, path: object, source: object, *args: object, **kwargs: Any) -> Loaded:
         """Load as transformers does, and check its account of the weights.
 
         Args:
@@ -116,7 +124,7 @@ class LoadingMixin(StockModel):
         return model, info
 
     @classmethod
-    def _finalize_model_loading(cls, model: Any, load_config: Any, loading_info: Any) -> Any:
+    def _finalize_model_loading(cls, model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
         """Check the shapes of loaded weights before transformers allocates memory for those that were not loaded.
 
         Args:
@@ -164,7 +172,7 @@ def position_keys(model: nn.Module) -> set[str]:
     }
 
 
-def check_shapes(model: PreTrainedModel, mismatched: Iterable[Any], source: Any) -> None:
+def check_shapes(model: PreTrainedModel, mismatched: Iterable[object], source: object) -> None:
     """Raise WeightShapeError if weights have other shapes than the config asks for.
 
     Args:
@@ -179,7 +187,7 @@ def check_shapes(model: PreTrainedModel, mismatched: Iterable[Any], source: Any)
         )
 
 
-def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: Any) -> None:
+def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: object) -> None:
     """Check transformers' account of loaded keys.
 
     A head that another architecture does not have starts at random, as in transformers. Nothing else may.

@@ -158,6 +158,15 @@ class Family:
         """Whether the attention is replaced under every scheme, since it never calls transformers' interface."""
         return self.attention is not None and self.attention.bypasses_interface
 
+    def own_attention(self) -> OwnAttention:
+        """Return the pieces of its attention; UnsupportedModelError if it names none, and none can be replaced."""
+        if self.attention is None:
+            raise UnsupportedModelError(
+                f"the family for {', '.join(self.model_types)} names no pieces of its attention, which therefore "
+                "cannot be replaced"
+            )
+        return self.attention
+
 
 @dataclass(frozen=True)
 class Resolved:

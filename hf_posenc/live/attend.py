@@ -2,28 +2,70 @@
 
 from __future__ import annotations
 
-from ..layer_state import on_attention
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from ..families.served import family_of
+from ..layer_state import STATE, OnAttention, on_attention, use_engine
 from ..modules import WithoutPositions
 from ..upstream import NAME
 from .base_model import BaseModel
-from .undo import Undo, keep, set_attribute, set_module
+from .state import patch_of
+from .undo import Keep, SetAttribute, SetModule, Undo
 
 
-def attend_through_us(undo: Undo, base: BaseModel, engine: str = "auto") -> None:
-    """Have every layer attend through the attention function of this package, also those without a scheme on it.
+@dataclass(frozen=True)
+class AttendThroughUs:
+    """Has every layer attend through the attention function of this package, also those without a scheme on it.
 
-    Args:
-        undo: where the inverse steps go.
+    Attributes:
         base: patched, or stock.
         engine: of the layers without a scheme on their scores, where a window or a replaced forward needs one anyway.
     """
-    for layer, attention in base.found.attention_of.items():
-        state = on_attention(attention)
-        if base.family.names.attention_heads is not None:
-            keep(undo, attention, state, heads=base.sizes[layer].num_heads)
-        if "posenc" not in attention._modules:
-            set_module(undo, attention, "posenc", WithoutPositions())
-            chosen = state.window is not None or base.family.always_replaced
-            keep(undo, attention, on_attention(attention), engine=engine if chosen else "auto")
-    for config in base.configs:
-        set_attribute(undo, config, "_attn_implementation_internal", NAME)
+
+    base: BaseModel
+    engine: str = "auto"
+
+    def make(self, undo: Undo) -> None:
+        """Change what the layers need that do not attend through us yet, and the configs."""
+        base = self.base
+        for layer, attention in base.found.attention_of.items():
+            if base.family.names.attention_heads is not None:
+                undo.make(Keep(attention, on_attention, {"heads": base.sizes[layer].num_heads}))
+            if "posenc" not in attention._modules:
+                chosen = on_attention(attention).window is not None or base.family.always_replaced
+                undo.make(
+                    SetModule(attention, "posenc", WithoutPositions()),
+                    Keep(attention, on_attention, {"engine": self.engine if chosen else "auto"}),
+                )
+        for config in base.configs:
+            undo.make(SetAttribute(config, "_attn_implementation_internal", NAME))
+
+
+def choose_engine(model: PreTrainedModel, attention: str) -> None:
+    """Set the engine that computes the attention of a patched model.
+
+    Args:
+        model: patched.
+        attention: `auto` or an engine's name.
+
+    Raises:
+        ValueError: if the scheme keeps the model's own attention and this is not `auto`.
+    """
+    patch = patch_of(model)
+    assert patch is not None
+    if attention == "auto":
+        return
+    if not patch.attends:
+        raise ValueError(
+            f"{patch.name} keeps the model's own attention; attention={attention!r} can be chosen for schemes that "
+            "change scores only"
+        )
+    patch.attention = attention
+    replaced = family_of(model.config).always_replaced
+    for module in model.modules():
+        state = getattr(module, STATE, None)
+        if isinstance(state, OnAttention) and "posenc" in module._modules:
+            if replaced or state.window is not None or not isinstance(module.posenc, WithoutPositions):
+                use_engine(module, attention)

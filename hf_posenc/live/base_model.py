@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import families
 from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type, resolve
+from ..families.served import family_of
 from ..modules import Native, WithoutPositions
-from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream.attention import SPLIT_HEADS
 from .eval_mode import evaluation
@@ -52,19 +52,19 @@ class BaseModel:
             UnsupportedModelError: if its family is not known, or refuses a setting of it.
         """
         config = model.config
-        family = family_for(base_model_type(config))
+        family = family_of(config)
         found = resolve(family, model)
         count = len(found.layers)
         sizes = {index: _sizes(family, config, module, count) for index, module in found.attention_of.items()}
         return cls(model, family, found, sizes)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PreTrainedConfig:
         """The model's config."""
         return self.model.config
 
     @property
-    def configs(self) -> list[Any]:
+    def configs(self) -> list[PreTrainedConfig]:
         """The model's config, and those of its attentions: a layer that was copied (copy.deepcopy) has its own."""
         of_attentions = (module.config for module in self.found.attentions if "config" in module.__dict__)
         return list({id(config): config for config in (self.config, *of_attentions)}.values())
@@ -88,6 +88,13 @@ class BaseModel:
     def num_layers(self) -> int:
         """Number of decoder layers, with and without attention."""
         return len(self.found.layers)
+
+    @property
+    def token_weight(self) -> Tensor:
+        """The vectors of the tokens, (vocabulary, E)."""
+        embedding: Any = self.found.token_embedding  # PEFT's wrappers have the attribute too
+        weight: Tensor = embedding.weight
+        return weight
 
     @property
     def rotation(self) -> BaseRotation:
@@ -142,15 +149,18 @@ class BaseModel:
         """Return whether a stock class would turn the scheme's layers as the patched model does."""
         return self.rotation.is_stock(scheme, self.layers_of(scheme))
 
-    def window_of(self, layer: int) -> int | None:
-        """Return the sliding window that the base gives a layer, in tokens, or None."""
-        own = self.family.attention
-        if own is not None and (window := own.window(self.found.attention_of.get(layer))) is not None:
-            return window
-        types = getattr(self.config, "layer_types", None)
-        if types is not None and types[layer] != "sliding_attention":
-            return None
-        return getattr(self.config, "sliding_window", None)
+    @property
+    def windows(self) -> dict[int, int]:
+        """The sliding window, in tokens, of each layer to whose attention the base gives one."""
+        own, types = self.family.attention, getattr(self.config, "layer_types", None)
+        windows = {}
+        for layer, attention in self.found.attention_of.items():
+            window = None if own is None else own.window(attention)
+            if window is None and (types is None or types[layer] == "sliding_attention"):
+                window = getattr(self.config, "sliding_window", None)
+            if window is not None:
+                windows[layer] = window
+        return windows
 
     def require_own_attention(self, scheme: str) -> None:
         """Raise UnsupportedModelError if the attention function of this package cannot compute the attention."""
@@ -172,20 +182,19 @@ class BaseModel:
 
     def _token_rms(self) -> float:
         """Return the root mean square of what enters the first layer, without positions; 0 on the meta device."""
-        embedding: Any = self.found.token_embedding
-        if embedding.weight.is_meta:
+        weight = self.token_weight
+        if weight.is_meta:
             return 0.0
-        size = embedding.weight.shape[0]
-        tokens = torch.arange(0, size, max(1, size // SAMPLE), device=embedding.weight.device)
+        tokens = torch.arange(0, len(weight), max(1, len(weight) // SAMPLE), device=weight.device)
         if self.has_table:
-            vectors = embedding(tokens)
+            vectors: Tensor = self.found.token_embedding(tokens)
         else:  # a forward pass, because many families scale their embeddings on the way
             with evaluation(self.found.decoder):  # without dropout, which would change their size
                 vectors = entering(self.found.decoder, self.found.layers[0], tokens[:, None])
         return vectors.detach().double().square().mean().sqrt().item()
 
 
-def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims:
+def _sizes(family: Family, config: PreTrainedConfig, attention: Any, num_layers: int) -> Dims:
     """Return the sizes of one attention."""
     names = family.names
     heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)
@@ -205,4 +214,4 @@ def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the module that owns the layers of a model of a known family."""
     config: Any = model.config
-    return families.base.decoder_of(family_for(base_model_type(config)), model)
+    return families.base.decoder_of(family_of(config), model)

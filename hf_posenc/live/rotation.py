@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type
 from ..layer_state import on_layer
+from ..placement import RopeParameters
 from ..schemes.base import Dims, RotaryScheme, by_layer_type
 from ..schemes.rope import Rope
 from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary, own_rotation, scaling_types
@@ -31,7 +32,7 @@ class BaseRotation:
 
     family: Family
     found: Resolved
-    config: Any
+    config: PreTrainedConfig
     attention_dims: Dims
 
     @property
@@ -53,7 +54,7 @@ class BaseRotation:
         """The length the base was made for, in tokens, or None if its config does not say."""
         return getattr(self.config, self.family.names.config_length, None)
 
-    def own(self) -> dict[str, Any]:
+    def own(self) -> RopeParameters:
         """Return the base's own `rope_parameters`, as far as transformers reads them."""
         own = own_rotation(self._config(), self.dims, self.found.rotary, self.family.rotation.slices_rotary)
         if self.family.rotation.parameter_coordinates is not None:  # no choice of a scheme's
@@ -113,7 +114,7 @@ class BaseRotation:
         turned = int(self.attention_dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
         return all(getattr(self.found.attention_of[layer], size) == turned for layer in layers)
 
-    def parameters(self, scheme: RotaryScheme) -> dict[str, Any] | None:
+    def parameters(self, scheme: RotaryScheme) -> RopeParameters | None:
         """Return a fitted scheme's `rope_parameters` as this base writes them: whole heads need no saying.
 
         Raises:
@@ -140,7 +141,7 @@ class BaseRotation:
             wanted[None][key] = self.config.rope_parameters[key]
         return wanted[None] if None in wanted else wanted
 
-    def make(self, parameters: dict[str, Any]) -> nn.Module:
+    def make(self, parameters: RopeParameters) -> nn.Module:
         """Return a rotary module of transformers with these `rope_parameters`."""
         rotary = make_rotary(
             parameters, self._config(), self.dims, self.found.rotary, self.family.rotation.slices_rotary
@@ -149,7 +150,7 @@ class BaseRotation:
             rotary.takes = rotary.gives = self.family.rotation.angles
         return rotary
 
-    def scaling_with(self, layer: int, parameters: dict[str, Any]) -> float:
+    def scaling_with(self, layer: int, parameters: RopeParameters) -> float:
         """Return the factor of the scores that a layer's attention would have, made with these `rope_parameters`."""
         attention: Any = self.found.attention_of[layer]
         config = copy.deepcopy(self.config)
@@ -185,7 +186,7 @@ class BaseRotation:
     def _complete(self, scheme: RotaryScheme) -> RotaryScheme:
         return scheme.with_base(self.own(), self.length, scaling_types(), self.pairs)
 
-    def _config(self) -> Any:
+    def _config(self) -> PreTrainedConfig:
         """Return the config that says how the base rotates, one made for that where its own says it otherwise."""
         if self.family.attention is None:
             return self.config

@@ -17,8 +17,15 @@ from ..schemes.base import Scheme
 from .undo import Undo
 from .weights import Sample
 
+PATCH = "_posenc_patch"
+"""Attribute of a base model that holds the record of its patch."""
+
 CHANGING = "_posenc_changing"
 """Attribute of a base model while a call changes it: `(id of the base model, the call)`."""
+
+
+class OfPatched:
+    """Mark of the classes that patched models and their configs have."""
 
 
 @dataclass
@@ -56,10 +63,10 @@ class Patch:
 def patch_of(model: nn.Module) -> Patch | None:
     """Return the record of a patched model, also below an adapter of PEFT, or None for a stock model."""
     model = without_adapter(model)
-    return getattr(model, "base_model", model).__dict__.get("_posenc_patch")
+    return getattr(model, "base_model", model).__dict__.get(PATCH)
 
 
-def without_adapter(model: Any) -> Any:
+def without_adapter(model: object) -> Any:
     """Return the model that PEFT has wrapped, with the adapter's layers inside; any other model as it is."""
     if isinstance(model, PeftMixedModel):
         return model.base_model.model

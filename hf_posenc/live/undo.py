@@ -1,16 +1,23 @@
-"""Inverse steps: every change of a live model is recorded with what takes it back, before it is made."""
+"""Changes of a live model, and their inverse steps: each is recorded before its change is made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..layer_state import STATE, OnAttention, OnDecoder, OnLayer
+
+
+class Change(Protocol):
+    """A change of a live model. It is only data until `Undo.make` makes it."""
+
+    def make(self, undo: Undo) -> None:
+        """Record the inverse step, and take the step."""
 
 
 class Undo:
@@ -24,7 +31,12 @@ class Undo:
         """Start with nothing to undo."""
         self.steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
-    def add(self, step: Callable[..., None], *arguments: Any) -> None:
+    def make(self, *changes: Change) -> None:
+        """Make changes, one after the other."""
+        for change in changes:
+            change.make(self)
+
+    def add(self, step: Callable[..., None], *arguments: object) -> None:
         """Record a step: a module-level function and its arguments."""
         self.steps.append((step, arguments))
 
@@ -37,7 +49,7 @@ class Undo:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Undo everything for the length of a `with` block; afterwards all is back, the same modules and values."""
-        kept: list[tuple[Any, _Snapshot]] = []
+        kept: list[tuple[object, _Snapshot]] = []
         try:
             for step, arguments in reversed(self.steps):
                 kept.append((arguments[0], _Snapshot(arguments[0])))
@@ -49,35 +61,59 @@ class Undo:
 
 
 class _Snapshot:
-    """The parts of a module or config that inverse steps change: class, attributes, children, buffers and pre-hooks."""
+    """The class, the attributes, and the entries of attributes that are dictionaries: children, buffers, hooks, ..."""
 
-    TABLES = ("_modules", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: object) -> None:
         self.cls = type(owner)
-        self.attributes = {name: value for name, value in owner.__dict__.items() if name not in self.TABLES}
-        self.tables = {name: dict(owner.__dict__[name]) for name in self.TABLES if name in owner.__dict__}
+        self.attributes = dict(owner.__dict__)
+        self.tables = [(value, dict(value)) for value in self.attributes.values() if isinstance(value, dict)]
 
-    def restore(self, owner: Any) -> None:
+    def restore(self, owner: object) -> None:
         owner.__class__ = self.cls
-        for name in [name for name in owner.__dict__ if name not in self.attributes and name not in self.TABLES]:
-            del owner.__dict__[name]
+        owner.__dict__.clear()
         owner.__dict__.update(self.attributes)
-        for name, entries in self.tables.items():  # the dictionaries stay the same: handles of hooks refer to them
-            table = owner.__dict__[name]
+        for table, entries in self.tables:  # the dictionaries stay the same: handles of hooks refer to them
             table.clear()
             table.update(entries)
 
 
-def set_module(undo: Undo, owner: nn.Module, name: str, module: nn.Module) -> None:
-    """Set or replace a sub-module."""
-    undo.add(_restore_module, owner, name, owner._modules.get(name), _home(owner), owner.training)
-    owner.add_module(name, module)
+@contextmanager
+def restored_after_failure(model: nn.Module, parts: Callable[[str], bool]) -> Iterator[None]:
+    """Restore a model if the body of a `with` block raises: its modules, what they hold, and what asks for gradients.
+
+    Args:
+        model: any module.
+        parts: by the name of a parameter, whether its numbers may be overwritten, and are to be restored too.
+    """
+    kept = [(module, _Snapshot(module)) for module in model.modules()]
+    asking = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    numbers = [(parameter, parameter.detach().clone()) for name, parameter in model.named_parameters() if parts(name)]
+    try:
+        yield
+    except BaseException:
+        for module, snapshot in kept:
+            snapshot.restore(module)
+        for parameter, asks in asking:
+            parameter.requires_grad_(asks)
+        for parameter, values in numbers:
+            parameter.data = values
+        raise
 
 
-def _home(owner: nn.Module) -> torch.dtype | None:
-    parameter = next(owner.parameters(), None)
-    return None if parameter is None else parameter.dtype
+@dataclass(frozen=True)
+class SetModule:
+    """Sets or replaces a sub-module."""
+
+    owner: nn.Module
+    name: str
+    module: nn.Module
+
+    def make(self, undo: Undo) -> None:
+        """Put the module in; the inverse puts the old one back, on the device and in the dtype of its owner by then."""
+        owner, parameter = self.owner, next(self.owner.parameters(), None)
+        dtype = None if parameter is None else parameter.dtype
+        undo.add(_restore_module, owner, self.name, owner._modules.get(self.name), dtype, owner.training)
+        owner.add_module(self.name, self.module)
 
 
 def _restore_module(
@@ -98,62 +134,93 @@ def _restore_module(
     owner._modules[name] = module
 
 
-def register_buffer(undo: Undo, owner: nn.Module, name: str, buffer: Tensor) -> None:
-    """Register a new buffer."""
-    undo.add(_remove_buffer, owner, name)
-    owner.register_buffer(name, buffer)
+@dataclass(frozen=True)
+class AddBuffer:
+    """Registers a new buffer."""
+
+    owner: nn.Module
+    name: str
+    buffer: Tensor
+
+    def make(self, undo: Undo) -> None:
+        """Register the buffer; the inverse removes it."""
+        undo.add(_remove_buffer, self.owner, self.name)
+        self.owner.register_buffer(self.name, self.buffer)
 
 
 def _remove_buffer(layer: nn.Module, name: str) -> None:
     layer._buffers.pop(name, None)
 
 
-def set_attribute(undo: Undo, owner: Any, name: str, value: Any) -> None:
-    """Set or replace a plain attribute of a module or config."""
-    if name in owner.__dict__:
-        undo.add(_restore_attribute, owner, name, owner.__dict__[name])
-    else:
-        undo.add(_remove_attribute, owner, name)
+@dataclass(frozen=True)
+class SetAttribute:
+    """Sets or replaces a plain attribute."""
+
+    owner: object
+    name: str
+    value: object
+
+    def make(self, undo: Undo) -> None:
+        """Set the attribute; the inverse restores or removes it."""
+        if self.name in self.owner.__dict__:
+            undo.add(_restore_attribute, self.owner, self.name, self.owner.__dict__[self.name])
+        else:
+            undo.add(_remove_attribute, self.owner, self.name)
+        object.__setattr__(self.owner, self.name, self.value)
+
+
+def _restore_attribute(owner: object, name: str, value: object) -> None:
     object.__setattr__(owner, name, value)
 
 
-def keep(undo: Undo, owner: nn.Module, state: OnAttention | OnLayer | OnDecoder, **changes: Any) -> None:
-    """Keep a changed state on a module, see `hf_posenc.layer_state`.
-
-    Args:
-        undo: where the inverse step goes.
-        owner: an attention, a layer or a decoder.
-        state: what is kept there now.
-        **changes: fields of the state.
-    """
-    set_attribute(undo, owner, STATE, replace(state, **changes))
-
-
-def _restore_attribute(owner: Any, name: str, value: Any) -> None:
-    object.__setattr__(owner, name, value)
-
-
-def _remove_attribute(owner: Any, name: str) -> None:
+def _remove_attribute(owner: object, name: str) -> None:
     owner.__dict__.pop(name, None)
 
 
-def set_class(undo: Undo, owner: Any, cls: type) -> None:
-    """Change the class of an object."""
-    if "forward" in owner.__dict__ and has_own_forward(owner):
-        # A bound method that stood for nothing (accelerate leaves one when its hook is removed) would keep the old one.
-        undo.add(_restore_attribute, owner, "forward", owner.__dict__["forward"])
-        del owner.__dict__["forward"]
-    undo.add(_restore_class, owner, type(owner))
-    owner.__class__ = cls
+@dataclass(frozen=True)
+class Keep:
+    """Changes fields of the state that is kept on a module, see `hf_posenc.layer_state`.
+
+    Attributes:
+        owner: an attention, a layer or a decoder.
+        read: returns the state that is kept there: `on_attention`, `on_layer` or `on_decoder`.
+        fields: new values, by name.
+    """
+
+    owner: nn.Module
+    read: Callable[[nn.Module], OnAttention | OnLayer | OnDecoder]
+    fields: dict[str, Any]
+
+    def make(self, undo: Undo) -> None:
+        """Put a changed state in place; the inverse puts the old one back."""
+        SetAttribute(self.owner, STATE, replace(self.read(self.owner), **self.fields)).make(undo)
 
 
-def _restore_class(owner: Any, cls: type) -> None:
+@dataclass(frozen=True)
+class SetClass:
+    """Changes the class of an object."""
+
+    owner: object
+    cls: type
+
+    def make(self, undo: Undo) -> None:
+        """Change the class; the inverse restores it."""
+        owner = self.owner
+        if "forward" in owner.__dict__ and has_own_forward(owner):
+            # A bound method that stood for nothing (accelerate leaves one behind) would keep the old class's.
+            undo.add(_restore_attribute, owner, "forward", owner.__dict__["forward"])
+            del owner.__dict__["forward"]
+        undo.add(_restore_class, owner, type(owner))
+        owner.__class__ = self.cls
+
+
+def _restore_class(owner: object, cls: type) -> None:
     if has_own_forward(owner):
         owner.__dict__.pop("forward", None)
     owner.__class__ = cls
 
 
-def has_own_forward(module: Any) -> bool:
+def has_own_forward(module: object) -> bool:
     """Return whether a module runs the forward of its class, and no other that was put on the instance."""
     forward = module.__dict__.get("forward")
     return forward is None or (
@@ -162,10 +229,17 @@ def has_own_forward(module: Any) -> bool:
     )
 
 
-def add_pre_hook(undo: Undo, owner: nn.Module, hook: Callable[..., Any]) -> None:
-    """Register a forward pre-hook that sees keyword arguments."""
-    undo.add(_remove_pre_hook, owner, hook)
-    owner.register_forward_pre_hook(hook, with_kwargs=True)
+@dataclass(frozen=True)
+class AddPreHook:
+    """Registers a forward pre-hook that sees keyword arguments."""
+
+    owner: nn.Module
+    hook: Callable[..., Any]
+
+    def make(self, undo: Undo) -> None:
+        """Register the hook; the inverse removes it."""
+        undo.add(_remove_pre_hook, self.owner, self.hook)
+        self.owner.register_forward_pre_hook(self.hook, with_kwargs=True)
 
 
 def _remove_pre_hook(owner: nn.Module, hook: Callable[..., Any]) -> None:

@@ -17,6 +17,13 @@ _STANCE = threading.RLock()
 """Held while the stance of torch.compile is changed: all threads share it, and each puts back what it found."""
 
 
+Args = tuple[Any, ...]
+"""The positional arguments with which a module is called."""
+
+Kwargs = dict[str, Any]
+"""Its arguments by name."""
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """The arguments of one call of a layer, from which it can be called again by itself.
@@ -28,8 +35,8 @@ class LayerCall:
     """
 
     hidden_states: Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
 
 
 @contextmanager
@@ -45,7 +52,7 @@ def recorded(layers: Sequence[nn.Module], *, behind_hooks: bool = False) -> Iter
     """
     calls: list[LayerCall] = []
 
-    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(layer: nn.Module, args: Args, kwargs: Kwargs) -> None:
         rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
         calls.append(LayerCall(args[0], args[1:], rest) if args else LayerCall(kwargs["hidden_states"], (), rest))
 
@@ -57,43 +64,46 @@ def recorded(layers: Sequence[nn.Module], *, behind_hooks: bool = False) -> Iter
         yield calls
 
 
-def caught(module: nn.Module, run: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which a module is called during a run, before other hooks see them.
+def caught(module: nn.Module, run: Callable[[], object], *, to_end: bool = False) -> tuple[Args, Kwargs]:
+    """Return the arguments with which a module is first called during a run, before other hooks see them.
 
-    The run stops there. The module stays in its place: transformers may install hooks in this pass that record outputs,
-    once and for all, on the layers that it finds. Code that the caller has compiled runs uncompiled here, because
-    torch.compile cannot trace the hook and would compile for this pass alone.
+    The run stops there, unless it is to end by itself. The module stays in its place: transformers may install hooks in
+    this pass that record outputs, once and for all, on the layers that it finds. Code that the caller has compiled runs
+    uncompiled here, because torch.compile cannot trace the hook and would compile for this pass alone.
 
     Args:
         module: that is called, as a rule a layer.
         run: a forward pass, to be called without arguments.
+        to_end: do not stop. An offloaded model needs it: its hooks take weights away when their module returns.
 
     Raises:
         UnsupportedModelError: if the run never calls the module.
     """
     looking = {threading.get_ident()}
+    calls: list[tuple[Args, Kwargs]] = []
 
-    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def stop(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         if threading.get_ident() in looking:  # other threads compute on; so does a copy that has this hook
-            raise _Caught(args, kwargs)
+            calls.append((args, kwargs))
+            if not to_end:
+                raise _Caught
 
     hook = module.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
     try:
         with _STANCE, torch.compiler.set_stance("force_eager"):
             run()
-    except _Caught as call:
-        return call.arguments
+    except _Caught:
+        pass
     finally:
         hook.remove()
         looking.clear()
-    raise UnsupportedModelError(f"a {type(module).__name__} of this model is never called")
+    if not calls:
+        raise UnsupportedModelError(f"a {type(module).__name__} of this model is never called")
+    return calls[0]
 
 
 class _Caught(Exception):  # no error: it stops a forward pass
-    """Carries the arguments of a module out of a forward pass."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.arguments = args, kwargs
+    """Ends a forward pass whose call has been seen."""
 
 
 @torch.no_grad()

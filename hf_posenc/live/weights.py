@@ -1,4 +1,4 @@
-"""Samples of a model's own weights. They show later whether the weights have moved."""
+"""What a model's weights are: packed or plain, and samples that show later whether they have moved."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ..modules import PositionModule
-from .wrappers import is_packed
+
+SAMPLES = "_posenc_samples"
+"""Attribute of the base model of a stock model whose weights moved while it was patched: samples of what they were."""
 
 NUMBERS = 64
 """Numbers that are kept of each weight. A step of training moves nearly all of them."""
@@ -49,6 +52,25 @@ def samples_of(model: nn.Module) -> dict[str, Sample]:
     return found
 
 
+def stock_samples(model: PreTrainedModel) -> dict[str, Sample]:
+    """Return samples of the weights that a stock model had when it was first patched; now, if it never was."""
+    return model.base_model.__dict__.get(SAMPLES) or samples_of(model)
+
+
+def keep_if_moved(model: PreTrainedModel, samples: dict[str, Sample]) -> bool:
+    """Return whether the weights of a model that is stock again have moved. What it is patched with next must know it.
+
+    Args:
+        model: stock.
+        samples: of its weights, as they were when it was first patched; kept on it if they have moved.
+    """
+    if have_moved(model, samples):
+        setattr(model.base_model, SAMPLES, samples)
+        return True
+    model.base_model.__dict__.pop(SAMPLES, None)
+    return False
+
+
 def have_moved(model: nn.Module, samples: dict[str, Sample]) -> bool:
     """Return whether a model's weights differ from samples that were taken of them; names that are gone say nothing."""
     now = samples_of(model)
@@ -59,6 +81,17 @@ def _sample(weight: Tensor) -> Sample:
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     flat = local.reshape(-1)
     return Sample(flat.numel(), flat[:: max(1, flat.numel() // NUMBERS)][:NUMBERS].clone())
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Return whether a weight is kept as integers, in 8 bits, or by a tensor class that stands for another one."""
+    kept = weight.detach()
+    return not is_plain(kept) or not kept.is_floating_point() or kept.element_size() < 2
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Return whether a weight is of torch's own classes, and no tensor class of another package's."""
+    return type(weight) in (Tensor, nn.Parameter, DTensor)
 
 
 def _stock_name(name: str) -> str:

@@ -1,23 +1,22 @@
-"""Wrappers, shards, offloading and quantisation of a model, and which of them prevent patching."""
+"""Wrappers, shards, offloading and quantisation of a model, which of them prevent patching, and models around it."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
-import torch
 import torch.distributed as dist
-from accelerate.hooks import AlignDevicesHook, SequentialHook
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from .weights import is_packed, is_plain
 
 
-def check_unwrapped(model: Any, action: str) -> None:
+def check_unwrapped(model: object, action: str) -> None:
     """Raise unless a model is whole and itself: no wrapper around it, no parameters spread over processes.
 
     Args:
@@ -60,10 +59,8 @@ def check_in_place(model: nn.Module, action: str, *, one_device: bool = True) ->
     Raises:
         UnsupportedModelError: for a model that accelerate or diffusers has offloaded or spread over devices.
     """
-    hooks = [hook for module in model.modules() if (own := module.__dict__.get("_hf_hook")) for hook in _single(own)]
-    aligned = [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
-    devices = {str(hook.execution_device) for hook in aligned if hook.execution_device is not None}
-    if any(hook.offload for hook in aligned) or len({parameter.is_meta for parameter in model.parameters()}) > 1:
+    devices = {str(hook.execution_device) for hook in _aligning(model) if hook.execution_device is not None}
+    if is_offloaded(model) or len({parameter.is_meta for parameter in model.parameters()}) > 1:
         state = "offloaded: weights are elsewhere until their layer runs"
     elif any("_diffusers_hook" in module.__dict__ for module in model.modules()):
         state = "offloaded by hooks of diffusers"
@@ -76,6 +73,35 @@ def check_in_place(model: nn.Module, action: str, *, one_device: bool = True) ->
         "scheme=..., device_map=...) patches first; accelerate.hooks.remove_hook_from_module(model, recurse=True) "
         "takes hooks off and brings back the weights that were offloaded from memory"
     )
+
+
+def _aligning(model: nn.Module) -> list[AlignDevicesHook]:
+    """Return accelerate's hooks in a model that move weights or inputs."""
+    hooks = [hook for module in model.modules() if (own := module.__dict__.get("_hf_hook")) for hook in _single(own)]
+    return [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Return whether accelerate keeps weights of a model elsewhere until their module runs."""
+    return any(hook.offload for hook in _aligning(model))
+
+
+@contextmanager
+def brought_in(model: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Bring in the weights of a module for the length of a `with` block, where accelerate has offloaded them.
+
+    Args:
+        model: offloaded or not.
+        module: a part of it; the hook of a module around it may move its weights.
+    """
+    name = next(name for name, each in model.named_modules() if each is module)
+    around = [each for prefix, each in model.named_modules() if not prefix or f"{name}.".startswith(f"{prefix}.")]
+    with ExitStack() as stack:
+        for each in around:
+            if (hook := each.__dict__.get("_hf_hook")) is not None:
+                hook.pre_forward(each)
+                stack.callback(hook.post_forward, each, None)
+        yield
 
 
 def check_unquantized(model: nn.Module, action: str) -> None:
@@ -99,26 +125,37 @@ def check_unquantized(model: nn.Module, action: str) -> None:
     )
 
 
-def is_packed(weight: nn.Parameter) -> bool:
-    """Return whether a weight is kept as integers, in 8 bits, or by a tensor class that stands for another one."""
-    kept = weight.detach()
-    return not _is_plain(kept) or not kept.is_floating_point() or kept.element_size() < 2
-
-
 def packed_in_place(model: nn.Module) -> str | None:
     """Return the name of a weight that torchao, quanto or torch.ao has replaced in a live model, or None."""
     for name, weight in model.named_parameters():
-        if not _is_plain(weight.detach()):
+        if not is_plain(weight.detach()):
             return name
     return next((name for name, module in model.named_modules() if hasattr(module, "_packed_params")), None)
 
 
-def _is_plain(weight: torch.Tensor) -> bool:
-    return type(weight) in (torch.Tensor, nn.Parameter, DTensor)
-
-
-def _single(hook: Any) -> list[Any]:
+def _single(hook: ModelHook) -> list[ModelHook]:
     return [each for part in hook.hooks for each in _single(part)] if isinstance(hook, SequentialHook) else [hook]
+
+
+def models_around(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models of transformers that a bare model is a part of, such as a multimodal one around its decoder.
+
+    Nothing in a module leads to what is around it, so that the garbage collector is asked.
+    """
+    if model.base_model is not model:  # with a head it is whole
+        return []
+    found: list[PreTrainedModel] = []
+    inner: list[nn.Module] = [model]
+    while inner:
+        tables = [each for each in gc.get_referrers(*inner) if isinstance(each, dict)]
+        owners = [each for each in gc.get_referrers(*tables) if isinstance(each, dict) and "_modules" in each]
+        # Its attributes are a module's __dict__, or are in the module itself, as Python likes.
+        referrers = (*gc.get_referrers(*tables), *gc.get_referrers(*owners))
+        holders = [each for each in referrers if isinstance(each, nn.Module)]
+        known = {id(each) for each in (model, *found, *inner)}
+        inner = [each for each in holders if id(each) not in known and any(child is model for child in each.modules())]
+        found += [each for each in inner if isinstance(each, PreTrainedModel)]
+    return found
 
 
 def is_spread(model: PreTrainedModel) -> bool:

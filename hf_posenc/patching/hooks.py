@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layer_state import on_decoder, on_layer
+from ..live.watch import Args, Kwargs
 from ..positions import ROWS, ensure, unpack
 from ..registry import family_for
 from ..upstream import NAME, POSITION_IDS
@@ -27,7 +28,7 @@ NEGATIVE = (
 )
 
 
-def enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def enter_layer(layer: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """Forward pre-hook of every decoder layer: turns and adds what the layer's schemes ask for there.
 
     A layer without either has it too, because torch.compile does not guard hooks: a graph that was compiled for a layer
@@ -42,7 +43,7 @@ def enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return (args, kwargs) if turns or adds else None
 
 
-def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def add_positions(layer: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Add the vectors of `layer.posenc` to the hidden states with which a decoder layer is called."""
     hidden_states = args[0] if args else kwargs["hidden_states"]
     state = on_layer(layer)
@@ -59,7 +60,7 @@ def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
 
 
-def hand_down_position_ids(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def hand_down_position_ids(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Forward pre-hook of a decoder that keeps its position ids to itself: hands them to layers and attention."""
     at = on_decoder(decoder).arguments.index("position_ids")
     position_ids = args[at] if len(args) > at else kwargs.get("position_ids")
@@ -73,7 +74,7 @@ def hand_down_position_ids(decoder: nn.Module, args: tuple[Any, ...], kwargs: di
     return args, {**kwargs, POSITION_IDS: position_ids}
 
 
-def require_one_coordinate(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def require_one_coordinate(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Forward pre-hook of a decoder whose positions may have several coordinates: takes them if they are all alike."""
     at = on_decoder(decoder).arguments.index("position_ids")
     position_ids = args[at] if len(args) > at else kwargs.get("position_ids")
@@ -85,7 +86,7 @@ def require_one_coordinate(decoder: nn.Module, args: tuple[Any, ...], kwargs: di
     return args, {**kwargs, "position_ids": position_ids[0]}
 
 
-def require_counts(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def require_counts(decoder: nn.Module, args: Args, kwargs: Kwargs) -> None:
     """Forward pre-hook of a decoder to which vectors of positions are added: refuses negative position ids.
 
     Padding may have any: which tokens are padding a 2-D mask says, or the compact position channel.
@@ -107,7 +108,7 @@ def require_counts(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         ensure(~((position_ids < 0) & shown).any(), NEGATIVE)
 
 
-def require_attention(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def require_attention(decoder: nn.Module, args: Args, kwargs: Kwargs) -> None:
     """Forward pre-hook of a decoder whose scheme needs our attention function: refuses what would go wrong there."""
     config: Any = decoder.config
     if config._attn_implementation != NAME:

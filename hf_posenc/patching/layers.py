@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from ..layer_state import on_decoder
+from ..live.watch import Args, Kwargs
 
 MARKER = "hf_posenc_"
 """Start of the name of a buffer on every layer; the scheme's name follows. Nothing reads its value. What counts is the
@@ -94,7 +95,7 @@ class PatchedLayers:
         return hasattr(layer, on_attention)
 
 
-def require_patched_layers(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def require_patched_layers(decoder: nn.Module, args: Args, kwargs: Kwargs) -> None:
     """Forward pre-hook of a patched decoder: refuses to run with layers that lack their share of a scheme."""
     if (problem := on_decoder(decoder).layers.problem(decoder)) is not None:
         raise UnsupportedModelError(problem)

@@ -26,7 +26,7 @@ from ..calibration.matching import LOSSES
 from ..checkpoints import files
 from ..checkpoints.entry import STAGES
 from ..families.base import base_model_type
-from ..registry import family_for
+from ..families.served import family_of
 from . import corpus, models, program, schemes
 from .calibrating import Steps
 from .corpus import TextArguments, stream
@@ -167,7 +167,7 @@ def check_lengths(arguments: Arguments) -> None:
     base = models.load_named(AutoConfig, arguments)
     if base.model_type != base_model_type(base):
         raise UsageError(f"--model {arguments.model} is patched already: give the stock checkpoint it was made from")
-    longest = getattr(base, family_for(base_model_type(base)).names.config_length, None)
+    longest = getattr(base, family_of(base).names.config_length, None)
     if arguments.length is None:
         arguments.length = min(LENGTH, longest or LENGTH)
     if longest is not None and arguments.length > longest:

@@ -18,7 +18,7 @@ import hf_posenc
 
 from ..checkpoints import files, hub
 from ..errors import UnsupportedModelError
-from ..families.base import base_model_type
+from ..families.served import family_of
 from ..live.state import without_adapter
 from ..registry import family_for
 from .corpus import Document, stream
@@ -205,7 +205,7 @@ def position_table(model: nn.Module) -> nn.Module | None:
     """Return the table of learned positions, the base's own or the scheme's in its place; None without one."""
     stock = without_adapter(model)
     try:
-        family = family_for(base_model_type(stock.config))
+        family = family_of(stock.config)
     except UnsupportedModelError:  # a model that cannot be patched can still be measured
         return None
     if family.names.position_table is None:

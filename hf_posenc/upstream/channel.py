@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
 from .. import positions
-from ..families.base import Family
 from ..layer_state import on_decoder
+from ..registry import family_for, supported_model_types
 from . import NAME
 
 OWN_MASK = (
@@ -26,13 +26,18 @@ OWN_MASK = (
 )
 
 
-def carrying_forward(stock: type[nn.Module], family: Family) -> Callable[..., Any]:
+def carrying_forward(stock: type[nn.Module], model_type: str) -> Callable[..., Any] | None:
     """Return a forward in front of a stock model's, which puts positions in the place of the mask; same signature.
 
     Args:
         stock: class of a decoder, or of a model with a head, whose forward takes input_ids and attention_mask.
-        family: of the class.
+        model_type: of the class.
+
+    Returns:
+        None for a model type that no family serves, and for one whose layers get their position ids.
     """
+    if model_type not in supported_model_types() or not (family := family_for(model_type)).positions_in_mask:
+        return None
     names = tuple(inspect.signature(stock.forward).parameters)[1:]
 
     @functools.wraps(stock.forward)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..families.own_attention import OwnAttention
 from ..layer_state import on_attention
 from ..registry import family_for
 from ..schemes.rope import apply_rotary
@@ -48,7 +47,7 @@ class ReplacedAttention(nn.Module):
         """
         state = on_attention(self)
         family = family_for(state.family)
-        own = family.attention or OwnAttention()
+        own = family.own_attention()
         given = named(self, args, kwargs)
         mask = as_channel(given.get("attention_mask"), as_bool=family.mask_as_bool)
         query, key, value = own.split_heads(self, hidden_states)
@@ -113,6 +112,6 @@ def stock_output(attention: ReplacedAttention, hidden_states: Tensor, arguments:
         arguments: the others, by name; `attention_mask` is a float mask (B|1, 1, T, L) that is added to scores.
     """
     stock: Any = stock_class(type(attention), ReplacedAttention)
-    own = family_for(on_attention(attention).family).attention or OwnAttention()
+    own = family_for(on_attention(attention).family).own_attention()
     output: Tensor = stock.forward(attention, hidden_states, **own.without_positions(attention, arguments))[0]
     return output

@@ -1,0 +1,112 @@
+"""What can stand in the way of patching and unpatching a live model. Nothing is changed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
+from ..families.served import check_served
+from ..live.state import OfPatched, Patch, alone, patch_of, without_adapter
+from ..live.undo import Undo, has_own_forward
+from ..live.wrappers import check_in_place, check_unwrapped
+from ..upstream.replaced import ReplacedAttention
+from .layers import MARKER
+
+TAKE_OFF = (
+    "hooks of accelerate: accelerate.hooks.remove_hook_from_module(model, recurse=True); a wrapper or a compiled "
+    "forward: del attention.forward"
+)
+
+
+@contextmanager
+def to_be_patched(model: Any) -> Iterator[None]:
+    """Hold a stock model for the length of a `with` block, in which no other call changes it.
+
+    Raises:
+        AlreadyPatchedError: if the model, or another one that has a layer in common with it, is patched.
+        UnsupportedModelError: if it is no model of a family that is served, is wrapped, sharded, offloaded or spread
+            over devices, or another call is changing it.
+    """
+    check_unwrapped(model, "patch the model")
+    if without_adapter(model) is not model:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wraps the model: patch the base model first, then add the adapter with "
+            'hf_posenc.lora_config(model), or LoraConfig(task_type="CAUSAL_LM", modules_to_save=["posenc"]), so that '
+            "new position parameters are trained and saved"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(model).__name__}")
+    with alone(model, "patch the model"):
+        patch = patch_of(model)
+        if patch is not None or isinstance(model, OfPatched):
+            name = "another scheme" if patch is None else patch.name
+            raise AlreadyPatchedError(f"this {type(model).__name__} is patched with {name}; unpatch_model(model) first")
+        if isinstance(model.config, OfPatched):
+            raise AlreadyPatchedError(
+                f"the config of this {type(model).__name__} is the same object as that of a model that is patched: "
+                "make each model from a config of its own, copy.deepcopy(config)"
+            )
+        for name, module in model.named_modules():
+            if any(key.startswith(MARKER) for key in module._buffers):
+                raise AlreadyPatchedError(
+                    f"{name} of this {type(model).__name__} is a layer of another model that is patched, or a copy of "
+                    "one: unpatch that model first, or take the layer of a stock model"
+                )
+        check_in_place(model, "patch the model")
+        check_served(model.config)
+        yield
+
+
+@contextmanager
+def to_be_unpatched(model: Any) -> Iterator[tuple[Patch, Undo]]:
+    """Hold a patched model for the length of a `with` block, in which no other call changes it.
+
+    Yields:
+        The record of its patch, and the inverse steps.
+
+    Raises:
+        NotPatchedError: if it is not patched, or was loaded patched.
+        UnsupportedModelError: if it is wrapped, sharded, offloaded or spread over devices, or another call is changing
+            it; if it has copies of patched layers, or a forward that was put on it later.
+    """
+    check_unwrapped(model, "unpatch the model")
+    if without_adapter(model) is not model:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} wraps the model, and its adapter was trained on the positions that would go: take "
+            "it off first with model = model.merge_and_unload(), or model.unload() (which drops it; for prompts "
+            "model.get_base_model()), then unpatch what that returns"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise NotPatchedError(f"this {type(model).__name__} is not patched")
+    with alone(model, "unpatch the model"):
+        patch = patch_of(model)
+        if patch is None:
+            raise NotPatchedError(f"this {type(model).__name__} is not patched")
+        if patch.undo is None:
+            raise NotPatchedError(
+                "this model was loaded from a patched checkpoint, which does not hold the stock positions: load the "
+                "stock checkpoint"
+            )
+        check_in_place(model, "unpatch the model")
+        _check_undone(model, patch)
+        yield patch, patch.undo
+
+
+def _check_undone(model: PreTrainedModel, patch: Patch) -> None:
+    """Raise UnsupportedModelError if undoing a patch would leave something of it, or a forward that somebody added."""
+    known = {id(layer) for layer in patch.layers}
+    for name, module in model.named_modules():
+        if id(module) not in known and any(key.startswith(MARKER) for key in module._buffers):
+            raise UnsupportedModelError(
+                f"{name} is a copy of a patched layer, which cannot be unpatched: remove it first, or copy layers "
+                "before the model is patched"
+            )
+        if isinstance(module, ReplacedAttention) and not has_own_forward(module):
+            raise UnsupportedModelError(
+                f"{name} was given a forward of its own after the model was patched, which would stay: take "
+                f"it off ({TAKE_OFF}), then unpatch the model"
+            )

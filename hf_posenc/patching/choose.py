@@ -1,0 +1,164 @@
+"""The layers and the window that a caller chooses for each scheme, as indices and numbers of a model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import SupportsIndex
+
+from ..errors import UnsupportedModelError
+from ..live.base_model import BaseModel
+from ..positions import NO_WINDOW
+from ..schemes.base import Scheme
+
+
+def choose_layers(schemes: Sequence[Scheme], base: BaseModel) -> tuple[Scheme, ...]:
+    """Return schemes whose layers are indices and whose windows are numbers of Python, each where it can act.
+
+    Raises:
+        UnsupportedModelError: if a scheme cannot act in a layer, or the base serves all layers or none.
+        TypeError: if `layers` or `window` is of a wrong type.
+        ValueError: if there are no such layers, two schemes name one layer, or a window changes nothing.
+    """
+    types = getattr(base.config, "layer_types", None)
+    chosen = tuple(
+        replace(
+            scheme,
+            layers=_select_layers(scheme.name, scheme.layers, base.num_layers, types),
+            window=_window_of(scheme),
+        )
+        for scheme in schemes
+    )
+    _check_layers(chosen, base)
+    for scheme in chosen:
+        _check_window(scheme, base)
+    return chosen
+
+
+def _check_layers(schemes: Sequence[Scheme], base: BaseModel) -> None:
+    """Check that each scheme can act in its layers.
+
+    Raises:
+        UnsupportedModelError: if a scheme cannot act in a layer, or the base serves all layers or none.
+        ValueError: if two schemes name one layer.
+    """
+    scheme_in: dict[int, Scheme] = {}
+    for scheme in schemes:
+        possible = scheme.acts_on.possible_layers(base)
+        for layer in base.layers_of(scheme):
+            if layer not in possible:
+                raise UnsupportedModelError(
+                    f"{scheme.name}: layer {layer} of {base.name} has no attention, so nothing there has positions: "
+                    f"name layers among {', '.join(map(str, possible))}"
+                )
+            if (other := scheme_in.setdefault(layer, scheme)) is not scheme:
+                raise ValueError(
+                    f"{other.name} and {scheme.name} both name layer {layer}: give each of them layers of its own, as "
+                    "in [Alibi(layers='0::2'), Nope(layers='1::2')]"
+                )
+    if base.family.always_replaced and len(scheme_in) < base.num_layers:
+        raise UnsupportedModelError(
+            f"{names_of(schemes)} in some layers: the attention of {base.name} never calls transformers' attention "
+            "interface, so that layers which keep what the base has cannot run beside those that are replaced. Give "
+            "every layer a scheme"
+        )
+
+
+def _check_window(scheme: Scheme, base: BaseModel) -> None:
+    """Raise ValueError if a window would change nothing in a layer."""
+    window, windows = scheme.window, base.windows
+    if window is None:
+        return
+    for layer in base.layers_of(scheme):
+        if scheme.layers is not None and layer not in base.sizes:
+            raise ValueError(f"{scheme.name}: window={window} cannot act in layer {layer}, which has no attention")
+        if (own := windows.get(layer)) is not None and own <= window:
+            raise ValueError(
+                f"{scheme.name}: window={window} would change nothing in layer {layer}, which has a sliding window of "
+                f"{own} tokens: give a smaller one, or name other layers"
+            )
+
+
+def _window_of(scheme: Scheme) -> int | None:
+    """Return a scheme's window as a number of Python; TypeError or ValueError if it is no number of tokens."""
+    if scheme.window is None:
+        return None
+    if isinstance(scheme.window, bool) or not isinstance(scheme.window, SupportsIndex):
+        raise TypeError(f"{scheme.name}: window must be a number of tokens or None, not {scheme.window!r}")
+    window = operator.index(scheme.window)
+    if not 1 <= window < NO_WINDOW:
+        raise ValueError(
+            f"{scheme.name}: window must be at least 1, the token itself, and below {NO_WINDOW}, not {window}"
+        )
+    return window
+
+
+def _select_layers(
+    name: str, layers: Iterable[SupportsIndex] | str | None, count: int, layer_types: Sequence[str] | None
+) -> tuple[int, ...] | None:
+    """Return the indices of the layers that a scheme is for.
+
+    Args:
+        name: of the scheme, for messages.
+        layers: see `Layers`; any sequence of integers will do. Negative indices count from the last layer.
+        count: number of layers of the model.
+        layer_types: the config's type of each layer, or None.
+
+    Returns:
+        Indices in order; None for every layer.
+
+    Raises:
+        TypeError: for anything but indices, text and None.
+        ValueError: for layers that do not exist, layers that are named twice, and a selection of no layer.
+    """
+    if layers is None:
+        return None
+    if isinstance(layers, str):
+        chosen = _by_text(name, layers, count, layer_types or ())
+    else:
+        indices = _indices(name, layers)
+        if wrong := [index for index in indices if not -count <= index < count]:
+            raise ValueError(
+                f"{name}: there is no layer {', '.join(map(str, wrong))}: the model has {count}, counted from 0"
+            )
+        chosen = sorted(index % count for index in indices)
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"{name}: layers={indices} names a layer twice")
+    if not chosen:
+        raise ValueError(f"{name}: layers={layers!r} selects none of the {count} layers")
+    return None if len(chosen) == count else tuple(chosen)
+
+
+def _by_text(name: str, layers: str, count: int, layer_types: Sequence[str]) -> list[int]:
+    """Return the layers of a layer type, or of a slice."""
+    known = sorted(set(layer_types))
+    if layers in known:
+        return [index for index, layer_type in enumerate(layer_types) if layer_type == layers]
+    try:
+        bounds = [int(part) if part.strip() else None for part in layers.split(":")]
+        if 2 <= len(bounds) <= 3:
+            return list(range(count))[slice(*bounds)]
+    except ValueError:  # no number, or a step of 0
+        pass
+    choices = f"{', '.join(known)}, or " if known else ""
+    raise ValueError(
+        f"{name}: layers={layers!r} is neither a layer type of this model nor a slice: give {choices}a "
+        "slice like '3::4', or a list of indices"
+    )
+
+
+def _indices(name: str, layers: Iterable[SupportsIndex]) -> list[int]:
+    """Return indices of layers as numbers of Python; TypeError if they are no integers."""
+    try:
+        indices = list(layers)
+        if not any(isinstance(index, bool) for index in indices):
+            return [operator.index(index) for index in indices]
+    except TypeError:
+        pass
+    raise TypeError(f"{name}: layers must be a list of indices, a slice as text, a layer type or None: {layers!r}")
+
+
+def names_of(schemes: Sequence[Scheme]) -> str:
+    """Return the names of schemes, for messages."""
+    return " and ".join(scheme.name for scheme in schemes)
