@@ -214,6 +214,11 @@ def owner_of(module: Any) -> Any:
     return owner() if isinstance(owner, Reference) else module
 
 
+def by_head(numbers: Tensor, distance: Tensor) -> Tensor:
+    """Return one number per head (H,) with as many further dimensions as distances have, to compute with them."""
+    return numbers.view(-1, *[1] * distance.ndim)
+
+
 def parameter(*shape: int) -> nn.Parameter:
     """Return an uninitialised parameter of this shape, in torch's default dtype."""
     return nn.Parameter(torch.empty(*shape))

@@ -247,9 +247,12 @@ def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tenso
 
 
 def _mean_rotations(pair: Pair, averages: dict[int, Averages]) -> dict[int, MeanRotation]:
-    """Return the mean rotation of each layer's heads, where the base rotates and its queries can take it."""
+    """Return the mean rotation of each layer's heads, where the base rotates and one projection makes the queries.
+
+    Latent attention (MLA) is left out, because there only a part of each head is rotated.
+    """
     rotations: dict[int, MeanRotation] = {}
-    if not pair.own_weights:
+    if not pair.own_weights or pair.base_model.family.rotation.attention_part is not None:
         return rotations
     with pair.as_base() as model:
         base = BaseModel.of(model)
@@ -260,10 +263,11 @@ def _mean_rotations(pair: Pair, averages: dict[int, Averages]) -> dict[int, Mean
             i for scheme in pair.patch.schemes if scheme.acts_on.rotations(scheme) for i in patched.layers_of(scheme)
         }
         for index in pair.layers:
-            if rotary is None or not base.found.rotated[index] or index in rotated:
+            projection = pair.projections[index]
+            if rotary is None or projection is None or not base.found.rotated[index] or index in rotated:
                 continue
             kind = types[index] if types else None
-            rotation = mean_rotation_of(patched, index, rotary, averages[index].mass, kind)
+            rotation = mean_rotation_of(patched, index, projection, rotary, averages[index].mass, kind)
             if rotation is not None:
                 rotations[index] = rotation
     return rotations

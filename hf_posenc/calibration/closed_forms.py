@@ -12,10 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import Call
-from ..forms import Form
+from ..forms import ClippedVectors, Form, RelativeKeys, is_one_of
 from ..live.base_model import BaseModel
 from ..upstream.rotary import by_pair
 from .observe import parts, rows_of
+
+VECTORS = (ClippedVectors, RelativeKeys)
+"""Forms with a vector for each distance, by which the query is multiplied."""
+
+WAVES = (RelativeKeys,)
+"""Forms whose vectors are made of waves, so that every distance, however far, has one of its own."""
 
 TAIL = 4
 """A curve is fitted to this many times the distances that were seen. Beyond these its target goes on as it ended."""
@@ -146,7 +152,7 @@ class Target:
 
 def takes_queries(form: Form | None) -> bool:
     """Return whether what a form adds to a score is linear in the query; False without a form."""
-    return form is not None and form.by_query
+    return is_one_of(form, VECTORS)
 
 
 def coefficients(module: Any, like: Tensor, distances: Tensor, heads: int) -> Tensor | None:
@@ -173,7 +179,7 @@ def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
     # Directions in which there are hardly any queries would get huge vectors from a few of them.
     ridge = RIDGE * metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     metric = metric + ridge * torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
-    unit = averages.moment[:, -1, -1].div(averages.pairs.sum()).sqrt() if form.unbounded else None
+    unit = averages.moment[:, -1, -1].div(averages.pairs.sum()).sqrt() if is_one_of(form, WAVES) else None
     return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric, unit)
 
 
@@ -259,7 +265,7 @@ def _reach(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]
 
     For vectors made of waves a few unseen distances are enough: waves that differ between neighbours were seen.
     """
-    if form.unbounded:
+    if is_one_of(form, WAVES):
         ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
         beyond = torch.unique(ends.round().long())
         distances = torch.cat([torch.arange(seen, device=device), beyond[:-1]])
@@ -315,28 +321,21 @@ class MeanRotation:
 
 
 def mean_rotation_of(
-    base: BaseModel, layer: int, rotary: nn.Module, mass: Tensor, kind: str | None
+    base: BaseModel, layer: int, projection: nn.Linear, rotary: nn.Module, mass: Tensor, kind: str | None
 ) -> MeanRotation | None:
-    """Return the mean rotation of a layer's heads, or None where the queries cannot take it.
+    """Return the mean rotation of a layer's heads, or None where it is none.
 
     It is `sum_d m(d) e^(i w d)` for each pair with angle `w` per token, where `m(d)` is the share of the base's
-    attention at distance `d`. On average the rotation multiplies the product of a pair by this number. It goes into
-    the projection where that alone makes the queries: not through a norm, a fused or a latent projection.
+    attention at distance `d`. On average the rotation multiplies the product of a pair by this number.
 
     Args:
         base: the patched model.
         layer: index of the layer.
+        projection: the module whose outputs are the layer's queries, see `Pair.projections`.
         rotary: the base's rotary module.
         mass: (H, T) attention weights of the base by distance.
         kind: layer type, for a rotary module that takes it.
     """
-    attention: Any = base.found.attention_of[layer]
-    dims, projection = base.sizes[layer], getattr(base.found.attention_of[layer], "q_proj", None)
-    normed = any("norm" in name and name.startswith(("q_", "qk_", "query_")) for name, _ in attention.named_children())
-    if not isinstance(projection, nn.Linear) or normed or base.family.rotation.attention_part is not None:
-        return None
-    if projection.out_features != dims.num_heads * dims.head_dim:
-        return None
     distances = torch.arange(mass.shape[1], device=mass.device)
     turned = rotary(
         projection.weight.new_empty(0, dtype=torch.float32), distances[None], *(() if kind is None else (kind,))
@@ -346,4 +345,4 @@ def mean_rotation_of(
     factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])  # queries and keys both have it
     if torch.allclose(factors, torch.ones_like(factors)):  # a base that is patched, and rotates nothing
         return None
-    return MeanRotation(projection, factors, dims.head_dim, base.rotation.pairs == "interleaved")
+    return MeanRotation(projection, factors, base.sizes[layer].head_dim, base.rotation.pairs == "interleaved")

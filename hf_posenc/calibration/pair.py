@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class Pair:
         held: (held, T) windows that only measure.
         layers: indices of the layers that have attention and a scheme.
         query_key: parameters of these layers' attention that reach its scores, each once.
+        projections: for each layer the module whose outputs are its queries as they are, before any position; None
+            where something else makes them, such as a norm, a fused projection or a clip.
         began: by `id`, each parameter that the first stage can change, and its value before.
         bar: progress bar of the windows that are read.
     """
@@ -120,7 +122,7 @@ class Pair:
             raise ValueError(f"windows of {tokens.shape[1]} tokens are longer than the {longest} the base was made for")
         self.own_weights = own_weights
         self.tokens = self._tokens() if own_weights else None
-        self.query_key = self._reaching_scores()
+        self.query_key, self.projections = self._making_scores()
         self.originals = copied([*self.query_key, *([] if self.tokens is None else [self.tokens])])
         owners = [owner for index in self.layers if (owner := self._owner(index)) is not None]
         self.began = {id(p): (p, value) for p, value in (*self.originals, *copied(parameters_of(owners)))}
@@ -342,26 +344,38 @@ class Pair:
         attention: Any = self.base_model.found.attention_of[index]
         return owner_of(attention._modules.get("posenc"))
 
-    def _reaching_scores(self) -> list[nn.Parameter]:
-        """Return the parameters of the layers' attentions that reach their scores, each once."""
+    def _making_scores(self) -> tuple[list[nn.Parameter], dict[int, nn.Linear | None]]:
+        """Return the parameters that reach the layers' scores, each once, and the projections of their queries."""
         _, inputs = self.seen(self.train[:1])
-        with attending(self.model, self.base_model):
-            return list({id(p): p for index in self.layers for p in self._of_layer(index, *inputs[index])}.values())
+        with attending(self.model, self.base_model), torch.enable_grad():
+            found = {index: self._watch_attention(index, *inputs[index]) for index in self.layers}
+        reached = {id(p): p for parameters, _ in found.values() for p in parameters}
+        return list(reached.values()), {index: projection for index, (_, projection) in found.items()}
 
-    def _of_layer(self, index: int, hidden: Tensor, seen: LayerCall) -> list[nn.Parameter]:
-        with torch.enable_grad():
-            attention = self.base_model.found.attention_of[index]
-            candidates = [p for p in attention.parameters() if p.is_floating_point()]
-            kept = [p.requires_grad for p in candidates]
-            try:
-                for p in candidates:
-                    p.requires_grad_(True)
-                call = self.call(index, hidden, seen)
-                reached = torch.autograd.grad(call.query.sum() + call.key.sum(), candidates, allow_unused=True)
-            finally:
-                for p, needed in zip(candidates, kept, strict=True):
-                    p.requires_grad_(needed)
-        return [p for p, gradient in zip(candidates, reached, strict=True) if gradient is not None]
+    def _watch_attention(
+        self, index: int, hidden: Tensor, seen: LayerCall
+    ) -> tuple[list[nn.Parameter], nn.Linear | None]:
+        attention = self.base_model.found.attention_of[index]
+        candidates = [p for p in attention.parameters() if p.is_floating_point()]
+        kept = [p.requires_grad for p in candidates]
+        outputs: list[tuple[nn.Linear, Tensor]] = []
+        with ExitStack() as stack:
+            for module in attention.modules():
+                if isinstance(module, nn.Linear):
+                    # A copy, because some families clip it in place.
+                    record = module.register_forward_hook(
+                        lambda own, _, out: outputs.append((own, out.detach().clone()))
+                    )
+                    stack.callback(record.remove)
+            for p, needed in zip(candidates, kept, strict=True):
+                stack.callback(p.requires_grad_, needed)
+                p.requires_grad_(True)
+            call = self.call(index, hidden, seen)
+            reached = torch.autograd.grad(call.query.sum() + call.key.sum(), candidates, allow_unused=True)
+        query = call.query.transpose(1, 2).flatten(2)
+        makers = {module for module, output in outputs if output.equal(query)}
+        parameters = [p for p, gradient in zip(candidates, reached, strict=True) if gradient is not None]
+        return parameters, makers.pop() if len(makers) == 1 else None
 
 
 def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:

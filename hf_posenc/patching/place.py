@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dims import Dims
 from ..families.own_attention import OwnAttention
 from ..layer_state import STATE, on_attention, on_decoder, on_layer
 from ..live.attend import attend_through_us
 from ..live.base_model import BaseModel
 from ..live.undo import Undo, add_pre_hook, keep, register_buffer, set_attribute, set_class, set_module
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared
-from ..schemes.base import Dims, RotaryScheme, Scheme
+from ..schemes.base import RotaryScheme, Scheme
 from ..upstream.replaced import replaced_class
 from ..upstream.rotary import (
     ORIGINAL_LENGTH,

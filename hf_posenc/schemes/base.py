@@ -14,18 +14,8 @@ from torch import nn
 from transformers import initialization as init
 
 from ..dims import Dims, Layers
-from ..modules import (
-    Native,
-    PositionEmbedding,
-    PositionModule,
-    Reference,
-    Rotation,
-    ScoreModule,
-    Shared,
-    parameter,
-)
-from ..placement import Nowhere, OnHidden, OnRotary, OnScores, Placement
-from ..sinusoids import compute_dtype, geometric_frequencies, sinusoids, wide_dtype
+from ..modules import Native, PositionEmbedding, PositionModule, Reference, Rotation, ScoreModule, Shared
+from ..placement import OnHidden, OnRotary, OnScores, Placement
 from ..spelling import did_you_mean
 
 EVERY_SCHEME = ("layers", "window")
@@ -140,9 +130,14 @@ class ScoreScheme(Scheme):
         """Return the module of one attention layer, parameters uninitialised until `reset_parameters`."""
         raise NotImplementedError(type(self).__name__)
 
+    @property
+    def share_layers(self) -> bool:
+        """Whether one module serves all layers of the scheme, as a rule a hyper-parameter."""
+        return False
+
     def build_shared(self, dims: Dims) -> PositionModule | None:
         """Return what the scheme's layers share (owned once by the model), or None."""
-        return None
+        return self.build(dims) if self.share_layers else None
 
     def attach_shared(self, module: ScoreModule, shared: Reference) -> nn.Module:
         """Return what goes on the attention, given its own module and a reference to the shared one."""
@@ -154,7 +149,7 @@ class EmbeddingScheme(Scheme):
 
     @property
     def acts_on(self) -> Placement:
-        return OnHidden(every_layer=self.every_layer, share_layers=self.shares_layers)
+        return OnHidden(every_layer=self.every_layer, share_layers=self.share_layers)
 
     @property
     def every_layer(self) -> bool:
@@ -162,8 +157,8 @@ class EmbeddingScheme(Scheme):
         return False
 
     @property
-    def shares_layers(self) -> bool:
-        """Whether one module makes the vectors of all layers."""
+    def share_layers(self) -> bool:
+        """Whether one module makes the vectors of all layers, where they are added before each."""
         return True
 
     def build(self, dims: Dims) -> PositionEmbedding:
@@ -235,26 +230,12 @@ class RotaryScheme(Scheme):
 
 
 __all__ = [
+    "EVERY_SCHEME",
     "PROPORTIONAL",
-    "Dims",
     "EmbeddingScheme",
-    "Native",
-    "Nowhere",
-    "Placement",
-    "PositionEmbedding",
-    "PositionModule",
-    "Reference",
     "RotaryScheme",
-    "Rotation",
     "Scheme",
-    "ScoreModule",
     "ScoreScheme",
-    "Shared",
     "by_layer_type",
-    "compute_dtype",
-    "geometric_frequencies",
     "init",
-    "parameter",
-    "sinusoids",
-    "wide_dtype",
 ]

@@ -6,8 +6,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..call import Call
+from ..dims import Dims
+from ..modules import ScoreModule, parameter
 from ..registry import register_scheme
-from .base import Dims, PositionModule, ScoreModule, ScoreScheme, init, parameter
+from .base import ScoreScheme, init
 
 
 @register_scheme
@@ -39,7 +41,6 @@ class CoPE(ScoreScheme):
     share_layers: bool = False
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.positive("num_positions", int)
         self.flags("share_layers")
         if self.num_positions < 2:
@@ -47,9 +48,6 @@ class CoPE(ScoreScheme):
 
     def build(self, dims: Dims) -> ScoreModule:
         return ContextualPositions(self.num_positions, dims.head_dim)
-
-    def build_shared(self, dims: Dims) -> PositionModule | None:
-        return self.build(dims) if self.share_layers else None
 
 
 class ContextualPositions(ScoreModule):

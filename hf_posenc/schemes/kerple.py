@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from ..dims import Dims
 from ..forms import Bias
+from ..modules import ScoreModule, by_head, parameter
 from ..registry import register_scheme
-from .base import Dims, PositionModule, ScoreModule, ScoreScheme, compute_dtype, init, parameter
+from ..sinusoids import compute_dtype
+from .base import ScoreScheme, init
 
 LEAST = 0.01
 """The smallest value that a number of the formula starts from, that of the authors' code."""
@@ -56,15 +59,11 @@ class Kerple(ScoreScheme):
     share_layers: bool = True
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.one_of("variant", ("log", "power"))
         self.flags("share_layers")
 
     def build(self, dims: Dims) -> ScoreModule:
         return LogarithmicBias(dims.num_heads) if self.variant == "log" else PowerBias(dims.num_heads)
-
-    def build_shared(self, dims: Dims) -> PositionModule | None:
-        return self.build(dims) if self.share_layers else None
 
 
 class LogarithmicBias(ScoreModule):
@@ -90,8 +89,7 @@ class LogarithmicBias(ScoreModule):
         scale, rate = positive(self.raw_scale.to(dtype)), positive(self.raw_rate.to(dtype))
 
         def values(distance: Tensor) -> Tensor:
-            per_head = (-1, *[1] * distance.ndim)
-            return -scale.view(per_head) * torch.log1p(rate.view(per_head) * distance.to(dtype))
+            return -by_head(scale, distance) * torch.log1p(by_head(rate, distance) * distance.to(dtype))
 
         return Bias(values, scale.device)
 
@@ -119,7 +117,6 @@ class PowerBias(ScoreModule):
         scale, exponent = positive(self.raw_scale.to(dtype)), 2 * torch.sigmoid(self.raw_exponent.to(dtype))
 
         def values(distance: Tensor) -> Tensor:
-            per_head = (-1, *[1] * distance.ndim)
-            return -scale.view(per_head) * distance.to(dtype) ** exponent.view(per_head)
+            return -by_head(scale, distance) * distance.to(dtype) ** by_head(exponent, distance)
 
         return Bias(values, scale.device)

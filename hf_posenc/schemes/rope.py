@@ -7,9 +7,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..dims import Dims
 from ..registry import register_scheme
+from ..sinusoids import compute_dtype
 from ..spelling import did_you_mean
-from .base import Dims, RotaryScheme, by_layer_type, compute_dtype
+from .base import RotaryScheme, by_layer_type
 
 _LENGTH = "original_max_position_embeddings"
 

@@ -7,18 +7,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..dims import Dims
+from ..modules import Native, PositionEmbedding, parameter
 from ..registry import register_scheme
-from .base import (
-    Dims,
-    EmbeddingScheme,
-    Native,
-    PositionEmbedding,
-    geometric_frequencies,
-    init,
-    parameter,
-    sinusoids,
-    wide_dtype,
-)
+from ..sinusoids import geometric_frequencies, sinusoids, wide_dtype
+from .base import EmbeddingScheme, init
 
 
 @register_scheme
@@ -60,7 +53,6 @@ class Sinusoidal(EmbeddingScheme):
     scale: Literal["match"] | float = "match"
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.positive("base")
         self.positive("alpha")
         self.one_of("layout", ("interleaved", "split"))
@@ -84,7 +76,6 @@ class Sinusoidal(EmbeddingScheme):
 
     @property
     def every_layer(self) -> bool:
-        """Whether the waves are added before each layer, or once at the input."""
         return self.placement == "every_layer"
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
@@ -111,7 +102,6 @@ class Sinusoidal(EmbeddingScheme):
         return replace(self, scale=rms * 2**0.5)  # a sinusoid has an RMS of sqrt(1/2)
 
     def build(self, dims: Dims) -> PositionEmbedding:
-        """Return the module that makes the vectors; `scale` must be a number."""
         return Waves(self, dims.hidden_size)
 
 

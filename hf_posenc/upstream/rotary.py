@@ -12,9 +12,10 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ..dims import Dims
 from ..layer_state import on_layer
 from ..modules import Rotation
-from ..schemes.base import PROPORTIONAL, Dims, by_layer_type
+from ..schemes.base import PROPORTIONAL, by_layer_type
 from . import POSITION_IDS
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
