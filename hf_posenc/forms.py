@@ -229,9 +229,9 @@ class RelativeKeys(Form):
         table: `r` of the distances 0, 1, ..., (H, number of distances, D), float32 or float64.
         content_bias: `u`, (H, D).
         position_bias: `v`, (H, D).
-        kept: returns `table` for a decoding step without gradients, in the dtype of `like`. It may be the one cached
-            in an earlier step. (number of distances, like) -> (H, number of distances, D).
-        rows: returns `r` of some distances only, integers (N,) -> (H, N, D). With None they are taken from `table`.
+        kept: returns `table` for a decoding step without gradients, (H, number of distances, D), from the number of
+            distances and a tensor of the wanted dtype. It may have cached the table in an earlier step.
+        rows: returns `r` of some distances only, (H, N, D), from integers (N,). With None they are taken from `table`.
     """
 
     table: Table

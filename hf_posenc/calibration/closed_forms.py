@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from ..call import Call
 from ..forms import ClippedVectors, Form, RelativeKeys, is_one_of
 from ..live.base_model import BaseModel
+from ..modules import ScoreModule
 from ..upstream.rotary import by_pair
 from .observe import parts, rows_of
 
@@ -155,20 +155,20 @@ def takes_queries(form: Form | None) -> bool:
     return is_one_of(form, VECTORS)
 
 
-def coefficients(module: Any, like: Tensor, distances: Tensor, heads: int) -> Tensor | None:
+def coefficients(module: ScoreModule, like: Tensor, distances: Tensor, heads: int) -> Tensor | None:
     """Return `Form.coefficients` of the form of a module, as (H, N, K); None if there are none."""
-    form: Form | None = module.form(like)
+    form = module.form(like)
     found = None if form is None else form.coefficients(distances)
     return None if found is None else found.expand(heads, -1, -1)
 
 
-def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
+def target_of(module: ScoreModule, like: Tensor, averages: Averages) -> Target:
     """Return the coefficients that would serve the averages best.
 
     A bias: the mean of what the base's positions add. A factor: least squares of the base's score by it times `q . k`.
     A vector: least squares of what the base's positions add by its product with the query.
     """
-    form, weights = module.form(like), averages.pairs.expand_as(averages.difference)
+    form, weights = _form_of(module, like), averages.pairs.expand_as(averages.difference)
     one = torch.ones(len(weights), 1, 1, dtype=torch.float64, device=weights.device)
     if form.multiplies:
         return Target((averages.product / averages.square.clamp(min=1e-12))[..., None], averages.square, one)
@@ -183,7 +183,13 @@ def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
     return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric, unit)
 
 
-def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
+def _form_of(module: ScoreModule, like: Tensor) -> Form:
+    form = module.form(like)
+    assert form is not None
+    return form
+
+
+def fit(module: ScoreModule, like: Tensor, targets: list[Target]) -> None:
     """Fit a module's parameters to coefficients, by least squares of float64.
 
     A constant of each head is left open, because the softmax does not see it. A tail beyond the seen distances weighs a
@@ -195,7 +201,7 @@ def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
         like: empty tensor with the device and dtype of the queries.
         targets: one for each layer that the module serves.
     """
-    owner: Any = copy.deepcopy(module).double()
+    owner = copy.deepcopy(module).double()
     if not any(each.requires_grad for each in owner.parameters()):
         return
     wide = like.double()
@@ -207,7 +213,7 @@ def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
     with torch.no_grad():
         for mine, theirs in zip(module.parameters(), owner.parameters(), strict=True):
             mine.copy_(theirs)
-        distances, _ = _reach(owner.form(wide), seen, wide.device)
+        distances, _ = _reach(_form_of(owner, wide), seen, wide.device)
         found = coefficients(module, like, distances, heads)
         assert found is not None
         if not torch.isfinite(found).all():  # the search ran off to infinity
@@ -215,7 +221,7 @@ def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
                 mine.copy_(before)
 
 
-def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | None) -> None:
+def _search(owner: ScoreModule, like: Tensor, targets: list[Target], *, tail: float | None) -> None:
     """Search for the parameters of a module in float64, from what they are.
 
     Args:
@@ -224,7 +230,7 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
         targets: see `fit`.
         tail: weight of unseen distances; None leaves them out.
     """
-    form = owner.form(like)
+    form = _form_of(owner, like)
     heads, seen, _ = targets[0].values.shape
     distances, counts = _reach(form, seen, like.device)
     if tail is None:
@@ -252,7 +258,7 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
         if not form.multiplies:
             off = off - (weights[..., None] * off).sum(-2, keepdim=True)
         value = (weights * ((off @ metric) * off).sum(-1)).sum()
-        if (vectors := owner.form(like).value_table) is not None:
+        if (vectors := _form_of(owner, like).value_table) is not None:
             value = value + vectors.square().sum()  # a base's scores say nothing of vectors beside values
         value.backward()
         return value

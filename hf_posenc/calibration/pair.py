@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.state import Patch
 from ..live.watch import LayerCall, entering
-from ..modules import owner_of
+from ..modules import ScoreModule, owner_of
 from ..patching.place import NoEmbedding
 from .closed_forms import Averages, coefficients, takes_queries
 from .observe import Rows, Seen, attending, attention_call, observe, parts, rows_of, summed
@@ -157,14 +156,15 @@ class Pair:
         ours = self.arguments(tokens)
         shift: Tensor | float = 0.0
         if self.base_model.found.position_table is not None:
-            shift = self._entering(tokens) - self._entering_base(tokens)
-        first: Any = self.base_model.found.layers[0]
+            shift = _entering(self.base_model, tokens) - self._entering_base(tokens)
+        first = self.base_model.found.layers[0]
         at_first = on_decoder(self.base_model.found.decoder).layers.at_first
         inputs = {}
         for index in self.layers:
             hidden = theirs[index].layer.hidden_states + shift
             if at_first and index:  # computed anew for each layer, because gradients are taken layer by layer
-                hidden = hidden + first.posenc(torch.arange(tokens.shape[1], device=tokens.device)[None]).to(hidden)
+                positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+                hidden = hidden + first.get_submodule("posenc")(positions).to(hidden)
             inputs[index] = (hidden, ours[index])
         return theirs, inputs
 
@@ -185,12 +185,12 @@ class Pair:
         if self.tokens is None:
             return
         window = self.train[:1]
-        before = self._entering(window)
+        before = _entering(self.base_model, window)
         mean = (self._entering_base(window) - before).mean((0, 1))
         kept = self.tokens.detach().clone()
         if mean.shape == kept.shape[1:]:
             self.tokens.copy_(kept + mean.to(kept))
-            change = (self._entering(window) - before).double().mean((0, 1))
+            change = (_entering(self.base_model, window) - before).double().mean((0, 1))
             factor = (change @ mean.double() / mean.double().square().sum().clamp(min=1e-12)).item()
             if factor > 0 and torch.allclose(change, factor * mean.double(), atol=1e-3 * change.abs().max().item()):
                 self.tokens.copy_(kept + mean.to(kept) / factor)
@@ -206,12 +206,7 @@ class Pair:
 
     def _entering_base(self, tokens: Tensor) -> Tensor:
         with self.as_base() as base:
-            found = BaseModel.of(base).found
-            return entering(found.decoder, found.layers[0], tokens)
-
-    def _entering(self, tokens: Tensor) -> Tensor:
-        found = self.base_model.found
-        return entering(found.decoder, found.layers[0], tokens)
+            return _entering(BaseModel.of(base), tokens)
 
     def call(self, index: int, hidden: Tensor, arguments: LayerCall) -> Call:
         """Return the call of a patched layer's attention on some hidden states."""
@@ -321,7 +316,11 @@ class Pair:
         """Return an empty tensor with the dtype and device of a layer's queries."""
         return next(self.base_model.found.attention_of[index].parameters()).new_empty(0)
 
-    def module(self, index: int) -> Any:
+    def modules(self) -> dict[int, ScoreModule]:
+        """Return the modules that have trainable numbers or vectors by distance, by layer."""
+        return {index: module for index in self.layers if (module := self.module(index)) is not None}
+
+    def module(self, index: int) -> ScoreModule | None:
         """Return a layer's module if it has trainable numbers or vectors by distance, or None."""
         owner = self._owner(index)
         if owner is None or not any(True for _ in owner.parameters()):
@@ -339,10 +338,9 @@ class Pair:
             return None, False
         return found.detach().float().cpu(), form.multiplies
 
-    def _owner(self, index: int) -> Any:
+    def _owner(self, index: int) -> ScoreModule | None:
         """Return the module that computes a layer's scores, or None."""
-        attention: Any = self.base_model.found.attention_of[index]
-        return owner_of(attention._modules.get("posenc"))
+        return owner_of(self.base_model.found.attention_of[index]._modules.get("posenc"))
 
     def _making_scores(self) -> tuple[list[nn.Parameter], dict[int, nn.Linear | None]]:
         """Return the parameters that reach the layers' scores, each once, and the projections of their queries."""
@@ -376,6 +374,10 @@ class Pair:
         makers = {module for module, output in outputs if output.equal(query)}
         parameters = [p for p, gradient in zip(candidates, reached, strict=True) if gradient is not None]
         return parameters, makers.pop() if len(makers) == 1 else None
+
+
+def _entering(base: BaseModel, tokens: Tensor) -> Tensor:
+    return entering(base.found.decoder, base.found.layers[0], tokens)
 
 
 def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:

@@ -1,7 +1,8 @@
-"""What a scheme is: hyper-parameters (a frozen dataclass), where it acts, and how its modules are built.
+"""The base classes of schemes: hyper-parameters (a frozen dataclass), where a scheme acts, and the modules it builds.
 
-Notation everywhere in this package: `B` batch, `H` query heads, `K` key-value heads, `Q`, `L` query and key length, `D`
-head size, `E` hidden size, `N` layers; `d = i - j >= 0` distance of query `i` from key `j`.
+Notation everywhere in this package: `B` batch, `H` query heads, `K` key-value heads. `Q` and `L` are the lengths of
+queries and keys, `D` the head size, `E` the hidden size, `N` the number of layers. `d = i - j >= 0` is the distance of
+query `i` from key `j`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from transformers import initialization as init
 
 from ..dims import Dims, Layers
 from ..modules import Native, PositionEmbedding, PositionModule, Reference, Rotation, ScoreModule, Shared
-from ..placement import OnHidden, OnRotary, OnScores, Placement
+from ..placement import OnHidden, OnRotary, OnScores, Placement, RopeParameters
 from ..spelling import did_you_mean
 
 EVERY_SCHEME = ("layers", "window")
@@ -90,7 +91,7 @@ class Scheme:
 
     def count(self, field: str) -> None:
         """Raise TypeError or ValueError unless the field is a whole number, 0 or more."""
-        value: Any = getattr(self, field)
+        value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{self.name}: {field} must be an integer, not {value!r}")
         if value < 0:
@@ -170,7 +171,7 @@ PROPORTIONAL = "proportional"
 """The `rope_type` that turns a share of whole heads itself: its cosines are as many as dimensions."""
 
 
-def by_layer_type(parameters: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+def by_layer_type(parameters: RopeParameters) -> dict[Any, RopeParameters]:
     """Return transformers' `rope_parameters` by layer type; where all layers share them, by None."""
     if parameters and all(isinstance(value, dict) for value in parameters.values()):
         return {**parameters}
@@ -201,7 +202,7 @@ class RotaryScheme(Scheme):
         """Raise ValueError if the hyper-parameters do not fit these sizes."""
 
     def with_base(
-        self, rotation: dict[str, Any], length: int | None, types: tuple[str, ...], pairs: str = "half"
+        self, rotation: RopeParameters, length: int | None, types: tuple[str, ...], pairs: str = "half"
     ) -> RotaryScheme:
         """Return the scheme with everything that was None taken from the base.
 
@@ -216,7 +217,7 @@ class RotaryScheme(Scheme):
         """
         return self
 
-    def rope_parameters(self) -> dict[str, Any] | None:
+    def rope_parameters(self) -> RopeParameters | None:
         """Return transformers' `rope_parameters`, if transformers' own rotary modules are to make the angles.
 
         One dict, or one by layer type. One is for all layers, also of a base that has several types. Without

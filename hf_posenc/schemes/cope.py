@@ -23,12 +23,12 @@ class CoPE(ScoreScheme):
     Beyond the training length: no limit; a query that counts few tokens reaches far, and all keys from
     `num_positions - 1` counted tokens on look alike.
     Deviations: the equations leave out the division by `sqrt(D)`. The authors' code divides both terms and the logits
-    of the gates, and so does this; the listing in the paper does not divide `q_i . e[p_ij]`, which is the same with `e`
-    times `sqrt(D)`. Only visible keys are counted: no padding, no other documents, nothing beyond a sliding window. Of
-    positions only the order matters, gaps between them are not counted. `e` starts at 0, as attention without
-    positions, and as in the authors' code is one for all heads. With a soft cap on scores (Gemma 2) the whole sum is
-    capped, a product of vectors; the logits of the gates are not, which the sigmoid bounds. Keys or values of their own
-    for the gates (section 4) are not offered.
+    of the gates, and so does this class. The listing in the paper does not divide `q_i . e[p_ij]`, which is the same
+    with `e` times `sqrt(D)`. Only visible keys are counted: no padding, no other documents, nothing beyond a sliding
+    window. Only the order of positions matters: gaps between them are not counted. `e` starts at 0, as attention
+    without positions. All heads share it, as in the authors' code. A soft cap on scores (Gemma 2) caps the whole sum,
+    which is a product of vectors. It leaves the logits of the gates alone, since the sigmoid bounds those. Keys or
+    values of their own for the gates (section 4) are not offered.
     Source: Golovneva, Wang, Weston, Sukhbaatar 2024, arXiv:2405.18719, and the authors' code.
 
     Args:

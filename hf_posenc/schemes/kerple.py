@@ -44,8 +44,9 @@ class Kerple(ScoreScheme):
     Beyond the training length: no limit; made for it, the biases keep falling.
     Deviations: the authors' code trains `r`, `s` and `p` themselves, and in each forward pass clips them to at least
     0.01, `p` also to at most 2. Here any trained `x` stands for a number of the range, `ln(1 + exp(x))` for `r` and
-    `s`, `2 / (1 + exp(-x))` for `p`, so that no step can leave it. They start as there: uniform in (0, 2) for `r`
-    beside a logarithm and for `p`, in (0, 1) for `s` and for `r` beside a power; at least 0.01, and `p` at most 1.99.
+    `s`, `2 / (1 + exp(-x))` for `p`, so that no step can leave it. The numbers start as in that code. `r` beside a
+    logarithm and `p` are uniform in (0, 2), `s` and `r` beside a power in (0, 1). None starts below 0.01, and `p` not
+    above 1.99.
     With a soft cap on scores (Gemma 2) the bias is added after the cap, like a mask.
     Source: Chi, Fan, Ramadge, Rudnicky 2022, arXiv:2205.09921, and the authors' code.
 

@@ -1,8 +1,9 @@
 """Sinusoidal: fixed (or trained) waves added to the hidden states."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ class Sinusoidal(EmbeddingScheme):
     Beyond the training length: no limit, but models rarely understand positions that they never saw.
     Deviations: the table is scaled to the size of what it replaces (`scale`), since a pretrained model's embeddings
     have no reason to be of size sqrt(E). Power-law frequencies `w_u = (2u/E)^alpha`, any others and trained ones (they
-    start at the fixed ones) are Su Jianlin's, 2021, spaces.ac.cn/archives/8231. What is trained is the logarithm of a
-    frequency's ratio to the fixed one: a step of an optimizer changes every wavelength by the same share, none turns
-    negative, and weight decay pulls towards the fixed ones. Trained in radians per token, steps that are small for the
-    first waves are many times the frequency of the last, and the long waves are lost.
+    start at the fixed ones) are Su Jianlin's, 2021, spaces.ac.cn/archives/8231. The trained numbers are logarithms of
+    a frequency's ratio to the fixed one. So a step of an optimizer changes every wavelength by the same share, none
+    turns negative, and weight decay pulls towards the fixed ones. In radians per token, a step that is small for the
+    first waves is many times the frequency of the last ones, and the long waves are lost.
     Source: Vaswani et al. 2017, arXiv:1706.03762.
 
     Args:
@@ -68,7 +69,7 @@ class Sinusoidal(EmbeddingScheme):
         else:
             self.positive("scale")
 
-    def _check_list(self, listed: tuple[Any, ...] | list[Any]) -> None:
+    def _check_list(self, listed: Sequence[float]) -> None:
         if not all(isinstance(w, (int, float)) and not isinstance(w, bool) for w in listed):
             raise TypeError(f"sinusoidal: frequencies must be numbers, radians per token, not {listed!r}")
         if not all(map(math.isfinite, listed)):
