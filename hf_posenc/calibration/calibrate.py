@@ -41,42 +41,37 @@ def calibrate(
 ) -> Calibration:
     """Fit a scheme, and the projections of queries and keys, to what the base's positions did.
 
-    Closed forms come first: for each layer and head several are tried on held-out windows, and the one whose attention
-    is closest to the base's is kept. Gradient steps then match the attention of each layer to the base's (`matching`).
-    They take place on the base's own hidden states, so no layer waits for those below. No language-model loss is
-    trained.
-
-    The held-out language-model loss is measured before and after each stage, and decides: what predicts worse is put
-    back, and the report says so. Memory grows with the number of distances, not with its square.
+    Closed forms come first. Several are tried for each layer and head, and the one whose attention is closest to the
+    base's on held-out windows is kept. Gradient steps then match the attention of each layer to the base's, on the
+    base's own hidden states (`matching`). No language-model loss is trained, but it decides what is kept (`judge`).
+    Memory grows with the number of distances, not with its square.
 
     Args:
         model: patched, whole, on one device. Under an adapter of PEFT, only what the adapter holds moves.
         tokens: (N, T) int64 or int32: windows of text without padding, as long as the base was made for; at least
             `held_out + 1`.
-        base: the model to follow: another one of the same type, sizes, vocabulary and dtype. None means what the model
-            was before it was patched, which is kept for undoing that.
+        base: the model to follow, another one of the same type, sizes, vocabulary and dtype. None means the model as
+            it was before it was patched.
         held_out: number of windows, the last ones, that only decide and measure.
         closed_windows: number of windows that the closed forms average over, at most.
         matching: the second stage; None means closed forms alone.
-        judge: what decides on the held-out windows. `loss`: the language-model loss. What raises it by more than 0.01
-            nats is put back; where heads chosen by their attention predict worse, all get the one form that predicts
-            best. `attention`: how close attention comes to the base's, whatever is predicted.
-        progress: show progress bars: of the windows that the closed forms read, of the layers that are fitted, and of
-            the second stage's steps.
-        **unknown: none; a keyword that is a field of `Matching` is refused with a message that says so.
+        judge: what decides on the held-out windows. `loss`: the language-model loss. A stage that raises it by more
+            than 0.01 nats is put back. Where heads chosen by their attention predict worse, all get the one form that
+            predicts best. `attention`: how close attention comes to the base's, whatever is predicted.
+        progress: show progress bars of windows, layers and steps.
+        **unknown: refused; for a field of `Matching` the message says so.
 
     Returns:
-        What was kept, with the divergences of each layer and head, and the held-out losses.
+        The report: what was kept, the divergences of each layer and head, and the held-out losses.
 
     Raises:
         TypeError: for a keyword that does not exist.
         NotPatchedError: if the model is not patched, or no `base` is given and the model was loaded patched.
         UnsupportedModelError: if it is wrapped, sharded, offloaded or quantised, or nobody sees the base's scores.
-        ValueError: for choices that do not exist, numbers out of range; tokens that are no integers of the vocabulary,
-            too few windows, or windows longer than the base was made for; a base that is the model itself or another
-            kind of model; none given, where the model's own weights have moved since it was patched; under an adapter,
-            what it would not hold; under `torch.inference_mode`; a second stage that has nothing to move; attention
-            that is NaN or infinite. Nothing has changed then, as after any error of the first stage.
+        ValueError: for an argument out of range, and for tokens, a base or an adapter that do not fit the model. Also
+            under `torch.inference_mode`, where the second stage has nothing to move, where no base is given and the
+            model's own weights have moved since it was patched, and for attention that is NaN or infinite. Nothing has
+            changed then, as after any error of the first stage.
         CheckpointError: if `state_file` is not the state of a calibration with the same arguments, tokens and model,
             patched in the same way. Nothing has changed then.
         OSError: if the state cannot be read or written.
@@ -101,14 +96,8 @@ def calibrate(
     exact = torch.autocast(next(inner.parameters()).device.type, enabled=False)
     with alone(inner, "calibrate the model"), evaluation(inner), torch.enable_grad(), exact:
         pair = Pair(inner, patch, base, tokens, held_out, own_weights=not adapted)
-        run = _Run(pair, matching, closed_windows, judge, progress)
-        if matching is not None:
-            run = replace(run, moved=movable(pair, matching.weights))
-            if not any(run.moved):
-                raise ValueError(
-                    f"weights={matching.weights!r} leaves nothing to move: {patch.name} has no parameters of its own"
-                )
-        return run.calibrate()
+        moved: Movable = ((), ()) if matching is None else movable(pair, matching.weights)
+        return _Run(pair, matching, closed_windows, judge, progress, moved).calibrate()
 
 
 def _unknown(name: str) -> str:
@@ -157,7 +146,7 @@ class _Run:
     windows: int
     judge: str
     progress: bool
-    moved: Movable = ((), ())
+    moved: Movable
 
     def calibrate(self) -> Calibration:
         """Run the first stage, and the second if there is one; write into the config what was kept, and report it."""

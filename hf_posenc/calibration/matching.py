@@ -163,13 +163,17 @@ def movable(pair: Pair, weights: str | None) -> Movable:
     Args:
         pair: a model and its base.
         weights: see `Matching`.
+
+    Raises:
+        ValueError: if that is nothing.
     """
     scheme = parameters_of(module for module in pair.model.modules() if isinstance(module, PositionModule))
-    if weights == "scheme":
-        return scheme, []
     own = {id(p) for p in scheme}
-    reached = [p for p in pair.query_key if id(p) not in own]
-    return scheme, [p for p in reached if weights == "query_key" or p.requires_grad]
+    reached = [] if weights == "scheme" else [p for p in pair.query_key if id(p) not in own]
+    reached = [p for p in reached if weights == "query_key" or p.requires_grad]
+    if not scheme and not reached:
+        raise ValueError(f"weights={weights!r} leaves nothing to move: {pair.patch.name} has no parameters of its own")
+    return scheme, reached
 
 
 def match(

@@ -5,10 +5,10 @@ them to float32. Here the queries of the heads that share a key are rows of one 
 scores, 1/D of the keys, are in float32. At that size a mask costs nothing, so padding, packing, sliding windows and
 static caches are those of the reference engine.
 
-There are two ways. If the scheme only adds to the scores (all but DA-Transformer), and nothing else is asked for
-(weights, soft cap, dropout), the sum is a mask to the flash kernel of the CPU. Otherwise there are two matrix products
-with a softmax between them. So there are on other devices, and in bfloat16 on CPUs that have fast products of it but
-whose kernel does not use them (`products_are_faster`).
+There are two ways. In the first, the sum of what is added to the scores is a mask to the flash kernel of the CPU. The
+scheme must only add to scores, as all but DA-Transformer do, and weights, soft cap and dropout must not be asked for.
+The second is two matrix products with a softmax between them. It is taken otherwise, on other devices, and in bfloat16
+on CPUs that have fast products of it but whose kernel does not use them (`products_are_faster`).
 
 Vectors that Shaw's scheme adds to values are weighted by the weights of near keys. Where the kernel is used, these
 follow from its log-sum-exp. Far keys share the rest.

@@ -447,7 +447,10 @@ class Flex(Engine):
         return self.why_not_form(call) or why_not(call.form, call.query)
 
     def distrust(self, call: Call) -> str | None:
-        """Return the fault that the self-test found on this device, or None if it was passed."""
+        """Return the fault that the self-test found on this device, or None if it was passed.
+
+        Each kind of call is tried once per process: `selftest.tried` keeps the results.
+        """
         return selftest.fault(kind_of(call), self.attend)
 
     def attend(self, call: Call) -> tuple[Tensor, None]:

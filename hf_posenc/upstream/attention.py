@@ -116,9 +116,7 @@ def scheme_attention(
     handed_down = kwargs.pop(POSITION_IDS, None)
     sinks = kwargs.pop("s_aux", None) if hasattr(module, "sinks") else None
     _check_arguments(module, state, attention_mask, kwargs)
-    heads = state.heads or getattr(module.config, "num_attention_heads", query.shape[1])
-    if query.shape[1] != heads:
-        raise ValueError(f"{query.shape[1]} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
+    _check_heads(module, state, query.shape[1])
     assert attention_mask is not None
     if state.exchange is None:
         positions = read(attention_mask, query.shape[2], key.shape[2])
@@ -126,11 +124,8 @@ def scheme_attention(
         key, value, positions = state.exchange(key, value, attention_mask, kwargs.get("sliding_window"))
     if (starts := kwargs.get("cu_seq_lens_q")) is not None:
         ensure(positions.divided_at(starts[1:-1]), UNKNOWN_DOCUMENTS)
-    ids = position_ids if handed_down is None else handed_down
-    if query.shape[2] == key.shape[2] or torch.compiler.is_compiling():
-        positions = positions.follow(ids)
-    else:
-        _check_once(positions, ids, attention_mask)
+    cached = query.shape[2] != key.shape[2]
+    positions = _follow(positions, position_ids if handed_down is None else handed_down, attention_mask, cached)
     if state.window is not None:
         positions = positions.within(state.window)
     attention: Any = module
@@ -181,15 +176,26 @@ def _check_arguments(
         raise ValueError(BIDIRECTIONAL)
 
 
-def _check_once(positions: Positions | DensePositions, position_ids: Tensor | None, attention_mask: Tensor) -> None:
-    """Check that position ids continue those of the cached keys.
+def _check_heads(module: nn.Module, state: OnAttention, arrived: int) -> None:
+    heads = state.heads or getattr(module.config, "num_attention_heads", arrived)
+    if arrived != heads:
+        raise ValueError(f"{arrived} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
 
-    All layers of a forward pass get the same two tensors. The mask remembers the ids that the first layer has checked,
-    so the others need not wait for the device again.
+
+def _follow(
+    positions: Positions | DensePositions, position_ids: Tensor | None, attention_mask: Tensor, cached: bool
+) -> Positions | DensePositions:
+    """Return positions with the ids that the caller chose, see `Positions.follow`.
+
+    With a cache this only checks the ids. All layers of a forward pass get the same two tensors. The mask remembers the
+    ids that the first layer has checked, so the other layers need not.
     """
+    if not cached or torch.compiler.is_compiling():
+        return positions.follow(position_ids)
     if getattr(attention_mask, CHECKED, None) is not position_ids:
         positions.follow(position_ids)
         setattr(attention_mask, CHECKED, position_ids)
+    return positions
 
 
 def _wants_weights(module: nn.Module, others: Mapping[str, object]) -> bool:

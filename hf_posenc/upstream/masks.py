@@ -200,9 +200,8 @@ def position_channel(
         raise ValueError(BIDIRECTIONAL)
     query_index = (torch.arange(q_length, device=device) + q_offset)[None]
     key_index = (torch.arange(kv_length, device=device) + kv_offset)[None]
-    counted = {"query_positions": query_index, "key_positions": key_index}
-    if attention_mask is not None:
-        counted = _count(prepare_padding_mask(attention_mask, kv_length, kv_offset), query_index, key_index)
+    seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    counted = _count(seen, query_index, key_index)
     same_tokens = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
     shape = _shape_of(mask_function, query_index, key_index, batch_size, same_tokens, kwargs.get("config"))
     if shape is None or "causal" not in shape:
@@ -219,9 +218,8 @@ def position_channel(
             use_vmap=use_vmap,
             device=device,
         )
-        positions.ensure(
-            ~(visible & (key_index[:, None, None] > query_index[:, None, :, None])).any(), positions.SHOWS_FUTURE
-        )
+        later = key_index[:, None, None] > query_index[:, None, :, None]
+        positions.ensure(~(visible & later).any(), positions.SHOWS_FUTURE)
         return positions.pack_dense(counted["query_positions"], counted["key_positions"], visible)
     segments = shape.get("segments")
     if segments is not None:  # queries and keys are the same tokens
@@ -237,14 +235,16 @@ def position_channel(
     )
 
 
-def _count(seen: Tensor, query_index: Tensor, key_index: Tensor) -> dict[str, Tensor]:
+def _count(seen: Tensor | None, query_index: Tensor, key_index: Tensor) -> dict[str, Tensor]:
     """Return the arguments of `positions.pack` that depend on padding.
 
     Args:
-        seen: (B, slots) bool, False for padding.
+        seen: (B, slots) bool, False for padding; None means that there is none.
         query_index: (1, Q) slots.
         key_index: (1, L) slots.
     """
+    if seen is None:
+        return {"query_positions": query_index, "key_positions": key_index}
     counted = seen.cumsum(-1) - 1  # padding takes no position
     slots = torch.arange(seen.shape[-1], device=seen.device)
     padding = torch.where(seen, -1, slots).cummax(-1).values  # the last slot of it up to each
