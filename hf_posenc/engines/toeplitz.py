@@ -1,10 +1,10 @@
 """Attention with an additive bias of distance, in linear memory: chunked flash attention on a strided view of a table.
 
 Let `b(d)` be the bias and take the rows `i0 <= i < i0 + n` of the queries in reverse order, `i = i0 + n - 1 - r`. The
-bias of row `r` and key `j` is then `b(i0 + n - 1 - (r + j))`: it depends on `r + j` only. Take a vector `t[m] = b(L - 1
-- m)` for `m < L`, and `-inf` above it. Read with the strides (1, 1) it *is* the bias and the causal mask of that chunk.
-The flash kernel of the CPU takes this view, which copies nothing, as its mask. Per head the table has O(L) numbers,
-whatever the number of queries. Nothing of shape (Q, L) exists.
+bias of row `r` and key `j` is then `b(i0 + n - 1 - (r + j))`: it depends on `r + j` only. Take a vector
+`t[m] = b(L - 1 - m)` for `m < L`, and `-inf` above it. Read with the strides (1, 1) it *is* the bias and the causal
+mask of that chunk. The flash kernel of the CPU takes this view, which copies nothing, as its mask. Per head the table
+has O(L) numbers, whatever the number of queries. Nothing of shape (Q, L) exists.
 
 Backward: the kernel's own, chunk by chunk, with the log-sum-exp of the forward. The gradient of a learned table is the
 sum of the score gradients along each diagonal. They are computed again, one chunk at a time, and written with a row
