@@ -34,16 +34,10 @@ class Form:
     Attributes:
         positional: whether scores depend on the distance at all.
         multiplies: whether the numbers by distance are factors of the score, not added to it.
-        by_query: whether the query is multiplied by vectors of the distance.
-        unbounded: whether every distance, however far, has a vector of its own.
-        cached: whether its table is cached between decoding steps.
     """
 
     positional: ClassVar[bool] = True
     multiplies: ClassVar[bool] = False
-    by_query: ClassVar[bool] = False
-    unbounded: ClassVar[bool] = False
-    cached: ClassVar[bool] = False
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores of a widened call before masking, (B, H, Q, L)."""
@@ -84,9 +78,9 @@ class Form:
             distances: integers (N,).
 
         Returns:
-            None if the form has no such numbers. Of a curve its values, (H, N, 1). Where `by_query`, the vectors and a
-            number beside them, (N, D + 1) or (H, N, D + 1): the product with `(scaling q, vector_scaling)` is added to
-            the score.
+            None if the form has no such numbers. For a curve its values, (H, N, 1). For vectors by distance these and a
+            number beside each, (N, D + 1) or (H, N, D + 1): their product with `(scaling q, vector_scaling)` is added
+            to the score.
         """
         curve = self.curve(int(distances.max()) + 1)
         return None if curve is None else curve.index_select(1, distances)[..., None]
@@ -196,7 +190,6 @@ class ClippedVectors(Form):
 
     keys: Tensor
     values: Tensor | None
-    by_query = True
 
     @property
     def value_table(self) -> Tensor | None:
@@ -236,9 +229,9 @@ class RelativeKeys(Form):
         table: `r` of the distances 0, 1, ..., (H, number of distances, D), float32 or float64.
         content_bias: `u`, (H, D).
         position_bias: `v`, (H, D).
-        kept: returns `table` for a decoding step without gradients, in the dtype of `like`. It may be the one cached
-            in an earlier step. (number of distances, like) -> (H, number of distances, D).
-        rows: returns `r` of some distances only, integers (N,) -> (H, N, D). With None they are taken from `table`.
+        kept: returns `table` for a decoding step without gradients, (H, number of distances, D), from the number of
+            distances and a tensor of the wanted dtype. It may have cached the table in an earlier step.
+        rows: returns `r` of some distances only, (H, N, D), from integers (N,). With None they are taken from `table`.
     """
 
     table: Table
@@ -246,9 +239,6 @@ class RelativeKeys(Form):
     position_bias: Tensor
     kept: Callable[[int, Tensor], Tensor]
     rows: Callable[[Tensor], Tensor] | None = None
-    by_query = True
-    unbounded = True
-    cached = True
 
     def at(self, distances: Tensor) -> Tensor:
         """Return `r` of some distances, integers (N,), as (H, N, D)."""

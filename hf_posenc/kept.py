@@ -1,4 +1,4 @@
-"""What a module keeps between two steps of generation."""
+"""A table that is kept between two steps of generation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ STEP = 1024
 
 
 class KeptTable:
-    """A table of distances that follows from a weight, until the weight changes.
+    """A table of distances that is computed from a weight, and kept until the weight changes.
 
-    It keeps a copy of the weight. Nothing else tells whether that is what it was: edits through `.data`, as of moving
-    averages and merged models, leave no trace. Copies and pickles start empty.
+    A copy of the weight is kept beside it, to notice a change. Nothing else would tell: edits through `.data`, such as
+    those of moving averages and merged models, leave no trace. Copies and pickles start empty.
     """
 
     def __init__(self) -> None:
@@ -25,13 +25,13 @@ class KeptTable:
         self.weight: Tensor | None = None
 
     def read(self, count: int, like: Tensor, weight: Tensor, make: Callable[[int], Tensor]) -> Tensor:
-        """Return the table, made anew if it is not of this weight, too short, or of another dtype or device.
+        """Return the table, made anew if it is of another weight, dtype or device, or too short.
 
         Args:
             count: number of distances.
             like: has the dtype and the device of the table.
-            weight: what it follows from.
-            make: number of distances -> table (H, distances, ...).
+            weight: the weight that it is computed from.
+            make: returns a table (H, distances, ...), from the number of distances.
 
         Returns:
             (H, count, ...).
@@ -49,7 +49,7 @@ class KeptTable:
         return table[:, :count]
 
     def drop(self) -> None:
-        """Free the table: another kind of call comes, so generation has ended."""
+        """Free the table. Call it where another kind of call says that generation has ended."""
         if not torch.compiler.is_compiling():
             self.table = self.weight = None
 

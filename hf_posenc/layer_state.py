@@ -1,8 +1,8 @@
-"""What a patch keeps on the modules of a model: one attribute on each attention, each layer and the decoder.
+"""The state of a patch: one object on each attention, one on each layer, and one on the decoder.
 
-Parameters and buffers are in modules of their own (`posenc`). These objects are frozen, so that a change puts another
-one in their place, which an undo can take back. They are read with getattr, because torch.compile guards that an
-attribute is missing then, and does not guard a `__dict__` that lacks it.
+Parameters and buffers are in modules of their own (`posenc`). The objects are frozen. A change puts another one in
+their place, which an undo can take back. They are read with getattr, because torch.compile then guards that an
+attribute is missing. It does not guard a `__dict__` that lacks one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ STATE = "posenc_state"
 
 @dataclass(frozen=True)
 class OnAttention:
-    """What our attention function, or the class in front of a stock attention, has to know of one layer.
+    """The state of one attention. Our attention function reads it, and so does the class in front of a stock one.
 
     Attributes:
         engine: `auto` or an engine's name.
         window: sliding window in tokens, beside what the mask says.
-        heads: number of query heads that must arrive; None: the config's.
+        heads: number of query heads that must arrive; None means the config's.
         family: model type of the family whose methods attend in place of the stock forward.
-        rotation: the module of the cosines and sines by which that turns queries and keys.
-        pairs: dimensions that it turns together, `half` or `interleaved`.
+        rotation: the module of the cosines and sines by which they rotate queries and keys.
+        pairs: dimensions that they rotate together, `half` or `interleaved`.
         exchange: fetches the keys of other processes, inside `context_parallel`.
     """
 
@@ -43,11 +43,11 @@ class OnAttention:
 
 @dataclass(frozen=True)
 class OnLayer:
-    """What the pre-hook of a decoder layer has to know.
+    """The state of a decoder layer, for its pre-hook.
 
     Attributes:
         rotation: the module whose cosines and sines the layer gets in place of the base's.
-        rotation_arguments: what that module is called with beside positions: the layer's type, where there are several.
+        rotation_arguments: further arguments of that module: the layer's type, where there are several.
         coordinates: whether positions have several coordinates there.
         family: model type, where the layer can only read its positions from the mask.
         arguments: names of the parameters of the layer's forward, in that case.
@@ -62,7 +62,7 @@ class OnLayer:
 
 @dataclass(frozen=True)
 class OnDecoder:
-    """What the pre-hooks of a decoder have to know.
+    """The state of a decoder, for its pre-hooks.
 
     Attributes:
         layers: what its layers must carry, a `hf_posenc.patching.layers.PatchedLayers`.
@@ -76,17 +76,17 @@ class OnDecoder:
 
 
 def on_attention(attention: nn.Module) -> OnAttention:
-    """Return what is kept on an attention; the defaults for a stock one."""
+    """Return the state of an attention; the defaults for a stock one."""
     return getattr(attention, STATE, None) or OnAttention()
 
 
 def on_layer(layer: nn.Module) -> OnLayer:
-    """Return what is kept on a decoder layer; the defaults for a stock one."""
+    """Return the state of a decoder layer; the defaults for a stock one."""
     return getattr(layer, STATE, None) or OnLayer()
 
 
 def on_decoder(decoder: nn.Module) -> OnDecoder:
-    """Return what is kept on a decoder; the defaults for a stock one."""
+    """Return the state of a decoder; the defaults for a stock one."""
     return getattr(decoder, STATE, None) or OnDecoder()
 
 

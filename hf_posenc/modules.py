@@ -20,7 +20,7 @@ from .sinusoids import sinusoids
 
 @dataclass(frozen=True)
 class Native:
-    """What the base model used before, for modules that start from it.
+    """The positions that the base model had, for modules that start from them.
 
     Attributes:
         table: (num_positions, E) the base's own table of positions, or None.
@@ -103,8 +103,8 @@ class PositionEmbedding(PositionModule):
     def forward(self, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Return one vector per position.
 
-        It may stand in for a base's own table, so it takes what those are called with: GPT-2 passes the positions
-        first, OPT passes a mask first and `position_ids` by name. Positions of padding (negative in OPT) count as 0;
+        It may stand in for a base's own table, so it takes the arguments of those. GPT-2 passes the positions first.
+        OPT passes a mask first, and `position_ids` by name. Positions of padding (negative in OPT) count as 0;
         the decoder refuses other negative ones.
 
         Args:
@@ -212,6 +212,11 @@ def owner_of(module: Any) -> Any:
     """
     owner = getattr(module, "owner", None)
     return owner() if isinstance(owner, Reference) else module
+
+
+def by_head(numbers: Tensor, distance: Tensor) -> Tensor:
+    """Return one number per head (H,) with as many further dimensions as distances have, to compute with them."""
+    return numbers.view(-1, *[1] * distance.ndim)
 
 
 def parameter(*shape: int) -> nn.Parameter:

@@ -146,10 +146,10 @@ class Positions:
     def follow(self, position_ids: Tensor | None) -> Positions:
         """Let position ids that the caller chose himself (gapped, randomised) replace the counted ones.
 
-        A row of ids changes nothing if the whole row equals one of three: the counted positions; the slot index, which
-        a model fills in when it was given no ids; the resumed count, which `generate` fills in behind a right-padded
-        prompt. So a full forward, chunked prefill and decoding agree. Chosen ids are known for the queries only. They
-        stand for the keys too as long as queries and keys are the same tokens (no cache yet).
+        A row of ids changes nothing if the whole row equals the counted positions. Nor does it change anything if it
+        equals the slot index, which a model fills in when it was given no ids, or the resumed count, which `generate`
+        fills in behind a right-padded prompt. So a full forward, chunked prefill and decoding agree. Chosen ids are
+        known for the queries only. They stand for the keys too as long as both are the same tokens (no cache yet).
 
         Args:
             position_ids: (B|1, Q) or None.
@@ -330,7 +330,7 @@ def pack_dense(query_positions: Tensor, key_positions: Tensor, visible: Tensor) 
 
 
 def check(mask: Tensor, before: int | Tensor) -> None:
-    """Refuse a 4-D mask that came from outside and is not what it looks like. Once per forward is enough.
+    """Refuse a user's 4-D mask that is not what it looks like; call it once per forward.
 
     Args:
         mask: our channel, or a user's own 4-D mask (B|1, 1|H, Q, L).

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import available_schemes, patch_model
+from hf_posenc.modules import PositionModule
 from hf_posenc.placement import OnHidden
 from hf_posenc.registry import scheme_class
-from hf_posenc.schemes.base import PositionModule, ScoreScheme
+from hf_posenc.schemes.base import ScoreScheme
 
 # case -> (scheme, hyper-parameters); the first row of a scheme stands for it where not every row is run
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,7 +16,7 @@ from hf_posenc.analysis import (
     frequencies,
     model_decay,
 )
-from hf_posenc.schemes.base import Dims
+from hf_posenc.dims import Dims
 
 DIMS = Dims(num_heads=4, num_key_value_heads=4, head_dim=16, hidden_size=64, num_layers=1)
 EXACT = {"rtol": 0, "atol": 1e-12}

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from hf_posenc import available_schemes, patch_model
 from hf_posenc.analysis import linear_map, precision_audit, probe, properties
-from hf_posenc.schemes.base import Dims
+from hf_posenc.dims import Dims
 
 DIMS = Dims(num_heads=4, num_key_value_heads=4, head_dim=16, hidden_size=64, num_layers=1)
 

@@ -201,7 +201,8 @@ def test_the_mean_rotation_goes_into_the_queries():
     pair = Pair(model, patch_of(model), None, windows(6), 2)
     mass = pair.averages(4)[0].mass
     with pair.as_base() as stock:
-        turn = mean_rotation_of(pair.base_model, 0, stock.model.rotary_emb, mass, None)
+        turn = mean_rotation_of(pair.base_model, 0, pair.projections[0], stock.model.rotary_emb, mass, None)
+    assert turn.projection is query
     heads = torch.tensor([True, False, True, True])
     turn.apply(heads)
     angles = torch.arange(LENGTH)[:, None] * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
@@ -213,6 +214,21 @@ def test_the_mean_rotation_goes_into_the_queries():
             z = z * torch.complex(share[head] @ angles.cos(), share[head] @ angles.sin())[:, None]
         expected = torch.cat([z.real, z.imag])
         assert (query.weight.view(4, 8, -1)[head] - expected).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("model_type", "given", "found"),
+    [
+        ("olmo", {}, True),
+        ("olmo", {"clip_qkv": 0.1}, False),
+        ("qwen3", {}, False),  # a norm behind the projection
+        ("phi3", {}, False),  # one projection for queries, keys and values
+    ],
+)
+def test_a_projection_is_known_by_what_it_makes(model_type, given, found):
+    pair = pair_of(patch_model(decoder(model_type, **given), "nope"))
+    attentions = [layer.self_attn for layer in pair.model.model.layers]
+    assert list(pair.projections.values()) == [each.q_proj if found else None for each in attentions]
 
 
 def test_no_rows_beyond_a_part(monkeypatch):

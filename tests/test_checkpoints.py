@@ -35,7 +35,7 @@ from hf_posenc import CheckpointError, UnknownSchemeError, export_stock, from_pr
 from hf_posenc.checkpoints.digests import DIGESTS, check_saved_config
 from hf_posenc.checkpoints.files import PENDING, STAGING, complete
 from hf_posenc.checkpoints.locks import LOCK
-from hf_posenc.schemes.base import PositionModule
+from hf_posenc.modules import PositionModule
 
 SAVED = ("gpt2", "llama", "opt", "gemma2", "gpt_neox")
 ROOT = Path(__file__).parents[1]

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import NotPatchedError, engines, patch_model, which_engine
 from hf_posenc.call import Call
+from hf_posenc.dims import Dims
 from hf_posenc.engines import banded, chunked, clipped, decode, dispatch, reference, rescaled, sdpa, skewed, toeplitz
 from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.engines.spans import SpanEngine
@@ -38,7 +39,6 @@ from hf_posenc.layer_state import STATE, OnAttention, use_engine
 from hf_posenc.modules import WithoutPositions
 from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class
-from hf_posenc.schemes.base import Dims
 
 FLOORS = {engine: engine.floors for engine in dispatch.ENGINES}
 HEAD_DIM = 16

@@ -23,10 +23,12 @@ from torch import nn
 
 from hf_posenc import patch_model
 from hf_posenc.call import Call
+from hf_posenc.dims import Dims
 from hf_posenc.engines import reference
+from hf_posenc.modules import Native, Reference
 from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class
-from hf_posenc.schemes.base import Dims, Native, Reference, ScoreScheme
+from hf_posenc.schemes.base import ScoreScheme
 from hf_posenc.schemes.rope import apply_rotary
 
 # Largest error, relative to the largest value expected (to 1 if that is smaller).

@@ -29,7 +29,7 @@ from hf_posenc import (
     lora_config,
     unpatch_model,
 )
-from hf_posenc.schemes.base import PositionModule
+from hf_posenc.modules import PositionModule
 
 IDS = tokens(2, 20)
 SAVED = ("gpt2", "llama", "opt", "gemma2", "gpt_neox")

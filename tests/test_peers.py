@@ -16,10 +16,10 @@ from transformers.models.xlnet.modeling_xlnet import XLNetModel
 
 from hf_posenc import patch_model, patched
 from hf_posenc.call import Call
+from hf_posenc.dims import Dims
 from hf_posenc.engines import reference
 from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
-from hf_posenc.schemes.base import Dims
 
 TOLERANCE = 1e-4  # two float32 implementations, different kernels, values of order 1 after two layers
 DIFFERENT = 100 * TOLERANCE

@@ -32,7 +32,7 @@ from transformers import DynamicCache, StaticCache
 
 from hf_posenc import patch_model, unpatch_model, verify
 from hf_posenc.live.state import patch_of
-from hf_posenc.schemes.base import PositionEmbedding, PositionModule, ScoreModule
+from hf_posenc.modules import PositionEmbedding, PositionModule, ScoreModule
 from hf_posenc.upstream.rotary import IdentityRotary
 
 LENGTH = 20

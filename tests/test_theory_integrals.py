@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from hf_posenc import patch_model
 from hf_posenc.analysis import decay
-from hf_posenc.schemes.base import Dims
+from hf_posenc.dims import Dims
 from hf_posenc.theory import (
     expansion,
     power_asymptote,

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from hf_posenc import patch_model
 from hf_posenc.analysis import probe
-from hf_posenc.schemes.base import Dims
+from hf_posenc.dims import Dims
 from hf_posenc.theory import distance_share, embedding_statistics, neighbour_distances, vector_statistics
 
 DIMS = Dims(num_heads=4, num_key_value_heads=4, head_dim=16, hidden_size=64, num_layers=1)

@@ -100,8 +100,8 @@ def test_a_form_s_terms_are_its_scores():
     from dataclasses import replace
 
     from hf_posenc.call import Call
+    from hf_posenc.dims import Dims
     from hf_posenc.positions import Positions
-    from hf_posenc.schemes.base import Dims
     from hf_posenc.schemes.transformer_xl import TransformerXL
 
     torch.manual_seed(0)

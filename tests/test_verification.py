@@ -20,9 +20,10 @@ from hf_posenc import (
     verify,
 )
 from hf_posenc.families.base import resolve
+from hf_posenc.modules import PositionModule, ScoreModule
 from hf_posenc.placement import OnRotary
 from hf_posenc.registry import family_for, scheme_class
-from hf_posenc.schemes.base import PositionModule, ScoreModule, ScoreScheme
+from hf_posenc.schemes.base import ScoreScheme
 from hf_posenc.schemes.rope import Rope
 
 FAMILIES = ("gpt2", "llama", "gemma2", "opt")

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..dims import Dims
 from ..live.eval_mode import evaluation
-from ..modules import owner_of
-from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule
+from ..modules import PositionEmbedding, ScoreModule, owner_of
+from ..schemes.base import Scheme
 from ..upstream import NAME
 from . import probe
 from .result import Result

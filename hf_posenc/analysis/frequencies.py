@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..schemes.base import Dims, Scheme
+from ..dims import Dims
+from ..schemes.base import Scheme
 from ..schemes.sinusoidal import Waves
 from . import probe
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 
-from ..schemes.base import Dims, Scheme, ScoreModule
+from ..dims import Dims
+from ..modules import ScoreModule
+from ..schemes.base import Scheme
 from . import probe
 from .result import Result
 

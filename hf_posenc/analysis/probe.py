@@ -15,6 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from ..api import parse_schemes
 from ..call import Call
+from ..dims import Dims
 from ..engines import dispatch
 from ..families.base import Resolved
 from ..layer_state import on_attention
@@ -23,7 +24,7 @@ from ..live.state import patch_of
 from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, owner_of
 from ..patching.place import NoEmbedding, seeded
 from ..positions import DensePositions
-from ..schemes.base import Dims, RotaryScheme, Scheme
+from ..schemes.base import RotaryScheme, Scheme
 from ..upstream import NAME
 from ..upstream.rotary import IdentityRotary, PartialRotary, by_pair, make_rotary, scaling_types
 

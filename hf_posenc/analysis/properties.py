@@ -19,11 +19,12 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..api import parse_schemes
+from ..dims import Dims
 from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.state import patch_of
-from ..modules import WithoutPositions, owner_of
-from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule, by_layer_type
+from ..modules import PositionEmbedding, ScoreModule, WithoutPositions, owner_of
+from ..schemes.base import Scheme, by_layer_type
 from ..schemes.sinusoidal import Waves
 from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary
 from . import probe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..live.base_model import BaseModel
+from ..modules import ScoreModule
 from .closed_forms import Averages, MeanRotation, Target, coefficients, fit, mean_rotation_of, takes_queries, target_of
 from .pair import Pair, Values, copied, parameters_of, put
+from .state import FirstStage
 
 CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
 """The closed forms: the scheme as it was; its curve, or vectors, fitted to what the base's positions add; queries
@@ -22,30 +24,7 @@ NOISE = 0.01
 """Nats of held-out loss: on a few windows a smaller difference says nothing."""
 
 
-@dataclass(frozen=True)
-class ClosedForms:
-    """The result of the closed forms.
-
-    Attributes:
-        averages: sums by distance of each layer, with the model as it was.
-        before: divergence of each layer's heads, (H,), before anything was put in.
-        after: divergence of each layer's heads with the chosen forms.
-        chosen: name of the form of each head, by layer.
-        loss: held-out loss with the chosen forms, in nats.
-        put_back: held-out loss of the forms chosen by attention (`heads`), if they predict worse.
-        apart: see `Calibration`.
-    """
-
-    averages: dict[int, Averages]
-    before: dict[int, Tensor]
-    after: dict[int, Tensor]
-    chosen: dict[int, tuple[str, ...]]
-    loss: float
-    put_back: dict[str, float] = field(default_factory=dict)
-    apart: tuple[float, float] | None = None
-
-
-def try_closed_forms(pair: Pair, windows: int, judge: str) -> ClosedForms:
+def try_closed_forms(pair: Pair, windows: int, judge: str) -> FirstStage:
     """Try the closed forms, and keep for each head the one whose attention is closest to the base's.
 
     Where these forms predict worse than one form for all heads, and the judge is `loss`, that one form is kept.
@@ -54,10 +33,13 @@ def try_closed_forms(pair: Pair, windows: int, judge: str) -> ClosedForms:
         pair: a model and its base.
         windows: number of windows that the forms average over, at most.
         judge: as in `calibrate`.
+
+    Returns:
+        The results, with no other held-out loss than that of what was kept.
     """
     averages = pair.averages(windows)
     rotations = _mean_rotations(pair, averages)
-    modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
+    modules = pair.modules()
     if pair.bar.total and not (rotations and modules):  # with both, there are averages of the turned queries too
         pair.bar.total -= len(pair.train[:windows])
     if pair.bar.total and _shared(modules):
@@ -65,7 +47,6 @@ def try_closed_forms(pair: Pair, windows: int, judge: str) -> ClosedForms:
     as_it_was = {index: _coefficients(pair, index, averages[index]) for index in modules}
     candidates, targets = _candidates(pair, modules, rotations, averages, windows)
     found = pair.divergences(candidates)
-    before = found["as it was"]
     names = [name for name in CANDIDATES if name in found]
     best = {index: torch.stack([found[name][index] for name in names]).argmin(0) for index in pair.layers}
     chosen = {index: tuple(names[number] for number in best[index].tolist()) for index in pair.layers}
@@ -78,24 +59,36 @@ def try_closed_forms(pair: Pair, windows: int, judge: str) -> ClosedForms:
             picked[index] = _picked(chosen[index], by_name, as_it_was[index])
         _fit_all(pair, modules, picked)
     after, loss = pair.divergence(), pair.loss()
-    apart = _apart(pair, modules, targets, candidates, found, _mean(after))
+    result = FirstStage(
+        found["as it was"],
+        after,
+        {index: each.mean_difference.float().cpu() for index, each in averages.items()},
+        chosen,
+        {"closed_form": loss},
+        apart=_apart(pair, modules, targets, candidates, found, _mean(after)),
+    )
     if judge == "attention":
-        if _mean(after) <= _mean(before):
-            return ClosedForms(averages, before, after, chosen, loss, apart=apart)
+        if _mean(after) <= _mean(result.before):
+            return result
         uniform = "as it was"  # heads that share parameters cannot each have what is best for them
     else:
         losses = {name: pair.loss(values) for name, values in candidates.items()}
         uniform = min(losses, key=losses.__getitem__)
         if loss <= losses[uniform] + NOISE:
-            return ClosedForms(averages, before, after, chosen, loss, apart=apart)
+            return result
     put(candidates[uniform])
-    every = {index: (uniform,) * len(names) for index, names in chosen.items()}
-    return ClosedForms(averages, before, found[uniform], every, pair.loss(), {"heads": loss}, apart)
+    return replace(
+        result,
+        closed=found[uniform],
+        chosen={index: (uniform,) * len(names) for index, names in chosen.items()},
+        losses={"closed_form": pair.loss()},
+        put_back={"heads": loss},
+    )
 
 
 def _candidates(
     pair: Pair,
-    modules: dict[int, Any],
+    modules: dict[int, ScoreModule],
     rotations: dict[int, MeanRotation],
     averages: dict[int, Averages],
     windows: int,
@@ -134,7 +127,7 @@ def _candidates(
     return candidates, targets
 
 
-def _shared(modules: dict[int, Any]) -> bool:
+def _shared(modules: dict[int, ScoreModule]) -> bool:
     """Return whether one module serves several layers."""
     return len({id(module) for module in modules.values()}) < len(modules)
 
@@ -146,7 +139,7 @@ def _mean(divergences: Mapping[int, Tensor]) -> float:
 
 def _apart(
     pair: Pair,
-    modules: dict[int, Any],
+    modules: dict[int, ScoreModule],
     targets: dict[str, dict[int, Target]],
     candidates: dict[str, Values],
     found: dict[str, dict[int, Tensor]],
@@ -182,7 +175,7 @@ def _apart(
     return closed, _mean(best)
 
 
-def _targets(pair: Pair, modules: dict[int, Any], averages: dict[int, Averages]) -> dict[int, Target]:
+def _targets(pair: Pair, modules: dict[int, ScoreModule], averages: dict[int, Averages]) -> dict[int, Target]:
     """Return the coefficients that would serve each layer best."""
     return {index: target_of(module, pair.like(index), averages[index]) for index, module in modules.items()}
 
@@ -191,7 +184,9 @@ def _coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
     """Return the coefficients of a layer's form."""
     heads, count = averages.difference.shape
     like = pair.like(index)
-    found = coefficients(pair.module(index), like, torch.arange(count, device=like.device), heads)
+    module = pair.module(index)
+    assert module is not None
+    found = coefficients(module, like, torch.arange(count, device=like.device), heads)
     assert found is not None
     return found.detach().double()
 
@@ -204,8 +199,7 @@ def hold_tails(pair: Pair, windows: int) -> None:
         pair: a model after the second stage, and its base.
         windows: number of windows for the mean square of the queries, at most.
     """
-    modules = {index: module for index in pair.layers if (module := pair.module(index)) is not None}
-    modules = {index: each for index, each in modules.items() if takes_queries(each.form(pair.like(index)))}
+    modules = {index: each for index, each in pair.modules().items() if takes_queries(each.form(pair.like(index)))}
     if not modules:
         return
     averages = pair.averages(windows)
@@ -216,13 +210,13 @@ def hold_tails(pair: Pair, windows: int) -> None:
         _fit_all(pair, modules, targets)
 
 
-def _fit_all(pair: Pair, modules: dict[int, Any], targets: dict[int, Target]) -> None:
+def _fit_all(pair: Pair, modules: dict[int, ScoreModule], targets: dict[int, Target]) -> None:
     """Fit every module to the targets of the layers that it serves.
 
     A search for vectors goes on where the last one ended: it has one minimum, and many numbers. A search for a curve
     can have several minima, and begins where the module began.
     """
-    owners: dict[int, tuple[Any, Tensor, list[Target]]] = {}
+    owners: dict[int, tuple[ScoreModule, Tensor, list[Target]]] = {}
     for index, module in modules.items():
         owners.setdefault(id(module), (module, pair.like(index), []))[2].append(targets[index])
     with tqdm(total=len(owners), desc="fitting", unit="layer", disable=pair.bar.disable, leave=False) as bar:
@@ -247,9 +241,12 @@ def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tenso
 
 
 def _mean_rotations(pair: Pair, averages: dict[int, Averages]) -> dict[int, MeanRotation]:
-    """Return the mean rotation of each layer's heads, where the base rotates and its queries can take it."""
+    """Return the mean rotation of each layer's heads, where the base rotates and one projection makes the queries.
+
+    Latent attention (MLA) is left out, because there only a part of each head is rotated.
+    """
     rotations: dict[int, MeanRotation] = {}
-    if not pair.own_weights:
+    if not pair.own_weights or pair.base_model.family.rotation.attention_part is not None:
         return rotations
     with pair.as_base() as model:
         base = BaseModel.of(model)
@@ -260,10 +257,11 @@ def _mean_rotations(pair: Pair, averages: dict[int, Averages]) -> dict[int, Mean
             i for scheme in pair.patch.schemes if scheme.acts_on.rotations(scheme) for i in patched.layers_of(scheme)
         }
         for index in pair.layers:
-            if rotary is None or not base.found.rotated[index] or index in rotated:
+            projection = pair.projections[index]
+            if rotary is None or projection is None or not base.found.rotated[index] or index in rotated:
                 continue
             kind = types[index] if types else None
-            rotation = mean_rotation_of(patched, index, rotary, averages[index].mass, kind)
+            rotation = mean_rotation_of(patched, index, projection, rotary, averages[index].mass, kind)
             if rotation is not None:
                 rotations[index] = rotation
     return rotations

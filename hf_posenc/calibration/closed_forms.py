@@ -5,17 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..call import Call
-from ..forms import Form
+from ..forms import ClippedVectors, Form, RelativeKeys, is_one_of
 from ..live.base_model import BaseModel
+from ..modules import ScoreModule
 from ..upstream.rotary import by_pair
 from .observe import parts, rows_of
+
+VECTORS = (ClippedVectors, RelativeKeys)
+"""Forms with a vector for each distance, by which the query is multiplied."""
+
+WAVES = (RelativeKeys,)
+"""Forms whose vectors are made of waves, so that every distance, however far, has one of its own."""
 
 TAIL = 4
 """A curve is fitted to this many times the distances that were seen. Beyond these its target goes on as it ended."""
@@ -146,23 +152,23 @@ class Target:
 
 def takes_queries(form: Form | None) -> bool:
     """Return whether what a form adds to a score is linear in the query; False without a form."""
-    return form is not None and form.by_query
+    return is_one_of(form, VECTORS)
 
 
-def coefficients(module: Any, like: Tensor, distances: Tensor, heads: int) -> Tensor | None:
+def coefficients(module: ScoreModule, like: Tensor, distances: Tensor, heads: int) -> Tensor | None:
     """Return `Form.coefficients` of the form of a module, as (H, N, K); None if there are none."""
-    form: Form | None = module.form(like)
+    form = module.form(like)
     found = None if form is None else form.coefficients(distances)
     return None if found is None else found.expand(heads, -1, -1)
 
 
-def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
+def target_of(module: ScoreModule, like: Tensor, averages: Averages) -> Target:
     """Return the coefficients that would serve the averages best.
 
     A bias: the mean of what the base's positions add. A factor: least squares of the base's score by it times `q . k`.
     A vector: least squares of what the base's positions add by its product with the query.
     """
-    form, weights = module.form(like), averages.pairs.expand_as(averages.difference)
+    form, weights = _form_of(module, like), averages.pairs.expand_as(averages.difference)
     one = torch.ones(len(weights), 1, 1, dtype=torch.float64, device=weights.device)
     if form.multiplies:
         return Target((averages.product / averages.square.clamp(min=1e-12))[..., None], averages.square, one)
@@ -173,11 +179,17 @@ def target_of(module: Any, like: Tensor, averages: Averages) -> Target:
     # Directions in which there are hardly any queries would get huge vectors from a few of them.
     ridge = RIDGE * metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     metric = metric + ridge * torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
-    unit = averages.moment[:, -1, -1].div(averages.pairs.sum()).sqrt() if form.unbounded else None
+    unit = averages.moment[:, -1, -1].div(averages.pairs.sum()).sqrt() if is_one_of(form, WAVES) else None
     return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric, unit)
 
 
-def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
+def _form_of(module: ScoreModule, like: Tensor) -> Form:
+    form = module.form(like)
+    assert form is not None
+    return form
+
+
+def fit(module: ScoreModule, like: Tensor, targets: list[Target]) -> None:
     """Fit a module's parameters to coefficients, by least squares of float64.
 
     A constant of each head is left open, because the softmax does not see it. A tail beyond the seen distances weighs a
@@ -189,7 +201,7 @@ def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
         like: empty tensor with the device and dtype of the queries.
         targets: one for each layer that the module serves.
     """
-    owner: Any = copy.deepcopy(module).double()
+    owner = copy.deepcopy(module).double()
     if not any(each.requires_grad for each in owner.parameters()):
         return
     wide = like.double()
@@ -201,7 +213,7 @@ def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
     with torch.no_grad():
         for mine, theirs in zip(module.parameters(), owner.parameters(), strict=True):
             mine.copy_(theirs)
-        distances, _ = _reach(owner.form(wide), seen, wide.device)
+        distances, _ = _reach(_form_of(owner, wide), seen, wide.device)
         found = coefficients(module, like, distances, heads)
         assert found is not None
         if not torch.isfinite(found).all():  # the search ran off to infinity
@@ -209,7 +221,7 @@ def fit(module: nn.Module, like: Tensor, targets: list[Target]) -> None:
                 mine.copy_(before)
 
 
-def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | None) -> None:
+def _search(owner: ScoreModule, like: Tensor, targets: list[Target], *, tail: float | None) -> None:
     """Search for the parameters of a module in float64, from what they are.
 
     Args:
@@ -218,7 +230,7 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
         targets: see `fit`.
         tail: weight of unseen distances; None leaves them out.
     """
-    form = owner.form(like)
+    form = _form_of(owner, like)
     heads, seen, _ = targets[0].values.shape
     distances, counts = _reach(form, seen, like.device)
     if tail is None:
@@ -246,7 +258,7 @@ def _search(owner: Any, like: Tensor, targets: list[Target], *, tail: float | No
         if not form.multiplies:
             off = off - (weights[..., None] * off).sum(-2, keepdim=True)
         value = (weights * ((off @ metric) * off).sum(-1)).sum()
-        if (vectors := owner.form(like).value_table) is not None:
+        if (vectors := _form_of(owner, like).value_table) is not None:
             value = value + vectors.square().sum()  # a base's scores say nothing of vectors beside values
         value.backward()
         return value
@@ -259,7 +271,7 @@ def _reach(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]
 
     For vectors made of waves a few unseen distances are enough: waves that differ between neighbours were seen.
     """
-    if form.unbounded:
+    if is_one_of(form, WAVES):
         ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
         beyond = torch.unique(ends.round().long())
         distances = torch.cat([torch.arange(seen, device=device), beyond[:-1]])
@@ -315,28 +327,21 @@ class MeanRotation:
 
 
 def mean_rotation_of(
-    base: BaseModel, layer: int, rotary: nn.Module, mass: Tensor, kind: str | None
+    base: BaseModel, layer: int, projection: nn.Linear, rotary: nn.Module, mass: Tensor, kind: str | None
 ) -> MeanRotation | None:
-    """Return the mean rotation of a layer's heads, or None where the queries cannot take it.
+    """Return the mean rotation of a layer's heads, or None where it is none.
 
     It is `sum_d m(d) e^(i w d)` for each pair with angle `w` per token, where `m(d)` is the share of the base's
-    attention at distance `d`. On average the rotation multiplies the product of a pair by this number. It goes into
-    the projection where that alone makes the queries: not through a norm, a fused or a latent projection.
+    attention at distance `d`. On average the rotation multiplies the product of a pair by this number.
 
     Args:
         base: the patched model.
         layer: index of the layer.
+        projection: the module whose outputs are the layer's queries, see `Pair.projections`.
         rotary: the base's rotary module.
         mass: (H, T) attention weights of the base by distance.
         kind: layer type, for a rotary module that takes it.
     """
-    attention: Any = base.found.attention_of[layer]
-    dims, projection = base.sizes[layer], getattr(base.found.attention_of[layer], "q_proj", None)
-    normed = any("norm" in name and name.startswith(("q_", "qk_", "query_")) for name, _ in attention.named_children())
-    if not isinstance(projection, nn.Linear) or normed or base.family.rotation.attention_part is not None:
-        return None
-    if projection.out_features != dims.num_heads * dims.head_dim:
-        return None
     distances = torch.arange(mass.shape[1], device=mass.device)
     turned = rotary(
         projection.weight.new_empty(0, dtype=torch.float32), distances[None], *(() if kind is None else (kind,))
@@ -346,4 +351,4 @@ def mean_rotation_of(
     factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])  # queries and keys both have it
     if torch.allclose(factors, torch.ones_like(factors)):  # a base that is patched, and rotates nothing
         return None
-    return MeanRotation(projection, factors, dims.head_dim, base.rotation.pairs == "interleaved")
+    return MeanRotation(projection, factors, base.sizes[layer].head_dim, base.rotation.pairs == "interleaved")

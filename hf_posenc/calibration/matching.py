@@ -37,7 +37,7 @@ def output_error(base: Call, ours: Call) -> Tensor:
 LOSSES = {"attention": mean_kl, "outputs": output_error}
 """What the second stage can lower: a function of the calls of the base's attention and of the scheme's."""
 
-Movable = tuple[list[nn.Parameter], list[nn.Parameter]]
+Movable = tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]
 """What the second stage moves: the scheme's parameters, and weights that make queries and keys."""
 
 
@@ -163,13 +163,17 @@ def movable(pair: Pair, weights: str | None) -> Movable:
     Args:
         pair: a model and its base.
         weights: see `Matching`.
+
+    Raises:
+        ValueError: if that is nothing.
     """
     scheme = parameters_of(module for module in pair.model.modules() if isinstance(module, PositionModule))
-    if weights == "scheme":
-        return scheme, []
     own = {id(p) for p in scheme}
-    reached = [p for p in pair.query_key if id(p) not in own]
-    return scheme, [p for p in reached if weights == "query_key" or p.requires_grad]
+    reached = [] if weights == "scheme" else [p for p in pair.query_key if id(p) not in own]
+    reached = [p for p in reached if weights == "query_key" or p.requires_grad]
+    if not scheme and not reached:
+        raise ValueError(f"weights={weights!r} leaves nothing to move: {pair.patch.name} has no parameters of its own")
+    return scheme, reached
 
 
 def match(
@@ -177,7 +181,7 @@ def match(
     moved: Movable,
     matching: Matching,
     loss: str,
-    state: StateFile | None,
+    state: StateFile,
     on_step: Callable[[int, float], None],
 ) -> None:
     """Match each layer to the base's by gradient steps.
@@ -187,7 +191,7 @@ def match(
         moved: from `movable`.
         matching: how.
         loss: what is lowered, a name in `LOSSES`.
-        state: the state to go on from and to write; None means neither.
+        state: the state to go on from and to write.
         on_step: called after each step, see `Matching`.
     """
     parameters = [p for part in moved for p in part]
@@ -197,13 +201,10 @@ def match(
     peaks = [group["lr"] for group in optimizer.param_groups]
     generator = torch.Generator().manual_seed(matching.seed)
     processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    writes = state if rank == 0 else None
-    done = 0
-    if state is not None:
-        done = state.step
-        state.restore(optimizer, generator)
-    if writes is not None and done == 0:
-        writes.save(0, optimizer, generator)
+    done = state.step
+    state.restore(optimizer, generator)
+    if rank == 0 and done == 0:
+        state.save(0, optimizer, generator)
     with _taking_gradients(parameters), attending(pair.model, pair.base_model):
         for step in range(done + 1, matching.steps + 1):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
@@ -222,8 +223,8 @@ def match(
                 due = True
                 raise
             finally:
-                if writes is not None and due:
-                    writes.save(step, optimizer, generator)
+                if rank == 0 and due:
+                    state.save(step, optimizer, generator)
 
 
 @contextmanager

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.state import Patch
 from ..live.watch import LayerCall, entering
-from ..modules import owner_of
+from ..modules import ScoreModule, owner_of
 from ..patching.place import NoEmbedding
 from .closed_forms import Averages, coefficients, takes_queries
 from .observe import Rows, Seen, attending, attention_call, observe, parts, rows_of, summed
@@ -77,6 +76,8 @@ class Pair:
         held: (held, T) windows that only measure.
         layers: indices of the layers that have attention and a scheme.
         query_key: parameters of these layers' attention that reach its scores, each once.
+        projections: for each layer the module whose outputs are its queries as they are, before any position; None
+            where something else makes them, such as a norm, a fused projection or a clip.
         began: by `id`, each parameter that the first stage can change, and its value before.
         bar: progress bar of the windows that are read.
     """
@@ -120,7 +121,7 @@ class Pair:
             raise ValueError(f"windows of {tokens.shape[1]} tokens are longer than the {longest} the base was made for")
         self.own_weights = own_weights
         self.tokens = self._tokens() if own_weights else None
-        self.query_key = self._reaching_scores()
+        self.query_key, self.projections = self._making_scores()
         self.originals = copied([*self.query_key, *([] if self.tokens is None else [self.tokens])])
         owners = [owner for index in self.layers if (owner := self._owner(index)) is not None]
         self.began = {id(p): (p, value) for p, value in (*self.originals, *copied(parameters_of(owners)))}
@@ -155,14 +156,15 @@ class Pair:
         ours = self.arguments(tokens)
         shift: Tensor | float = 0.0
         if self.base_model.found.position_table is not None:
-            shift = self._entering(tokens) - self._entering_base(tokens)
-        first: Any = self.base_model.found.layers[0]
+            shift = _entering(self.base_model, tokens) - self._entering_base(tokens)
+        first = self.base_model.found.layers[0]
         at_first = on_decoder(self.base_model.found.decoder).layers.at_first
         inputs = {}
         for index in self.layers:
             hidden = theirs[index].layer.hidden_states + shift
             if at_first and index:  # computed anew for each layer, because gradients are taken layer by layer
-                hidden = hidden + first.posenc(torch.arange(tokens.shape[1], device=tokens.device)[None]).to(hidden)
+                positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+                hidden = hidden + first.get_submodule("posenc")(positions).to(hidden)
             inputs[index] = (hidden, ours[index])
         return theirs, inputs
 
@@ -183,12 +185,12 @@ class Pair:
         if self.tokens is None:
             return
         window = self.train[:1]
-        before = self._entering(window)
+        before = _entering(self.base_model, window)
         mean = (self._entering_base(window) - before).mean((0, 1))
         kept = self.tokens.detach().clone()
         if mean.shape == kept.shape[1:]:
             self.tokens.copy_(kept + mean.to(kept))
-            change = (self._entering(window) - before).double().mean((0, 1))
+            change = (_entering(self.base_model, window) - before).double().mean((0, 1))
             factor = (change @ mean.double() / mean.double().square().sum().clamp(min=1e-12)).item()
             if factor > 0 and torch.allclose(change, factor * mean.double(), atol=1e-3 * change.abs().max().item()):
                 self.tokens.copy_(kept + mean.to(kept) / factor)
@@ -204,12 +206,7 @@ class Pair:
 
     def _entering_base(self, tokens: Tensor) -> Tensor:
         with self.as_base() as base:
-            found = BaseModel.of(base).found
-            return entering(found.decoder, found.layers[0], tokens)
-
-    def _entering(self, tokens: Tensor) -> Tensor:
-        found = self.base_model.found
-        return entering(found.decoder, found.layers[0], tokens)
+            return _entering(BaseModel.of(base), tokens)
 
     def call(self, index: int, hidden: Tensor, arguments: LayerCall) -> Call:
         """Return the call of a patched layer's attention on some hidden states."""
@@ -319,7 +316,11 @@ class Pair:
         """Return an empty tensor with the dtype and device of a layer's queries."""
         return next(self.base_model.found.attention_of[index].parameters()).new_empty(0)
 
-    def module(self, index: int) -> Any:
+    def modules(self) -> dict[int, ScoreModule]:
+        """Return the modules that have trainable numbers or vectors by distance, by layer."""
+        return {index: module for index in self.layers if (module := self.module(index)) is not None}
+
+    def module(self, index: int) -> ScoreModule | None:
         """Return a layer's module if it has trainable numbers or vectors by distance, or None."""
         owner = self._owner(index)
         if owner is None or not any(True for _ in owner.parameters()):
@@ -337,31 +338,46 @@ class Pair:
             return None, False
         return found.detach().float().cpu(), form.multiplies
 
-    def _owner(self, index: int) -> Any:
+    def _owner(self, index: int) -> ScoreModule | None:
         """Return the module that computes a layer's scores, or None."""
-        attention: Any = self.base_model.found.attention_of[index]
-        return owner_of(attention._modules.get("posenc"))
+        return owner_of(self.base_model.found.attention_of[index]._modules.get("posenc"))
 
-    def _reaching_scores(self) -> list[nn.Parameter]:
-        """Return the parameters of the layers' attentions that reach their scores, each once."""
+    def _making_scores(self) -> tuple[list[nn.Parameter], dict[int, nn.Linear | None]]:
+        """Return the parameters that reach the layers' scores, each once, and the projections of their queries."""
         _, inputs = self.seen(self.train[:1])
-        with attending(self.model, self.base_model):
-            return list({id(p): p for index in self.layers for p in self._of_layer(index, *inputs[index])}.values())
+        with attending(self.model, self.base_model), torch.enable_grad():
+            found = {index: self._watch_attention(index, *inputs[index]) for index in self.layers}
+        reached = {id(p): p for parameters, _ in found.values() for p in parameters}
+        return list(reached.values()), {index: projection for index, (_, projection) in found.items()}
 
-    def _of_layer(self, index: int, hidden: Tensor, seen: LayerCall) -> list[nn.Parameter]:
-        with torch.enable_grad():
-            attention = self.base_model.found.attention_of[index]
-            candidates = [p for p in attention.parameters() if p.is_floating_point()]
-            kept = [p.requires_grad for p in candidates]
-            try:
-                for p in candidates:
-                    p.requires_grad_(True)
-                call = self.call(index, hidden, seen)
-                reached = torch.autograd.grad(call.query.sum() + call.key.sum(), candidates, allow_unused=True)
-            finally:
-                for p, needed in zip(candidates, kept, strict=True):
-                    p.requires_grad_(needed)
-        return [p for p, gradient in zip(candidates, reached, strict=True) if gradient is not None]
+    def _watch_attention(
+        self, index: int, hidden: Tensor, seen: LayerCall
+    ) -> tuple[list[nn.Parameter], nn.Linear | None]:
+        attention = self.base_model.found.attention_of[index]
+        candidates = [p for p in attention.parameters() if p.is_floating_point()]
+        kept = [p.requires_grad for p in candidates]
+        outputs: list[tuple[nn.Linear, Tensor]] = []
+        with ExitStack() as stack:
+            for module in attention.modules():
+                if isinstance(module, nn.Linear):
+                    # A copy, because some families clip it in place.
+                    record = module.register_forward_hook(
+                        lambda own, _, out: outputs.append((own, out.detach().clone()))
+                    )
+                    stack.callback(record.remove)
+            for p, needed in zip(candidates, kept, strict=True):
+                stack.callback(p.requires_grad_, needed)
+                p.requires_grad_(True)
+            call = self.call(index, hidden, seen)
+            reached = torch.autograd.grad(call.query.sum() + call.key.sum(), candidates, allow_unused=True)
+        query = call.query.transpose(1, 2).flatten(2)
+        makers = {module for module, output in outputs if output.equal(query)}
+        parameters = [p for p, gradient in zip(candidates, reached, strict=True) if gradient is not None]
+        return parameters, makers.pop() if len(makers) == 1 else None
+
+
+def _entering(base: BaseModel, tokens: Tensor) -> Tensor:
+    return entering(base.found.decoder, base.found.layers[0], tokens)
 
 
 def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:

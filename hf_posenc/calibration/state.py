@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,39 +22,42 @@ from ..errors import CheckpointError
 ENTRY = "hf_posenc_calibration"
 """Key in the file's metadata: JSON with the calibration's identity, the steps made, and the first stage's numbers."""
 
+BY_LAYER = ("before", "closed", "base_curve")
+"""The tensors of each layer that the first stage has found."""
+
 ADAM = ("step", "exp_avg", "exp_avg_sq")
 """Adam's state of a parameter."""
 
 
 @dataclass(frozen=True)
 class FirstStage:
-    """The results of the first stage.
+    """The results of the first stage. Those by layer are explained in `LayerFit`.
 
     Attributes:
-        before: by layer, see `LayerFit`.
-        closed: by layer, see `LayerFit`.
-        chosen: by layer, see `LayerFit`.
-        base_curve: by layer, see `LayerFit`.
-        parameters: values of what the second stage moves, before its steps.
+        before: by layer.
+        closed: by layer.
+        base_curve: by layer.
+        chosen: by layer.
         losses: held-out losses of the base, the swap and the closed forms, by their names in `HeldOutLoss`.
         put_back: held-out losses of closed forms that were taken back, see `Calibration`.
         apart: see `Calibration`.
+        parameters: values of what the second stage moves, before its steps.
     """
 
     before: dict[int, Tensor]
     closed: dict[int, Tensor]
-    chosen: dict[int, tuple[str, ...]]
     base_curve: dict[int, Tensor]
-    parameters: list[Tensor]
+    chosen: dict[int, tuple[str, ...]]
     losses: dict[str, float]
-    put_back: dict[str, float]
-    apart: tuple[float, float] | None
+    put_back: dict[str, float] = field(default_factory=dict)
+    apart: tuple[float, float] | None = None
+    parameters: Sequence[Tensor] = ()
 
 
 class StateFile:
     """A safetensors file with what has moved, Adam's state, the state of the random order, and the first stage.
 
-    It is written whole or not at all, and replaces the one before.
+    It is written whole or not at all, and replaces the one before. Without a path nothing is read or written.
 
     Attributes:
         trial: the loss that the second stage lowers, a name in `LOSSES`; None until it begins.
@@ -65,15 +68,15 @@ class StateFile:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
-        identity: dict[str, Any],
-        parameters: dict[str, nn.Parameter],
-        moved: Sequence[nn.Parameter],
+        path: str | os.PathLike[str] | None = None,
+        identity: Mapping[str, object] = MappingProxyType({}),
+        parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        moved: Sequence[nn.Parameter] = (),
     ) -> None:
         """Read the file if it exists.
 
         Args:
-            path: path of the file, which need not exist.
+            path: path of the file, which need not exist; None means no file.
             identity: the calibration that it must be the state of, as names and values for JSON.
             parameters: what either stage can move, by name.
             moved: what the second stage moves.
@@ -82,15 +85,17 @@ class StateFile:
             CheckpointError: if the file is no such state, or that of another calibration; nothing has changed then.
             OSError: if there is no folder for it.
         """
-        self.path, self.parameters, self.moved = Path(path), parameters, moved
-        self.identity: dict[str, Any] = json.loads(json.dumps(identity))
+        self.path, self.parameters, self.moved = None if path is None else Path(path), parameters, moved
+        self.identity: dict[str, object] = json.loads(json.dumps(dict(identity)))
         self.trial: str | None = None
         self.step = 0
         self.put_back: dict[str, float] = {}
         self.first_stage: FirstStage | None = None
         self.tensors: dict[str, Tensor] = {}
+        if self.path is None:
+            return
         if self.path.exists():
-            self._read()
+            self._read(self.path)
         elif not (folder := self.path.absolute().parent).is_dir():
             raise FileNotFoundError(f"{self.path}: there is no folder {folder}")
 
@@ -99,39 +104,39 @@ class StateFile:
         if trial != self.trial:
             self.trial, self.step, self.put_back, self.tensors = trial, 0, dict(put_back), {}
 
-    def _read(self) -> None:
+    def _read(self, path: Path) -> None:
         try:
-            with safe_open(self.path, "pt") as file:
+            with safe_open(path, "pt") as file:
                 entry = json.loads((file.metadata() or {})[ENTRY])
                 identity = entry["of"]
                 self.tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.path} is not the state of a calibration") from error
+            raise CheckpointError(f"{path} is not the state of a calibration") from error
         different = [
             f"{name} was {identity.get(name)} and is {self.identity.get(name)}"
             for name in sorted(identity.keys() | self.identity.keys())
             if identity.get(name) != self.identity.get(name)
         ]
         if different:
-            raise CheckpointError(f"{self.path} is the state of another calibration: {'; '.join(different)}")
+            raise CheckpointError(f"{path} is the state of another calibration: {'; '.join(different)}")
         try:
             chosen = {int(index): tuple(names) for index, names in entry["chosen"].items()}
             self._check({index: len(names) for index, names in chosen.items()}, int(entry["found"]))
             self.trial, self.step, self.put_back = str(entry["trial"]), int(entry["step"]), dict(entry["put_back"])
             first = entry["first_stage"]
-            apart = None if first["apart"] is None else (float(first["apart"][0]), float(first["apart"][1]))
+            before, closed, curve = ({i: self.tensors[f"{part}.{i}"] for i in chosen} for part in BY_LAYER)
             self.first_stage = FirstStage(
-                {index: self.tensors[f"before.{index}"] for index in chosen},
-                {index: self.tensors[f"closed.{index}"] for index in chosen},
+                before,
+                closed,
+                curve,
                 chosen,
-                {index: self.tensors[f"base_curve.{index}"] for index in chosen},
-                [self.tensors[f"found.{number}"] for number in range(len(self.moved))],
                 dict(first["losses"]),
                 dict(first["put_back"]),
-                apart,
+                None if first["apart"] is None else (float(first["apart"][0]), float(first["apart"][1])),
+                [self.tensors[f"found.{number}"] for number in range(len(self.moved))],
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.path} is not the whole state of a calibration: {error}") from error
+            raise CheckpointError(f"{path} is not the whole state of a calibration: {error}") from error
 
     def _check(self, heads: dict[int, int], found: int) -> None:
         """Check names, shapes, dtypes and numbers of all tensors, so that nothing fails once something has changed.
@@ -186,10 +191,12 @@ class StateFile:
 
     def save(self, step: int, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
         """Write the state after a step of the trial, counted from 1; 0 means before the first."""
+        if self.path is None:
+            return
         assert self.first_stage is not None
         first = self.first_stage
         tensors = {"random": generator.get_state()}
-        for part in ("before", "closed", "base_curve"):
+        for part in BY_LAYER:
             tensors |= {f"{part}.{index}": each for index, each in getattr(first, part).items()}
         tensors |= {f"found.{number}": each for number, each in enumerate(first.parameters)}
         for name, parameter in self.parameters.items():
@@ -229,5 +236,5 @@ def digest_of_tokens(tokens: Tensor) -> str:
     return f"{tokens.shape[0]} x {tokens.shape[1]}, {digest.hexdigest()[:16]}"
 
 
-def _add(digest: Any, tensor: Tensor) -> None:
-    digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+def _add(digest: hashlib._Hash, tensor: Tensor) -> None:
+    digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -1,7 +1,7 @@
 """Attention engines: tensor code that computes the attention of a scheme. They do not know transformers.
 
 A scheme says which form its scores have (`hf_posenc.forms`), an engine which forms it takes. `dispatch.choose` returns
-the first engine of this table that can carry a call exactly.
+the first engine of this table that can carry a call exactly. Each engine is in the file of its name.
 
 | engine | forms | device | accuracy class |
 |---|---|---|---|

@@ -20,7 +20,6 @@ Accuracy class: flash for the far part, float32 for the near one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from ..call import Call
 from ..forms import ClippedVectors
 from ..positions import Positions
-from .spans import SpanEngine
+from .spans import Context, SpanEngine
 
 ROWS = 128
 """Queries per chunk: the near part costs rows + m keys of each."""
@@ -154,7 +153,7 @@ def _groups(queries: int, shift: int, near: int, rows: int) -> Iterator[tuple[sl
 class _Clipped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[float, int]],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -193,14 +192,15 @@ class _Clipped(torch.autograd.Function):
                 output[:, :, chunk.rows] = sum(out * (each - merged).exp_() for out, each in parts)
                 sums[:, :, chunk.rows] = merged[..., 0]
         ctx.save_for_backward(query, key, value, key_table, value_table, output, sums)
-        ctx.scaling, ctx.rows = scaling, rows
+        ctx.settings = scaling, rows
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[tuple[float, int]], gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, key_table, value_table, output, sums = ctx.saved_tensors
-        shift, queries, scaling = key.shape[2] - query.shape[2], query.shape[2], ctx.scaling
+        shift, queries = key.shape[2] - query.shape[2], query.shape[2]
+        scaling, rows = ctx.settings
         a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
         of_query, of_key, of_value = (torch.zeros(each.shape) for each in (query, key, value))  # in float32
         of_a, of_b = (torch.zeros(query.shape[1], *table.near.shape[1:]) for table in (a, b))
@@ -221,7 +221,7 @@ class _Clipped(torch.autograd.Function):
             of_key[:, :, keys] += dk
             of_value[:, :, keys] += dv
 
-        for group, keys, chunks in _groups(queries, shift, a.near.shape[1], ctx.rows):
+        for group, keys, chunks in _groups(queries, shift, a.near.shape[1], rows):
             if keys.stop:
                 plain(group, keys)
             for chunk in chunks:

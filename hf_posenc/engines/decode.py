@@ -5,10 +5,10 @@ them to float32. Here the queries of the heads that share a key are rows of one 
 scores, 1/D of the keys, are in float32. At that size a mask costs nothing, so padding, packing, sliding windows and
 static caches are those of the reference engine.
 
-There are two ways. If the scheme only adds to the scores (all but DA-Transformer), and nothing else is asked for
-(weights, soft cap, dropout), the sum is a mask to the flash kernel of the CPU. Otherwise there are two matrix products
-with a softmax between them. So there are on other devices, and in bfloat16 on CPUs that have fast products of it but
-whose kernel does not use them (`products_are_faster`).
+There are two ways. In the first, the sum of what is added to the scores is a mask to the flash kernel of the CPU. The
+scheme must only add to scores, as all but DA-Transformer do, and weights, soft cap and dropout must not be asked for.
+The second is two matrix products with a softmax between them. It is taken otherwise, on other devices, and in bfloat16
+on CPUs that have fast products of it but whose kernel does not use them (`products_are_faster`).
 
 Vectors that Shaw's scheme adds to values are weighted by the weights of near keys. Where the kernel is used, these
 follow from its log-sum-exp. Far keys share the rest.
@@ -28,7 +28,18 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..forms import Bias, ClippedVectors, Factors, Form, RelativeKeys, Slopes, at_distance, for_form
+from ..forms import (
+    Bias,
+    ClippedVectors,
+    Curves,
+    Factors,
+    Form,
+    RelativeKeys,
+    Slopes,
+    at_distance,
+    for_form,
+    is_one_of,
+)
 from ..positions import DensePositions
 from . import cpu
 from .base import Engine
@@ -74,13 +85,20 @@ def _slopes(form: Slopes, call: Call, distance: Tensor, hidden: Tensor) -> Terms
     return Terms(call.query, bias)
 
 
-def _curve(form: Bias | Factors, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
+def _bias(form: Bias, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
+    return Terms(call.query, _numbers(form, distance) + hidden)
+
+
+def _factors(form: Factors, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
+    return Terms(call.query, hidden, factors=_numbers(form, distance))
+
+
+def _numbers(form: Curves, distance: Tensor) -> Tensor:
+    """Return the numbers of a curve at each distance, (1|B, H, Q, L)."""
     table = form.table(_length(distance))
     if _counts_down(distance):
-        numbers = table[:, : distance.shape[-1]].flip(1)[None, :, None]
-    else:
-        numbers = at_distance(table, distance)
-    return Terms(call.query, hidden, factors=numbers) if form.multiplies else Terms(call.query, numbers + hidden)
+        return table[:, : distance.shape[-1]].flip(1)[None, :, None]
+    return at_distance(table, distance)
 
 
 def _clipped_vectors(form: ClippedVectors, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
@@ -99,13 +117,17 @@ def _relative_keys(form: RelativeKeys, call: Call, distance: Tensor, hidden: Ten
 
 
 TERMS: Mapping[type[Form], Callable[[Any, Call, Tensor, Tensor], Terms]] = {
-    Bias: _curve,
+    Bias: _bias,
     Slopes: _slopes,
-    Factors: _curve,
+    Factors: _factors,
     ClippedVectors: _clipped_vectors,
     RelativeKeys: _relative_keys,
 }
 """Functions of a form, a call, its distances (B|1, 1, Q, L), and a mask of that shape, 0 where a key is visible."""
+
+
+CACHED = (RelativeKeys,)
+"""Forms whose table is cached between decoding steps."""
 
 
 def _length(distance: Tensor) -> int:
@@ -228,8 +250,8 @@ class Decode(Engine):
         return queries <= QUERIES and queries < keys and not torch.is_grad_enabled()
 
     def floor(self, call: Call) -> int:
-        """Return 0 where the form caches a table between steps, which pays at any length."""
-        return 0 if call.form is not None and call.form.cached else super().floor(call)
+        """Return 0 for a form whose table is cached between steps, which pays at any length."""
+        return 0 if is_one_of(call.form, CACHED) else super().floor(call)
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""

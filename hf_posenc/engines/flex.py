@@ -130,12 +130,14 @@ class Modifier:
         numbers: returns these numbers, from the queries, the number of distances, and the factor of the scores. The
             number of distances is a function, since calling it may wait for the device.
         slopes: (H,) of a bias that is linear in the distance, or None.
+        on_cpu: whether torch compiles it for a CPU, too.
     """
 
     kind: str
     make: Callable[[Tensor, Tensor, Tensor, Tensor | None], ScoreMod]
     numbers: Callable[[Tensor, Callable[[], int], float], Tensor]
     slopes: Tensor | None = None
+    on_cpu: bool = True
 
 
 def _slopes(form: Slopes) -> Modifier:
@@ -150,8 +152,11 @@ def _factors(form: Factors) -> Modifier:
 
 
 def _clipped_vectors(form: ClippedVectors) -> Modifier:
-    # (m + 1, D) or (H, m + 1, D); the products in float32, since they are scores
-    return Modifier("labelled", labelled, lambda query, _, scaling: query.float() @ form.keys.float().mT * scaling)
+    def numbers(query: Tensor, _: Callable[[], int], scaling: float) -> Tensor:
+        # (m + 1, D) or (H, m + 1, D); the products in float32, since they are scores
+        return query.float() @ form.keys.float().mT * scaling
+
+    return Modifier("labelled", labelled, numbers, on_cpu=False)
 
 
 def _table(kind: str, make: Callable[..., ScoreMod], form: Bias | Slopes | Factors) -> Modifier:
@@ -396,7 +401,7 @@ def why_not(form: Form, query: Tensor) -> str | None:
         return f"the kernel takes float32, bfloat16 and float16, not {query.dtype}"
     if query.device.type == "cuda" and query.shape[-1] < SMALLEST_HEAD:
         return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {query.shape[-1]}"
-    if query.device.type == "cpu" and form.by_query:
+    if query.device.type == "cpu" and not modifier_of(form).on_cpu:
         return "torch cannot compute products per query and label for a CPU once lengths vary"
     if form.value_table is not None:
         return "it has no vectors for values: how much each label weighs is known to no kernel that hides the weights"
@@ -442,7 +447,10 @@ class Flex(Engine):
         return self.why_not_form(call) or why_not(call.form, call.query)
 
     def distrust(self, call: Call) -> str | None:
-        """Return the fault that the self-test found on this device, or None if it was passed."""
+        """Return the fault that the self-test found on this device, or None if it was passed.
+
+        Each kind of call is tried once per process: `selftest.tried` keeps the results.
+        """
         return selftest.fault(kind_of(call), self.attend)
 
     def attend(self, call: Call) -> tuple[Tensor, None]:

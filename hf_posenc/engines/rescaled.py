@@ -11,7 +11,7 @@ Accuracy class: float32 throughout; bfloat16 inputs are widened one head at a ti
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..call import Call
 from ..forms import Factors
 from . import tiles
-from .spans import SpanEngine
+from .spans import Context, SpanEngine
 from .tiles import by_pair, softmax_backward
 
 ROWS = 256
@@ -104,7 +104,9 @@ class _Work:
 
 class _Rescaled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, factors: Tensor, settings: _Settings) -> Tensor:
+    def forward(
+        ctx: Context[_Settings], query: Tensor, key: Tensor, value: Tensor, factors: Tensor, settings: _Settings
+    ) -> Tensor:
         work = _Work(query.shape[2], factors, settings, buffers=1)
         output = torch.empty_like(query)
         for b in range(query.shape[0]):
@@ -119,7 +121,7 @@ class _Rescaled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_Settings], gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, factors = ctx.saved_tensors
         queries, length = query.shape[2], key.shape[2]
         work = _Work(queries, factors, ctx.settings, buffers=3)

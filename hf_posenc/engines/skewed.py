@@ -14,7 +14,6 @@ Accuracy class: float32 throughout; bfloat16 inputs are widened one head at a ti
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +22,14 @@ from torch.autograd.function import once_differentiable
 from ..call import Call
 from ..forms import RelativeKeys
 from . import tiles
-from .spans import SpanEngine
+from .spans import Context, SpanEngine
 
 ROWS = 256
 """Queries per chunk. The flash kernel takes 64 of them at a time from 192 on, and 32 below, which costs a third."""
+
+
+_Settings = tuple[float, float, int, int]
+"""Scaling, vector scaling, window and rows of a chunk, see `attend`."""
 
 
 class Skewed(SpanEngine[RelativeKeys]):
@@ -146,14 +149,14 @@ def _biased(query: Tensor, bias: Tensor, scaling: float, vector_scaling: float) 
 class _Skewed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[_Settings],
         query: Tensor,
         key: Tensor,
         value: Tensor,
         relative: Tensor,
         content_bias: Tensor,
         position_bias: Tensor,
-        settings: tuple[float, float, int, int],
+        settings: _Settings,
     ) -> Tensor:
         scaling, vector_scaling, window, rows = settings
         output = torch.empty_like(query)
@@ -173,7 +176,7 @@ class _Skewed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_Settings], gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, relative, *biases = ctx.saved_tensors
         scaling, vector_scaling, window, rows = ctx.settings
         of_query, of_key, of_value = (torch.empty_like(each) for each in (query, key, value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..positions import Positions
 from .base import Engine, why_not_in_blocks
 
 F = TypeVar("F", bound=Form)
+S = TypeVar("S")
 
 Span = tuple[slice, slice, slice]
 """Batch rows, queries and keys that are plain causal attention by themselves; the last query sits on the last key."""
@@ -74,6 +75,17 @@ def _documents(positions: Positions) -> list[Span] | None:
 
 def _counts_up(index: Tensor) -> bool:
     return bool((index[:, 1:] - index[:, :-1] == 1).all())
+
+
+class Context(Protocol[S]):
+    """The context of a `torch.autograd.Function`: what its forward pass keeps for the backward pass."""
+
+    settings: S
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors, which the backward pass finds in `saved_tensors`."""
 
 
 class SpanEngine(Engine, Generic[F]):

@@ -1,7 +1,8 @@
 """Scores of one head and a few queries at a time, which engines share: (rows, L), small enough for caches.
 
-A chunk has some consecutive queries and the keys that any of them sees. With its rows in reverse order, a function of
-the distance depends on `row + key` only. So tables of O(L) numbers are read, and summed, through strided views.
+A chunk has some consecutive queries and the keys that any of them sees. Its rows are in reverse order, so that a
+function of the distance depends on `row + key` only. So tables of O(L) numbers are read, and summed, through strided
+views.
 
 Scores are float32. bfloat16 inputs are converted to float32, which is exact. Accuracy class: float32 throughout.
 """

@@ -3,8 +3,8 @@
 Let `b(d)` be the bias and take the rows `i0 <= i < i0 + n` of the queries in reverse order, `i = i0 + n - 1 - r`. The
 bias of row `r` and key `j` is then `b(i0 + n - 1 - (r + j))`: it depends on `r + j` only. Take a vector
 `t[m] = b(L - 1 - m)` for `m < L`, and `-inf` above it. Read with the strides (1, 1) it *is* the bias and the causal
-mask of that chunk, a zero-copy view that the flash kernel of the CPU takes as its mask. Per head the table has O(L)
-numbers, whatever the number of queries. Nothing of shape (Q, L) exists.
+mask of that chunk. The flash kernel of the CPU takes this view, which copies nothing, as its mask. Per head the table
+has O(L) numbers, whatever the number of queries. Nothing of shape (Q, L) exists.
 
 Backward: the kernel's own, chunk by chunk, with the log-sum-exp of the forward. The gradient of a learned table is the
 sum of the score gradients along each diagonal. They are computed again, one chunk at a time, and written with a row
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from ..call import Call
 from ..forms import Bias, Slopes
 from . import tiles
-from .spans import SpanEngine
+from .spans import Context, SpanEngine
 
 ROWS = 256
 """Queries per chunk. Fewer need more kernel calls; more waste the upper half of a larger block on the diagonal."""
@@ -102,7 +101,7 @@ def attend(
 class _Toeplitz(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[float, tuple[Piece, ...]]],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -128,35 +127,35 @@ class _Toeplitz(torch.autograd.Function):
             output[:, heads, i:end] = part.flip(2)
             sums[:, heads, i:end] = total.reshape(part.shape[:3]).flip(2)
         ctx.save_for_backward(query, key, value, table, output, sums)
-        ctx.scaling, ctx.pieces = scaling, pieces
+        ctx.settings = scaling, pieces
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[tuple[float, tuple[Piece, ...]]], gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, table, output, sums = ctx.saved_tensors
-        shift, length = key.shape[2] - query.shape[2], key.shape[2]
+        (scaling, pieces), shift, length = ctx.settings, key.shape[2] - query.shape[2], key.shape[2]
         reversed_ = tiles.reversed_table(table, -math.inf)
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         of_reversed = diagonals = None
         if ctx.needs_input_grad[3]:
             of_reversed = torch.zeros_like(reversed_)
-            diagonals = tiles.Diagonals(max(end - i for i, end, *_ in ctx.pieces), length)
-        for i, end, h, h_end, j in ctx.pieces:
+            diagonals = tiles.Diagonals(max(end - i for i, end, *_ in pieces), length)
+        for i, end, h, h_end, j in pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
             mask = tiles.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
             g, q, o = (each[:, heads, i:end].flip(2) for each in (gradient, query, output))
             k, v = key[:, heads, keys], value[:, heads, keys]
             total = sums[:, heads, i:end].flip(2).contiguous()
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, q, k, v, o, total, 0.0, False, attn_mask=mask, scale=ctx.scaling
+                g, q, k, v, o, total, 0.0, False, attn_mask=mask, scale=scaling
             )
             of_query[:, heads, i:end] = dq.flip(2)
             of_key[:, heads, keys] += dk
             of_value[:, heads, keys] += dv
             if of_reversed is not None and diagonals is not None:
                 at = length - 1 - (shift + end - 1) + j
-                _add_scores(of_reversed[heads], at, diagonals, mask, ctx.scaling, total, (q, k, v, o, g))
+                _add_scores(of_reversed[heads], at, diagonals, mask, scaling, total, (q, k, v, o, g))
         of_table = None if of_reversed is None else of_reversed[:, :length].flip(1)
         return of_query, of_key, of_value, of_table, None, None
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import families
+from ..dims import Dims
 from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type, resolve
 from ..families.served import family_of
 from ..modules import Native, WithoutPositions
-from ..schemes.base import Dims, RotaryScheme, Scheme
+from ..schemes.base import RotaryScheme, Scheme
 from ..upstream.attention import SPLIT_HEADS
 from .eval_mode import evaluation
 from .rotation import BaseRotation

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig
 
+from ..dims import Dims
 from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type
 from ..layer_state import on_layer
 from ..placement import RopeParameters
-from ..schemes.base import Dims, RotaryScheme, by_layer_type
+from ..schemes.base import RotaryScheme, by_layer_type
 from ..schemes.rope import Rope
 from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary, own_rotation, scaling_types
 

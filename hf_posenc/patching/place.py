@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dims import Dims
 from ..errors import UnsupportedModelError
 from ..layer_state import STATE, on_attention, on_decoder, on_layer
 from ..live.attend import AttendThroughUs
 from ..live.undo import AddBuffer, AddPreHook, Change, Keep, SetAttribute, SetClass, SetModule
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared
 from ..placement import RopeParameters
-from ..schemes.base import Dims, RotaryScheme, Scheme
+from ..schemes.base import RotaryScheme, Scheme
 from ..upstream.replaced import replaced_class
 from ..upstream.rotary import (
     ORIGINAL_LENGTH,

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel, get_scheduler
 import hf_posenc
 
 from ..checkpoints import files
-from ..schemes.base import PositionModule
+from ..modules import PositionModule
 from .corpus import IGNORED, Document, Windows, order
 from .distillation import Distillation, token_loss
 from .models import position_table

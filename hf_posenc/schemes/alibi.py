@@ -8,9 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..dims import Dims
 from ..forms import Slopes
+from ..modules import ScoreModule, parameter
 from ..registry import register_scheme
-from .base import Dims, ScoreModule, ScoreScheme, compute_dtype, init, parameter
+from ..sinusoids import compute_dtype
+from .base import ScoreScheme, init
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -58,7 +61,6 @@ class Alibi(ScoreScheme):
     trainable: bool = False
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.flags("trainable")
         if self.slopes is None:
             return

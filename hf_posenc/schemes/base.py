@@ -1,7 +1,8 @@
-"""What a scheme is: hyper-parameters (a frozen dataclass), where it acts, and how its modules are built.
+"""The base classes of schemes: hyper-parameters (a frozen dataclass), where a scheme acts, and the modules it builds.
 
-Notation everywhere in this package: `B` batch, `H` query heads, `K` key-value heads, `Q`, `L` query and key length, `D`
-head size, `E` hidden size, `N` layers; `d = i - j >= 0` distance of query `i` from key `j`.
+Notation everywhere in this package: `B` batch, `H` query heads, `K` key-value heads. `Q` and `L` are the lengths of
+queries and keys, `D` the head size, `E` the hidden size, `N` the number of layers. `d = i - j >= 0` is the distance of
+query `i` from key `j`.
 """
 
 from __future__ import annotations
@@ -14,18 +15,8 @@ from torch import nn
 from transformers import initialization as init
 
 from ..dims import Dims, Layers
-from ..modules import (
-    Native,
-    PositionEmbedding,
-    PositionModule,
-    Reference,
-    Rotation,
-    ScoreModule,
-    Shared,
-    parameter,
-)
-from ..placement import Nowhere, OnHidden, OnRotary, OnScores, Placement
-from ..sinusoids import compute_dtype, geometric_frequencies, sinusoids, wide_dtype
+from ..modules import Native, PositionEmbedding, PositionModule, Reference, Rotation, ScoreModule, Shared
+from ..placement import OnHidden, OnRotary, OnScores, Placement, RopeParameters
 from ..spelling import did_you_mean
 
 EVERY_SCHEME = ("layers", "window")
@@ -100,7 +91,7 @@ class Scheme:
 
     def count(self, field: str) -> None:
         """Raise TypeError or ValueError unless the field is a whole number, 0 or more."""
-        value: Any = getattr(self, field)
+        value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{self.name}: {field} must be an integer, not {value!r}")
         if value < 0:
@@ -140,9 +131,14 @@ class ScoreScheme(Scheme):
         """Return the module of one attention layer, parameters uninitialised until `reset_parameters`."""
         raise NotImplementedError(type(self).__name__)
 
+    @property
+    def share_layers(self) -> bool:
+        """Whether one module serves all layers of the scheme, as a rule a hyper-parameter."""
+        return False
+
     def build_shared(self, dims: Dims) -> PositionModule | None:
         """Return what the scheme's layers share (owned once by the model), or None."""
-        return None
+        return self.build(dims) if self.share_layers else None
 
     def attach_shared(self, module: ScoreModule, shared: Reference) -> nn.Module:
         """Return what goes on the attention, given its own module and a reference to the shared one."""
@@ -154,7 +150,7 @@ class EmbeddingScheme(Scheme):
 
     @property
     def acts_on(self) -> Placement:
-        return OnHidden(every_layer=self.every_layer, share_layers=self.shares_layers)
+        return OnHidden(every_layer=self.every_layer, share_layers=self.share_layers)
 
     @property
     def every_layer(self) -> bool:
@@ -162,8 +158,8 @@ class EmbeddingScheme(Scheme):
         return False
 
     @property
-    def shares_layers(self) -> bool:
-        """Whether one module makes the vectors of all layers."""
+    def share_layers(self) -> bool:
+        """Whether one module makes the vectors of all layers, where they are added before each."""
         return True
 
     def build(self, dims: Dims) -> PositionEmbedding:
@@ -175,7 +171,7 @@ PROPORTIONAL = "proportional"
 """The `rope_type` that turns a share of whole heads itself: its cosines are as many as dimensions."""
 
 
-def by_layer_type(parameters: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+def by_layer_type(parameters: RopeParameters) -> dict[Any, RopeParameters]:
     """Return transformers' `rope_parameters` by layer type; where all layers share them, by None."""
     if parameters and all(isinstance(value, dict) for value in parameters.values()):
         return {**parameters}
@@ -206,7 +202,7 @@ class RotaryScheme(Scheme):
         """Raise ValueError if the hyper-parameters do not fit these sizes."""
 
     def with_base(
-        self, rotation: dict[str, Any], length: int | None, types: tuple[str, ...], pairs: str = "half"
+        self, rotation: RopeParameters, length: int | None, types: tuple[str, ...], pairs: str = "half"
     ) -> RotaryScheme:
         """Return the scheme with everything that was None taken from the base.
 
@@ -221,7 +217,7 @@ class RotaryScheme(Scheme):
         """
         return self
 
-    def rope_parameters(self) -> dict[str, Any] | None:
+    def rope_parameters(self) -> RopeParameters | None:
         """Return transformers' `rope_parameters`, if transformers' own rotary modules are to make the angles.
 
         One dict, or one by layer type. One is for all layers, also of a base that has several types. Without
@@ -235,26 +231,12 @@ class RotaryScheme(Scheme):
 
 
 __all__ = [
+    "EVERY_SCHEME",
     "PROPORTIONAL",
-    "Dims",
     "EmbeddingScheme",
-    "Native",
-    "Nowhere",
-    "Placement",
-    "PositionEmbedding",
-    "PositionModule",
-    "Reference",
     "RotaryScheme",
-    "Rotation",
     "Scheme",
-    "ScoreModule",
     "ScoreScheme",
-    "Shared",
     "by_layer_type",
-    "compute_dtype",
-    "geometric_frequencies",
     "init",
-    "parameter",
-    "sinusoids",
-    "wide_dtype",
 ]

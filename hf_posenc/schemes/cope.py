@@ -6,8 +6,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..call import Call
+from ..dims import Dims
+from ..modules import ScoreModule, parameter
 from ..registry import register_scheme
-from .base import Dims, PositionModule, ScoreModule, ScoreScheme, init, parameter
+from .base import ScoreScheme, init
 
 
 @register_scheme
@@ -21,12 +23,12 @@ class CoPE(ScoreScheme):
     Beyond the training length: no limit; a query that counts few tokens reaches far, and all keys from
     `num_positions - 1` counted tokens on look alike.
     Deviations: the equations leave out the division by `sqrt(D)`. The authors' code divides both terms and the logits
-    of the gates, and so does this; the listing in the paper does not divide `q_i . e[p_ij]`, which is the same with `e`
-    times `sqrt(D)`. Only visible keys are counted: no padding, no other documents, nothing beyond a sliding window. Of
-    positions only the order matters, gaps between them are not counted. `e` starts at 0, as attention without
-    positions, and as in the authors' code is one for all heads. With a soft cap on scores (Gemma 2) the whole sum is
-    capped, a product of vectors; the logits of the gates are not, which the sigmoid bounds. Keys or values of their own
-    for the gates (section 4) are not offered.
+    of the gates, and so does this class. The listing in the paper does not divide `q_i . e[p_ij]`, which is the same
+    with `e` times `sqrt(D)`. Only visible keys are counted: no padding, no other documents, nothing beyond a sliding
+    window. Only the order of positions matters: gaps between them are not counted. `e` starts at 0, as attention
+    without positions. All heads share it, as in the authors' code. A soft cap on scores (Gemma 2) caps the whole sum,
+    which is a product of vectors. It leaves the logits of the gates alone, since the sigmoid bounds those. Keys or
+    values of their own for the gates (section 4) are not offered.
     Source: Golovneva, Wang, Weston, Sukhbaatar 2024, arXiv:2405.18719, and the authors' code.
 
     Args:
@@ -39,7 +41,6 @@ class CoPE(ScoreScheme):
     share_layers: bool = False
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.positive("num_positions", int)
         self.flags("share_layers")
         if self.num_positions < 2:
@@ -47,9 +48,6 @@ class CoPE(ScoreScheme):
 
     def build(self, dims: Dims) -> ScoreModule:
         return ContextualPositions(self.num_positions, dims.head_dim)
-
-    def build_shared(self, dims: Dims) -> PositionModule | None:
-        return self.build(dims) if self.share_layers else None
 
 
 class ContextualPositions(ScoreModule):

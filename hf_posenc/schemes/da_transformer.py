@@ -7,9 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..dims import Dims
 from ..forms import Factors
+from ..modules import ScoreModule, by_head, parameter
 from ..registry import register_scheme
-from .base import Dims, ScoreModule, ScoreScheme, compute_dtype, init, parameter
+from ..sinusoids import compute_dtype
+from .base import ScoreScheme, init
 
 
 @register_scheme
@@ -33,7 +36,6 @@ class DATransformer(ScoreScheme):
     relu: bool = True
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.flags("relu")
 
     def build(self, dims: Dims) -> ScoreModule:
@@ -71,8 +73,8 @@ class DistanceRescaling(ScoreModule):
         since `exp(v)` overflows where `f` is an ordinary number. `w d` is cut where `exp` reaches the third root of the
         largest number (in float32 at 29.6), so that gradients, in which `f` stands squared, are numbers too.
         """
-        per_head = (-1, *[1] * distance.ndim)
-        weight, saturation = (p.to(distance.dtype).view(per_head) for p in (self.distance_weight, self.saturation))
+        parameters = (self.distance_weight, self.saturation)
+        weight, saturation = (by_head(p.to(distance.dtype), distance) for p in parameters)
         # At v = 0, where it starts, the gradient has to come through one of them: relu's is 0 there, clamp's is 1.
         a, b = torch.exp(-saturation.relu()), torch.exp(saturation.clamp(max=0))
         largest = math.log(torch.finfo(distance.dtype).max) / 3

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from ..dims import Dims
 from ..forms import Bias
+from ..modules import ScoreModule, by_head, parameter
 from ..registry import register_scheme
-from .base import Dims, PositionModule, ScoreModule, ScoreScheme, compute_dtype, init, parameter
+from ..sinusoids import compute_dtype
+from .base import ScoreScheme, init
 
 LEAST = 0.01
 """The smallest value that a number of the formula starts from, that of the authors' code."""
@@ -41,8 +44,9 @@ class Kerple(ScoreScheme):
     Beyond the training length: no limit; made for it, the biases keep falling.
     Deviations: the authors' code trains `r`, `s` and `p` themselves, and in each forward pass clips them to at least
     0.01, `p` also to at most 2. Here any trained `x` stands for a number of the range, `ln(1 + exp(x))` for `r` and
-    `s`, `2 / (1 + exp(-x))` for `p`, so that no step can leave it. They start as there: uniform in (0, 2) for `r`
-    beside a logarithm and for `p`, in (0, 1) for `s` and for `r` beside a power; at least 0.01, and `p` at most 1.99.
+    `s`, `2 / (1 + exp(-x))` for `p`, so that no step can leave it. The numbers start as in that code. `r` beside a
+    logarithm and `p` are uniform in (0, 2), `s` and `r` beside a power in (0, 1). None starts below 0.01, and `p` not
+    above 1.99.
     With a soft cap on scores (Gemma 2) the bias is added after the cap, like a mask.
     Source: Chi, Fan, Ramadge, Rudnicky 2022, arXiv:2205.09921, and the authors' code.
 
@@ -56,15 +60,11 @@ class Kerple(ScoreScheme):
     share_layers: bool = True
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.one_of("variant", ("log", "power"))
         self.flags("share_layers")
 
     def build(self, dims: Dims) -> ScoreModule:
         return LogarithmicBias(dims.num_heads) if self.variant == "log" else PowerBias(dims.num_heads)
-
-    def build_shared(self, dims: Dims) -> PositionModule | None:
-        return self.build(dims) if self.share_layers else None
 
 
 class LogarithmicBias(ScoreModule):
@@ -90,8 +90,7 @@ class LogarithmicBias(ScoreModule):
         scale, rate = positive(self.raw_scale.to(dtype)), positive(self.raw_rate.to(dtype))
 
         def values(distance: Tensor) -> Tensor:
-            per_head = (-1, *[1] * distance.ndim)
-            return -scale.view(per_head) * torch.log1p(rate.view(per_head) * distance.to(dtype))
+            return -by_head(scale, distance) * torch.log1p(by_head(rate, distance) * distance.to(dtype))
 
         return Bias(values, scale.device)
 
@@ -119,7 +118,6 @@ class PowerBias(ScoreModule):
         scale, exponent = positive(self.raw_scale.to(dtype)), 2 * torch.sigmoid(self.raw_exponent.to(dtype))
 
         def values(distance: Tensor) -> Tensor:
-            per_head = (-1, *[1] * distance.ndim)
-            return -scale.view(per_head) * distance.to(dtype) ** exponent.view(per_head)
+            return -by_head(scale, distance) * distance.to(dtype) ** by_head(exponent, distance)
 
         return Bias(values, scale.device)

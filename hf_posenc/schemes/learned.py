@@ -1,22 +1,18 @@
 """Learned: a trained table of positions, added to the hidden states."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from ..dims import Dims
+from ..modules import Native, PositionEmbedding, parameter
 from ..registry import register_scheme
-from .base import (
-    Dims,
-    EmbeddingScheme,
-    Native,
-    PositionEmbedding,
-    geometric_frequencies,
-    init,
-    parameter,
-    sinusoids,
-)
+from ..sinusoids import geometric_frequencies, sinusoids
+from .base import EmbeddingScheme, init
+
+Initialization = Literal["native", "interpolated", "hierarchical", "sinusoidal", "normal"]
 
 HIERARCHY = 0.4
 """Su's alpha: how much of a position's vector is its coarse part. 0.5 would make (i, j) and (j, i) equal."""
@@ -48,16 +44,15 @@ class Learned(EmbeddingScheme):
     num_positions: int | None = None
     placement: Literal["input", "every_layer"] = "input"
     share_layers: bool = True
-    initialization: Literal["native", "interpolated", "hierarchical", "sinusoidal", "normal"] | None = None
+    initialization: Initialization | None = None
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         if self.num_positions is not None:
             self.positive("num_positions", int)
         self.one_of("placement", ("input", "every_layer"))
         self.flags("share_layers")
         if self.initialization is not None:
-            self.one_of("initialization", ("native", "interpolated", "hierarchical", "sinusoidal", "normal"))
+            self.one_of("initialization", get_args(Initialization))
 
     @property
     def limit(self) -> int | None:
@@ -66,13 +61,7 @@ class Learned(EmbeddingScheme):
 
     @property
     def every_layer(self) -> bool:
-        """Whether the table is added before each layer, or once at the input."""
         return self.placement == "every_layer"
-
-    @property
-    def shares_layers(self) -> bool:
-        """Whether one table serves all layers."""
-        return self.share_layers
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
         """Return the scheme with `num_positions` and `initialization` decided; ValueError where they cannot be had."""
@@ -89,9 +78,8 @@ class Learned(EmbeddingScheme):
         choice = self.initialization or ("sinusoidal" if rows == 0 else "native" if wanted <= rows else "hierarchical")
         if choice in ("native", "interpolated", "hierarchical") and rows == 0:
             raise ValueError(
-                f"learned: initialization={choice!r} starts from the base's table of positions, and this base "
-                "has none; "
-                "choose sinusoidal or normal"
+                f"learned: initialization={choice!r} starts from the base's table of positions, and this base has "
+                "none; choose sinusoidal or normal"
             )
         if choice == "native" and wanted > rows:
             raise ValueError(
@@ -103,7 +91,6 @@ class Learned(EmbeddingScheme):
         return replace(self, num_positions=wanted, initialization=choice)
 
     def build(self, dims: Dims) -> PositionEmbedding:
-        """Return the table; `num_positions` must be a number."""
         return Table(self, dims.hidden_size)
 
 
@@ -156,8 +143,7 @@ class Table(PositionEmbedding):
             if last >= rows:
                 raise ValueError(
                     f"position {last} is past the learned table of {rows} positions; patch with "
-                    f"num_positions={last + 1} or "
-                    "more, or with a scheme without a limit"
+                    f"num_positions={last + 1} or more, or with a scheme without a limit"
                 )
         return torch.nn.functional.embedding(position_ids, self.table)
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..placement import Nowhere, Placement
 from ..registry import register_scheme
-from .base import Nowhere, Placement, Scheme
+from .base import Scheme
 
 
 @register_scheme

@@ -7,9 +7,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..dims import Dims
+from ..placement import RopeParameters
 from ..registry import register_scheme
+from ..sinusoids import compute_dtype
 from ..spelling import did_you_mean
-from .base import Dims, RotaryScheme, by_layer_type, compute_dtype
+from .base import RotaryScheme, by_layer_type
 
 _LENGTH = "original_max_position_embeddings"
 
@@ -30,15 +33,17 @@ class Rope(RotaryScheme):
 
     Equation (15): `q'_t = R(t w_u) q_t`, `k'_t = R(t w_u) k_t`, `w_u = rope_theta^(-2u/D)`, so that `q'_i . k'_j`
     depends on `i - j`.
-    Beyond the training length: no limit, but pairs that never completed a turn in training meet angles they never saw:
-    hence the scalings.
+    Beyond the training length: no limit, but pairs that never completed a turn in training meet angles they never saw.
+    The scalings are for that.
     Deviations: none. Frequencies come from transformers' own rotary modules (`ROPE_INIT_FUNCTIONS`). Where the base
     rotates whole heads, `partial_rotary_factor` below 1 leaves the pairs `(u, u + D/2)` of the lowest frequencies
-    still, as transformers' `proportional` type does, with the frequencies of a head of the reduced size.
+    still, as transformers' `proportional` type does. The other pairs have the frequencies of a head of that
+    reduced size.
     Source: Su et al. 2021, arXiv:2104.09864.
 
-    Everything that is None is the base model's own: its base of frequencies, its share of the head, its scaling with
-    all parameters, and per layer type where it has several (Gemma 3). So `rope` without hyper-parameters is the base.
+    Everything that is None is taken from the base model: its base of frequencies, its share of the head, its scaling
+    with all parameters. A base with several layer types (Gemma 3) has one of each for every type. So `rope` without
+    hyper-parameters is the base.
     Layers that the base leaves unrotated (SmolLM3's `no_rope_layers`) stay so, whatever is given.
 
     Args:
@@ -59,7 +64,7 @@ class Rope(RotaryScheme):
     rope_theta: float | dict[str, float] | None = None
     layout: Literal["half", "interleaved"] | None = None
     partial_rotary_factor: float | dict[str, float] | None = None
-    scaling: dict[str, Any] | Literal["none"] | None = None
+    scaling: RopeParameters | Literal["none"] | None = None
 
     @property
     def pairs(self) -> str | None:
@@ -81,7 +86,7 @@ class Rope(RotaryScheme):
         for scaling in self.scalings():
             self.check_scaling(scaling)
 
-    def check_scaling(self, scaling: Any) -> None:
+    def check_scaling(self, scaling: object) -> None:
         """Raise TypeError or ValueError for what transformers would only log a warning about, and run with nonsense."""
         if not isinstance(scaling, dict):
             raise TypeError(
@@ -130,7 +135,7 @@ class Rope(RotaryScheme):
                 )
 
     def with_base(
-        self, rotation: dict[str, Any], length: int | None, types: tuple[str, ...], pairs: str = "half"
+        self, rotation: RopeParameters, length: int | None, types: tuple[str, ...], pairs: str = "half"
     ) -> "Rope":
         """Return the scheme with everything that was None taken from the base, see `RotaryScheme.with_base`.
 
@@ -162,7 +167,7 @@ class Rope(RotaryScheme):
         }
         return replace(self, **values)
 
-    def _filled(self, layer_type: str | None, own: Mapping[str, Any], length: int | None) -> dict[str, Any]:
+    def _filled(self, layer_type: str | None, own: RopeParameters, length: int | None) -> dict[str, Any]:
         given = {field: self._of(field, layer_type) for field in (*_BESIDE, "scaling")}
         scaling = given["scaling"]
         if scaling is None:
@@ -188,7 +193,7 @@ class Rope(RotaryScheme):
         """Return the scheme with the frequencies of its base, see `Scheme.without_scaling`."""
         return replace(self, scaling="none")
 
-    def scalings(self) -> list[dict[str, Any]]:
+    def scalings(self) -> list[RopeParameters]:
         """Return the scalings that were given, each as transformers' `rope_parameters`."""
         return [scaling for scaling in self._each("scaling") if scaling != "none"]
 
@@ -198,19 +203,19 @@ class Rope(RotaryScheme):
         values = value.values() if _names_types(field, value) else [value]
         return [each for each in values if each is not None]
 
-    def rope_parameters(self) -> dict[str, Any]:
+    def rope_parameters(self) -> RopeParameters:
         """Return transformers' `rope_parameters` of the resolved scheme, by layer type where the base has several."""
         if isinstance(self.rope_theta, dict):
             return {kind: self._parameters(kind) for kind in self.rope_theta}
         return self._parameters(None)
 
-    def _parameters(self, layer_type: str | None) -> dict[str, Any]:
+    def _parameters(self, layer_type: str | None) -> RopeParameters:
         scaling = self._of("scaling", layer_type)
         own = {"rope_type": "default"} if scaling == "none" else scaling
         return {**own, **{field: self._of(field, layer_type) for field in _BESIDE}}
 
 
-def _unused(scaling: Mapping[str, Any]) -> list[str]:
+def _unused(scaling: RopeParameters) -> list[str]:
     """Return the parameters of a scaling that transformers asks for and then does not use, because of the others."""
     given = {key for key, value in scaling.items() if value is not None}
     both = {"mscale", "mscale_all_dim"}
@@ -229,7 +234,7 @@ def _names_types(field: str, value: Any) -> bool:
     return whole and all(each is None or each == "none" or isinstance(each, dict) for each in value.values())
 
 
-def _positive(value: Any) -> bool:
+def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 

@@ -5,9 +5,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..dims import Dims
 from ..forms import ClippedVectors
+from ..modules import ScoreModule, parameter
 from ..registry import register_scheme
-from .base import Dims, PositionModule, ScoreModule, ScoreScheme, init, parameter
+from .base import ScoreScheme, init
 
 
 @register_scheme
@@ -36,7 +38,6 @@ class Shaw(ScoreScheme):
     values: bool = True
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.count("max_distance")
         self.flags("share_heads", "share_layers", "values")
 
@@ -45,9 +46,6 @@ class Shaw(ScoreScheme):
         rows = (*heads, self.max_distance + 1)
         values = dims.value_dim or dims.head_dim
         return ClippedDistanceVectors((*rows, dims.head_dim), (*rows, values) if self.values else None)
-
-    def build_shared(self, dims: Dims) -> PositionModule | None:
-        return self.build(dims) if self.share_layers else None
 
 
 class ClippedDistanceVectors(ScoreModule):

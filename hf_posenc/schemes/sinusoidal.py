@@ -1,24 +1,18 @@
 """Sinusoidal: fixed (or trained) waves added to the hidden states."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ..dims import Dims
+from ..modules import Native, PositionEmbedding, parameter
 from ..registry import register_scheme
-from .base import (
-    Dims,
-    EmbeddingScheme,
-    Native,
-    PositionEmbedding,
-    geometric_frequencies,
-    init,
-    parameter,
-    sinusoids,
-    wide_dtype,
-)
+from ..sinusoids import geometric_frequencies, sinusoids, wide_dtype
+from .base import EmbeddingScheme, init
 
 
 @register_scheme
@@ -31,10 +25,10 @@ class Sinusoidal(EmbeddingScheme):
     Beyond the training length: no limit, but models rarely understand positions that they never saw.
     Deviations: the table is scaled to the size of what it replaces (`scale`), since a pretrained model's embeddings
     have no reason to be of size sqrt(E). Power-law frequencies `w_u = (2u/E)^alpha`, any others and trained ones (they
-    start at the fixed ones) are Su Jianlin's, 2021, spaces.ac.cn/archives/8231. What is trained is the logarithm of a
-    frequency's ratio to the fixed one: a step of an optimizer changes every wavelength by the same share, none turns
-    negative, and weight decay pulls towards the fixed ones. Trained in radians per token, steps that are small for the
-    first waves are many times the frequency of the last, and the long waves are lost.
+    start at the fixed ones) are Su Jianlin's, 2021, spaces.ac.cn/archives/8231. The trained numbers are logarithms of
+    a frequency's ratio to the fixed one. So a step of an optimizer changes every wavelength by the same share, none
+    turns negative, and weight decay pulls towards the fixed ones. In radians per token, a step that is small for the
+    first waves is many times the frequency of the last ones, and the long waves are lost.
     Source: Vaswani et al. 2017, arXiv:1706.03762.
 
     Args:
@@ -60,7 +54,6 @@ class Sinusoidal(EmbeddingScheme):
     scale: Literal["match"] | float = "match"
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.positive("base")
         self.positive("alpha")
         self.one_of("layout", ("interleaved", "split"))
@@ -76,7 +69,7 @@ class Sinusoidal(EmbeddingScheme):
         else:
             self.positive("scale")
 
-    def _check_list(self, listed: tuple[Any, ...] | list[Any]) -> None:
+    def _check_list(self, listed: Sequence[float]) -> None:
         if not all(isinstance(w, (int, float)) and not isinstance(w, bool) for w in listed):
             raise TypeError(f"sinusoidal: frequencies must be numbers, radians per token, not {listed!r}")
         if not all(map(math.isfinite, listed)):
@@ -84,7 +77,6 @@ class Sinusoidal(EmbeddingScheme):
 
     @property
     def every_layer(self) -> bool:
-        """Whether the waves are added before each layer, or once at the input."""
         return self.placement == "every_layer"
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
@@ -111,7 +103,6 @@ class Sinusoidal(EmbeddingScheme):
         return replace(self, scale=rms * 2**0.5)  # a sinusoid has an RMS of sqrt(1/2)
 
     def build(self, dims: Dims) -> PositionEmbedding:
-        """Return the module that makes the vectors; `scale` must be a number."""
         return Waves(self, dims.hidden_size)
 
 

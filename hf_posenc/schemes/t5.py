@@ -7,9 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..dims import Dims
 from ..forms import Bias
+from ..modules import ScoreModule, parameter
 from ..registry import register_scheme
-from .base import Dims, PositionModule, ScoreModule, ScoreScheme, compute_dtype, init, parameter
+from ..sinusoids import compute_dtype
+from .base import ScoreScheme, init
 
 
 def buckets(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
@@ -54,7 +57,6 @@ class T5(ScoreScheme):
     share_layers: bool = True
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.positive("num_buckets", int)
         self.positive("max_distance", int)
         self.flags("share_layers")
@@ -67,9 +69,6 @@ class T5(ScoreScheme):
 
     def build(self, dims: Dims) -> ScoreModule:
         return BucketedBias(dims.num_heads, self.num_buckets, self.max_distance)
-
-    def build_shared(self, dims: Dims) -> PositionModule | None:
-        return self.build(dims) if self.share_layers else None
 
 
 class BucketedBias(ScoreModule):

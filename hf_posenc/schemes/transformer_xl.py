@@ -6,21 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..dims import Dims
 from ..forms import RelativeKeys
 from ..kept import KeptTable
+from ..modules import PositionModule, Reference, ScoreModule, parameter
 from ..registry import register_scheme
-from .base import (
-    Dims,
-    PositionModule,
-    Reference,
-    ScoreModule,
-    ScoreScheme,
-    compute_dtype,
-    geometric_frequencies,
-    init,
-    parameter,
-    sinusoids,
-)
+from ..sinusoids import compute_dtype, geometric_frequencies, sinusoids
+from .base import ScoreScheme, init
 
 AT_ONCE = 1024
 """Distances whose sinusoids are computed at once."""
@@ -46,7 +38,6 @@ class TransformerXL(ScoreScheme):
     share_biases: bool = False
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
         self.flags("share_biases")
 
     def build(self, dims: Dims) -> ScoreModule:

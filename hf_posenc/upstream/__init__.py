@@ -1,5 +1,10 @@
 """The rooms of the package that know transformers' internals: attention, masks and rotary modules."""
 
+from typing import Any
+
+Arguments = dict[str, Any]
+"""Arguments of a forward, by name."""
+
 NAME = "hf_posenc"
 """Name of our attention and mask function."""
 

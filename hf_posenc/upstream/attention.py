@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +14,9 @@ from transformers.utils import output_capturing
 
 from ..call import Call
 from ..engines import dispatch
-from ..layer_state import on_attention
+from ..layer_state import OnAttention, on_attention
 from ..modules import WithoutPositions
-from ..positions import ensure, read
+from ..positions import DensePositions, Positions, ensure, read
 from . import NAME, POSITION_IDS
 from .masks import BIDIRECTIONAL
 
@@ -59,6 +60,9 @@ PASSED_OVER = {
     "assistant_tokenizer": "read by generate, for an assistant with words of its own, which hands it on",
 }
 """What models hand down to attention that does not change what ours computes, and why."""
+
+CHECKED = "posenc_checked"
+"""Attribute of a mask: the position ids that were checked against it."""
 
 UNKNOWN_DOCUMENTS = (
     "cu_seq_lens_q divides the batch into documents that the position channel does not know of: pass position_ids that "
@@ -108,44 +112,20 @@ def scheme_attention(
         TypeError: for an argument that is not known here and not None.
         NotImplementedError: for paged attention.
     """
-    if kwargs.get("cache") is not None:
-        raise NotImplementedError(PAGED)
     state = on_attention(module)
-    exchange = state.exchange  # inside context_parallel
-    if "posenc" not in module._modules and exchange is None:
-        raise ValueError(
-            f"{type(module).__name__} runs with the attention implementation {NAME!r} but carries no position "
-            "encoding: "
-            "apply hf_posenc.patch_model to the model instead of naming the implementation"
-        )
-    if attention_mask is None:
-        raise ValueError(NO_MASK)
     handed_down = kwargs.pop(POSITION_IDS, None)
-    position_ids = position_ids if handed_down is None else handed_down
     sinks = kwargs.pop("s_aux", None) if hasattr(module, "sinks") else None
-    if unknown := sorted(key for key in kwargs.keys() - PASSED_OVER.keys() if kwargs[key] is not None):
-        raise TypeError(
-            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which the one of hf_posenc does not "
-            "know and would ignore. If it is an argument of your own call of the model, leave it out; otherwise use a "
-            "scheme that keeps the stock attention (nope, sinusoidal, learned, rope)"
-        )
-    if kwargs.get("is_causal") is False:
-        raise ValueError(BIDIRECTIONAL)
-    heads = state.heads or getattr(module.config, "num_attention_heads", query.shape[1])
-    if query.shape[1] != heads:
-        raise ValueError(f"{query.shape[1]} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
-    if exchange is None:
+    _check_arguments(module, state, attention_mask, kwargs)
+    _check_heads(module, state, query.shape[1])
+    assert attention_mask is not None
+    if state.exchange is None:
         positions = read(attention_mask, query.shape[2], key.shape[2])
     else:
-        key, value, positions = exchange(key, value, attention_mask, kwargs.get("sliding_window"))
+        key, value, positions = state.exchange(key, value, attention_mask, kwargs.get("sliding_window"))
     if (starts := kwargs.get("cu_seq_lens_q")) is not None:
         ensure(positions.divided_at(starts[1:-1]), UNKNOWN_DOCUMENTS)
-    if query.shape[2] == key.shape[2] or torch.compiler.is_compiling():
-        positions = positions.follow(position_ids)
-    elif attention_mask.__dict__.get("posenc_checked") is not position_ids:
-        # With a cache this only checks: once for all layers, which get the same two tensors.
-        positions.follow(position_ids)
-        attention_mask.__dict__["posenc_checked"] = position_ids
+    cached = query.shape[2] != key.shape[2]
+    positions = _follow(positions, position_ids if handed_down is None else handed_down, attention_mask, cached)
     if state.window is not None:
         positions = positions.within(state.window)
     attention: Any = module
@@ -166,14 +146,66 @@ def scheme_attention(
     return attention.posenc(call, partial(dispatch.attend, wanted=state.engine))
 
 
-def _wants_weights(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+def _check_arguments(
+    module: nn.Module, state: OnAttention, attention_mask: Tensor | None, others: Mapping[str, object]
+) -> None:
+    """Check what arrived at an attention, see `scheme_attention`.
+
+    Args:
+        module: the attention.
+        state: what the patch keeps on it.
+        attention_mask: what arrived as mask.
+        others: arguments that `scheme_attention` does not name.
+    """
+    if others.get("cache") is not None:
+        raise NotImplementedError(PAGED)
+    if "posenc" not in module._modules and state.exchange is None:
+        raise ValueError(
+            f"{type(module).__name__} runs with the attention implementation {NAME!r} but carries no position "
+            "encoding: apply hf_posenc.patch_model to the model instead of naming the implementation"
+        )
+    if attention_mask is None:
+        raise ValueError(NO_MASK)
+    if unknown := sorted(name for name in others.keys() - PASSED_OVER.keys() if others[name] is not None):
+        raise TypeError(
+            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which the one of hf_posenc does not "
+            "know and would ignore. If it is an argument of your own call of the model, leave it out; otherwise use a "
+            "scheme that keeps the stock attention (nope, sinusoidal, learned, rope)"
+        )
+    if others.get("is_causal") is False:
+        raise ValueError(BIDIRECTIONAL)
+
+
+def _check_heads(module: nn.Module, state: OnAttention, arrived: int) -> None:
+    heads = state.heads or getattr(module.config, "num_attention_heads", arrived)
+    if arrived != heads:
+        raise ValueError(f"{arrived} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
+
+
+def _follow(
+    positions: Positions | DensePositions, position_ids: Tensor | None, attention_mask: Tensor, cached: bool
+) -> Positions | DensePositions:
+    """Return positions with the ids that the caller chose, see `Positions.follow`.
+
+    With a cache this only checks the ids. All layers of a forward pass get the same two tensors. The mask remembers the
+    ids that the first layer has checked, so the other layers need not.
+    """
+    if not cached or torch.compiler.is_compiling():
+        return positions.follow(position_ids)
+    if getattr(attention_mask, CHECKED, None) is not position_ids:
+        positions.follow(position_ids)
+        setattr(attention_mask, CHECKED, position_ids)
+    return positions
+
+
+def _wants_weights(module: nn.Module, others: Mapping[str, object]) -> bool:
     """Return whether the attention weights are to be recorded; some families do not hand the argument down."""
     if torch.compiler.is_compiling():  # the engine that is traced returns them anyway
         return False
     recording = output_capturing._active_collector.get() or {}
     return bool(
         "attentions" in recording
-        or kwargs.get("output_attentions")
+        or others.get("output_attentions")
         or getattr(module.config, "output_attentions", False)
     )
 

@@ -1,7 +1,7 @@
 """Positions in the place of the attention mask, for bases that hand their layers no position ids.
 
 The position channel holds the position ids that the caller chose. It is made before the decoder makes a mask of its
-own, and given to the decoder as the attention mask, because a 4-D mask is handed on to every layer as it is.
+own, and given to the decoder as the attention mask. The decoder hands a 4-D mask on to every layer as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.masking_utils import create_causal_mask
 from .. import positions
 from ..layer_state import on_decoder
 from ..registry import family_for, supported_model_types
-from . import NAME
+from . import NAME, Arguments
 
 OWN_MASK = (
     "this model takes positions from the attention mask, since it hands its layers no position ids, and a 4-D mask of "
@@ -26,7 +26,7 @@ OWN_MASK = (
 )
 
 
-def carrying_forward(stock: type[nn.Module], model_type: str) -> Callable[..., Any] | None:
+def carrying_forward(stock: type[nn.Module], model_type: str) -> Callable[..., object] | None:
     """Return a forward in front of a stock model's, which puts positions in the place of the mask; same signature.
 
     Args:
@@ -41,8 +41,8 @@ def carrying_forward(stock: type[nn.Module], model_type: str) -> Callable[..., A
     names = tuple(inspect.signature(stock.forward).parameters)[1:]
 
     @functools.wraps(stock.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
+        given: Arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if self.config._attn_implementation == NAME and tokens is not None:
             as_bool = family.mask_as_bool and self.base_model is self  # a head hands its mask on as it is
@@ -52,7 +52,7 @@ def carrying_forward(stock: type[nn.Module], model_type: str) -> Callable[..., A
     return forward
 
 
-def _with_channel(model: Any, given: dict[str, Any], tokens: Tensor, *, as_bool: bool) -> dict[str, Any]:
+def _with_channel(model: Any, given: Arguments, tokens: Tensor, *, as_bool: bool) -> Arguments:
     """Return the arguments of a forward, by name, with the position channel as attention mask.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The mask function of this package: makes the position channel of what transformers says of a mask.
+"""The mask function of this package. It makes the position channel from transformers' description of a mask.
 
 Importing it registers the function with transformers under the name `hf_posenc`.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 from transformers.masking_utils import (
     AttentionMaskInterface,
     and_masks,
@@ -32,6 +32,26 @@ BIDIRECTIONAL = (
     "back to True and do not pass is_causal, or unpatch the model"
 )
 
+MaskFunction = Callable[..., Tensor]
+"""Indices of batch row, head, query slot and key slot -> whether the query sees the key."""
+
+
+class MaskShape(TypedDict, total=False):
+    """The parts of a mask function, those that it has.
+
+    Attributes:
+        causal: True.
+        window: sliding window in tokens.
+        segments: (B|1, T) number of each token's document.
+        chunks: their length, and the left padding (B,), where a query sees keys of its own chunk only.
+    """
+
+    causal: bool
+    window: int | Tensor
+    segments: Tensor
+    chunks: tuple[int, Tensor]
+
+
 _SLIDING = sliding_window_overlay(1).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 _CHUNKED = chunked_overlay(1, torch.zeros(1)).__code__
@@ -49,17 +69,10 @@ def _remapping_code() -> object:
 _REMAPPED = _remapping_code()
 
 
-def describe_mask(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
-    """Take a mask function of transformers apart.
+def describe_mask(mask_function: MaskFunction) -> MaskShape | None:
+    """Return the parts of a mask function of transformers, or None if one of them is unknown.
 
     Its closures are recognised by the identity of their code, so that an unknown one is never mistaken for a known one.
-
-    Args:
-        mask_function: (batch, head, query index, key index) -> visible.
-
-    Returns:
-        A dict with `causal` (True if present), `window` (int), `segments` (B|1, T) and `chunks` (their length and the
-        left padding (B,), where a query sees keys of its own chunk only) if present; None if any part is unknown.
     """
     if mask_function is causal_mask_function:
         return {"causal": True}
@@ -79,14 +92,17 @@ def describe_mask(mask_function: Callable[..., Any]) -> dict[str, Any] | None:
     known = [part for part in parts if part is not None]
     if len(known) != len(parts) or sum("window" in part for part in known) > 1:
         return None
-    return {key: value for part in known for key, value in part.items()}
+    shape: MaskShape = {}
+    for part in known:
+        shape.update(part)
+    return shape
 
 
-def in_segments(shape: dict[str, Any], key_index: Tensor, *, same_tokens: bool) -> dict[str, Any] | None:
-    """Return what `describe_mask` found with chunks as segments, or without them; None if that cannot be said.
+def in_segments(shape: MaskShape, key_index: Tensor, *, same_tokens: bool) -> MaskShape | None:
+    """Return the parts of a mask with its chunks as segments, or without them; None where they are no segments.
 
     Args:
-        shape: what was found.
+        shape: from `describe_mask`.
         key_index: (1, L) slots.
         same_tokens: whether queries and keys are the same tokens.
     """
@@ -100,7 +116,7 @@ def in_segments(shape: dict[str, Any], key_index: Tensor, *, same_tokens: bool) 
     return {**shape, "segments": (key_index - padding.to(key_index.device)[:, None]) // size}
 
 
-def causal_documents(segments: Tensor | None) -> Callable[..., Any]:
+def causal_documents(segments: Tensor | None) -> MaskFunction:
     """Return transformers' mask function of causal attention, inside documents that do not see each other.
 
     Args:
@@ -108,18 +124,18 @@ def causal_documents(segments: Tensor | None) -> Callable[..., Any]:
     """
     if segments is None:
         return causal_mask_function
-    packed: Callable[..., Any] = and_masks(causal_mask_function, packed_sequence_mask_function(segments))
+    packed: MaskFunction = and_masks(causal_mask_function, packed_sequence_mask_function(segments))
     return packed
 
 
 def probe_mask(
-    mask_function: Callable[..., Any], query_index: Tensor, batch_size: int, same_tokens: bool, window: int | None
-) -> dict[str, Any]:
+    mask_function: MaskFunction, query_index: Tensor, batch_size: int, same_tokens: bool, window: int | None
+) -> MaskShape:
     """Find window and segments by asking the mask function about O(Q) pairs.
 
-    For compiling, where closures cannot be taken apart. The decoder masks of transformers are conjunctions of
-    causality, one sliding window, packed segments and chunks; each family that is supported builds its masks from these
-    only. Chunks are segments to it.
+    This is for compiling, where closures cannot be taken apart. The decoder masks of transformers are conjunctions of
+    causality, one sliding window, packed segments and chunks. Every supported family builds its masks from these only.
+    Chunks are found as segments.
 
     Args:
         mask_function: a conjunction of the above.
@@ -131,7 +147,7 @@ def probe_mask(
     Returns:
         as `describe_mask`, with `window` a tensor.
     """
-    found: dict[str, Any] = {"causal": True}
+    found: MaskShape = {"causal": True}
     rows = torch.arange(batch_size, device=query_index.device)[:, None]
     index = query_index.expand(batch_size, -1)
     same_segment = torch.ones_like(index, dtype=torch.bool)
@@ -153,7 +169,7 @@ def position_channel(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
+    mask_function: MaskFunction = causal_mask_function,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -184,35 +200,10 @@ def position_channel(
         raise ValueError(BIDIRECTIONAL)
     query_index = (torch.arange(q_length, device=device) + q_offset)[None]
     key_index = (torch.arange(kv_length, device=device) + kv_offset)[None]
-    query_positions, key_positions = query_index, key_index
-    query_valid = key_valid = query_resumed = None
-    if attention_mask is not None:
-        seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        counted = seen.cumsum(-1) - 1  # padding takes no position
-        slots = torch.arange(seen.shape[-1], device=seen.device)
-        padding = torch.where(seen, -1, slots).cummax(-1).values  # the last slot of it up to each
-        since = slots - torch.where(seen, padding, -1).amax(-1, keepdim=True)  # the last padding that a token follows
-        resumed = torch.where((since > 0) & (since <= counted), since, counted)  # if there are tokens before it, too
-
-        def at(table: Tensor, index: Tensor) -> Tensor:
-            return table.gather(-1, index.clamp(max=table.shape[-1] - 1).expand(table.shape[0], -1))
-
-        query_positions, key_positions = at(counted, query_index), at(counted, key_index)
-        query_valid, key_valid = at(seen, query_index), at(seen, key_index)
-        query_resumed = at(resumed, query_index)
-
+    seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    counted = _count(seen, query_index, key_index)
     same_tokens = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
-    if torch.compiler.is_compiling() and getattr(mask_function, "__code__", None) is _AND:
-        config = kwargs.get("config")
-        window = getattr(config, "sliding_window", None)
-        # Chunks are found as segments are, between tokens that follow each other, so not with a cache.
-        in_chunks = getattr(config, "attention_chunk_size", None) is not None and not same_tokens
-        shape: dict[str, Any] | None = (
-            None if in_chunks else probe_mask(mask_function, query_index, batch_size, same_tokens, window)
-        )
-    else:
-        shape = describe_mask(mask_function)
-        shape = None if shape is None else in_segments(shape, key_index, same_tokens=same_tokens)
+    shape = _shape_of(mask_function, query_index, key_index, batch_size, same_tokens, kwargs.get("config"))
     if shape is None or "causal" not in shape:
         visible = sdpa_mask(
             batch_size=batch_size,
@@ -227,31 +218,85 @@ def position_channel(
             use_vmap=use_vmap,
             device=device,
         )
-        positions.ensure(
-            ~(visible & (key_index[:, None, None] > query_index[:, None, :, None])).any(), positions.SHOWS_FUTURE
-        )
-        return positions.pack_dense(query_positions, key_positions, visible)
-
+        later = key_index[:, None, None] > query_index[:, None, :, None]
+        positions.ensure(~(visible & later).any(), positions.SHOWS_FUTURE)
+        return positions.pack_dense(counted["query_positions"], counted["key_positions"], visible)
     segments = shape.get("segments")
-    if segments is not None:  # queries and keys are the same tokens; count positions from the start of each document
-        index = torch.arange(q_length, device=segments.device)[None]
-        starts = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
-        query_positions = key_positions = index - torch.where(starts, index, 0).cummax(-1).values
+    if segments is not None:  # queries and keys are the same tokens
+        places = _count_in_documents(segments)
+        counted |= {"query_positions": places, "key_positions": places}
     return positions.pack(
         query_index,
         key_index,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        query_valid=query_valid,
-        key_valid=key_valid,
+        **counted,
         query_segment=segments,
         key_segment=segments,
         window=shape.get("window"),
-        query_resumed=query_resumed,
     )
 
 
-def check_masks(arguments: Iterable[Any]) -> None:
+def _count(seen: Tensor | None, query_index: Tensor, key_index: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of `positions.pack` that depend on padding.
+
+    Args:
+        seen: (B, slots) bool, False for padding; None means that there is none.
+        query_index: (1, Q) slots.
+        key_index: (1, L) slots.
+    """
+    if seen is None:
+        return {"query_positions": query_index, "key_positions": key_index}
+    counted = seen.cumsum(-1) - 1  # padding takes no position
+    slots = torch.arange(seen.shape[-1], device=seen.device)
+    padding = torch.where(seen, -1, slots).cummax(-1).values  # the last slot of it up to each
+    since = slots - torch.where(seen, padding, -1).amax(-1, keepdim=True)  # the last padding that a token follows
+    resumed = torch.where((since > 0) & (since <= counted), since, counted)  # if there are tokens before it, too
+
+    def at(table: Tensor, index: Tensor) -> Tensor:
+        return table.gather(-1, index.clamp(max=table.shape[-1] - 1).expand(table.shape[0], -1))
+
+    return {
+        "query_positions": at(counted, query_index),
+        "key_positions": at(counted, key_index),
+        "query_valid": at(seen, query_index),
+        "key_valid": at(seen, key_index),
+        "query_resumed": at(resumed, query_index),
+    }
+
+
+def _count_in_documents(segments: Tensor) -> Tensor:
+    """Return positions that start again at each document, (B|1, T), from the number of each token's document."""
+    index = torch.arange(segments.shape[-1], device=segments.device)[None]
+    starts = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+    return index - torch.where(starts, index, 0).cummax(-1).values
+
+
+def _shape_of(
+    mask_function: MaskFunction,
+    query_index: Tensor,
+    key_index: Tensor,
+    batch_size: int,
+    same_tokens: bool,
+    config: PreTrainedConfig | None,
+) -> MaskShape | None:
+    """Return what a mask function shows, without chunks; None if the compact channel cannot express it.
+
+    Args:
+        mask_function: which pairs are visible, of slots.
+        query_index: (1, Q) slots.
+        key_index: (1, L) slots.
+        batch_size: B.
+        same_tokens: whether queries and keys are the same tokens.
+        config: of the model, or None.
+    """
+    if not torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND:
+        shape = describe_mask(mask_function)
+        return None if shape is None else in_segments(shape, key_index, same_tokens=same_tokens)
+    if getattr(config, "attention_chunk_size", None) is not None and not same_tokens:
+        return None  # chunks are found as segments are, between tokens that follow each other, so not with a cache
+    return probe_mask(mask_function, query_index, batch_size, same_tokens, getattr(config, "sliding_window", None))
+
+
+def check_masks(arguments: Iterable[object]) -> None:
     """Refuse 4-D masks that a decoder is called with, if they show later keys or are of integers.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..layer_state import on_attention
 from ..registry import family_for
 from ..schemes.rope import apply_rotary
-from . import NAME
+from . import NAME, Arguments
 from .channel import as_channel, positions_of
 from .derived import revive, stock_class
 
@@ -31,7 +32,7 @@ class ReplacedAttention(nn.Module):
     scaling: float
     config: PreTrainedConfig
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> tuple[object, ...]:
         """Attend.
 
         Args:
@@ -79,12 +80,12 @@ class ReplacedAttention(nn.Module):
         )
         return own.merge_heads(self, output, given), weights, *own.also_returns(self)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """Pickle and copy by the stock class, since this one is made on demand."""
         return revive, (replaced_class, stock_class(type(self), ReplacedAttention)), self.__dict__
 
 
-def named(attention: ReplacedAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named(attention: ReplacedAttention, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Arguments:
     """Return the arguments of an attention by name, without the hidden states.
 
     Args:
@@ -103,7 +104,7 @@ def replaced_class(stock: type[nn.Module]) -> type[nn.Module]:
     return type("Replaced" + stock.__name__, (ReplacedAttention, stock), members)
 
 
-def stock_output(attention: ReplacedAttention, hidden_states: Tensor, arguments: dict[str, Any]) -> Tensor:
+def stock_output(attention: ReplacedAttention, hidden_states: Tensor, arguments: Arguments) -> Tensor:
     """Return the output (B, T, E) of a replaced attention's stock forward, with its own positions switched off.
 
     Args:

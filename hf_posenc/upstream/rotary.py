@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,10 +11,12 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ..dims import Dims
 from ..layer_state import on_layer
 from ..modules import Rotation
-from ..schemes.base import PROPORTIONAL, Dims, by_layer_type
-from . import POSITION_IDS
+from ..placement import RopeParameters
+from ..schemes.base import PROPORTIONAL, by_layer_type
+from . import POSITION_IDS, Arguments
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 """Key of `rope_parameters`, and attribute of some configs, which transformers prefers to the key."""
@@ -120,10 +121,10 @@ class PartialRotary(nn.Module):
         return as_given(pad(cos, padding, value=1.0), pad(sin, padding), self.gives)
 
 
-class _Asked(dict[str, Any]):
-    """`rope_parameters` that remember which keys transformers asked for: the only true list of what it reads."""
+class _Asked(RopeParameters):
+    """`rope_parameters` that record the keys which transformers reads. No list of upstream's says which these are."""
 
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, parameters: RopeParameters) -> None:
         super().__init__(parameters)
         self.asked: set[str] = set()
 
@@ -134,7 +135,7 @@ class _Asked(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         raise ValueError(f"rope: scaling {self.get('rope_type')} needs {key}")
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         self.asked.add(key)
         return super().get(key, default)
 
@@ -147,7 +148,7 @@ class _Asked(dict[str, Any]):
         return set(self) - (self.asked - {"type"}) - {"rope_type", "partial_rotary_factor"}
 
 
-def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
     """Return the arguments of a decoder layer, with the rotation among them replaced by its scheme's."""
     position_ids = handed_down(kwargs)
     if kwargs.get("position_embeddings") is None or position_ids is None:
@@ -161,13 +162,13 @@ def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return args, {**kwargs, "position_embeddings": turned}
 
 
-def handed_down(kwargs: dict[str, Any]) -> Tensor | None:
+def handed_down(kwargs: Arguments) -> Tensor | None:
     """Return the position ids (B|1, T) that a decoder layer is called with, or None."""
     found = kwargs.get(POSITION_IDS)
     return kwargs.get("position_ids") if found is None else found
 
 
-def own_rotation(config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool) -> dict[str, Any]:
+def own_rotation(config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool) -> RopeParameters:
     """Return the base's own `rope_parameters`, as far as transformers reads them.
 
     Args:
@@ -199,7 +200,7 @@ def scaling_types() -> tuple[str, ...]:
 
 
 def make_rotary(
-    parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
+    parameters: RopeParameters, config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
 ) -> nn.Module:
     """Return a rotary module with these parameters: the base's own class where it has one, else LLaMA's.
 
@@ -227,8 +228,8 @@ def make_rotary(
 
 
 def _rotary(
-    parameters: dict[str, Any], config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
-) -> tuple[nn.Module, dict[Any, _Asked]]:
+    parameters: RopeParameters, config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
+) -> tuple[nn.Module, dict[str | None, _Asked]]:
     """Return the module of `make_rotary` without its last check, and the parameters that were asked, by layer type."""
     length = config.max_position_embeddings
     config = copy.deepcopy(config) if native is not None else LlamaConfig(max_position_embeddings=length)
