@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from ..live.eval_mode import evaluation
 from ..modules import owner_of
+from ..result import Result
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule
 from ..upstream import NAME
 from . import probe
-from .result import Result
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _of_scores(
 
 
 @dataclass(frozen=True)
-class AttentionByDistance:
+class AttentionByDistance(Result):
     """Attention that a model pays to each distance.
 
     Attributes:
@@ -198,6 +198,8 @@ class AttentionByDistance:
         first_query: position of the first query that was counted.
         queries: number of queries per layer and head.
     """
+
+    derived = ("mean_distance",)
 
     label: str
     mass: Tensor
@@ -208,16 +210,6 @@ class AttentionByDistance:
     def mean_distance(self) -> Tensor:
         """The mean distance of a token attended to, in tokens, (N, H)."""
         return self.mass @ torch.arange(self.mass.shape[-1], dtype=torch.float64)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {
-            "label": self.label,
-            "first_query": self.first_query,
-            "queries": self.queries,
-            "mean_distance": self.mean_distance.tolist(),
-            "mass": self.mass.tolist(),
-        }
 
 
 @torch.no_grad()

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..result import Result
 from ..schemes.base import Dims, Scheme
 from ..schemes.sinusoidal import Waves
 from . import probe
 
 
 @dataclass(frozen=True)
-class Frequencies:
+class Frequencies(Result):
     """Waves of one scheme.
 
     Attributes:
@@ -29,6 +30,8 @@ class Frequencies:
         frequencies: (F,) float64, radians per token, in the scheme's order; 0 does not turn.
         trained_length: length of the training, in tokens.
     """
+
+    derived = ("wavelengths", "turns", "completed")
 
     label: str
     frequencies: Tensor
@@ -51,14 +54,8 @@ class Frequencies:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; a wave that does not turn has a wavelength of None."""
-        return {
-            "label": self.label,
-            "trained_length": self.trained_length,
-            "completed": self.completed,
-            "frequencies": self.frequencies.tolist(),
-            "wavelengths": [length if math.isfinite(length) else None for length in self.wavelengths.tolist()],
-            "turns": self.turns.tolist(),
-        }
+        lengths = [length if math.isfinite(length) else None for length in self.wavelengths.tolist()]
+        return {**super().to_dict(), "wavelengths": lengths}
 
     def __str__(self) -> str:
         """Return one line."""

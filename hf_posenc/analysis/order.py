@@ -22,9 +22,9 @@ from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.watch import LayerCall, first, recorded
+from ..result import Result
 from ..upstream import NAME
 from . import probe
-from .result import Result
 
 
 @dataclass(frozen=True)

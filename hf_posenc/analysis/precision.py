@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 
+from ..result import Result
 from ..schemes.base import Dims, Scheme, ScoreModule
 from . import probe
-from .result import Result
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

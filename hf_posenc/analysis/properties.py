@@ -23,11 +23,11 @@ from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.state import patch_of
 from ..modules import WithoutPositions, owner_of
+from ..result import Result
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule, by_layer_type
 from ..schemes.sinusoidal import Waves
 from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary
 from . import probe
-from .result import Result
 
 Verdict = Literal["yes", "no", "not applicable"]
 

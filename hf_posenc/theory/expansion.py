@@ -24,10 +24,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..analysis.result import Result
 from ..live.eval_mode import evaluation
 from ..live.watch import recorded
 from ..modules import owner_of
+from ..result import Result
 from ..schemes.sinusoidal import Waves
 from . import vectors
 from .statistics import diagonal_share
@@ -47,6 +47,8 @@ class Terms(Result):
         residual: `f` with both vectors, minus these six.
     """
 
+    derived = ("shares",)
+
     value: Tensor
     slope_first: Tensor
     slope_second: Tensor
@@ -65,10 +67,6 @@ class Terms(Result):
         """The sizes over their sum; 0 if positions change nothing."""
         total = sum(self.sizes.values())
         return {name: size / total if total else 0.0 for name, size in self.sizes.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**super().to_dict(), "shares": self.shares}
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,8 @@ class DiagonalTerm(Result):
             have no pairs, and neighbouring coordinates are taken for them.
     """
 
+    derived = ("relative_share",)
+
     rows: tuple[int, ...]
     diagonal: Tensor
     relative: float
@@ -105,10 +105,6 @@ class DiagonalTerm(Result):
         """|relative| over |relative| + |absolute|; 0 if both are 0."""
         total = abs(self.relative) + abs(self.absolute)
         return abs(self.relative) / total if total else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**super().to_dict(), "relative_share": self.relative_share}
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..analysis.result import Result
 from ..calibration.observe import attending, attention_call, observe
 from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.state import patch_of
 from ..live.watch import entering
+from ..result import Result
 
 
 @dataclass(frozen=True)

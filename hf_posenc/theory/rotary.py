@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from ..analysis import probe
 from ..analysis.decay import Decay
-from ..analysis.result import Result
 from ..calibration.observe import observe
 from ..errors import UnsupportedModelError
 from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
+from ..result import Result
 from .integrals import wave_integral, wave_sum
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..analysis.result import Result
+from ..result import Result
 
 
 @dataclass(frozen=True)
