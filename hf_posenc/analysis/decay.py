@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..calibration.observe import observe
 from ..live.eval_mode import evaluation
-from ..modules import owner_of
 from ..result import Result
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule
 from ..upstream import NAME
@@ -117,22 +117,13 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
     label = type(model).__name__
     found = probe.parts(model)
     if model.config._attn_implementation == NAME:
-        rows: list[Tensor] = []
-
-        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            owner = owner_of(module)
-            query, scaling = args[0].query.double().mean((0, 2)), args[0].scaling
-            length = query.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-            rows.append(_of_scores(owner, query, d, scaling, query / length**2 / scaling).cpu())
-
-        modules = [attention.get_submodule("posenc") for attention in found.attentions]
-        hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
-        try:
-            with evaluation(model):
-                model(tokens, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        rows = []
+        with evaluation(model):
+            seen = observe(model, tokens, list(found.attention_of))
+        for call in (each.call for each in seen.values()):
+            query = call.query.double().mean((0, 2))
+            key = query / query.norm(dim=-1, keepdim=True).clamp(min=1e-30) ** 2 / call.scaling
+            rows.append(_of_scores(call.module, query, d, call.scaling, key).cpu())
         return Decay(label, d, torch.stack(rows))
     rotary, angles = probe.rotary_of(model)
     if rotary is not None:

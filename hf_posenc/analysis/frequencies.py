@@ -117,5 +117,4 @@ def frequencies(
 
 def _of_waves(module: Waves) -> Tensor:
     """Return the frequencies of sinusoids, (F,) float64 on the CPU."""
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    return module.waves(device).detach().double().cpu()
+    return module.waves(probe.device_of(module)).detach().double().cpu()

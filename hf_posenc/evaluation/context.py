@@ -240,22 +240,13 @@ def _measurement(
     """Return what the scores (windows, 2, bins + 1) add up to."""
     sums, counts = scores.unbind(1)
     nll, tokens = sums.contiguous().sum(0).tolist(), [int(count) for count in counts.sum(0).tolist()]
-    sliding = Perplexity(
-        method="sliding",
-        length=length,
-        stride=stride,
-        windows=sum(window.scored < window.end for window in windows),
-        tokens=tokens[0],
-        nll=nll[0],
-    )
-    fresh = Perplexity(
-        method="non_overlapping",
-        length=length,
-        stride=length,
-        windows=sum(window.fresh for window in windows),
-        tokens=sum(tokens[1:]),
-        nll=sum(nll[1:]),
-    )
+
+    def perplexity(method: str, step: int, count: int, part: slice) -> Perplexity:
+        sizes = {"length": length, "stride": step, "windows": count, "tokens": sum(tokens[part])}
+        return Perplexity(method=method, nll=sum(nll[part]), **sizes)
+
+    sliding = perplexity("sliding", stride, sum(window.scored < window.end for window in windows), slice(1))
+    fresh = perplexity("non_overlapping", length, sum(window.fresh for window in windows), slice(1, None))
     return ContextMeasurement(
         length=length,
         sliding=sliding,
