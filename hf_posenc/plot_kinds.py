@@ -68,7 +68,7 @@ class Numbers:
         options: names of the options of the command line that `compute` reads.
     """
 
-    compute: Callable[[Any, Asked], Any]
+    compute: Callable[[Any, Asked], object]
     options: tuple[str, ...]
 
 
@@ -91,7 +91,7 @@ class Kind:
     schedule: Numbers | None = None
     several: bool = False
 
-    def draw(self, found: dict[str, Any], title: str) -> Figure:
+    def draw(self, found: dict[str, object], title: str) -> Figure:
         """Draw the numbers of sources, by their names."""
         return self.figure(found if self.several else next(iter(found.values())), title=title)
 
@@ -193,7 +193,7 @@ def _wavelengths(found: dict[str, list[Frequencies]], *, title: str) -> Figure:
     return plots.wavelengths([each for group in found.values() for each in group], title=title)
 
 
-def _trained(measure: Callable[..., Any], **options: Any) -> dict[str, Numbers]:
+def _trained(measure: Callable[..., object], **options: bool) -> dict[str, Numbers]:
     """Return the numbers of a scheme or a model, measured with the length that its base was trained at."""
     return {
         "scheme": Numbers(
@@ -206,12 +206,12 @@ def _trained(measure: Callable[..., Any], **options: Any) -> dict[str, Numbers]:
     }
 
 
-def _reading(measure: Callable[..., Any], **options: Any) -> Numbers:
+def _reading(measure: Callable[..., object], **options: bool) -> Numbers:
     """Return the numbers of a model that are measured on a text."""
     return Numbers(lambda model, asked: measure(model, asked.text, **options), READING)
 
 
-def _expanded(measure: Callable[..., Any]) -> Numbers:
+def _expanded(measure: Callable[..., object]) -> Numbers:
     """Return the numbers of a model that are measured on a text and two positions in it."""
     return Numbers(lambda model, asked: measure(model, asked.text, *asked.pair, progress=True), (*READING, "positions"))
 

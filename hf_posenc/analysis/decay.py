@@ -121,9 +121,10 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
         with evaluation(model):
             seen = observe(model, tokens, list(found.attention_of))
         for call in (each.call for each in seen.values()):
+            module: Any = call.module
             query = call.query.double().mean((0, 2))
             key = query / query.norm(dim=-1, keepdim=True).clamp(min=1e-30) ** 2 / call.scaling
-            rows.append(_of_scores(call.module, query, d, call.scaling, key).cpu())
+            rows.append(_of_scores(module, query, d, call.scaling, key).cpu())
         return Decay(label, d, torch.stack(rows))
     rotary, angles = probe.rotary_of(model)
     if rotary is not None:

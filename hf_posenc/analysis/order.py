@@ -240,7 +240,7 @@ def equivariance(
             return _states(model, layers, text, arguments)[0]
 
         free, causal = states(tokens, unmasked), states(tokens, {})
-        vocabulary = len(probe.parts(model).token_embedding.weight)
+        vocabulary = len(next(probe.parts(model).token_embedding.parameters()))
         other = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % vocabulary], -1)
         if states(other, unmasked)[-1][:, 0].equal(free[-1][:, 0]):
             raise UnsupportedModelError(
@@ -304,12 +304,12 @@ def _reordered(layer: nn.Module, order: Tensor) -> Iterator[None]:
     """Let one layer read its inputs in another order, and put its outputs back in place."""
     back = order.argsort()
 
-    def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, dict[str, object]]:
         if args:
             return (args[0][:, order], *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"][:, order]}
 
-    def after(layer: nn.Module, output: Any) -> Any:
+    def after(layer: nn.Module, output: Tensor | tuple[Tensor, ...]) -> object:
         return (output[0][:, back], *output[1:]) if isinstance(output, tuple) else output[:, back]
 
     hook = layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import style
 from .style import FORMATS, check_installed, kind_of, save
@@ -71,13 +71,13 @@ def perplexity_by_length(
     """
     points = [point for curve in curves.values() for point in curve]
     style.require(points, "perplexity by length")
-    with style.curves(curves.items(), title, "context length (tokens)", style.PERPLEXITY) as (axes, drawn):
+    with style.curves(curves.items(), title, "context length (tokens)", style.PERPLEXITY) as (figure, axes, drawn):
         for curve, look in drawn:
             style.line(axes, *style.columns(sorted(curve)), **look)
         style.token_axis(axes, {x for x, _ in points})
         style.perplexity_axis(axes, [y for _, y in points])
         style.mark_trained(axes, trained_length)
-    return axes.figure
+    return figure
 
 
 def loss_by_position(
@@ -104,7 +104,7 @@ def loss_by_position(
     if any(first < 0 or first >= last for first, last, _ in bins):
         raise ValueError("a bin is (first position >= 0, last position + 1, mean loss), with last + 1 > first")
     logarithmic = style.are_uneven([(first, last) for first, last, _ in bins])
-    with style.curves(curves.items(), title, xlabel, "mean loss (nats per token)") as (axes, drawn):
+    with style.curves(curves.items(), title, xlabel, "mean loss (nats per token)") as (figure, axes, drawn):
         for curve, look in drawn:
             axes.plot(*style.steps(curve, logarithmic), **{**look, "marker": ""})
         if logarithmic:
@@ -112,7 +112,7 @@ def loss_by_position(
         else:
             style.thousands(axes.xaxis)
         style.mark_trained(axes, trained_length)
-    return axes.figure
+    return figure
 
 
 def loss_curve(
@@ -130,14 +130,14 @@ def loss_curve(
         ImportError: without matplotlib.
     """
     style.require([point for curve in curves.values() for point in curve], "loss curve")
-    with style.curves(curves.items(), title, xlabel, "loss (nats per token)") as (axes, drawn):
+    with style.curves(curves.items(), title, xlabel, "loss (nats per token)") as (figure, axes, drawn):
         for curve, look in drawn:
             style.line(axes, *style.columns(sorted(curve)), **(look if len(curve) <= 16 else {**look, "marker": ""}))
         style.thousands(axes.xaxis)
-    return axes.figure
+    return figure
 
 
-def retrieval_heat_map(cells: Sequence[Mapping[str, Any]], *, title: str = "") -> Figure:
+def retrieval_heat_map(cells: Sequence[Mapping[str, float]], *, title: str = "") -> Figure:
     """Draw retrieval accuracy by context length and depth of the answer; cells that were not measured stay blank.
 
     Args:
@@ -154,8 +154,11 @@ def retrieval_heat_map(cells: Sequence[Mapping[str, Any]], *, title: str = "") -
         raise ValueError("two cells have the same length and depth")
     depths, lengths = (sorted({key[i] for key in values}) for i in (0, 1))
     grid = [[values.get((depth, length), math.nan) for length in lengths] for depth in depths]
-    size = {"width": 2.2 + 0.62 * len(lengths), "height": 1.5 + 0.42 * len(depths)}
-    with style.one_panel(title, **size, xlabel="context length (tokens)", ylabel="depth of the answer") as axes:
+    size: style.Look = {"width": 2.2 + 0.62 * len(lengths), "height": 1.5 + 0.42 * len(depths)}
+    with style.one_panel(title, **size, xlabel="context length (tokens)", ylabel="depth of the answer") as (
+        figure,
+        axes,
+    ):
         image = style.image(axes, grid, vmin=0, vmax=1, cmap="cividis")
         for (depth, length), accuracy in values.items():
             look: style.Look = {"ha": "center", "va": "center", "color": "white" if accuracy < 0.5 else "black"}
@@ -165,7 +168,7 @@ def retrieval_heat_map(cells: Sequence[Mapping[str, Any]], *, title: str = "") -
             axes.tick_params(axis="x", rotation=45)
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
         style.colour_bar(image, axes, "accuracy (%)", percent=True)
-    return axes.figure
+    return figure
 
 
 # -------------------------------------------------------------------------------------------------- schemes and models
@@ -178,10 +181,10 @@ def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
         vectors: (T, E).
         title: above the axes; empty means none.
     """
-    with style.one_panel(title, xlabel="position (tokens)", ylabel="coordinate") as axes:
+    with style.one_panel(title, xlabel="position (tokens)", ylabel="coordinate") as (figure, axes):
         image = style.image(axes, vectors.T, origin="lower", **style.limits(vectors))
         style.colour_bar(image, axes, "value")
-    return axes.figure
+    return figure
 
 
 def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
@@ -196,10 +199,10 @@ def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
     low, high = float(cosines.min()), float(cosines.max())
     colours = style.limits(cosines) if low < 0 else {}
     tokens = "position (tokens)"
-    with style.one_panel(title, width=5.2, height=4.4, xlabel=tokens, ylabel=tokens) as axes:
+    with style.one_panel(title, width=5.2, height=4.4, xlabel=tokens, ylabel=tokens) as (figure, axes):
         image = style.image(axes, cosines, aspect="equal", origin="lower", **colours)
         style.colour_bar(image, axes, f"cosine similarity ({low:.2f} to {high:.2f})")
-    return axes.figure
+    return figure
 
 
 def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str = "") -> Figure:
@@ -215,7 +218,7 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
     """
     style.require(curves, "decay")
     ylabel = "score, where the content alone would give 1"
-    with style.curves(curves.items(), title, "distance (tokens)", ylabel) as (axes, drawn):
+    with style.curves(curves.items(), title, "distance (tokens)", ylabel) as (figure, axes, drawn):
         for curve, look in drawn:
             order = curve.distances.argsort()
             x = curve.distances[order].tolist()
@@ -224,7 +227,7 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
                 axes.plot(x, rows, color=look["color"], linewidth=0.7, alpha=0.45)
             axes.plot(x, curve.mean[order].tolist(), markevery=max(1, len(x) // 8), **look)
         style.thousands(axes.xaxis)
-    return axes.figure
+    return figure
 
 
 def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
@@ -285,7 +288,7 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
     binned = torch.stack([measured.mass[..., a:b].sum(-1) for a, b in pairwise(edges)], -1).flatten(0, 1)
     names = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
     height, ylabel = min(9.0, 1.6 + 0.11 * layers * heads + 0.05 * layers), f"layer ({heads} heads each)"
-    with style.one_panel(title, height=height, xlabel="distance (tokens)", ylabel=ylabel) as axes:
+    with style.one_panel(title, height=height, xlabel="distance (tokens)", ylabel=ylabel) as (figure, axes):
         image = style.image(axes, 100 * binned, vmin=0, vmax=100)
         axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
         shown = range(0, layers, math.ceil(layers / 24))
@@ -294,7 +297,7 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
             axes.axhline(heads * layer - 0.5, color="white", linewidth=1.2)
         axes.tick_params(axis="y", length=0)
         style.colour_bar(image, axes, "share of attention (%)")
-    return axes.figure
+    return figure
 
 
 def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
@@ -314,7 +317,7 @@ def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
         raise ValueError(f"one trained length at a time, not {sorted(trained)}")
     (length,) = trained
     labelled = [(f"{each.label} ({each.completed} of {len(each.frequencies)} turn)", each) for each in found]
-    with style.curves(labelled, title, "pair of coordinates", "wavelength (tokens per turn)") as (axes, drawn):
+    with style.curves(labelled, title, "pair of coordinates", "wavelength (tokens per turn)") as (figure, axes, drawn):
         for each, look in drawn:
             places = [(i, y) for i, y in enumerate(each.wavelengths.tolist()) if math.isfinite(y)]
             axes.plot(*style.columns(places), **{**look, "linestyle": "none", "markersize": 3.6})
@@ -322,7 +325,7 @@ def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
         axes.axhline(length, linewidth=1.0, **style.FAINT)
         where: style.Look = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "top", "color": style.GREY}
         style.beside(axes, f"trained length {length:,}", (1, length), (-2, -4), **where)
-    return axes.figure
+    return figure
 
 
 def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figure:
@@ -337,7 +340,7 @@ def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figu
     """
     style.require(found, "distinct biases")
     xlabel = f"distances told apart (% of {found[0].length:,}, one mark per head)"
-    with style.one_panel(title, height=1.2 + 0.34 * len(found), xlabel=xlabel) as axes:
+    with style.one_panel(title, height=1.2 + 0.34 * len(found), xlabel=xlabel) as (figure, axes):
         methods = list(dict.fromkeys(each.method for each in found))
         for row, each in enumerate(found):
             shares = [100 * count / each.length for count in each.heads]
@@ -350,7 +353,7 @@ def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figu
         axes.invert_yaxis()
         axes.set_xlim(-3, 103)
         axes.grid(axis="y", visible=False)
-    return axes.figure
+    return figure
 
 
 def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "") -> Figure:
@@ -383,7 +386,9 @@ def equivariance_by_layer(measured: Mapping[str, Equivariance], *, title: str = 
     return _by_layer(measured, panels, "relative change among shuffled tokens", title)
 
 
-def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: str, title: str) -> Figure:
+def _by_layer(
+    measured: Mapping[str, OrderSensitivity | Equivariance], panels: Mapping[str, str], ylabel: str, title: str
+) -> Figure:
     """Draw numbers of each layer of several models, on one logarithmic axis; panels: attribute -> words above it."""
     floor = 1e-17
     size = {"width": 1.6 + 3.5 * len(panels), "height": 4.0}
@@ -465,7 +470,7 @@ def _divergences_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
     shown = {"before": layer.before, "closed forms": layer.closed, "at the end": layer.after}
     for number, (name, values) in enumerate(shown.items()):
         axes.plot(values.clamp(min=floor).tolist(), label=name, **style.marks(number))
-    style.positive_axis(axes, [value for line in axes.get_lines() for value in line.get_ydata()])
+    style.positive_axis(axes, [value for values in shown.values() for value in values.clamp(min=floor).tolist()])
     heads = range(0, len(layer.before), math.ceil(len(layer.before) / 16))
     axes.set_xticks(heads)
     for head, tick in zip(heads, axes.get_xticklabels(), strict=True):
@@ -494,7 +499,10 @@ def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
     names = [row.name for row in next(iter(found.values())).rows]
     labels = [f"{label} *" if each.untrained else label for label, each in found.items()]
     xlabel = "* before training" if any(each.untrained for each in found.values()) else ""
-    with style.one_panel(title, width=1.4 + 1.25 * len(names), height=1.0 + 0.42 * len(found), xlabel=xlabel) as axes:
+    with style.one_panel(title, width=1.4 + 1.25 * len(names), height=1.0 + 0.42 * len(found), xlabel=xlabel) as (
+        figure,
+        axes,
+    ):
         from matplotlib.colors import to_rgb
 
         style.image(axes, [[to_rgb(VERDICTS[row.verdict]) for row in each.rows] for each in found.values()])
@@ -508,4 +516,4 @@ def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
             axes.axhline(between - 0.5, color="white", linewidth=1.5)
         for between in range(1, len(names)):
             axes.axvline(between - 0.5, color="white", linewidth=1.5)
-    return axes.figure
+    return figure

@@ -313,7 +313,7 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
 
 
 @contextmanager
-def outputs(modules: Iterable[tuple[K, nn.Module]], see: Callable[[K, Any], Any]) -> Iterator[None]:
+def outputs(modules: Iterable[tuple[K, nn.Module]], see: Callable[[K, Any], object]) -> Iterator[None]:
     """Show the outputs of modules, by a key of each, to a function within a `with` block.
 
     Args:
@@ -321,7 +321,7 @@ def outputs(modules: Iterable[tuple[K, nn.Module]], see: Callable[[K, Any], Any]
         see: called with a key and an output. What it returns, unless None, takes the place of the output.
     """
 
-    def hook(key: K) -> Callable[..., Any]:
+    def hook(key: K) -> Callable[..., object]:
         return lambda module, args, output: see(key, output)
 
     with ExitStack() as hooks:
@@ -343,7 +343,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
     """
     ours = model.config._attn_implementation == NAME
 
-    def take_reference(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def take_reference(module: nn.Module, args: tuple[Call], kwargs: dict[str, object]) -> Any:
         return (replace(args[0], weights=True), partial(dispatch.attend, wanted="reference")), kwargs
 
     attentions = {

@@ -36,7 +36,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito 2008, without the yellow (too faint on white), with a grey."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 METHODS = {"non-overlapping": 1, "sliding window": 0, "sliding": 0}
 """Words in a label that say how perplexity was counted -> index of their dashes; the rest decides the colour."""
 
@@ -45,7 +45,7 @@ BESIDE: Look = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxesp
 """A legend beside its axes."""
 FAINT: Look = {"color": GREY, "linestyle": (0, (2, 2)), "zorder": 1}
 """A line that marks a length."""
-_STYLE: Look = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture on every machine
     "font.size": 9.5,
     "axes.titlesize": 11,
@@ -119,15 +119,18 @@ def style() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def one_panel(title: str, *, width: float = 6.4, height: float = 4.0, **labels: str) -> Iterator[Axes]:
-    """Provide the only axes of a figure of a width and height in inches, in our look; labels: `xlabel` and `ylabel`."""
+def one_panel(
+    title: str, *, width: float = 6.4, height: float = 4.0, xlabel: str = "", ylabel: str = ""
+) -> Iterator[tuple[Figure, Axes]]:
+    """Provide a figure of a width and height in inches in our look, and its only axes."""
     with style():
         from matplotlib.figure import Figure
 
-        axes = Figure(figsize=(width, height), layout="constrained").add_subplot(**labels)  # type: ignore[arg-type]
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
         if title:
             axes.set_title(title, loc="left", pad=16)  # leaves a line for what is marked
-        yield axes
+        yield figure, axes
 
 
 @contextmanager
@@ -147,17 +150,24 @@ def panels(
 @contextmanager
 def curves(
     labelled: Iterable[tuple[str, T]], title: str, xlabel: str, ylabel: str
-) -> Iterator[tuple[Axes, list[tuple[T, Look]]]]:
-    """Provide axes for curves by their labels, and each curve with its look; a legend is added at the end."""
+) -> Iterator[tuple[Figure, Axes, list[tuple[T, Look]]]]:
+    """Provide a figure for curves, its axes, and each curve with its look. A legend is added at the end.
+
+    Args:
+        labelled: labels, and what is drawn for each.
+        title: above the axes; empty means none.
+        xlabel: label of the x axis.
+        ylabel: label of the y axis.
+    """
     labels, found = zip(*labelled, strict=True)
     # Many curves have their legend beside the axes.
     width = 6.4 if len(set(labels)) <= 4 else 6.4 + 0.075 * max(map(len, labels)) + 0.5
-    with one_panel(title, width=width, xlabel=xlabel, ylabel=ylabel) as axes:
-        yield axes, list(zip(found, styles(labels), strict=True))
+    with one_panel(title, width=width, xlabel=xlabel, ylabel=ylabel) as (figure, axes):
+        yield figure, axes, list(zip(found, styles(labels), strict=True))
         legend(axes, labels)
 
 
-def require(points: Collection[Any], what: str) -> None:
+def require(points: Collection[object], what: str) -> None:
     """Raise ValueError if there is nothing to draw."""
     if not points:
         raise ValueError(f"{what}: there is nothing to draw")
@@ -325,7 +335,7 @@ def colour_bar(image: AxesImage, axes: Any, label: str, *, percent: bool = False
         bar.set_ticks([0, 0.25, 0.5, 0.75, 1.0], labels=["0", "25", "50", "75", "100"])
 
 
-def limits(values: Tensor, least: float = 0.0) -> dict[str, Any]:
+def limits(values: Tensor, least: float = 0.0) -> Look:
     """Return colours for values of both signs, where white is 0; they span `least` or more."""
     most = max(least, float(values.abs().max())) or 1.0
     return {"cmap": "RdBu", "vmin": -most, "vmax": most}
@@ -338,7 +348,7 @@ def image(axes: Axes, values: Any, **options: Any) -> AxesImage:
     return axes.imshow(rows, **{"aspect": "auto", "interpolation": "nearest", **options})
 
 
-def ticks(axis: Axis, labels: Sequence[Any], most: int) -> None:
+def ticks(axis: Axis, labels: Sequence[object], most: int) -> None:
     """Label the places 0, 1, ... of an axis, all of them or as many evenly spread ones as there is room for."""
     step = math.ceil(len(labels) / most)
     axis.set_ticks(range(0, len(labels), step), [str(label) for label in labels[::step]])

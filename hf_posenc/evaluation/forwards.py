@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ LogitsOf = Callable[..., Iterator[Tensor]]
 """Windows (B, T), a slice of positions and perhaps a cache -> logits (R, V) in pieces, see `logits_function`."""
 
 
-def progress_bar(total: int, what: str, unit: str, shown: bool) -> tqdm[Any]:
+def progress_bar(total: int, what: str, unit: str, shown: bool) -> tqdm[NoReturn]:
     """Return a tqdm bar that leaves no line behind."""
     return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "tok", leave=False, disable=not shown)
 
@@ -87,7 +87,11 @@ class Reader:
         yield from token_losses(pieces, windows[:, size - scored :].reshape(-1))
 
     def scores(
-        self, batches: Sequence[list[int]], score: Callable[[list[int]], Tensor], row: tuple[int, ...], bar: tqdm[Any]
+        self,
+        batches: Sequence[list[int]],
+        score: Callable[[list[int]], Tensor],
+        row: tuple[int, ...],
+        bar: tqdm[NoReturn],
     ) -> Tensor:
         """Score every batch in one of the processes, and return the scores of all items in each, (items, *row).
 
@@ -150,7 +154,7 @@ def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
         tokens: `(N,)`, of which the first few are the trial.
     """
 
-    def keeping(cache: Cache | None) -> dict[str, Any]:
+    def keeping(cache: Cache | None) -> dict[str, object]:
         return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
 
     def whole(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:

@@ -56,13 +56,7 @@ class Perplexity(Result):
 
 
 def sliding_window_perplexity(
-    model: nn.Module,
-    tokens: Tensor,
-    *,
-    length: int,
-    stride: int,
-    batch_size: int | None = None,
-    progress: bool = False,
+    model: nn.Module, tokens: Tensor, *, length: int, stride: int, batch_size: int | None = None, progress: bool = False
 ) -> Perplexity:
     """Score every token but the first, each once and with nearly the full context.
 
@@ -94,12 +88,7 @@ def sliding_window_perplexity(
 
 
 def non_overlapping_perplexity(
-    model: nn.Module,
-    tokens: Tensor,
-    *,
-    length: int,
-    batch_size: int | None = None,
-    progress: bool = False,
+    model: nn.Module, tokens: Tensor, *, length: int, batch_size: int | None = None, progress: bool = False
 ) -> Perplexity:
     """Cut the text into fresh windows of `length` tokens and score all but the first token of each.
 

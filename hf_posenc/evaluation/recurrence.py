@@ -161,17 +161,22 @@ def memory_cache(memory: int) -> Cache:
 
 def check_memory(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError for a model that cannot be read with memory, see `measure_recurrence`."""
-    model = without_adapter(model)
+    for reason in _against_memory(without_adapter(model)):
+        raise UnsupportedModelError(reason)
+
+
+def _against_memory(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the reasons why a model cannot be read with memory, in words."""
     base, schemes = BaseModel.of(model), schemes_of(model)
     table, rotary = base.found.position_table, base.found.rotary
     if base.hides_attention:
-        raise UnsupportedModelError(
+        yield (
             f"the attention of this {base.name} does not go through transformers' attention interface, and has tables "
             "or masks of its own that do not know of memory: patch it first"
         )
     adding = [module for module in model.modules() if isinstance(module, PositionEmbedding)]
     if isinstance(table, torch.nn.Embedding) or not all(isinstance(module, NoEmbedding) for module in adding):
-        raise UnsupportedModelError(
+        yield (
             f"this {base.name} adds position vectors, which say where a token is and not how far from another: read in "
             "segments they would go on past every length that the model has seen. Memory needs a scheme of distances, "
             "or nope: measure sliding windows instead"
@@ -181,7 +186,7 @@ def check_memory(model: PreTrainedModel) -> None:
         rotations.append(base.rotation.own())
     kinds = {str(each.get("rope_type")) for rotation in rotations for each in by_layer_type(rotation).values()}
     if by_length := sorted(kinds.intersection(BY_LENGTH)):
-        raise UnsupportedModelError(
+        yield (
             f"the rotary frequencies of this {base.name} depend on the length that has been read (rope_type "
             f"{by_length[0]}), and the keys in memory were turned by others"
         )
@@ -189,13 +194,13 @@ def check_memory(model: PreTrainedModel) -> None:
     if base.has_temperature or any(
         getattr(each, name) != off for each in base.found.attentions for name, off in switches
     ):
-        raise UnsupportedModelError(
+        yield (
             f"this {base.name} multiplies its queries by a factor that grows with the position, so the distance alone "
             "does not say what a token in memory is to it"
         )
     others = {type(layer) for layer in DynamicCache(config=model.config).layers} - set(KEEPS_KEYS)
     if base.family.hybrid or others:
-        raise UnsupportedModelError(
+        yield (
             f"layers of this {base.name} keep something else of the past than keys and values of single tokens, which "
             "cannot be cut down to the last tokens"
         )
@@ -216,7 +221,7 @@ def _segments(
             cache.batch_select_indices(torch.arange(len(parts)))
         rows = len(parts)
         tokens, targets = (
-            pad_sequence(each, batch_first=True, padding_value=padding).to(reader.device)
+            pad_sequence(list(each), batch_first=True, padding_value=padding).to(reader.device)
             for each, padding in zip(zip(*parts, strict=True), (0, IGNORED), strict=True)
         )
         pieces = reader.logits_of(tokens, slice(0, tokens.shape[1]), cache)

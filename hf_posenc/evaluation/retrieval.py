@@ -7,10 +7,10 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ..result import Result
 from .forwards import Reader, progress_bar, reading
@@ -170,8 +170,7 @@ def induction_copy(
         context[length - passage :] = context[start : start + passage]
         return context, passage - 2
 
-    test = _Trials(lengths, depths, trials, seed, distributed, progress)
-    return test.run(model, make, 1 / len(words), 2 * passage)
+    return _Trials(lengths, depths, trials, seed, distributed, progress).run(model, make, 1 / len(words), 2 * passage)
 
 
 def associative_recall(
@@ -207,17 +206,15 @@ def associative_recall(
         context[-2:] = context[slot : slot + 2]
         return context, 1
 
-    test = _Trials(lengths, depths, trials, seed, distributed, progress)
-    return test.run(model, make, 1 / len(values), 6)
+    return _Trials(lengths, depths, trials, seed, distributed, progress).run(model, make, 1 / len(values), 6)
 
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-QUESTION = "\nWhat is the pass key? The pass key is"
 
 
 def passkey(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     lengths: Sequence[int],
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -233,17 +230,15 @@ def passkey(
     sentences do not fit is a ValueError. `tokenizer` is the model's; the depth is that of the number. Arguments, result
     and errors are otherwise those of `induction_copy`.
     """
-
-    def sentence(number: str) -> str:
-        return f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
-
+    sentence = "\nThe pass key is {0}. Remember it. {0} is the pass key.\n"
+    question = "\nWhat is the pass key? The pass key is"
     test = _Trials(lengths, depths, trials, seed, distributed, progress)
-    return _hidden(model, tokenizer, FILLER, sentence, QUESTION, test)
+    return _hidden(model, tokenizer, FILLER, sentence, question, test)
 
 
 def needle(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     text: str,
     lengths: Sequence[int],
@@ -258,17 +253,14 @@ def needle(
     `text` is the haystack, repeated where it is too short. Arguments, result and errors are otherwise those of
     `passkey`.
     """
-
-    def sentence(number: str) -> str:
-        return f"\nThe special magic number is {number}.\n"
-
+    sentence = "\nThe special magic number is {0}.\n"
     question = "\nWhat is the special magic number? The special magic number is"
     test = _Trials(lengths, depths, trials, seed, distributed, progress)
     return _hidden(model, tokenizer, text, sentence, question, test)
 
 
 def _hidden(
-    model: nn.Module, tokenizer: Any, text: str, sentence: Callable[[str], str], question: str, test: _Trials
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, sentence: str, question: str, test: _Trials
 ) -> list[Cell]:
     """Run a test that hides a number in a text, cut to the token: a context has exactly the length asked for."""
 
@@ -282,7 +274,7 @@ def _hidden(
 
     def make(length: int, depth: float, generator: torch.Generator) -> tuple[Tensor, int]:
         number = str(int(torch.randint(10000, 100000, (), generator=generator)))
-        hidden, answer = ids(sentence(number)), ids(" " + number)
+        hidden, answer = ids(sentence.format(number)), ids(" " + number)
         room = length - sum(map(len, (before, hidden, ending, answer)))
         if room < 0:
             raise ValueError(f"length {length} is too short for needle and question, which take {length - room} tokens")

@@ -301,8 +301,8 @@ def mixed_hessian(
         if rows is None or isinstance(rows, int):
             rows = _spread(range(size), size if rows is None else rows)
         shown = tqdm(rows, disable=not progress, desc="Hessian", unit="row")
-        keep = {"retain_graph": True, "materialize_grads": True}
-        block = torch.stack([torch.autograd.grad(slope[k], at_second, **keep)[0].cpu() for k in shown])
+        found = [torch.autograd.grad(slope[k], at_second, retain_graph=True, materialize_grads=True)[0] for k in shown]
+        block = torch.stack(found).cpu()
         own = _one_set(wide, tokens) if list(rows) == list(range(size)) else None
         term = None if own is None else (own[first] @ block @ own[second]).item()
     return MixedHessian(first, second, block, tuple(rows), diagonal_share(block, rows), with_positions, term)

@@ -138,11 +138,7 @@ class WaveDecay(Result):
 
 
 def wave_decay(
-    distances: int | Sequence[int] | Tensor,
-    theta: Values,
-    weights: Values | None = None,
-    *,
-    pairs: int | None = None,
+    distances: int | Sequence[int] | Tensor, theta: Values, weights: Values | None = None, *, pairs: int | None = None
 ) -> WaveDecay:
     """Return the mean of waves of any frequencies and weights by distance: the finite sum beside the integral.
 

@@ -50,13 +50,13 @@ def wave_curves(found: Mapping[str, Mapping[str, Decay]], *, title: str = "") ->
     colours = {label: look["color"] for label, look in zip(found, style.styles(found), strict=True)}
     labelled = [(f"{label}, {what}", (label, what)) for label, curves in found.items() for what in curves]
     ylabel = "mean of the waves (of a model: score in nats)"
-    with style.curves(labelled, title, "distance (tokens)", ylabel) as (axes, drawn):
+    with style.curves(labelled, title, "distance (tokens)", ylabel) as (figure, axes, drawn):
         for (label, what), look in drawn:
             curve, is_sum = found[label][what], what == "sum"
             line = {"color": colours[label], "linestyle": style.DASHES[is_sum], "linewidth": 1.0 if is_sum else 1.7}
             axes.plot(curve.distances.tolist(), curve.mean.tolist(), **{**look, **line, "marker": ""})
         style.thousands(axes.xaxis)
-    return axes.figure
+    return figure
 
 
 def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
@@ -69,10 +69,10 @@ def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
     reach = len(scores) // 2 + 0.5
     shape: style.Look = {"origin": "lower", "aspect": "equal", "extent": (-reach, reach, -reach, reach)}
     words = {name: f"shift along the {axis} axis (steps)" for name, axis in (("xlabel", "first"), ("ylabel", "second"))}
-    with style.one_panel(title, width=5.2, height=4.4, **words) as axes:
+    with style.one_panel(title, width=5.2, height=4.4, **words) as (figure, axes):
         image = style.image(axes, scores.T, cmap="RdBu", vmin=-1, vmax=1, **shape)
         style.colour_bar(image, axes, "score, where no shift gives 1")
-    return axes.figure
+    return figure
 
 
 def mixed_hessian(found: MixedHessian, *, title: str = "") -> Figure:
@@ -84,11 +84,11 @@ def mixed_hessian(found: MixedHessian, *, title: str = "") -> Figure:
     """
     shares = f"diagonal: {found.diagonal_share:.2%}, without structure {1 / found.block.shape[1]:.2%}"
     xlabel, ylabel = f"coordinate of n = {found.second} ({shares})", f"coordinate of m = {found.first}"
-    with style.one_panel(title, height=4.4, xlabel=xlabel, ylabel=ylabel) as axes:
+    with style.one_panel(title, height=4.4, xlabel=xlabel, ylabel=ylabel) as (figure, axes):
         image = style.image(axes, found.block, origin="lower", **style.limits(found.block))
         style.colour_bar(image, axes, "second derivative")
         style.ticks(axes.yaxis, found.rows, 8)
-    return axes.figure
+    return figure
 
 
 def negative_products(found: NegativeProducts, *, title: str = "") -> Figure:
@@ -99,13 +99,13 @@ def negative_products(found: NegativeProducts, *, title: str = "") -> Figure:
         title: above the axes; empty means none.
     """
     layers, heads = found.shares.shape
-    size = {"width": 2.4 + 0.3 * max(heads, 8), "height": min(9.0, 1.6 + 0.3 * layers)}
-    with style.one_panel(title, **size, xlabel="head", ylabel="layer") as axes:
+    size: style.Look = {"width": 2.4 + 0.3 * max(heads, 8), "height": min(9.0, 1.6 + 0.3 * layers)}
+    with style.one_panel(title, **size, xlabel="head", ylabel="layer") as (figure, axes):
         image = style.image(axes, found.shares, vmin=0, vmax=1, cmap="cividis")
         style.ticks(axes.yaxis, found.layers, 24)
         style.ticks(axes.xaxis, range(heads), 16)
         style.colour_bar(image, axes, "negative products (%)", percent=True)
-    return axes.figure
+    return figure
 
 
 def embedding_statistics(found: Mapping[str, EmbeddingStatistics], *, title: str = "") -> Figure:
@@ -170,11 +170,11 @@ def position_scores(found: PositionScores, *, title: str = "") -> Figure:
         title: above the axes; empty means none.
     """
     labels = [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
-    with style.one_panel(title, xlabel="distance (tokens)", ylabel="bias (nats)") as axes:
+    with style.one_panel(title, xlabel="distance (tokens)", ylabel="bias (nats)") as (figure, axes):
         for curve, look in zip(found.bias.tolist(), style.styles(labels), strict=True):
             axes.plot(curve, **{**look, "marker": ""})
         axes.legend(**style.BESIDE, title="explained")
-    return axes.figure
+    return figure
 
 
 def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
@@ -195,7 +195,7 @@ def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
     }
     xlabel, last = f"hidden state into layer (m = {found.first}, n = {found.second})", len(found.layers)
     labelled = [(label, name) for name, label in words.items()]
-    with style.curves(labelled, title, xlabel, "size (norm; of the output: nats)") as (axes, drawn):
+    with style.curves(labelled, title, xlabel, "size (norm; of the output: nats)") as (figure, axes, drawn):
         for name, look in drawn:
             sizes = [terms.sizes[name] or math.nan for terms in rows]
             axes.plot(sizes[:-1], **look)
@@ -203,7 +203,7 @@ def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
         axes.set_yscale("log")
         places = range(0, last, math.ceil(last / 16))
         axes.set_xticks([*places, last], [*map(str, places), "output"])
-    return axes.figure
+    return figure
 
 
 def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
