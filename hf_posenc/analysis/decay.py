@@ -128,9 +128,9 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
         return Decay(label, d, torch.stack(rows))
     rotary, angles = probe.rotary_of(model)
     if rotary is not None:
-        kinds = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
-        per_layer: list[str | None] = [kinds[layer] for layer in found.attention_of] if kinds else [None]
-        return Decay(label, d, torch.cat([_of_rotation(rotary, d, kind, angles) for kind in per_layer]))
+        layers = found.attention_of if probe.layer_type(model, rotary, 0) else [0]
+        kinds = [probe.layer_type(model, rotary, layer) for layer in layers]
+        return Decay(label, d, torch.cat([_of_rotation(rotary, d, kind, angles) for kind in kinds]))
     vectors = probe.position_vectors(model)
     if vectors is None:
         return Decay(label, d, torch.ones(1, 1, len(d), dtype=torch.float64))

@@ -93,17 +93,15 @@ def frequencies(
         trained = trained_length or getattr(scheme.config, "max_position_embeddings", 0)
         if not trained:
             raise ValueError(f"give trained_length: the config of this {label} does not say it")
-        waves = [module for module in scheme.modules() if isinstance(module, Waves)]
+        waves = next((module for module in scheme.modules() if isinstance(module, Waves)), None)
         rotary, angles = probe.rotary_of(scheme)
-        if waves:
-            return [Frequencies(label, _of_waves(waves[0]), trained)]
     else:
         trained = trained_length or probe.TRAINED_LENGTH
         resolved, module = probe.build(scheme, dims=dims, trained_length=trained, **hyperparameters)
-        label = resolved.name
-        if isinstance(module, Waves):
-            return [Frequencies(label, _of_waves(module), trained)]
+        label, waves = resolved.name, module if isinstance(module, Waves) else None
         rotary, angles = module if resolved.acts_on.needs_queries() else None, "list twice"
+    if waves is not None:
+        return [Frequencies(label, waves.waves(probe.device_of(waves)).detach().double().cpu(), trained)]
     if rotary is None:
         raise ValueError(f"{label} has no waves: only sinusoidal and rope have")
     found = []
@@ -113,8 +111,3 @@ def frequencies(
         name = label if kind is None else f"{label}, {kind}"
         found.append(Frequencies(name, torch.atan2(sin[0], cos[0]), trained))  # no pair turns by more than pi at once
     return found
-
-
-def _of_waves(module: Waves) -> Tensor:
-    """Return the frequencies of sinusoids, (F,) float64 on the CPU."""
-    return module.waves(probe.device_of(module)).detach().double().cpu()

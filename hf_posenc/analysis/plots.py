@@ -159,7 +159,7 @@ def retrieval_heat_map(cells: Sequence[Mapping[str, float]], *, title: str = "")
         figure,
         axes,
     ):
-        image = style.image(axes, grid, vmin=0, vmax=1, cmap="cividis")
+        style.image(axes, grid, "accuracy (%)", percent=True, vmin=0, vmax=1, cmap="cividis")
         for (depth, length), accuracy in values.items():
             look: style.Look = {"ha": "center", "va": "center", "color": "white" if accuracy < 0.5 else "black"}
             axes.text(lengths.index(length), depths.index(depth), f"{100 * accuracy:.0f}", fontsize=8, **look)
@@ -167,7 +167,6 @@ def retrieval_heat_map(cells: Sequence[Mapping[str, float]], *, title: str = "")
         if len(lengths) > 6:
             axes.tick_params(axis="x", rotation=45)
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
-        style.colour_bar(image, axes, "accuracy (%)", percent=True)
     return figure
 
 
@@ -182,8 +181,7 @@ def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
         title: above the axes; empty means none.
     """
     with style.one_panel(title, xlabel="position (tokens)", ylabel="coordinate") as (figure, axes):
-        image = style.image(axes, vectors.T, origin="lower", **style.limits(vectors))
-        style.colour_bar(image, axes, "value")
+        style.image(axes, vectors.T, "value", origin="lower", **style.limits(vectors))
     return figure
 
 
@@ -200,8 +198,8 @@ def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
     colours = style.limits(cosines) if low < 0 else {}
     tokens = "position (tokens)"
     with style.one_panel(title, width=5.2, height=4.4, xlabel=tokens, ylabel=tokens) as (figure, axes):
-        image = style.image(axes, cosines, aspect="equal", origin="lower", **colours)
-        style.colour_bar(image, axes, f"cosine similarity ({low:.2f} to {high:.2f})")
+        label = f"cosine similarity ({low:.2f} to {high:.2f})"
+        style.image(axes, cosines, label, aspect="equal", origin="lower", **colours)
     return figure
 
 
@@ -289,14 +287,13 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
     names = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
     height, ylabel = min(9.0, 1.6 + 0.11 * layers * heads + 0.05 * layers), f"layer ({heads} heads each)"
     with style.one_panel(title, height=height, xlabel="distance (tokens)", ylabel=ylabel) as (figure, axes):
-        image = style.image(axes, 100 * binned, vmin=0, vmax=100)
+        style.image(axes, 100 * binned, "share of attention (%)", vmin=0, vmax=100)
         axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
         shown = range(0, layers, math.ceil(layers / 24))
         axes.set_yticks([heads * layer + (heads - 1) / 2 for layer in shown], list(map(str, shown)))
         for layer in range(1, layers):
             axes.axhline(heads * layer - 0.5, color="white", linewidth=1.2)
         axes.tick_params(axis="y", length=0)
-        style.colour_bar(image, axes, "share of attention (%)")
     return figure
 
 

@@ -287,6 +287,12 @@ def rotations(
     return cos[0].double().cpu(), sin[0].double().cpu()
 
 
+def layer_type(model: PreTrainedModel, rotary: nn.Module, layer: int) -> str | None:
+    """Return the type of a layer, for a module that turns layers by their types; None for one that turns all alike."""
+    types = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
+    return types[layer] if types else None
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Return the device of a module's numbers, the CPU if it has none."""
     return next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0)).device

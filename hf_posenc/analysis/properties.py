@@ -235,7 +235,7 @@ def _of_model(model: PreTrainedModel, layer: int) -> _Subject:
         raise ValueError(f"the layers of this {label} have rotations of their own: look at its schemes one by one")
     if rotary is None or not (on_attention(attention).rotation is not None or base.rotated[layer]):
         return _Subject(label, None, False)
-    kind = model.config.layer_types[layer] if getattr(rotary, "layer_types", None) else None
+    kind = probe.layer_type(model, rotary, layer)
     unscaled = _unscaled(rotary, base, kind, angles)
     seen = None if unscaled is None else _turns(unscaled)
     return _Subject(label, _turns(rotary, kind, angles), False, seen, module=rotary)

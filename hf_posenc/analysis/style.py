@@ -341,11 +341,14 @@ def limits(values: Tensor, least: float = 0.0) -> Look:
     return {"cmap": "RdBu", "vmin": -most, "vmax": most}
 
 
-def image(axes: Axes, values: Any, **options: Any) -> AxesImage:
-    """Draw a matrix, a tensor or rows of numbers, with options of `Axes.imshow`."""
+def image(axes: Axes, values: Any, bar: str = "", *, percent: bool = False, **options: Any) -> AxesImage:
+    """Draw a matrix, a tensor or rows of numbers, with options of `Axes.imshow` and, with a label, a colour bar."""
     axes.grid(False)
     rows = values if isinstance(values, list) else values.tolist()
-    return axes.imshow(rows, **{"aspect": "auto", "interpolation": "nearest", **options})
+    drawn = axes.imshow(rows, **{"aspect": "auto", "interpolation": "nearest", **options})
+    if bar:
+        colour_bar(drawn, axes, bar, percent=percent)
+    return drawn
 
 
 def ticks(axis: Axis, labels: Sequence[object], most: int) -> None:

@@ -112,40 +112,43 @@ def measure_recurrence(
     longest_first = sorted((document for document in documents if len(document) > 1), key=len, reverse=True)
     total = sum(len(document) - 1 for document in longest_first)
     bar = progress_bar(total, f"segments {segment} + {memory}", "tok", progress)
-    nll, counts = torch.zeros(2, segment, dtype=torch.float64)  # by the place of the output
     with reading(model, longest_first[0]) as reader, bar:
+        batches = reader.batches([None] * len(longest_first), lambda _: segment, batch_size)
         began = time.perf_counter()
-        for batch in reader.batches([None] * len(longest_first), lambda _: segment, batch_size):
+        nll, counts = torch.zeros(2, segment, dtype=torch.float64)
+        for batch in batches:
             for losses, counted in _segments(reader, [longest_first[index] for index in batch], segment, memory):
                 nll[: losses.shape[1]] += losses.sum(0)
                 counts[: losses.shape[1]] += counted.sum(0)
                 bar.update(int(counted.sum()))
         speed = total / (time.perf_counter() - began)
     windows = sum(math.ceil((len(document) - 1) / segment) for document in longest_first)
-    nll, counts = nll.roll(1), counts.roll(1)  # from the place of the output to that of the token it predicts
-    perplexity = Perplexity(
-        method="segment_recurrence",
-        length=memory + segment,
-        stride=segment,
-        windows=windows,
-        tokens=total,
-        nll=nll.sum().item(),
-    )
+    # From the place of the output to that of the token it predicts.
+    return _measurement(segment, memory, windows, nll.roll(1), counts.roll(1), byte_counts, speed)
+
+
+def _measurement(
+    segment: int,
+    memory: int,
+    windows: int,
+    nll: Tensor,
+    counts: Tensor,
+    byte_counts: Sequence[int] | None,
+    speed: float,
+) -> RecurrenceMeasurement:
+    """Return what sums of losses, and how many they are, at each place in a segment, (T,), add up to."""
+    span = {"length": memory + segment, "stride": segment, "windows": windows, "tokens": int(counts.sum())}
+    perplexity = Perplexity(method="segment_recurrence", nll=nll.sum().item(), **span)
+    edges = [0, *position_edges(segment)]
+    bins = [[values[first:last].sum().item() for first, last in pairwise(edges)] for values in (nll, counts)]
     return RecurrenceMeasurement(
         segment=segment,
         memory=memory,
         perplexity=perplexity,
-        by_position=_by_position(segment, nll, counts),
+        by_position=losses_by_position(edges, *bins),
         bits_per_byte=perplexity.bits_per_byte(byte_counts),
         tokens_per_second=speed,
     )
-
-
-def _by_position(segment: int, nll: Tensor, counts: Tensor) -> tuple[PositionLoss, ...]:
-    """Return mean losses in bins of places from the sums of losses, and how many they are, at each place, (T,)."""
-    edges = [0, *position_edges(segment)]
-    bins = [[values[first:last].sum().item() for first, last in pairwise(edges)] for values in (nll, counts)]
-    return losses_by_position(edges, *bins)
 
 
 def memory_cache(memory: int) -> Cache:

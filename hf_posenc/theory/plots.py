@@ -70,8 +70,7 @@ def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
     shape: style.Look = {"origin": "lower", "aspect": "equal", "extent": (-reach, reach, -reach, reach)}
     words = {name: f"shift along the {axis} axis (steps)" for name, axis in (("xlabel", "first"), ("ylabel", "second"))}
     with style.one_panel(title, width=5.2, height=4.4, **words) as (figure, axes):
-        image = style.image(axes, scores.T, cmap="RdBu", vmin=-1, vmax=1, **shape)
-        style.colour_bar(image, axes, "score, where no shift gives 1")
+        style.image(axes, scores.T, "score, where no shift gives 1", cmap="RdBu", vmin=-1, vmax=1, **shape)
     return figure
 
 
@@ -85,8 +84,7 @@ def mixed_hessian(found: MixedHessian, *, title: str = "") -> Figure:
     shares = f"diagonal: {found.diagonal_share:.2%}, without structure {1 / found.block.shape[1]:.2%}"
     xlabel, ylabel = f"coordinate of n = {found.second} ({shares})", f"coordinate of m = {found.first}"
     with style.one_panel(title, height=4.4, xlabel=xlabel, ylabel=ylabel) as (figure, axes):
-        image = style.image(axes, found.block, origin="lower", **style.limits(found.block))
-        style.colour_bar(image, axes, "second derivative")
+        style.image(axes, found.block, "second derivative", origin="lower", **style.limits(found.block))
         style.ticks(axes.yaxis, found.rows, 8)
     return figure
 
@@ -101,10 +99,9 @@ def negative_products(found: NegativeProducts, *, title: str = "") -> Figure:
     layers, heads = found.shares.shape
     size: style.Look = {"width": 2.4 + 0.3 * max(heads, 8), "height": min(9.0, 1.6 + 0.3 * layers)}
     with style.one_panel(title, **size, xlabel="head", ylabel="layer") as (figure, axes):
-        image = style.image(axes, found.shares, vmin=0, vmax=1, cmap="cividis")
+        style.image(axes, found.shares, "negative products (%)", percent=True, vmin=0, vmax=1, cmap="cividis")
         style.ticks(axes.yaxis, found.layers, 24)
         style.ticks(axes.xaxis, range(heads), 16)
-        style.colour_bar(image, axes, "negative products (%)", percent=True)
     return figure
 
 
