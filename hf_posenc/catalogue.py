@@ -1,4 +1,4 @@
-"""What is known of each model type, in words: its positions, what is special, what it carries, why it is refused."""
+"""Model types in words: their positions, what is special, which schemes they carry, why some are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .registry import available_schemes, family_for, refusals, scheme_class
 
 @dataclass(frozen=True)
 class ServedType:
-    """What can be said of a model type that can be patched, without a model.
+    """A model type that can be patched, described without a model.
 
     Attributes:
         positions: what the stock model has for positions.
@@ -38,7 +38,7 @@ class ServedType:
 
 
 def served_type(model_type: str) -> ServedType:
-    """Return what is known of a model type that is served.
+    """Describe a model type that is served.
 
     Args:
         model_type: of transformers.
@@ -85,7 +85,7 @@ def _without(family: Family) -> tuple[str, ...]:
 
 
 def _rotates(scheme: str) -> bool:
-    """Return whether a scheme turns queries and keys; one of a package that is broken is none that can be carried."""
+    """Return whether a scheme turns queries and keys; False if the package that brings it is broken."""
     try:
         return scheme_class(scheme)().acts_on.needs_queries()
     except PluginError:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import analysis, theory
-from .analysis import Decay, plots, probe
+from .analysis import Decay, Frequencies, plots, probe
 from .api import schemes_of
 from .evaluation import RecurrenceMeasurement, measure_recurrence
 from .schemes.base import Scheme
 from .theory import integrals
 from .theory import plots as theory_plots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SEGMENTS = 8
 """Segments of a text that the picture of recurrence reads."""
@@ -65,7 +68,7 @@ class Numbers:
         options: names of the options of the command line that `compute` reads.
     """
 
-    compute: Callable[[Any, Asked], Any]
+    compute: Callable[[Any, Asked], object]
     options: tuple[str, ...]
 
 
@@ -74,18 +77,23 @@ class Kind:
     """One kind of picture.
 
     Attributes:
-        draw: numbers by source, and a title -> figure.
+        figure: numbers of the only source, or of all sources by their names where there may be several, and `title` ->
+            figure.
         scheme: numbers of a scheme; None if the kind draws no schemes.
         model: numbers of a model, likewise.
         schedule: numbers of frequencies (a base, a power of t, or a list), likewise.
         several: whether several sources are drawn on one axis.
     """
 
-    draw: Callable[[dict[str, Any], str], Any]
+    figure: Callable[..., Figure]
     scheme: Numbers | None = None
     model: Numbers | None = None
     schedule: Numbers | None = None
     several: bool = False
+
+    def draw(self, found: dict[str, object], title: str) -> Figure:
+        """Draw the numbers of sources, by their names."""
+        return self.figure(found if self.several else next(iter(found.values())), title=title)
 
     def numbers(self, sort: str) -> Numbers | None:
         """Return the numbers of a sort of source: `scheme`, `model` or `schedule`."""
@@ -108,29 +116,47 @@ def schedule(text: str) -> integrals.Values | None:
     return (lambda t: t**value) if power else value
 
 
-def _one(draw: Callable[..., Any]) -> Callable[[dict[str, Any], str], Any]:
-    """Return a function that draws the only source."""
-    return lambda found, title: draw(next(iter(found.values())), title=title)
-
-
-def _all(draw: Callable[..., Any]) -> Callable[[dict[str, Any], str], Any]:
-    """Return a function that draws all sources by their names."""
-    return lambda found, title: draw(found, title=title)
-
-
-def _vectors(vectors: Tensor | None, source: str) -> Tensor:
+def _some(vectors: Tensor | None, source: str) -> Tensor:
+    """Return vectors; ValueError if there are none."""
     if vectors is None:
         raise ValueError(f"{source} adds no position vectors")
     return vectors
 
 
-def _of_scheme(scheme: Scheme, asked: Asked) -> Tensor:
-    found = analysis.scheme_vectors(scheme, asked.length, trained_length=asked.base_length)
-    return _vectors(found, scheme.name)
+def _vectors(scheme: Scheme, asked: Asked) -> Tensor:
+    return _some(analysis.scheme_vectors(scheme, asked.length, trained_length=asked.base_length), scheme.name)
 
 
-def _of_model(model: PreTrainedModel, asked: Asked) -> Tensor:
-    return _vectors(analysis.position_vectors(model, asked.length), f"this {type(model).__name__}")
+def _model_vectors(model: PreTrainedModel, asked: Asked) -> Tensor:
+    return _some(analysis.position_vectors(model, asked.length), f"this {type(model).__name__}")
+
+
+def _decay(scheme: Scheme, asked: Asked) -> Decay:
+    return analysis.decay(scheme, asked.length, trained_length=asked.base_length)
+
+
+def _model_decay(model: PreTrainedModel, asked: Asked) -> Decay:
+    return analysis.model_decay(model, asked.text, asked.length)
+
+
+def _require_scores(name: str, schemes: Sequence[Scheme]) -> None:
+    """Raise ValueError unless one of the schemes, apart from its window, changes attention scores."""
+    if not any(scheme.acts_on.dropped_by_stock_attention(replace(scheme, window=None)) for scheme in schemes):
+        where = " and ".join(scheme.acts_on.words for scheme in schemes) or "as the stock model does"
+        raise ValueError(
+            f"biases are what a scheme adds to attention scores, and {name} adds nothing: it acts {where}. "
+            "`hf-posenc plot decay` draws how its scores fall with the distance"
+        )
+
+
+def _biases(scheme: Scheme, asked: Asked) -> Decay:
+    _require_scores(scheme.name, [scheme])
+    return _decay(scheme, asked)
+
+
+def _model_biases(model: PreTrainedModel, asked: Asked) -> Decay:
+    _require_scores(f"this {type(model).__name__}", schemes_of(model))
+    return _model_decay(model, asked)
 
 
 def _grid(theta: integrals.Values, asked: Asked) -> Tensor:
@@ -139,7 +165,7 @@ def _grid(theta: integrals.Values, asked: Asked) -> Tensor:
     return theory.grid_decay(theory.axis_frequencies(GRID_SIZE, base=theta), asked.length)
 
 
-def _curves(model: PreTrainedModel, asked: Asked) -> dict[str, Decay]:
+def _waves(model: PreTrainedModel, asked: Asked) -> dict[str, Decay]:
     found = theory.rotary_weights(model, asked.text, progress=True)
     return found.curves(range(-asked.length, asked.length + 1), progress=True)
 
@@ -152,147 +178,88 @@ def _segments(model: PreTrainedModel, asked: Asked) -> list[RecurrenceMeasuremen
     ]
 
 
-def _on_scores(name: str, schemes: Sequence[Scheme]) -> None:
-    """Raise ValueError unless one of the schemes changes attention scores."""
-    if not any(_has_scores(scheme) for scheme in schemes):
-        where = " and ".join(scheme.acts_on.words for scheme in schemes) or "as the stock model does"
-        raise ValueError(
-            f"biases are what a scheme adds to attention scores, and {name} adds nothing: it acts {where}. "
-            "`hf-posenc plot decay` draws how its scores fall with the distance"
-        )
+def _losses(found: dict[str, list[RecurrenceMeasurement]], *, title: str) -> Figure:
+    curves = {
+        f"{name}, {f'memory of {each.memory}' if each.memory else 'no memory'}": [
+            (part.first, part.last, part.loss) for part in each.by_position
+        ]
+        for name, measured in found.items()
+        for each in measured
+    }
+    return plots.loss_by_position(curves, xlabel="place in the segment (tokens)", title=title)
 
 
-def _has_scores(scheme: Scheme) -> bool:
-    """Return whether a scheme changes attention scores, apart from its window."""
-    whole = replace(scheme, window=None)
-    return whole.acts_on.dropped_by_stock_attention(whole) is not None
+def _wavelengths(found: dict[str, list[Frequencies]], *, title: str) -> Figure:
+    return plots.wavelengths([each for group in found.values() for each in group], title=title)
 
 
-def _biases(scheme: Scheme, asked: Asked) -> Decay:
-    _on_scores(scheme.name, [scheme])
-    return CURVES.compute(scheme, asked)
+def _trained(measure: Callable[..., object], **options: bool) -> dict[str, Numbers]:
+    """Return the numbers of a scheme or a model, measured with the length that its base was trained at."""
+    return {
+        "scheme": Numbers(
+            lambda scheme, asked: measure(scheme, trained_length=asked.base_length, **options),
+            ("trained_length", "scheme_args"),
+        ),
+        "model": Numbers(
+            lambda model, asked: measure(model, trained_length=asked.trained_length, **options), ("trained_length",)
+        ),
+    }
 
 
-def _model_biases(model: PreTrainedModel, asked: Asked) -> Decay:
-    _on_scores(f"this {type(model).__name__}", schemes_of(model))
-    return MODEL_CURVES.compute(model, asked)
+def _reading(measure: Callable[..., object], **options: bool) -> Numbers:
+    """Return the numbers of a model that are measured on a text."""
+    return Numbers(lambda model, asked: measure(model, asked.text, **options), READING)
 
 
-def _losses(found: dict[str, Any], title: str) -> Any:
-    return plots.loss_by_position(
-        {
-            f"{name}, {f'memory of {each.memory}' if each.memory else 'no memory'}": [
-                (part.first, part.last, part.loss) for part in each.by_position
-            ]
-            for name, measured in found.items()
-            for each in measured
-        },
-        xlabel="place in the segment (tokens)",
-        title=title,
-    )
+def _expanded(measure: Callable[..., object]) -> Numbers:
+    """Return the numbers of a model that are measured on a text and two positions in it."""
+    return Numbers(lambda model, asked: measure(model, asked.text, *asked.pair, progress=True), (*READING, "positions"))
 
 
-VECTORS = Numbers(_of_scheme, ("length", "trained_length", "scheme_args"))
-MODEL_VECTORS = Numbers(_of_model, ("length",))
-CURVES = Numbers(
-    lambda scheme, asked: analysis.decay(scheme, asked.length, trained_length=asked.base_length),
-    ("length", "trained_length", "scheme_args"),
-)
-MODEL_CURVES = Numbers(
-    lambda model, asked: analysis.model_decay(model, asked.text, asked.length),
-    ("length", "data"),
-)
 READING = ("length", "data")
-PAIR = (*READING, "positions")
+OF_SCHEME = ("length", "trained_length", "scheme_args")
+VECTORS, MODEL_VECTORS = Numbers(_vectors, OF_SCHEME), Numbers(_model_vectors, ("length",))
 
 OPTIONS_OF: dict[str, tuple[str, ...]] = {"scheme": (), "model": ("revision",), "schedule": ()}
 """Options of the command line that every kind reads for a sort of source."""
 
 KINDS = {
-    "vectors": Kind(_one(plots.position_vectors), VECTORS, MODEL_VECTORS),
-    "similarity": Kind(_one(plots.similarity_matrix), VECTORS, MODEL_VECTORS),
-    "grid": Kind(
-        _one(theory_plots.grid_decay),
-        schedule=Numbers(_grid, ("length",)),
-    ),
-    "decay": Kind(_all(plots.decay_curves), CURVES, MODEL_CURVES, several=True),
+    "vectors": Kind(plots.position_vectors, VECTORS, MODEL_VECTORS),
+    "similarity": Kind(plots.similarity_matrix, VECTORS, MODEL_VECTORS),
+    "grid": Kind(theory_plots.grid_decay, schedule=Numbers(_grid, ("length",))),
+    "decay": Kind(plots.decay_curves, Numbers(_decay, OF_SCHEME), Numbers(_model_decay, READING), several=True),
     "waves": Kind(
-        _all(theory_plots.wave_curves),
+        theory_plots.wave_curves,
         schedule=Numbers(lambda theta, asked: theory.wave_decay(asked.length, theta).curves(), ("length",)),
-        model=Numbers(_curves, READING),
+        model=Numbers(_waves, READING),
         several=True,
     ),
-    "biases": Kind(
-        _one(plots.bias_maps), Numbers(_biases, CURVES.options), Numbers(_model_biases, MODEL_CURVES.options)
-    ),
-    "wavelengths": Kind(
-        lambda found, title: plots.wavelengths([each for group in found.values() for each in group], title=title),
-        scheme=Numbers(
-            lambda scheme, asked: analysis.frequencies(scheme, trained_length=asked.base_length),
-            ("trained_length", "scheme_args"),
-        ),
-        model=Numbers(
-            lambda model, asked: analysis.frequencies(model, trained_length=asked.trained_length), ("trained_length",)
-        ),
-        several=True,
-    ),
-    "properties": Kind(
-        _all(plots.properties),
-        scheme=Numbers(
-            lambda scheme, asked: analysis.properties(scheme, trained_length=asked.base_length, progress=True),
-            ("trained_length", "scheme_args"),
-        ),
-        model=Numbers(
-            lambda model, asked: analysis.properties(model, trained_length=asked.trained_length, progress=True),
-            ("trained_length",),
-        ),
-        several=True,
-    ),
-    "attention": Kind(
-        _one(plots.attention_by_distance),
-        model=Numbers(lambda model, asked: analysis.attention_by_distance(model, asked.text, progress=True), READING),
-    ),
-    "order": Kind(
-        _all(plots.order_by_layer),
-        model=Numbers(lambda model, asked: analysis.order_sensitivity(model, asked.text, progress=True), READING),
-        several=True,
-    ),
+    "biases": Kind(plots.bias_maps, Numbers(_biases, OF_SCHEME), Numbers(_model_biases, READING)),
+    "wavelengths": Kind(_wavelengths, **_trained(analysis.frequencies), several=True),
+    "properties": Kind(plots.properties, **_trained(analysis.properties, progress=True), several=True),
+    "attention": Kind(plots.attention_by_distance, model=_reading(analysis.attention_by_distance, progress=True)),
+    "order": Kind(plots.order_by_layer, model=_reading(analysis.order_sensitivity, progress=True), several=True),
     "equivariance": Kind(
-        _all(plots.equivariance_by_layer),
-        model=Numbers(lambda model, asked: analysis.equivariance(model, asked.text, progress=True), READING),
-        several=True,
+        plots.equivariance_by_layer, model=_reading(analysis.equivariance, progress=True), several=True
     ),
-    "expansion": Kind(
-        _one(theory_plots.expansion_terms),
-        model=Numbers(lambda model, asked: theory.expansion(model, asked.text, *asked.pair, progress=True), PAIR),
-    ),
-    "hessian": Kind(
-        _one(theory_plots.mixed_hessian),
-        model=Numbers(lambda model, asked: theory.mixed_hessian(model, asked.text, *asked.pair, progress=True), PAIR),
-    ),
-    "terms": Kind(
-        _one(theory_plots.score_terms),
-        model=Numbers(lambda model, asked: theory.score_terms(model, asked.text, progress=True), READING),
-    ),
-    "negative": Kind(
-        _one(theory_plots.negative_products),
-        model=Numbers(lambda model, asked: theory.negative_products(model, asked.text), READING),
-    ),
+    "expansion": Kind(theory_plots.expansion_terms, model=_expanded(theory.expansion)),
+    "hessian": Kind(theory_plots.mixed_hessian, model=_expanded(theory.mixed_hessian)),
+    "terms": Kind(theory_plots.score_terms, model=_reading(theory.score_terms, progress=True)),
+    "negative": Kind(theory_plots.negative_products, model=_reading(theory.negative_products)),
     "table": Kind(
-        _one(theory_plots.position_scores),
+        theory_plots.position_scores,
         model=Numbers(
-            lambda model, asked: theory.position_scores(model, asked.text, length=asked.length, progress=True),
-            READING,
+            lambda model, asked: theory.position_scores(model, asked.text, length=asked.length, progress=True), READING
         ),
     ),
     "statistics": Kind(
-        _all(theory_plots.embedding_statistics),
+        theory_plots.embedding_statistics,
         model=Numbers(lambda model, asked: theory.embedding_statistics(model), ()),
         several=True,
     ),
     "recurrence": Kind(_losses, model=Numbers(_segments, READING), several=True),
     "precision": Kind(
-        _one(plots.distinct_biases),
+        plots.distinct_biases,
         scheme=Numbers(
             lambda scheme, asked: analysis.precision_audit(asked.length, scheme=scheme), ("length", "scheme_args")
         ),

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from results import read, write
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posenc import patch_model
@@ -205,7 +205,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.checkpoint == EMBEDDED and options.text:
         parser.error(f"{EMBEDDED} has a text of its own")
-    results = json.loads(options.json.read_text()) if options.json.exists() else {"runs": {}}
+    results = read(options.json, {"runs": {}})
     results["settings"] = {k: v for k, v in vars(options).items() if k not in NOT_SETTINGS}
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = scratch if options.checkpoint == EMBEDDED else options.checkpoint
@@ -236,9 +236,7 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
 
     def keep(name: str, found: dict) -> None:
         results["runs"][name] = found
-        scratch = options.json.with_suffix(".part")
-        scratch.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(scratch, options.json)
+        write(options.json, results)
         print(name, json.dumps(found), flush=True)
 
     settings = {"tokens_at": options.tokens}

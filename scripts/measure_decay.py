@@ -10,12 +10,12 @@ the same weights and frequencies with straight lines between them.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from results import read, rounded, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -42,15 +42,6 @@ def measure(model: PreTrainedModel, tokens: Tensor) -> dict[str, Any]:
     }
 
 
-def rounded(value: Any) -> Any:
-    """Return numbers with four digits, in any nested lists and dicts."""
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="NAME=CHECKPOINT", help="models that turn queries and keys")
@@ -59,7 +50,7 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=16, help="windows")
     parser.add_argument("--json", type=Path, required=True, help="results; other names that are there already stay")
     options = parser.parse_args()
-    results = json.loads(options.json.read_text()) if options.json.exists() else {}
+    results = read(options.json, {})
     text = options.text.read_text(encoding="utf-8")
     for name, source in (each.split("=", 1) for each in options.sources):
         wanted = options.length * options.windows
@@ -70,7 +61,7 @@ def main() -> int:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         results[name] = {"text": options.text.name} | measure(model, ids[:wanted].view(options.windows, options.length))
         print(name, results[name]["heads_lower_at_128_than_at_0"], "of", results[name]["heads"], "heads")
-    options.json.write_text(json.dumps(rounded(results)) + "\n")
+    write(options.json, rounded(results), indent=None)
     return 0
 
 

@@ -11,12 +11,12 @@ file. Without any, the byte-level GPT-2 of recipes/embedded.py is trained first,
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from results import read, rounded, write
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -43,15 +43,6 @@ def embedded(steps: int, seed: int) -> PreTrainedModel:
     model = byte_model(tokenizer)
     train_base(model, torch.tensor(tokenizer(text, verbose=False)["input_ids"]), steps=steps)
     return model
-
-
-def rounded(value: Any) -> Any:
-    """Return numbers with five digits, in any nested lists and dicts."""
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def of_table(table: torch.Tensor) -> dict[str, Any]:
@@ -96,7 +87,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="results; other names that are there already stay")
     options = parser.parse_args()
     sources = dict(source.split("=", 1) for source in options.sources)
-    results = json.loads(options.json.read_text()) if options.json.exists() else {}
+    results = read(options.json, {})
     if not sources:
         settings = {"steps": options.steps, "seed": options.seed}
         results["embedded GPT-2"] = settings | of_model(embedded(options.steps, options.seed))
@@ -107,7 +98,7 @@ def main() -> int:
             results[name] = of_file(path, key)
         else:
             results[name] = of_model(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32))
-    options.json.write_text(json.dumps(rounded(results), indent=1) + "\n")
+    write(options.json, rounded(results, 5))
     for name, each in results.items():
         positions, tokens = each.get("positions"), each.get("tokens")
         for what, found in (("tokens", tokens), ("positions", positions)):

@@ -15,7 +15,6 @@ values, MLPs and the head read hidden states without the table, or with its mean
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from measure_calibration import EMBEDDED, embedded, keep_mean, load, loss, position_limit, split, windows, written
+from results import write
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -128,7 +128,7 @@ def main() -> int:
             print(f"{path.stem}, {name}", each, sep="\n", flush=True)
             shares = {part: [round(x, 4) for x in getattr(each, part).tolist()] for part in SHOWN}
             results[path.stem][name] = {"first": each.first, "last": each.first + each.mean.shape[1], **shares}
-    options.json.write_text(json.dumps(results, indent=1) + "\n")
+    write(options.json, results)
     return 0
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from results import write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -67,10 +67,7 @@ def sliding(model: PreTrainedModel, documents: list[Tensor], span: int, segment:
     began = time.perf_counter()
     found = [sliding_window_perplexity(model, each, length=span, stride=segment) for each in documents]
     seconds, tokens = time.perf_counter() - began, sum(each.tokens for each in found)
-    return {
-        "loss": round(sum(each.nll for each in found) / tokens, 4),
-        "tokens_per_second": round(tokens / seconds),
-    }
+    return {"loss": round(sum(each.nll for each in found) / tokens, 4), "tokens_per_second": round(tokens / seconds)}
 
 
 def rows(model: PreTrainedModel, documents: list[Tensor], spans: list[tuple[int, int]]) -> list[dict[str, Any]]:
@@ -144,9 +141,7 @@ def main() -> int:
         "hf_posenc": VERSION,
         "found": found,
     }
-    partial = options.json.with_name(options.json.name + ".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, options.json)
+    write(options.json, result)
     return 0
 
 

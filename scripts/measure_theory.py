@@ -11,12 +11,12 @@ positions, so its diagonal is split for sinusoids of the size of the model's tab
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from results import write
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         "terms": terms.to_dict(),
         "equivariance": {"with its positions": single.to_dict(), "without, float64": blind.to_dict()},
     }
-    options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(options.json, result)
     if options.plot:
         save(plots.score_terms(terms, title=f"Scores of {result['model']}"), options.plot)
 

@@ -11,9 +11,7 @@ memory is its own; started again, runs that are in the file already are not made
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
 import resource
 import sys
 import time
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from results import read, rounded, write
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
 
@@ -149,13 +148,6 @@ def run(options: argparse.Namespace, scheme: Scheme, length: int, seed: int) -> 
     return found
 
 
-def rounded(value: Any) -> Any:
-    """Return numbers with four digits, in whatever holds them."""
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
 def main() -> int:
     """Make the runs that are missing, and write each as it is done."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,7 +166,7 @@ def main() -> int:
     settings = {name: getattr(options, name) for name in ("measured", "steps", "batch", "rate", "width", "layers")}
     settings |= {"text": [path.name for path in options.text], "held_out": options.held_out.name}
     settings |= {"short": SHORT, "long": LONG, "hf_posenc": VERSION, "torch": torch.__version__}
-    result = json.loads(options.json.read_text()) if options.json.exists() else {"settings": settings, "runs": {}}
+    result = read(options.json, {"settings": settings, "runs": {}})
     if result["settings"] != settings:
         parser.error(f"{options.json} has runs of other settings: {result['settings']}")
     wanted = [(*each, seed) for seed in options.seeds for claim in options.claims for each in CLAIMS[claim].items()]
@@ -186,9 +178,7 @@ def main() -> int:
         with multiprocessing.get_context("fork").Pool(1) as process:
             result["runs"][key] = rounded(process.apply(run, (options, scheme, length, seed)))
         print(key, result["runs"][key], file=sys.stderr, flush=True)
-        partial = options.json.with_name(options.json.name + ".partial")
-        partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, options.json)
+        write(options.json, result)
     return 0
 
 

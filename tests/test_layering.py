@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_posenc"
 
 LAYERS = (
-    ("errors", "version", "spelling"),
+    ("errors", "version", "spelling", "result"),
     ("arguments", "positions", "sinusoids", "kept", "dims"),
     ("registry",),
     ("call",),

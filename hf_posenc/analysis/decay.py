@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..calibration.observe import observe
 from ..dims import Dims
 from ..live.eval_mode import evaluation
-from ..modules import PositionEmbedding, ScoreModule, owner_of
+from ..modules import PositionEmbedding, ScoreModule
+from ..result import Result
 from ..schemes.base import Scheme
 from ..upstream import NAME
 from . import probe
-from .result import Result
 
 
 @dataclass(frozen=True)
@@ -118,28 +119,20 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
     label = type(model).__name__
     found = probe.parts(model)
     if model.config._attn_implementation == NAME:
-        rows: list[Tensor] = []
-
-        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            owner = owner_of(module)
-            query, scaling = args[0].query.double().mean((0, 2)), args[0].scaling
-            length = query.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-            rows.append(_of_scores(owner, query, d, scaling, query / length**2 / scaling).cpu())
-
-        modules = [attention.get_submodule("posenc") for attention in found.attentions]
-        hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
-        try:
-            with evaluation(model):
-                model(tokens, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        rows = []
+        with evaluation(model):
+            seen = observe(model, tokens, list(found.attention_of))
+        for call in (each.call for each in seen.values()):
+            module: Any = call.module
+            query = call.query.double().mean((0, 2))
+            key = query / query.norm(dim=-1, keepdim=True).clamp(min=1e-30) ** 2 / call.scaling
+            rows.append(_of_scores(module, query, d, call.scaling, key).cpu())
         return Decay(label, d, torch.stack(rows))
     rotary, angles = probe.rotary_of(model)
     if rotary is not None:
-        kinds = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
-        per_layer: list[str | None] = [kinds[layer] for layer in found.attention_of] if kinds else [None]
-        return Decay(label, d, torch.cat([_of_rotation(rotary, d, kind, angles) for kind in per_layer]))
+        layers = found.attention_of if probe.layer_type(model, rotary, 0) else [0]
+        kinds = [probe.layer_type(model, rotary, layer) for layer in layers]
+        return Decay(label, d, torch.cat([_of_rotation(rotary, d, kind, angles) for kind in kinds]))
     vectors = probe.position_vectors(model)
     if vectors is None:
         return Decay(label, d, torch.ones(1, 1, len(d), dtype=torch.float64))
@@ -190,7 +183,7 @@ def _of_scores(
 
 
 @dataclass(frozen=True)
-class AttentionByDistance:
+class AttentionByDistance(Result):
     """Attention that a model pays to each distance.
 
     Attributes:
@@ -199,6 +192,8 @@ class AttentionByDistance:
         first_query: position of the first query that was counted.
         queries: number of queries per layer and head.
     """
+
+    derived = ("mean_distance",)
 
     label: str
     mass: Tensor
@@ -209,16 +204,6 @@ class AttentionByDistance:
     def mean_distance(self) -> Tensor:
         """The mean distance of a token attended to, in tokens, (N, H)."""
         return self.mass @ torch.arange(self.mass.shape[-1], dtype=torch.float64)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {
-            "label": self.label,
-            "first_query": self.first_query,
-            "queries": self.queries,
-            "mean_distance": self.mean_distance.tolist(),
-            "mass": self.mass.tolist(),
-        }
 
 
 @torch.no_grad()

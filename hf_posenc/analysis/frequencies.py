@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..dims import Dims
+from ..result import Result
 from ..schemes.base import Scheme
 from ..schemes.sinusoidal import Waves
 from . import probe
 
 
 @dataclass(frozen=True)
-class Frequencies:
+class Frequencies(Result):
     """Waves of one scheme.
 
     Attributes:
@@ -30,6 +31,8 @@ class Frequencies:
         frequencies: (F,) float64, radians per token, in the scheme's order; 0 does not turn.
         trained_length: length of the training, in tokens.
     """
+
+    derived = ("wavelengths", "turns", "completed")
 
     label: str
     frequencies: Tensor
@@ -52,14 +55,8 @@ class Frequencies:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; a wave that does not turn has a wavelength of None."""
-        return {
-            "label": self.label,
-            "trained_length": self.trained_length,
-            "completed": self.completed,
-            "frequencies": self.frequencies.tolist(),
-            "wavelengths": [length if math.isfinite(length) else None for length in self.wavelengths.tolist()],
-            "turns": self.turns.tolist(),
-        }
+        lengths = [length if math.isfinite(length) else None for length in self.wavelengths.tolist()]
+        return {**super().to_dict(), "wavelengths": lengths}
 
     def __str__(self) -> str:
         """Return one line."""
@@ -97,17 +94,15 @@ def frequencies(
         trained = trained_length or getattr(scheme.config, "max_position_embeddings", 0)
         if not trained:
             raise ValueError(f"give trained_length: the config of this {label} does not say it")
-        waves = [module for module in scheme.modules() if isinstance(module, Waves)]
+        waves = next((module for module in scheme.modules() if isinstance(module, Waves)), None)
         rotary, angles = probe.rotary_of(scheme)
-        if waves:
-            return [Frequencies(label, _of_waves(waves[0]), trained)]
     else:
         trained = trained_length or probe.TRAINED_LENGTH
         resolved, module = probe.build(scheme, dims=dims, trained_length=trained, **hyperparameters)
-        label = resolved.name
-        if isinstance(module, Waves):
-            return [Frequencies(label, _of_waves(module), trained)]
+        label, waves = resolved.name, module if isinstance(module, Waves) else None
         rotary, angles = module if resolved.acts_on.needs_queries() else None, "list twice"
+    if waves is not None:
+        return [Frequencies(label, waves.waves(probe.device_of(waves)).detach().double().cpu(), trained)]
     if rotary is None:
         raise ValueError(f"{label} has no waves: only sinusoidal and rope have")
     found = []
@@ -117,9 +112,3 @@ def frequencies(
         name = label if kind is None else f"{label}, {kind}"
         found.append(Frequencies(name, torch.atan2(sin[0], cos[0]), trained))  # no pair turns by more than pi at once
     return found
-
-
-def _of_waves(module: Waves) -> Tensor:
-    """Return the frequencies of sinusoids, (F,) float64 on the CPU."""
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    return module.waves(device).detach().double().cpu()

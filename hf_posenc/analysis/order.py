@@ -9,7 +9,7 @@ whole stack is equivariant: shuffled tokens give the same hidden states, shuffle
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.watch import LayerCall, first, recorded
+from ..result import Result
 from ..upstream import NAME
 from . import probe
-from .result import Result
 
 
 @dataclass(frozen=True)
@@ -120,28 +120,23 @@ def order_sensitivity(
         evaluation(model),
         tqdm(total=changes * (len(layers) + 1), disable=not progress, desc="order", unit="forward") as bar,
     ):
-        calls, states, logits = _trace(model, layers, tokens)
+        with recorded(layers) as calls:
+            states, logits = _states(model, layers, tokens, {})
         for order in _orders(tokens, change, changes, seed):
-            _, moved_states, moved = _trace(model, layers, tokens[:, order])
+            moved_states, moved = _states(model, layers, tokens[:, order], {})
             bar.update()
             variation += _variation(moved, logits)
             divergence += _divergence(moved, logits)
             for index, layer in enumerate(layers):
                 own, alone = _layer_reordered(model, layer, calls[index], tokens, order)
-                sums[0, index] += _change(own, states[index])
-                sums[1, index] += _change(moved_states[index], states[index])
+                sums[0, index] += _change(own, states[index][:, -1])
+                sums[1, index] += _change(moved_states[index][:, -1], states[index][:, -1])
                 sums[2, index] += _variation(alone, logits)
                 bar.update()
     means = (sums / changes).T.tolist()
-    return OrderSensitivity(
-        label=type(model).__name__,
-        change=change,
-        layers=tuple(LayerOrder(index, *row) for index, row in enumerate(means)),
-        total_variation=variation / changes,
-        kl=divergence / changes,
-        tokens=tokens.shape[1],
-        changes=changes,
-    )
+    rows = tuple(LayerOrder(index, *row) for index, row in enumerate(means))
+    moves = variation / changes, divergence / changes
+    return OrderSensitivity(type(model).__name__, change, rows, *moves, tokens.shape[1], changes)
 
 
 def _layer_reordered(
@@ -245,7 +240,9 @@ def equivariance(
             return _states(model, layers, text, arguments)[0]
 
         free, causal = states(tokens, unmasked), states(tokens, {})
-        if states(_other_last(model, tokens), unmasked)[-1][:, 0].equal(free[-1][:, 0]):
+        vocabulary = len(next(probe.parts(model).token_embedding.parameters()))
+        other = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % vocabulary], -1)
+        if states(other, unmasked)[-1][:, 0].equal(free[-1][:, 0]):
             raise UnsupportedModelError(
                 f"the first token of {type(model).__name__} does not see the last one, mask or no mask"
             )
@@ -271,24 +268,12 @@ def _require_removable_mask(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"the mask of {label} cannot be taken away: its attention masks by itself")
 
 
-def _other_last(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return tokens with other ones at the end."""
-    vocabulary: Any = probe.parts(model).token_embedding.weight
-    return torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % len(vocabulary)], -1)
-
-
 def _states(
     model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, arguments: dict[str, Tensor]
 ) -> tuple[list[Tensor], Tensor]:
     """Run the model and return the hidden states behind each layer, and the last logits."""
     states: list[Tensor] = []
-
-    def after(layer: nn.Module, args: Any, output: Any) -> None:
-        states.append(first(output))
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.callback(layer.register_forward_hook(after).remove)
+    with probe.outputs(enumerate(layers), lambda _, output: states.append(first(output))):
         logits = model(tokens, use_cache=False, logits_to_keep=1, **arguments).logits[:, -1]
     return states, logits
 
@@ -314,32 +299,25 @@ def _orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
     return orders
 
 
-def _trace(
-    model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor
-) -> tuple[list[LayerCall], list[Tensor], Tensor]:
-    """Run the model and return each layer's call and last token's output, and the last logits."""
-    with recorded(layers) as calls:
-        states, logits = _states(model, layers, tokens, {})
-    return calls, [state[:, -1] for state in states], logits
-
-
 @contextmanager
 def _reordered(layer: nn.Module, order: Tensor) -> Iterator[None]:
     """Let one layer read its inputs in another order, and put its outputs back in place."""
     back = order.argsort()
 
-    def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, dict[str, object]]:
         if args:
             return (args[0][:, order], *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"][:, order]}
 
-    def after(layer: nn.Module, args: Any, output: Any) -> Any:
+    def after(layer: nn.Module, output: Tensor | tuple[Tensor, ...]) -> object:
         return (output[0][:, back], *output[1:]) if isinstance(output, tuple) else output[:, back]
 
-    with ExitStack() as hooks:
-        hooks.callback(layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-        hooks.callback(layer.register_forward_hook(after).remove)
-        yield
+    hook = layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    try:
+        with probe.outputs([(layer, layer)], after):
+            yield
+    finally:
+        hook.remove()
 
 
 def _change(changed: Tensor, original: Tensor) -> float:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import cycle, pairwise
+from typing import TYPE_CHECKING
 
-from . import pen
-from .pen import FORMATS, check_installed, kind_of, save
+from . import style
+from .style import FORMATS, check_installed, kind_of, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,17 +70,13 @@ def perplexity_by_length(
         ImportError: without matplotlib.
     """
     points = [point for curve in curves.values() for point in curve]
-    pen.require(points, "perplexity by length")
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=pen.width(curves))
-        for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
-            pen.line(axes, *pen.columns(sorted(curve)), label=label, **style)
-        pen.token_axis(axes, {x for x, _ in points})
-        pen.perplexity_axis(axes, [y for _, y in points])
-        pen.mark_trained(axes, trained_length)
-        axes.set_xlabel("context length (tokens)")
-        axes.set_ylabel(pen.PERPLEXITY)
-        pen.legend(axes, curves)
+    style.require(points, "perplexity by length")
+    with style.curves(curves.items(), title, "context length (tokens)", style.PERPLEXITY) as (figure, axes, drawn):
+        for curve, look in drawn:
+            style.line(axes, *style.columns(sorted(curve)), **look)
+        style.token_axis(axes, {x for x, _ in points})
+        style.perplexity_axis(axes, [y for _, y in points])
+        style.mark_trained(axes, trained_length)
     return figure
 
 
@@ -104,24 +100,18 @@ def loss_by_position(
         ImportError: without matplotlib.
     """
     bins = [entry for curve in curves.values() for entry in curve]
-    pen.require(bins, "loss by position")
+    style.require(bins, "loss by position")
     if any(first < 0 or first >= last for first, last, _ in bins):
         raise ValueError("a bin is (first position >= 0, last position + 1, mean loss), with last + 1 > first")
-    logarithmic = pen.are_uneven([(first, last) for first, last, _ in bins])
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=pen.width(curves))
-        for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
-            x, y = pen.steps(curve, logarithmic)
-            axes.plot(x, y, label=label, **{**style, "marker": ""})
+    logarithmic = style.are_uneven([(first, last) for first, last, _ in bins])
+    with style.curves(curves.items(), title, xlabel, "mean loss (nats per token)") as (figure, axes, drawn):
+        for curve, look in drawn:
+            axes.plot(*style.steps(curve, logarithmic), **{**look, "marker": ""})
         if logarithmic:
-            edges = {edge for first, last, _ in bins for edge in (max(first, 1), last)}
-            pen.token_axis(axes, edges)
+            style.token_axis(axes, {edge for first, last, _ in bins for edge in (max(first, 1), last)})
         else:
-            pen.thousands(axes.xaxis)
-        pen.mark_trained(axes, trained_length)
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel("mean loss (nats per token)")
-        pen.legend(axes, curves)
+            style.thousands(axes.xaxis)
+        style.mark_trained(axes, trained_length)
     return figure
 
 
@@ -139,23 +129,15 @@ def loss_curve(
         ValueError: if there are no points.
         ImportError: without matplotlib.
     """
-    points = [point for curve in curves.values() for point in curve]
-    pen.require(points, "loss curve")
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=pen.width(curves))
-        for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
-            sparse = len(curve) <= 16
-            pen.line(
-                axes, *pen.columns(sorted(curve)), label=label, **{**style, "marker": style["marker"] if sparse else ""}
-            )
-        pen.thousands(axes.xaxis)
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel("loss (nats per token)")
-        pen.legend(axes, curves)
+    style.require([point for curve in curves.values() for point in curve], "loss curve")
+    with style.curves(curves.items(), title, xlabel, "loss (nats per token)") as (figure, axes, drawn):
+        for curve, look in drawn:
+            style.line(axes, *style.columns(sorted(curve)), **(look if len(curve) <= 16 else {**look, "marker": ""}))
+        style.thousands(axes.xaxis)
     return figure
 
 
-def retrieval_heat_map(cells: Sequence[Mapping[str, Any]], *, title: str = "") -> Figure:
+def retrieval_heat_map(cells: Sequence[Mapping[str, float]], *, title: str = "") -> Figure:
     """Draw retrieval accuracy by context length and depth of the answer; cells that were not measured stay blank.
 
     Args:
@@ -166,29 +148,25 @@ def retrieval_heat_map(cells: Sequence[Mapping[str, Any]], *, title: str = "") -
         ValueError: if there are no cells, or two for one place.
         ImportError: without matplotlib.
     """
-    pen.require(cells, "retrieval")
+    style.require(cells, "retrieval")
     values = {(cell["depth"], cell["length"]): float(cell["accuracy"]) for cell in cells}
     if len(values) != len(cells):
         raise ValueError("two cells have the same length and depth")
     depths, lengths = (sorted({key[i] for key in values}) for i in (0, 1))
     grid = [[values.get((depth, length), math.nan) for length in lengths] for depth in depths]
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=2.2 + 0.62 * len(lengths), height=1.5 + 0.42 * len(depths))
-        axes.grid(False)
-        image = axes.imshow(grid, vmin=0, vmax=1, cmap="cividis", aspect="auto")
-        for row, depth in enumerate(depths):
-            for column, length in enumerate(lengths):
-                if (depth, length) in values:
-                    accuracy = values[depth, length]
-                    colour = "white" if accuracy < 0.5 else "black"
-                    axes.text(column, row, f"{100 * accuracy:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    size: style.Look = {"width": 2.2 + 0.62 * len(lengths), "height": 1.5 + 0.42 * len(depths)}
+    with style.one_panel(title, **size, xlabel="context length (tokens)", ylabel="depth of the answer") as (
+        figure,
+        axes,
+    ):
+        style.image(axes, grid, "accuracy (%)", percent=True, vmin=0, vmax=1, cmap="cividis")
+        for (depth, length), accuracy in values.items():
+            look: style.Look = {"ha": "center", "va": "center", "color": "white" if accuracy < 0.5 else "black"}
+            axes.text(lengths.index(length), depths.index(depth), f"{100 * accuracy:.0f}", fontsize=8, **look)
         axes.set_xticks(range(len(lengths)), [f"{length:,.0f}" for length in lengths])
         if len(lengths) > 6:
             axes.tick_params(axis="x", rotation=45)
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
-        axes.set_xlabel("context length (tokens)")
-        axes.set_ylabel("depth of the answer")
-        pen.colour_bar(figure, image, axes, "accuracy (%)", percent=True)
     return figure
 
 
@@ -202,11 +180,8 @@ def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
         vectors: (T, E).
         title: above the axes; empty means none.
     """
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=6.4, height=4.0)
-        pen.heat_map(figure, axes, vectors.T, "value", symmetric=True)
-        axes.set_xlabel("position (tokens)")
-        axes.set_ylabel("coordinate")
+    with style.one_panel(title, xlabel="position (tokens)", ylabel="coordinate") as (figure, axes):
+        style.image(axes, vectors.T, "value", origin="lower", **style.limits(vectors))
     return figure
 
 
@@ -220,12 +195,11 @@ def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
     unit = vectors.double() / vectors.double().norm(dim=-1, keepdim=True).clamp(min=1e-300)
     cosines = unit @ unit.T
     low, high = float(cosines.min()), float(cosines.max())
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=5.2, height=4.4)
+    colours = style.limits(cosines) if low < 0 else {}
+    tokens = "position (tokens)"
+    with style.one_panel(title, width=5.2, height=4.4, xlabel=tokens, ylabel=tokens) as (figure, axes):
         label = f"cosine similarity ({low:.2f} to {high:.2f})"
-        pen.heat_map(figure, axes, cosines, label, symmetric=low < 0, aspect="equal")
-        axes.set_xlabel("position (tokens)")
-        axes.set_ylabel("position (tokens)")
+        style.image(axes, cosines, label, aspect="equal", origin="lower", **colours)
     return figure
 
 
@@ -240,21 +214,17 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
     Raises:
         ValueError: if there are no curves.
     """
-    pen.require(list(curves), "decay")
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=pen.width(curves))
-        for (label, curve), style in zip(curves.items(), pen.styles(curves), strict=True):
+    style.require(curves, "decay")
+    ylabel = "score, where the content alone would give 1"
+    with style.curves(curves.items(), title, "distance (tokens)", ylabel) as (figure, axes, drawn):
+        for curve, look in drawn:
             order = curve.distances.argsort()
             x = curve.distances[order].tolist()
             if heads:
-                for row in curve.scores.flatten(0, 1)[:, order].tolist():
-                    axes.plot(x, row, color=style["color"], linewidth=0.7, alpha=0.45)
-            marks = {**style, "markevery": max(1, len(x) // 8)}
-            axes.plot(x, curve.mean[order].tolist(), label=label, **marks)
-        pen.thousands(axes.xaxis)
-        axes.set_xlabel("distance (tokens)")
-        axes.set_ylabel("score, where the content alone would give 1")
-        pen.legend(axes, curves)
+                rows = curve.scores.flatten(0, 1)[:, order].T.tolist()
+                axes.plot(x, rows, color=look["color"], linewidth=0.7, alpha=0.45)
+            axes.plot(x, curve.mean[order].tolist(), markevery=max(1, len(x) // 8), **look)
+        style.thousands(axes.xaxis)
     return figure
 
 
@@ -279,30 +249,24 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
     maps = torch.where(lag >= 0, scores[:, lag.clamp(min=0)], math.nan)
     columns = min(4, len(maps))
     rows = math.ceil(len(maps) / columns)
-    limit = pen.limit(scores)
-    with pen.style():
+    limit = style.limits(scores)["vmax"]
+    size = {"width": 1.2 + 1.75 * columns, "height": 0.8 + 1.75 * rows}
+    shared = {"squeeze": False, "sharex": True, "sharey": True}
+    with style.panels(title, rows, columns, **size, **shared) as (figure, grid):
         from matplotlib.colors import SymLogNorm
 
         # Heads differ by orders of magnitude, and one scale for all of them keeps them comparable.
         colours = SymLogNorm(linthresh=limit / 100, vmin=-limit, vmax=limit)
-        size = {"width": 1.2 + 1.75 * columns, "height": 0.8 + 1.75 * rows}
-        figure, grid = pen.new_panels(title, rows, columns, **size, squeeze=False, sharex=True, sharey=True)
-        image = None
-        for head, axes in enumerate(grid.flat):
-            if head >= len(maps):
-                axes.set_visible(False)
-                continue
-            axes.grid(False)
-            image = axes.imshow(maps[head].tolist(), cmap="RdBu", norm=colours, interpolation="nearest")
+        for head, (axes, values) in enumerate(zip(grid.flat, maps, strict=False)):
+            image = style.image(axes, values, aspect="equal", cmap="RdBu", norm=colours)
             axes.set_title(f"head {head}", fontsize=9)
+        for axes in grid.flat[len(maps) :]:
+            axes.set_visible(False)
         figure.supxlabel("key (position)", fontsize=10)
         figure.supylabel("query (position)", fontsize=10)
         label = f"added to the score (nats),\nlogarithmic beyond ±{limit / 100:.2g}"
-        pen.colour_bar(figure, image, list(grid.flat), label)
-        ticks = [
-            0.0,
-            *(sign * limit / step for sign, step in ((-1, 1), (-1, 10), (-1, 100), (1, 100), (1, 10), (1, 1))),
-        ]
+        style.colour_bar(image, list(grid.flat), label)
+        ticks = [0.0, *(limit / step for step in (-1, -10, -100, 100, 10, 1))]
         figure.axes[-1].yaxis.set_ticks(ticks, [f"{tick:.2g}" for tick in ticks])
         figure.axes[-1].yaxis.set_ticks([], minor=True)
     return figure
@@ -318,29 +282,18 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
     import torch
 
     layers, heads, length = measured.mass.shape
-    edges = [0, 1]
-    while edges[-1] < length:
-        edges.append(min(2 * edges[-1], length))
+    edges = [0, *(1 << power for power in range((length - 1).bit_length())), length]
     binned = torch.stack([measured.mass[..., a:b].sum(-1) for a, b in pairwise(edges)], -1).flatten(0, 1)
     names = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=6.4, height=min(9.0, 1.6 + 0.11 * layers * heads + 0.05 * layers))
-        axes.grid(False)
-        image = axes.imshow(
-            (100 * binned).tolist(), aspect="auto", cmap="viridis", vmin=0, vmax=100, interpolation="nearest"
-        )
+    height, ylabel = min(9.0, 1.6 + 0.11 * layers * heads + 0.05 * layers), f"layer ({heads} heads each)"
+    with style.one_panel(title, height=height, xlabel="distance (tokens)", ylabel=ylabel) as (figure, axes):
+        style.image(axes, 100 * binned, "share of attention (%)", vmin=0, vmax=100)
         axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
-        step = math.ceil(layers / 24)
-        axes.set_yticks(
-            [heads * layer + (heads - 1) / 2 for layer in range(0, layers, step)],
-            [f"{n}" for n in range(0, layers, step)],
-        )
+        shown = range(0, layers, math.ceil(layers / 24))
+        axes.set_yticks([heads * layer + (heads - 1) / 2 for layer in shown], list(map(str, shown)))
         for layer in range(1, layers):
             axes.axhline(heads * layer - 0.5, color="white", linewidth=1.2)
         axes.tick_params(axis="y", length=0)
-        axes.set_xlabel("distance (tokens)")
-        axes.set_ylabel(f"layer ({heads} heads each)")
-        pen.colour_bar(figure, image, axes, "share of attention (%)")
     return figure
 
 
@@ -355,32 +308,20 @@ def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
     Raises:
         ValueError: if there are none, or trained lengths differ.
     """
-    pen.require(found, "wavelengths")
+    style.require(found, "wavelengths")
     trained = {each.trained_length for each in found}
     if len(trained) > 1:
         raise ValueError(f"one trained length at a time, not {sorted(trained)}")
-    labels = [f"{each.label} ({each.completed} of {len(each.frequencies)} turn)" for each in found]
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=pen.width(dict.fromkeys(labels)))
-        for each, label, style in zip(found, labels, pen.styles(labels), strict=True):
+    (length,) = trained
+    labelled = [(f"{each.label} ({each.completed} of {len(each.frequencies)} turn)", each) for each in found]
+    with style.curves(labelled, title, "pair of coordinates", "wavelength (tokens per turn)") as (figure, axes, drawn):
+        for each, look in drawn:
             places = [(i, y) for i, y in enumerate(each.wavelengths.tolist()) if math.isfinite(y)]
-            axes.plot(*pen.columns(places), label=label, **{**style, "linestyle": "none", "markersize": 3.6})
+            axes.plot(*style.columns(places), **{**look, "linestyle": "none", "markersize": 3.6})
         axes.set_yscale("log")
-        axes.axhline(min(trained), color=pen.GREY, linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
-        axes.annotate(
-            f"trained length {min(trained):,}",
-            (1, min(trained)),
-            xycoords=("axes fraction", "data"),
-            xytext=(-2, -4),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            color=pen.GREY,
-            fontsize=8.5,
-        )
-        axes.set_xlabel("pair of coordinates")
-        axes.set_ylabel("wavelength (tokens per turn)")
-        pen.legend(axes, dict.fromkeys(labels))
+        axes.axhline(length, linewidth=1.0, **style.FAINT)
+        where: style.Look = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "top", "color": style.GREY}
+        style.beside(axes, f"trained length {length:,}", (1, length), (-2, -4), **where)
     return figure
 
 
@@ -394,33 +335,21 @@ def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figu
     Raises:
         ValueError: if there is nothing.
     """
-    pen.require(found, "distinct biases")
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=6.4, height=1.2 + 0.34 * len(found))
+    style.require(found, "distinct biases")
+    xlabel = f"distances told apart (% of {found[0].length:,}, one mark per head)"
+    with style.one_panel(title, height=1.2 + 0.34 * len(found), xlabel=xlabel) as (figure, axes):
         methods = list(dict.fromkeys(each.method for each in found))
         for row, each in enumerate(found):
             shares = [100 * count / each.length for count in each.heads]
-            place = methods.index(each.method)
-            look: dict[str, Any] = {
-                "color": pen.COLOURS[place % len(pen.COLOURS)],
-                "marker": pen.MARKERS[place % len(pen.MARKERS)],
-            }
-            axes.plot(shares, [row] * len(shares), linestyle="none", alpha=0.6, **look)
+            axes.plot(shares, [row] * len(shares), alpha=0.6, **style.marks(methods.index(each.method)))
             low, high = min(each.heads), max(each.heads)
-            axes.annotate(
-                f"{low:,}" if low == high else f"{low:,} to {high:,}",
-                (max(shares), row),
-                xytext=(7, 0) if max(shares) < 80 else (-7, 0),
-                textcoords="offset points",
-                va="center",
-                ha="left" if max(shares) < 80 else "right",
-                fontsize=8.5,
-            )
+            text = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            offset, side = (7, "left") if max(shares) < 80 else (-7, "right")
+            style.beside(axes, text, (max(shares), row), (offset, 0), va="center", ha=side)
         axes.set_yticks(range(len(found)), [f"{each.method}, {each.dtype}" for each in found])
         axes.invert_yaxis()
         axes.set_xlim(-3, 103)
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel(f"distances told apart (% of {found[0].length:,}, one mark per head)")
     return figure
 
 
@@ -434,7 +363,7 @@ def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "")
     Raises:
         ValueError: if there is nothing.
     """
-    pen.require(list(measured), "order sensitivity")
+    style.require(measured, "order sensitivity")
     panels = {"own": "the layer alone", "accumulated": "with all layers below"}
     return _by_layer(measured, panels, "relative change of the last token", title)
 
@@ -449,27 +378,27 @@ def equivariance_by_layer(measured: Mapping[str, Equivariance], *, title: str = 
     Raises:
         ValueError: if there is nothing.
     """
-    pen.require(list(measured), "equivariance")
+    style.require(measured, "equivariance")
     panels = {"unmasked": "all see all", "causal": "causal mask", "causal_last": "causal mask, last token"}
     return _by_layer(measured, panels, "relative change among shuffled tokens", title)
 
 
-def _by_layer(measured: Mapping[str, Any], panels: Mapping[str, str], ylabel: str, title: str) -> Figure:
+def _by_layer(
+    measured: Mapping[str, OrderSensitivity | Equivariance], panels: Mapping[str, str], ylabel: str, title: str
+) -> Figure:
     """Draw numbers of each layer of several models, on one logarithmic axis; panels: attribute -> words above it."""
     floor = 1e-17
-    with pen.style():
-        figure, grid = pen.new_panels(title, 1, len(panels), width=1.6 + 3.5 * len(panels), height=4.0, sharey=True)
+    size = {"width": 1.6 + 3.5 * len(panels), "height": 4.0}
+    with style.panels(title, 1, len(panels), **size, sharey=True) as (figure, grid):
         for axes, (name, words) in zip(grid, panels.items(), strict=True):
-            for (label, each), style in zip(measured.items(), pen.styles(measured), strict=True):
+            for each, look in zip(measured.values(), style.styles(measured), strict=True):
                 x = [layer.index for layer in each.layers]
-                y = [max(getattr(layer, name), floor) for layer in each.layers]
-                axes.plot(x, y, label=label, **style)
-            axes.set_yscale("log")
+                axes.plot(x, [max(getattr(layer, name), floor) for layer in each.layers], **look)
+            axes.set(yscale="log", xlabel="layer")
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.set_title(words, fontsize=10)
-            axes.set_xlabel("layer")
         grid[0].set_ylabel(ylabel)
-        grid[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+        grid[-1].legend(**style.BESIDE)
     return figure
 
 
@@ -489,86 +418,67 @@ def calibration(report: Calibration, *, title: str = "") -> Figure:
         ValueError: if no layer was calibrated.
         ImportError: without matplotlib.
     """
-    pen.require(report.layers, "calibration")
+    style.require(report.layers, "calibration")
     blocks = max(1, round(math.sqrt(len(report.layers) / 8)))
     rows = math.ceil(len(report.layers) / blocks)
-    with pen.style():
-        size = {"width": 8.4 * blocks, "height": 1.1 + 1.9 * rows}
-        figure, grid = pen.new_panels(title, rows, 2 * blocks, **size, squeeze=False)
-        panels = [(row[2 * block], row[2 * block + 1]) for block in range(blocks) for row in grid]
-        for place, (curves, divergences) in enumerate(panels):
-            if place >= len(report.layers):
-                curves.set_visible(False)
-                divergences.set_visible(False)
-                continue
-            layer = report.layers[place]
+    size = {"width": 8.4 * blocks, "height": 1.1 + 1.9 * rows}
+    with style.panels(title, rows, 2 * blocks, **size, squeeze=False) as (figure, grid):
+        from matplotlib.lines import Line2D
+
+        panels = [row[2 * block : 2 * block + 2] for block in range(blocks) for row in grid]
+        for place, ((curves, divergences), layer) in enumerate(zip(panels, report.layers, strict=False)):
             last = place % rows == rows - 1 or place == len(report.layers) - 1
             _curves_of(curves, layer, label="distance (tokens)" if last else "")
             _divergences_of(divergences, layer, label="head" if last else "")
-        handles = [*_lines_of(report), *grid[0][1].get_lines()[:3]]
+        for axes in (axes for pair in panels[len(report.layers) :] for axes in pair):
+            axes.set_visible(False)
+        names = ["base"] + [report.scheme] * any(each.scheme_curve is not None for each in report.layers)
+        dashes = zip(names, style.DASHES, strict=False)
+        handles = [Line2D([], [], color=style.GREY, linestyle=dash, label=name) for name, dash in dashes]
+        handles += grid[0][1].get_lines()[:3]
         figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
     return figure
-
-
-def _lines_of(report: Calibration) -> list[Any]:
-    """Return the lines that the legend shows for the panels with curves."""
-    from matplotlib.lines import Line2D
-
-    names = ["base"] + [report.scheme] * any(each.scheme_curve is not None for each in report.layers)
-    return [
-        Line2D([], [], color=pen.GREY, linestyle=dash, label=name)
-        for name, dash in zip(names, pen.DASHES[: len(names)], strict=True)
-    ]
 
 
 def _curves_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
     """Draw the scores that positions add in a layer, by distance."""
     _, count = layer.base_curve.shape
-    distances = list(range(count))
-    drawn: list[tuple[Axes, Tensor, Any]] = [
-        (axes, layer.base_curve - _mean_over_pairs(layer.base_curve), pen.DASHES[0])
-    ]
+    drawn = [(axes, _centred(layer.base_curve))]
     if layer.scheme_curve is not None and layer.multiplies:
         beside = axes.twinx()
         beside.grid(False)
         beside.spines["right"].set_visible(True)
         beside.set_ylabel("factor")
-        drawn.append((beside, layer.scheme_curve, pen.DASHES[1]))
+        drawn.append((beside, layer.scheme_curve))
     elif layer.scheme_curve is not None:
-        drawn.append((axes, layer.scheme_curve - _mean_over_pairs(layer.scheme_curve), pen.DASHES[1]))
-    for place, curves, dash in drawn:
-        for head, curve in enumerate(curves.tolist()):
-            colour = pen.COLOURS[head % len(pen.COLOURS)]
-            place.plot(distances, curve, color=colour, linestyle=dash, linewidth=0.9)
+        drawn.append((axes, _centred(layer.scheme_curve)))
+    for (place, curves), dash in zip(drawn, style.DASHES, strict=False):
+        for curve, colour in zip(curves.tolist(), cycle(style.COLOURS), strict=False):
+            place.plot(curve, color=colour, linestyle=dash, linewidth=0.9)
     axes.set_xscale("symlog", base=2, linthresh=1)
     ticks = [0, *(2**power for power in range(0, max(1, (count - 1).bit_length()), 2))]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set_xlim(0, count - 1)
-    axes.set_xlabel(label)
-    axes.set_ylabel(f"layer {layer.index}\nscore (nats)")
+    axes.set(xlim=(0, count - 1), xlabel=label, ylabel=f"layer {layer.index}\nscore (nats)")
 
 
 def _divergences_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
     """Draw the divergences of a layer's heads from the base's; their numbers have the colours of their curves."""
     floor = 1e-6  # where heads agree to the last digit
     shown = {"before": layer.before, "closed forms": layer.closed, "at the end": layer.after}
-    drawn = {name: values.clamp(min=floor).tolist() for name, values in shown.items()}
-    for number, (name, values) in enumerate(drawn.items()):
-        look: dict[str, Any] = {"color": pen.COLOURS[number], "marker": pen.MARKERS[number]}
-        axes.plot(values, linestyle="none", label=name, **look)
-    pen.positive_axis(axes, [value for values in drawn.values() for value in values])
+    for number, (name, values) in enumerate(shown.items()):
+        axes.plot(values.clamp(min=floor).tolist(), label=name, **style.marks(number))
+    style.positive_axis(axes, [value for values in shown.values() for value in values.clamp(min=floor).tolist()])
     heads = range(0, len(layer.before), math.ceil(len(layer.before) / 16))
     axes.set_xticks(heads)
     for head, tick in zip(heads, axes.get_xticklabels(), strict=True):
-        tick.set_color(pen.COLOURS[head % len(pen.COLOURS)])
-    axes.set_xlabel(label)
-    axes.set_ylabel("KL (nats)")
+        tick.set_color(style.COLOURS[head % len(style.COLOURS)])
+    axes.set(xlabel=label, ylabel="KL (nats)")
 
 
-def _mean_over_pairs(curves: Tensor) -> Tensor:
-    """Return the mean of curves (H, T) over the pairs of a query and a key of a window, (H, 1)."""
+def _centred(curves: Tensor) -> Tensor:
+    """Return curves (H, T) minus their means over the pairs of a query and a key of a window."""
     pairs = curves.new_tensor(range(curves.shape[1], 0, -1))
-    return (curves * pairs).sum(-1, keepdim=True) / pairs.sum()
+    return curves - (curves * pairs).sum(-1, keepdim=True) / pairs.sum()
 
 
 def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
@@ -582,15 +492,17 @@ def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
         ValueError: if there are none.
         ImportError: without matplotlib.
     """
-    pen.require(list(found), "properties")
+    style.require(found, "properties")
     names = [row.name for row in next(iter(found.values())).rows]
     labels = [f"{label} *" if each.untrained else label for label, each in found.items()]
-    with pen.style():
+    xlabel = "* before training" if any(each.untrained for each in found.values()) else ""
+    with style.one_panel(title, width=1.4 + 1.25 * len(names), height=1.0 + 0.42 * len(found), xlabel=xlabel) as (
+        figure,
+        axes,
+    ):
         from matplotlib.colors import to_rgb
 
-        figure, axes = pen.new_axes(title, width=1.4 + 1.25 * len(names), height=1.0 + 0.42 * len(found))
-        axes.grid(False)
-        axes.imshow([[to_rgb(VERDICTS[row.verdict]) for row in each.rows] for each in found.values()], aspect="auto")
+        style.image(axes, [[to_rgb(VERDICTS[row.verdict]) for row in each.rows] for each in found.values()])
         for line, each in enumerate(found.values()):
             for column, row in enumerate(each.rows):
                 axes.text(column, line, row.verdict, ha="center", va="center", fontsize=9)
@@ -601,6 +513,4 @@ def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
             axes.axhline(between - 0.5, color="white", linewidth=1.5)
         for between in range(1, len(names)):
             axes.axvline(between - 0.5, color="white", linewidth=1.5)
-        if any(each.untrained for each in found.values()):
-            axes.set_xlabel("* before training")
     return figure

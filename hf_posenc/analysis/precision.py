@@ -17,9 +17,9 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as fal
 
 from ..dims import Dims
 from ..modules import ScoreModule
+from ..result import Result
 from ..schemes.base import Scheme
 from . import probe
-from .result import Result
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

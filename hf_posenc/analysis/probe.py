@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from ..positions import DensePositions
 from ..schemes.base import RotaryScheme, Scheme
 from ..upstream import NAME
 from ..upstream.rotary import IdentityRotary, PartialRotary, by_pair, make_rotary, scaling_types
+
+K = TypeVar("K")
 
 DIMS = Dims(num_heads=8, num_key_value_heads=8, head_dim=64, hidden_size=512, num_layers=1)
 """Sizes of the attention of a scheme without a model."""
@@ -192,8 +194,7 @@ class Added:
 
     def __call__(self, positions: Tensor) -> Tensor:
         """Return the vectors (T, E) of positions (T,), float64 on the CPU; gradients flow to the parameters."""
-        device = next(itertools.chain(self.module.parameters(), self.module.buffers()), positions).device
-        ids = positions.to(device)
+        ids = positions.to(device_of(self.module))
         if isinstance(self.module, PositionEmbedding):
             vectors = self.module.embed(ids[None])[0]
         elif isinstance(self.module, nn.Embedding):
@@ -280,11 +281,22 @@ def rotations(
     Returns:
         cosines and sines (T, pairs), float64, times the module's attention factor.
     """
-    own = next(itertools.chain(rotary.buffers(), rotary.parameters()), positions)
-    like = torch.empty(0, dtype=torch.float32, device=own.device)
+    device = device_of(rotary)
+    like = torch.empty(0, dtype=torch.float32, device=device)
     extra = () if layer_type is None else (layer_type,)
-    cos, sin = by_pair(rotary(like, positions[None].to(own.device), *extra), angles)
+    cos, sin = by_pair(rotary(like, positions[None].to(device), *extra), angles)
     return cos[0].double().cpu(), sin[0].double().cpu()
+
+
+def layer_type(model: PreTrainedModel, rotary: nn.Module, layer: int) -> str | None:
+    """Return the type of a layer, for a module that turns layers by their types; None for one that turns all alike."""
+    types = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
+    return types[layer] if types else None
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module's numbers, the CPU if it has none."""
+    return next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0)).device
 
 
 def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor, scaling: float) -> Tensor:
@@ -304,8 +316,25 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
     # The query sits where the furthest key is the first token.
     positions = DensePositions(pairs, torch.ones_like(pairs, dtype=torch.bool), pairs[0, 0].amax(-1, keepdim=True))
     call = Call(query, key, key, positions, scaling=scaling, module=module, form=module.form(query)).widened()
-    scores: Tensor = call.formula.scores(call)
-    return scores
+    return call.formula.scores(call)
+
+
+@contextmanager
+def outputs(modules: Iterable[tuple[K, nn.Module]], see: Callable[[K, Any], object]) -> Iterator[None]:
+    """Show the outputs of modules, by a key of each, to a function within a `with` block.
+
+    Args:
+        modules: keys and modules; the keys need not differ.
+        see: called with a key and an output. What it returns, unless None, takes the place of the output.
+    """
+
+    def hook(key: K) -> Callable[..., object]:
+        return lambda module, args, output: see(key, output)
+
+    with ExitStack() as hooks:
+        for key, module in modules:
+            hooks.callback(module.register_forward_hook(hook(key)).remove)
+        yield
 
 
 @contextmanager
@@ -319,29 +348,24 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
         model: patched or stock.
         see: function of a layer's index and its weights (B, H, Q, L), called layer by layer as the model runs.
     """
-    attentions = parts(model).attention_of
     ours = model.config._attn_implementation == NAME
 
-    def take_reference(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def take_reference(module: nn.Module, args: tuple[Call], kwargs: dict[str, object]) -> Any:
         return (replace(args[0], weights=True), partial(dispatch.attend, wanted="reference")), kwargs
 
-    def show(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if see is not None:
-                see(index, output[1])
-
-        return hook
-
+    attentions = {
+        index: attention.get_submodule("posenc") if ours else attention
+        for index, attention in parts(model).attention_of.items()
+    }
     with ExitStack() as stack:
         if not ours:
             stock = model.config._attn_implementation
             model.set_attn_implementation("eager")
             stack.callback(model.set_attn_implementation, stock)
-        for index, attention in attentions.items():
-            module = attention.get_submodule("posenc") if ours else attention
-            if ours:
-                stack.callback(module.register_forward_pre_hook(take_reference, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(show(index)).remove)
+        for module in attentions.values() if ours else ():
+            stack.callback(module.register_forward_pre_hook(take_reference, with_kwargs=True).remove)
+        if see is not None:
+            stack.enter_context(outputs(attentions.items(), lambda index, output: see(index, output[1])))
         yield
 
 

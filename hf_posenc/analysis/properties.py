@@ -8,7 +8,6 @@ input that a scheme gives to a model and not the model's output, so measure perp
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,13 +23,15 @@ from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.state import patch_of
 from ..modules import PositionEmbedding, ScoreModule, WithoutPositions, owner_of
+from ..result import Result
 from ..schemes.base import Scheme, by_layer_type
 from ..schemes.sinusoidal import Waves
 from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary
 from . import probe
-from .result import Result
 
 Verdict = Literal["yes", "no", "not applicable"]
+Finding = tuple[Verdict, str]
+"""A verdict, and the numbers behind it in words."""
 
 UNIQUE = 1e-9
 """Largest distance of two positions' representations, relative to their size, that counts as equal."""
@@ -156,13 +157,14 @@ def properties(
     reach = min(length, subject.limit or length)
     table = _is_table(subject)
     signature = None if subject.represent is None else subject.represent(torch.arange(reach))
-    rows = (
-        _unique(signature, subject, length, progress),
-        _linear(signature, subject, table),
-        _generalises(signature, subject, trained_length, length),
-        _deterministic(subject, table),
-        _dimensions(subject, table),
-    )
+    found = {
+        "unique": _unique(signature, subject, length, progress),
+        "linear": _linear(signature, subject, table),
+        "generalises": _generalises(signature, subject, trained_length, length),
+        "deterministic": _deterministic(subject, table),
+        "dimensions": _dimensions(subject, table),
+    }
+    rows = tuple(Property(name, *each) for name, each in found.items())
     return Properties(subject.name, trained_length, length, rows, subject.untrained and bool(subject.parameters))
 
 
@@ -181,8 +183,7 @@ class _Subject:
         seen: representation of positions when the base was trained; None if it is the same.
         limit: number of positions that exist, or None if there is no limit.
         measures_distances: whether only the distance of a position is represented.
-        parameters: parameters that are trained.
-        waves: the module, if it adds sinusoids.
+        module: the module whose parameters are trained; None if there are no positions.
     """
 
     name: str
@@ -191,8 +192,12 @@ class _Subject:
     seen: Represent | None = None
     limit: int | None = None
     measures_distances: bool = False
-    parameters: tuple[nn.Parameter, ...] = ()
-    waves: Waves | None = None
+    module: nn.Module | None = None
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that are trained."""
+        return () if self.module is None else tuple(self.module.parameters())
 
     @property
     def what(self) -> str:
@@ -205,16 +210,14 @@ def _of_scheme(wanted: Scheme, *, dims: Dims, trained_length: int, seed: int) ->
     resolved, module = probe.build(wanted, dims=dims, trained_length=trained_length, seed=seed)
     if module is None:
         return _Subject(resolved.name, None, True)
-    parameters = tuple(module.parameters())
-    limit = resolved.limit
+    name, limit = resolved.name, resolved.limit
     if isinstance(module, PositionEmbedding):
-        waves = module if isinstance(module, Waves) else None
-        return _Subject(resolved.name, probe.Added(module, limit), True, None, limit, False, parameters, waves)
+        return _Subject(name, probe.Added(module, limit), True, None, limit, False, module)
     if isinstance(module, ScoreModule):
-        return _Subject(resolved.name, _scores(module, dims), True, None, limit, True, parameters)
+        return _Subject(name, _scores(module, dims), True, None, limit, True, module)
     _, base = probe.build(wanted.without_scaling(), dims=dims, trained_length=trained_length)
     assert base is not None
-    return _Subject(resolved.name, _turns(module), True, _turns(base), limit, False, parameters)
+    return _Subject(name, _turns(module), True, _turns(base), limit, False, module)
 
 
 def _of_model(model: PreTrainedModel, layer: int) -> _Subject:
@@ -225,22 +228,18 @@ def _of_model(model: PreTrainedModel, layer: int) -> _Subject:
         raise ValueError(f"layer {layer} of this {label} has no attention; these have: {list(base.found.attention_of)}")
     owner = owner_of(attention._modules.get("posenc"))
     if isinstance(owner, ScoreModule) and not isinstance(owner, WithoutPositions):
-        score = _scores(owner, base.sizes[layer])
-        return _Subject(label, score, False, measures_distances=True, parameters=tuple(owner.parameters()))
-    added = probe.added_to(model)
-    if added is not None:
-        waves = added.module if isinstance(added.module, Waves) else None
-        parameters = tuple(added.module.parameters())
-        return _Subject(label, added, False, None, added.limit, False, parameters, waves)
+        return _Subject(label, _scores(owner, base.sizes[layer]), False, measures_distances=True, module=owner)
+    if (added := probe.added_to(model)) is not None:
+        return _Subject(label, added, False, limit=added.limit, module=added.module)
     rotary, angles = probe.rotary_of(model)
     if on_layer(base.found.layers[layer]).rotation is not None:
         raise ValueError(f"the layers of this {label} have rotations of their own: look at its schemes one by one")
     if rotary is None or not (on_attention(attention).rotation is not None or base.rotated[layer]):
         return _Subject(label, None, False)
-    kind = model.config.layer_types[layer] if getattr(rotary, "layer_types", None) else None
+    kind = probe.layer_type(model, rotary, layer)
     unscaled = _unscaled(rotary, base, kind, angles)
     seen = None if unscaled is None else _turns(unscaled)
-    return _Subject(label, _turns(rotary, kind, angles), False, seen, parameters=tuple(rotary.parameters()))
+    return _Subject(label, _turns(rotary, kind, angles), False, seen, module=rotary)
 
 
 def _rotation(rotary: nn.Module, kind: str | None) -> dict[str, Any]:
@@ -280,7 +279,7 @@ def _scores(module: ScoreModule, dims: Dims) -> Represent:
     query, key = (
         torch.rand(4, dims.num_heads, 1, dims.head_dim, generator=generator, dtype=torch.float64) for _ in range(2)
     )
-    device = next(itertools.chain(module.parameters(), module.buffers()), query).device
+    device = probe.device_of(module)
 
     def represent(positions: Tensor) -> Tensor:
         keys = key.to(device).expand(-1, -1, len(positions), -1)
@@ -316,17 +315,16 @@ def _is_table(subject: _Subject) -> bool:
     return bool((touched.any(0) & ~touched.all(0)).any())
 
 
-def _unique(signature: Tensor | None, subject: _Subject, length: int, progress: bool) -> Property:
-    name = "unique"
+def _unique(signature: Tensor | None, subject: _Subject, length: int, progress: bool) -> Finding:
     if signature is None:
-        return Property(name, "no", "all positions are the same: there are none")
+        return "no", "all positions are the same: there are none"
     closest, pair = _closest(signature, progress)
     found = f"closest of {len(signature)} {subject.what}: {pair[0]} and {pair[1]}, {closest:.1e} of their size apart"
     if closest <= UNIQUE:
-        return Property(name, "no", found)
+        return "no", found
     if subject.limit is not None and subject.limit < length:
-        return Property(name, "no", f"{found}; no vector from {subject.what[:-1]} {subject.limit} on")
-    return Property(name, "yes", found)
+        return "no", f"{found}; no vector from {subject.what[:-1]} {subject.limit} on"
+    return "yes", found
 
 
 def _closest(vectors: Tensor, progress: bool = False) -> tuple[float, tuple[int, int]]:
@@ -344,15 +342,13 @@ def _closest(vectors: Tensor, progress: bool = False) -> tuple[float, tuple[int,
     return best / size.item() if best > 0 else 0.0, pair
 
 
-def _linear(signature: Tensor | None, subject: _Subject, table: bool) -> Property:
-    name = "linear"
+def _linear(signature: Tensor | None, subject: _Subject, table: bool) -> Finding:
     if signature is None or subject.measures_distances:
-        return Property(name, "not applicable", "no position has a representation of its own, only distances count")
+        return "not applicable", "no position has a representation of its own, only distances count"
     shift = 7
     before, after = signature[:-shift], signature[shift:]
-    if subject.waves is not None and subject.waves.size % 2 == 0:
-        waves = subject.waves.waves(before.device)
-        matrix = linear_map(waves, shift, size=subject.waves.size, layout=subject.waves.scheme.layout)
+    if isinstance(waves := subject.module, Waves) and waves.size % 2 == 0:
+        matrix = linear_map(waves.waves(before.device), shift, size=waves.size, layout=waves.scheme.layout)
         how = f"M_{shift} constructed from the frequencies"
         residual = ((after - before @ matrix.T).norm() / after.norm()).item()
     else:
@@ -362,16 +358,15 @@ def _linear(signature: Tensor | None, subject: _Subject, table: bool) -> Propert
         how = f"M_{shift} fitted on half of the positions, checked on the others"
     found = f"{how}: |p(t + {shift}) - M p(t)| / |p| = {residual:.1e}"
     if table and subject.untrained:
-        return Property(name, "no", f"rows that are trained one by one follow no map; as they start, {found}")
-    return Property(name, "yes" if residual < LINEAR else "no", found)
+        return "no", f"rows that are trained one by one follow no map; as they start, {found}"
+    return "yes" if residual < LINEAR else "no", found
 
 
-def _generalises(signature: Tensor | None, subject: _Subject, trained: int, length: int) -> Property:
-    name = "generalises"
+def _generalises(signature: Tensor | None, subject: _Subject, trained: int, length: int) -> Finding:
     if signature is None:
-        return Property(name, "not applicable", "there is nothing that could be new at a longer context")
+        return "not applicable", "there is nothing that could be new at a longer context"
     if len(signature) < length:
-        return Property(name, "no", f"position {len(signature)} does not exist")
+        return "no", f"position {len(signature)} does not exist"
     seen, beyond = signature[:trained], signature[trained:]
     if subject.seen is not None:
         seen = subject.seen(torch.arange(trained))
@@ -390,27 +385,25 @@ def _generalises(signature: Tensor | None, subject: _Subject, trained: int, leng
         f"between {trained} and {length}, {new} of {len(excess)} {what} leave the range seen in training by more than "
         f"{SEEN:.0%}"
     )
-    return Property(name, "yes" if new == 0 else "no", found)
+    return "yes" if new == 0 else "no", found
 
 
-def _deterministic(subject: _Subject, table: bool) -> Property:
-    name = "deterministic"
+def _deterministic(subject: _Subject, table: bool) -> Finding:
     if subject.represent is None:
-        return Property(name, "yes", "nothing is drawn")
+        return "yes", "nothing is drawn"
     count = sum(p.numel() for p in subject.parameters)
     if table:
-        return Property(name, "no", f"a table of {count:,} trained numbers: {subject.what} have numbers of their own")
+        return "no", f"a table of {count:,} trained numbers: {subject.what} have numbers of their own"
     trained = f"with {count:,} trained numbers that all {subject.what} share" if count else "nothing of it is trained"
-    return Property(name, "yes", f"generated by a rule, {trained}")
+    return "yes", f"generated by a rule, {trained}"
 
 
-def _dimensions(subject: _Subject, table: bool) -> Property:
-    name = "dimensions"
+def _dimensions(subject: _Subject, table: bool) -> Finding:
     represent = subject.represent
     if represent is None:
-        return Property(name, "not applicable", "no dimension has positions")
+        return "not applicable", "no dimension has positions"
     if table or subject.limit is not None:
-        return Property(name, "no", "a table of one axis: another axis needs another table, trained")
+        return "no", "a table of one axis: another axis needs another table, trained"
     axis = torch.tensor([0, 3, 11, 40])
     shift = 5
 
@@ -421,12 +414,11 @@ def _dimensions(subject: _Subject, table: bool) -> Property:
 
     if subject.measures_distances:
         separate, _ = _closest(grid(0))
-        verdict: Verdict = "yes" if separate > UNIQUE else "no"
-        return Property(name, verdict, f"scores of the two distances of a grid: closest places {separate:.1e} apart")
+        found = f"scores of the two distances of a grid: closest places {separate:.1e} apart"
+        return "yes" if separate > UNIQUE else "no", found
     here, there = grid(0), grid(shift)
     products, moved = here @ here.T, there @ there.T
     residual = ((products - moved).norm() / products.norm()).item()
     separate, _ = _closest(here)
-    verdict = "yes" if residual < LINEAR and separate > UNIQUE else "no"
     found = f"half of the size per axis: products of grid points change by {residual:.1e} when the grid is shifted"
-    return Property(name, verdict, found)
+    return "yes" if residual < LINEAR and separate > UNIQUE else "no", found

@@ -1,31 +1,21 @@
 """Both perplexities, loss by position and bits per byte of a text, at several context lengths, in one pass for each."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..live.eval_mode import evaluation
-from .forwards import (
-    LogitsOf,
-    default_batch_size,
-    in_batches,
-    logits_function,
-    processes,
-    progress_bar,
-    score_batches,
-    window_losses,
-)
+from ..result import Result
+from .forwards import Reader, progress_bar, reading
 from .perplexity import Perplexity
 
 
 @dataclass(frozen=True, kw_only=True)
-class PositionLoss:
+class PositionLoss(Result):
     """Mean loss of the tokens at some places of a fresh window, or of a segment.
 
     Attributes:
@@ -42,7 +32,7 @@ class PositionLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextMeasurement:
+class ContextMeasurement(Result):
     """Measurement at one context length.
 
     Attributes:
@@ -54,6 +44,8 @@ class ContextMeasurement:
             compares models with different tokenizers. The first token of a document is not predicted, but its bytes
             are counted, which makes no difference with long documents. None if the bytes are not known.
     """
+
+    derived = ("early_token_gap",)
 
     length: int
     sliding: Perplexity
@@ -69,17 +61,6 @@ class ContextMeasurement:
         gain from a smaller gap alone, which says nothing about the use of a longer context.
         """
         return self.non_overlapping.loss - self.sliding.loss
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all numbers, the derived ones included, ready for JSON."""
-        return {
-            "length": self.length,
-            "sliding": self.sliding.to_dict(),
-            "non_overlapping": self.non_overlapping.to_dict(),
-            "early_token_gap": self.early_token_gap,
-            "by_position": [asdict(part) for part in self.by_position],
-            "bits_per_byte": self.bits_per_byte,
-        }
 
 
 @dataclass(frozen=True)
@@ -136,21 +117,20 @@ def measure_context(
         ValueError: for a length, stride or number out of range, or if no document is long enough to predict anything.
         RuntimeError: for `distributed` without an initialised process group.
     """
-    check_documents(documents, byte_counts, batch_size)
-    ranks = processes(distributed)
+    check_documents(documents, byte_counts)
     strides = [stride_of(length, stride) for length in lengths]
-    total_bytes = sum(byte_counts) if byte_counts is not None else None
     measured = []
-    with evaluation(model), torch.no_grad():
-        logits_of = logits_function(model, next(document for document in documents if len(document) > 1))
-        device = next(model.parameters()).device
+    trial = next(document for document in documents if len(document) > 1)
+    with reading(model, trial, distributed=distributed) as reader:
         for length, step in zip(lengths, strides, strict=True):
             windows, edges = _windows(documents, length, step), position_edges(length)
-            batches = _batches(windows, lambda size: batch_size or default_batch_size(device, size))
-            score = partial(_scores, logits_of, documents, windows, edges, device)
+            order = sorted(range(len(windows)), key=lambda index: windows[index].shape)
+            groups = reader.batches([windows[index].shape for index in order], lambda shape: shape[0], batch_size)
+            batches = [[order[place] for place in group] for group in groups]
+            score = partial(_scores, reader, documents, windows, edges)
             with progress_bar(len(windows), f"context {length}", "window", progress) as bar:
-                scores = score_batches(batches, score, (2, len(edges)), ranks, device, bar)
-            measured.append(_measurement(length, step, windows, edges, scores, total_bytes))
+                scores = reader.scores(batches, score, (2, len(edges)), bar)
+            measured.append(_measurement(length, step, windows, edges, scores, byte_counts))
     return measured
 
 
@@ -171,16 +151,14 @@ def short_context_regression(
     return {row.length: row.sliding.loss - reference[row.length] for row in after if row.length in reference}
 
 
-def check_documents(documents: Sequence[Tensor], byte_counts: Sequence[int] | None, batch_size: int | None) -> None:
-    """Raise ValueError for documents, byte counts or a batch size that cannot be measured."""
+def check_documents(documents: Sequence[Tensor], byte_counts: Sequence[int] | None) -> None:
+    """Raise ValueError for documents or byte counts that cannot be measured."""
     if byte_counts is not None and len(byte_counts) != len(documents):
         raise ValueError(f"there are {len(documents)} documents and {len(byte_counts)} byte counts")
     if any(document.dim() != 1 for document in documents):
         raise ValueError("documents must be sequences of shape (N,)")
     if not any(len(document) > 1 for document in documents):
         raise ValueError("no document has two tokens: there is nothing to predict")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
 
 
 def position_edges(length: int) -> list[int]:
@@ -228,20 +206,8 @@ def _windows(documents: Sequence[Tensor], length: int, stride: int) -> list[_Win
     return found
 
 
-def _batches(windows: list[_Window], most: Callable[[int], int]) -> list[list[int]]:
-    """Return batches of windows of one shape, shortest first, at most `most(tokens in a window)` of them."""
-    order = sorted(range(len(windows)), key=lambda index: windows[index].shape)  # stable
-    groups = in_batches([windows[index].shape for index in order], lambda shape: most(shape[0]))
-    return [[order[place] for place in group] for group in groups]
-
-
 def _scores(
-    logits_of: LogitsOf,
-    documents: Sequence[Tensor],
-    windows: list[_Window],
-    edges: list[int],
-    device: torch.device,
-    batch: list[int],
+    reader: Reader, documents: Sequence[Tensor], windows: list[_Window], edges: list[int], batch: list[int]
 ) -> Tensor:
     """Return sums of losses, and how many they are, of the windows of a batch: (B, 2, bins + 1) float64 on the CPU.
 
@@ -250,8 +216,8 @@ def _scores(
     """
     chosen = [windows[index] for index in batch]
     _, predicted = chosen[0].shape
-    tokens = torch.stack([documents[window.document][window.start : window.end] for window in chosen]).to(device)
-    losses = torch.cat(list(window_losses(logits_of, tokens, predicted)))
+    tokens = torch.stack([documents[window.document][window.start : window.end] for window in chosen])
+    losses = torch.cat(list(reader.losses(tokens, predicted)))
     scores = torch.zeros(len(batch), 2, len(edges), dtype=torch.float64)
     for (sums, counts), window, row in zip(scores, chosen, losses.view(len(batch), -1).double().cpu(), strict=True):
         scored = window.end - window.scored
@@ -264,31 +230,27 @@ def _scores(
 
 
 def _measurement(
-    length: int, stride: int, windows: list[_Window], edges: list[int], scores: Tensor, total_bytes: int | None
+    length: int,
+    stride: int,
+    windows: list[_Window],
+    edges: list[int],
+    scores: Tensor,
+    byte_counts: Sequence[int] | None,
 ) -> ContextMeasurement:
     """Return what the scores (windows, 2, bins + 1) add up to."""
     sums, counts = scores.unbind(1)
     nll, tokens = sums.contiguous().sum(0).tolist(), [int(count) for count in counts.sum(0).tolist()]
-    sliding = Perplexity(
-        method="sliding",
-        length=length,
-        stride=stride,
-        windows=sum(window.scored < window.end for window in windows),
-        tokens=tokens[0],
-        nll=nll[0],
-    )
-    fresh = Perplexity(
-        method="non_overlapping",
-        length=length,
-        stride=length,
-        windows=sum(window.fresh for window in windows),
-        tokens=sum(tokens[1:]),
-        nll=sum(nll[1:]),
-    )
+
+    def perplexity(method: str, step: int, count: int, part: slice) -> Perplexity:
+        sizes = {"length": length, "stride": step, "windows": count, "tokens": sum(tokens[part])}
+        return Perplexity(method=method, nll=sum(nll[part]), **sizes)
+
+    sliding = perplexity("sliding", stride, sum(window.scored < window.end for window in windows), slice(1))
+    fresh = perplexity("non_overlapping", length, sum(window.fresh for window in windows), slice(1, None))
     return ContextMeasurement(
         length=length,
         sliding=sliding,
         non_overlapping=fresh,
         by_position=losses_by_position(edges, nll[1:], tokens[1:]),
-        bits_per_byte=sliding.nll / math.log(2) / total_bytes if total_bytes else None,
+        bits_per_byte=sliding.bits_per_byte(byte_counts),
     )

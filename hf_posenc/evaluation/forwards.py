@@ -1,8 +1,13 @@
 """Forward passes of an evaluation: batches, logits in pieces, losses of tokens, and the share of each process."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 from transformers import Cache
+
+from ..live.eval_mode import evaluation
 
 TOKENS_PER_BATCH = 8192
 """Tokens of a batch, about, where nobody gives a batch size."""
@@ -28,63 +35,100 @@ LogitsOf = Callable[..., Iterator[Tensor]]
 """Windows (B, T), a slice of positions and perhaps a cache -> logits (R, V) in pieces, see `logits_function`."""
 
 
-def default_batch_size(device: torch.device, length: int) -> int:
-    """Return the number of windows of a length per forward where the caller gives none."""
-    return max(1, (TOKENS_PER_CPU_BATCH if device.type == "cpu" else TOKENS_PER_BATCH) // length)
-
-
-def in_batches(shapes: Sequence[Shape], most: Callable[[Shape], int]) -> list[list[int]]:
-    """Return batches of indices: neighbours of one shape, at most `most(shape)` of them."""
-    batches: list[list[int]] = []
-    for index, shape in enumerate(shapes):
-        if batches and shapes[batches[-1][0]] == shape and len(batches[-1]) < most(shape):
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
-
-
-def progress_bar(total: int, what: str, unit: str, shown: bool) -> Any:
+def progress_bar(total: int, what: str, unit: str, shown: bool) -> tqdm[NoReturn]:
     """Return a tqdm bar that leaves no line behind."""
     return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "tok", leave=False, disable=not shown)
 
 
-def processes(distributed: bool) -> tuple[int, int]:
-    """Return the rank of this process and their number, (0, 1) unless `distributed`; RuntimeError without a group."""
-    if not distributed:
-        return 0, 1
-    if not dist.is_initialized():
-        raise RuntimeError("distributed=True needs torch.distributed.init_process_group first")
-    return dist.get_rank(), dist.get_world_size()
+@dataclass(frozen=True)
+class Reader:
+    """A model that is being read, in evaluation mode and without gradients.
 
-
-def score_batches(
-    batches: Sequence[list[int]],
-    score: Callable[[list[int]], Tensor],
-    row: tuple[int, ...],
-    ranks: tuple[int, int],
-    device: torch.device,
-    bar: Any,
-) -> Tensor:
-    """Score every batch in one of the processes, and return the scores of all items in each: (items, *row) on the CPU.
-
-    `score` gets the indices of a batch and returns (batch, *row). Every process makes as many forwards as the others,
-    also where no batch is left for it, because FSDP needs all of them in each. The scores of an item come from one
-    process and are zero in the others, so that their sum is exact.
+    Attributes:
+        logits_of: logits of windows, see `logits_function`.
+        device: device of the model.
+        rank: number of this process, 0 unless the work is spread over several.
+        world: number of processes.
     """
-    rank, world = ranks
-    rows = torch.zeros(sum(map(len, batches)), *row, dtype=torch.float64)
-    for number in range(math.ceil(len(batches) / world)):
-        mine = number * world + rank
-        batch = batches[mine] if mine < len(batches) else batches[0]
-        scores = score(batch)
-        if mine < len(batches):
-            rows[batch] = scores
-        bar.update(len(batch) * world)
-    if world > 1:
-        rows = rows.to(device)
-        dist.all_reduce(rows)
-    return rows.cpu()
+
+    logits_of: LogitsOf
+    device: torch.device
+    rank: int
+    world: int
+
+    def batches(
+        self, shapes: Sequence[Shape], length_of: Callable[[Shape], int], batch_size: int | None = None
+    ) -> list[list[int]]:
+        """Return batches of indices, neighbours of one shape each.
+
+        Args:
+            shapes: one for each item.
+            length_of: returns the tokens that an item of a shape has.
+            batch_size: largest number in a batch; by default as many as make about 8192 tokens, 1024 on a CPU.
+
+        Raises:
+            ValueError: if `batch_size` is under 1.
+        """
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        tokens = TOKENS_PER_CPU_BATCH if self.device.type == "cpu" else TOKENS_PER_BATCH
+        batches: list[list[int]] = []
+        for shape, group in groupby(range(len(shapes)), key=shapes.__getitem__):
+            indices, most = list(group), batch_size or max(1, tokens // length_of(shape))
+            batches += [indices[start : start + most] for start in range(0, len(indices), most)]
+        return batches
+
+    def losses(self, windows: Tensor, scored: int) -> Iterator[Tensor]:
+        """Yield the losses of the last `scored` tokens of windows (B, T), one window after the other, in pieces."""
+        size = windows.shape[1]
+        windows = windows.to(self.device)
+        # Token t is predicted by the output at t - 1.
+        pieces = self.logits_of(windows, slice(size - scored - 1, size - 1))
+        yield from token_losses(pieces, windows[:, size - scored :].reshape(-1))
+
+    def scores(
+        self,
+        batches: Sequence[list[int]],
+        score: Callable[[list[int]], Tensor],
+        row: tuple[int, ...],
+        bar: tqdm[NoReturn],
+    ) -> Tensor:
+        """Score every batch in one of the processes, and return the scores of all items in each, (items, *row).
+
+        `score` gets the indices of a batch and returns (batch, *row). Every process makes as many forwards as the
+        others, also where no batch is left for it, because FSDP needs all of them in each. The scores of an item come
+        from one process and are zero in the others, so that their sum is exact.
+        """
+        rows = torch.zeros(sum(map(len, batches)), *row, dtype=torch.float64)
+        for number in range(self.rank, self.world * math.ceil(len(batches) / self.world), self.world):
+            batch = batches[number] if number < len(batches) else batches[0]
+            scores = score(batch)
+            if number < len(batches):
+                rows[batch] = scores
+            bar.update(len(batch) * self.world)
+        if self.world > 1:
+            rows = rows.to(self.device)
+            dist.all_reduce(rows)
+        return rows.cpu()
+
+
+@contextmanager
+def reading(model: nn.Module, tokens: Tensor, *, distributed: bool = False) -> Iterator[Reader]:
+    """Read a model within a `with` block.
+
+    Args:
+        model: a causal language model; set to eval mode and back.
+        tokens: (N,), see `logits_function`. The same in every process: all must come to the same way of computing.
+        distributed: spread batches over the processes of `torch.distributed`.
+
+    Raises:
+        RuntimeError: for `distributed` without an initialised process group.
+    """
+    if distributed and not dist.is_initialized():
+        raise RuntimeError("distributed=True needs torch.distributed.init_process_group first")
+    rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    with evaluation(model), torch.no_grad():
+        yield Reader(logits_function(model, tokens), next(model.parameters()).device, rank, world)
 
 
 def token_losses(pieces: Iterable[Tensor], targets: Tensor) -> Iterator[Tensor]:
@@ -94,14 +138,6 @@ def token_losses(pieces: Iterable[Tensor], targets: Tensor) -> Iterator[Tensor]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         yield F.cross_entropy(wide, targets[done : done + len(wide)], reduction="none", ignore_index=IGNORED)
         done += len(wide)
-
-
-def window_losses(logits_of: LogitsOf, windows: Tensor, scored: int) -> Iterator[Tensor]:
-    """Yield the losses of the last `scored` tokens of windows (B, T), one window after the other, in pieces."""
-    size = windows.shape[1]
-    # Token t is predicted by the output at t - 1.
-    pieces = logits_of(windows, slice(size - scored - 1, size - 1))
-    yield from token_losses(pieces, windows[:, size - scored :].reshape(-1))
 
 
 def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
@@ -118,7 +154,7 @@ def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
         tokens: `(N,)`, of which the first few are the trial.
     """
 
-    def keeping(cache: Cache | None) -> dict[str, Any]:
+    def keeping(cache: Cache | None) -> dict[str, object]:
         return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
 
     def whole(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:

@@ -7,18 +7,18 @@ nearly the full context and has no such gain. Always read both, at the same leng
 """
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..live.eval_mode import evaluation
-from .forwards import default_batch_size, in_batches, logits_function, progress_bar, window_losses
+from ..result import Result
+from .forwards import progress_bar, reading
 
 
 @dataclass(frozen=True, kw_only=True)
-class Perplexity:
+class Perplexity(Result):
     """Perplexity of a text, and what was counted for it.
 
     Attributes:
@@ -31,12 +31,18 @@ class Perplexity:
         nll: sum of their negative log-likelihoods, in nats.
     """
 
+    derived = ("loss", "perplexity")
+
     method: str
     length: int
     stride: int
     windows: int
     tokens: int
     nll: float
+
+    def bits_per_byte(self, byte_counts: Sequence[int] | None) -> float | None:
+        """Return bits per byte of texts of so many bytes; None if the bytes are not known."""
+        return self.nll / math.log(2) / sum(byte_counts) if byte_counts is not None else None
 
     @property
     def loss(self) -> float:
@@ -48,19 +54,9 @@ class Perplexity:
         """`exp(loss)`; infinite where that is beyond a float."""
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all numbers, the derived ones included, ready for JSON."""
-        return {**asdict(self), "loss": self.loss, "perplexity": self.perplexity}
-
 
 def sliding_window_perplexity(
-    model: nn.Module,
-    tokens: Tensor,
-    *,
-    length: int,
-    stride: int,
-    batch_size: int | None = None,
-    progress: bool = False,
+    model: nn.Module, tokens: Tensor, *, length: int, stride: int, batch_size: int | None = None, progress: bool = False
 ) -> Perplexity:
     """Score every token but the first, each once and with nearly the full context.
 
@@ -92,12 +88,7 @@ def sliding_window_perplexity(
 
 
 def non_overlapping_perplexity(
-    model: nn.Module,
-    tokens: Tensor,
-    *,
-    length: int,
-    batch_size: int | None = None,
-    progress: bool = False,
+    model: nn.Module, tokens: Tensor, *, length: int, batch_size: int | None = None, progress: bool = False
 ) -> Perplexity:
     """Cut the text into fresh windows of `length` tokens and score all but the first token of each.
 
@@ -141,25 +132,14 @@ def _score(
     progress: bool,
 ) -> Perplexity:
     """Return the perplexity of spans (start of the window, first and last + 1 scored token)."""
-    device = next(model.parameters()).device
-    most = default_batch_size(device, length) if batch_size is None else batch_size
-    if most < 1:
-        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-    batches = in_batches([(first - start, end - start) for start, first, end in spans], lambda shape: most)
-    nll, count = 0.0, 0
-    total = sum(end - first for _, first, end in spans)
-    with (
-        evaluation(model),
-        torch.no_grad(),
-        progress_bar(total, f"{method.replace('_', '-')} {length}", "tok", progress) as bar,
-    ):
-        logits_of = logits_function(model, tokens)
-        for batch in batches:
+    nll, total = 0.0, sum(end - first for _, first, end in spans)
+    shapes = [(first - start, end - start) for start, first, end in spans]
+    bar = progress_bar(total, f"{method.replace('_', '-')} {length}", "tok", progress)
+    with reading(model, tokens) as reader, bar:
+        for batch in reader.batches(shapes, lambda _: length, batch_size):
             _, first, end = spans[batch[0]]
-            scored = end - first
-            windows = torch.stack([tokens[start:end] for start, _, end in (spans[index] for index in batch)]).to(device)
-            for losses in window_losses(logits_of, windows, scored):
+            windows = torch.stack([tokens[start:end] for start, _, end in (spans[index] for index in batch)])
+            for losses in reader.losses(windows, end - first):
                 nll += losses.sum(dtype=torch.float64).item()
-            count += len(batch) * scored
-            bar.update(len(batch) * scored)
-    return Perplexity(method=method, length=length, stride=stride, windows=len(spans), tokens=count, nll=nll)
+            bar.update(len(batch) * (end - first))
+    return Perplexity(method=method, length=length, stride=stride, windows=len(spans), tokens=total, nll=nll)

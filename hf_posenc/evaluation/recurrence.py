@@ -10,13 +10,12 @@ sees all the memory.
 The result is exactly one long forward in which, in every layer, a token sees its segment and `M` tokens before that.
 """
 
+import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from math import log
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +26,14 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..api import schemes_of
 from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
-from ..live.eval_mode import evaluation
 from ..live.state import without_adapter
 from ..modules import PositionEmbedding
 from ..patching.place import NoEmbedding
+from ..result import Result
 from ..schemes.base import by_layer_type
 from ..upstream.rotary import IdentityRotary
 from .context import PositionLoss, check_documents, losses_by_position, position_edges
-from .forwards import IGNORED, LogitsOf, default_batch_size, in_batches, logits_function, progress_bar, token_losses
+from .forwards import IGNORED, Reader, progress_bar, reading, token_losses
 from .perplexity import Perplexity
 
 KEEPS_KEYS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -45,7 +44,7 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrenceMeasurement:
+class RecurrenceMeasurement(Result):
     """Perplexity of a text that was read in segments, and how fast it was read.
 
     Attributes:
@@ -65,17 +64,6 @@ class RecurrenceMeasurement:
     by_position: tuple[PositionLoss, ...]
     bits_per_byte: float | None
     tokens_per_second: float = field(compare=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all numbers, the derived ones included, ready for JSON."""
-        return {
-            "segment": self.segment,
-            "memory": self.memory,
-            "perplexity": self.perplexity.to_dict(),
-            "by_position": [asdict(part) for part in self.by_position],
-            "bits_per_byte": self.bits_per_byte,
-            "tokens_per_second": self.tokens_per_second,
-        }
 
 
 def measure_recurrence(
@@ -115,7 +103,7 @@ def measure_recurrence(
             vectors, rotary frequencies that depend on the length, factors that grow with the position), or that keeps
             more of the past than keys and values.
     """
-    check_documents(documents, byte_counts, batch_size)
+    check_documents(documents, byte_counts)
     for name, value, least in (("segment", segment, 1), ("memory", memory, 0)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -124,54 +112,43 @@ def measure_recurrence(
     longest_first = sorted((document for document in documents if len(document) > 1), key=len, reverse=True)
     total = sum(len(document) - 1 for document in longest_first)
     bar = progress_bar(total, f"segments {segment} + {memory}", "tok", progress)
-    with evaluation(model), torch.no_grad(), bar:
-        logits_of = logits_function(model, longest_first[0])
+    with reading(model, longest_first[0]) as reader, bar:
+        batches = reader.batches([None] * len(longest_first), lambda _: segment, batch_size)
         began = time.perf_counter()
-        nll, counts = _read(logits_of, longest_first, segment, memory, batch_size, next(model.parameters()).device, bar)
+        nll, counts = torch.zeros(2, segment, dtype=torch.float64)
+        for batch in batches:
+            for losses, counted in _segments(reader, [longest_first[index] for index in batch], segment, memory):
+                nll[: losses.shape[1]] += losses.sum(0)
+                counts[: losses.shape[1]] += counted.sum(0)
+                bar.update(int(counted.sum()))
         speed = total / (time.perf_counter() - began)
-    perplexity = Perplexity(
-        method="segment_recurrence",
-        length=memory + segment,
-        stride=segment,
-        windows=sum(-(-(len(document) - 1) // segment) for document in longest_first),
-        tokens=total,
-        nll=nll.sum().item(),
-    )
+    windows = sum(math.ceil((len(document) - 1) / segment) for document in longest_first)
+    # From the place of the output to that of the token it predicts.
+    return _measurement(segment, memory, windows, nll.roll(1), counts.roll(1), byte_counts, speed)
+
+
+def _measurement(
+    segment: int,
+    memory: int,
+    windows: int,
+    nll: Tensor,
+    counts: Tensor,
+    byte_counts: Sequence[int] | None,
+    speed: float,
+) -> RecurrenceMeasurement:
+    """Return what sums of losses, and how many they are, at each place in a segment, (T,), add up to."""
+    span = {"length": memory + segment, "stride": segment, "windows": windows, "tokens": int(counts.sum())}
+    perplexity = Perplexity(method="segment_recurrence", nll=nll.sum().item(), **span)
     edges = [0, *position_edges(segment)]
     bins = [[values[first:last].sum().item() for first, last in pairwise(edges)] for values in (nll, counts)]
-    bits_per_byte = perplexity.nll / log(2) / sum(byte_counts) if byte_counts is not None else None
     return RecurrenceMeasurement(
         segment=segment,
         memory=memory,
         perplexity=perplexity,
         by_position=losses_by_position(edges, *bins),
-        bits_per_byte=bits_per_byte,
+        bits_per_byte=perplexity.bits_per_byte(byte_counts),
         tokens_per_second=speed,
     )
-
-
-def _read(
-    logits_of: LogitsOf,
-    documents: Sequence[Tensor],
-    segment: int,
-    memory: int,
-    batch_size: int | None,
-    device: torch.device,
-    bar: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return sums of losses, and how many they are, by the place of the token in its segment: (T,) float64 each.
-
-    Documents, longest first, are read side by side in batches.
-    """
-    nll, counts = torch.zeros(2, segment, dtype=torch.float64)  # by the place of the output
-    most = batch_size or default_batch_size(device, segment)
-    for batch in in_batches([None] * len(documents), lambda shape: most):
-        chosen = [documents[index] for index in batch]
-        for losses, counted in _segments(logits_of, chosen, segment, memory, device):
-            nll[: losses.shape[1]] += losses.sum(0)
-            counts[: losses.shape[1]] += counted.sum(0)
-            bar.update(int(counted.sum()))
-    return nll.roll(1), counts.roll(1)  # from the place of the output to that of the token it predicts
 
 
 def memory_cache(memory: int) -> Cache:
@@ -187,17 +164,22 @@ def memory_cache(memory: int) -> Cache:
 
 def check_memory(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError for a model that cannot be read with memory, see `measure_recurrence`."""
-    model = without_adapter(model)
+    for reason in _against_memory(without_adapter(model)):
+        raise UnsupportedModelError(reason)
+
+
+def _against_memory(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the reasons why a model cannot be read with memory, in words."""
     base, schemes = BaseModel.of(model), schemes_of(model)
     table, rotary = base.found.position_table, base.found.rotary
     if base.hides_attention:
-        raise UnsupportedModelError(
+        yield (
             f"the attention of this {base.name} does not go through transformers' attention interface, and has tables "
             "or masks of its own that do not know of memory: patch it first"
         )
     adding = [module for module in model.modules() if isinstance(module, PositionEmbedding)]
     if isinstance(table, torch.nn.Embedding) or not all(isinstance(module, NoEmbedding) for module in adding):
-        raise UnsupportedModelError(
+        yield (
             f"this {base.name} adds position vectors, which say where a token is and not how far from another: read in "
             "segments they would go on past every length that the model has seen. Memory needs a scheme of distances, "
             "or nope: measure sliding windows instead"
@@ -207,7 +189,7 @@ def check_memory(model: PreTrainedModel) -> None:
         rotations.append(base.rotation.own())
     kinds = {str(each.get("rope_type")) for rotation in rotations for each in by_layer_type(rotation).values()}
     if by_length := sorted(kinds.intersection(BY_LENGTH)):
-        raise UnsupportedModelError(
+        yield (
             f"the rotary frequencies of this {base.name} depend on the length that has been read (rope_type "
             f"{by_length[0]}), and the keys in memory were turned by others"
         )
@@ -215,20 +197,20 @@ def check_memory(model: PreTrainedModel) -> None:
     if base.has_temperature or any(
         getattr(each, name) != off for each in base.found.attentions for name, off in switches
     ):
-        raise UnsupportedModelError(
+        yield (
             f"this {base.name} multiplies its queries by a factor that grows with the position, so the distance alone "
             "does not say what a token in memory is to it"
         )
     others = {type(layer) for layer in DynamicCache(config=model.config).layers} - set(KEEPS_KEYS)
     if base.family.hybrid or others:
-        raise UnsupportedModelError(
+        yield (
             f"layers of this {base.name} keep something else of the past than keys and values of single tokens, which "
             "cannot be cut down to the last tokens"
         )
 
 
 def _segments(
-    logits_of: LogitsOf, documents: Sequence[Tensor], segment: int, memory: int, device: torch.device
+    reader: Reader, documents: Sequence[Tensor], segment: int, memory: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Read documents, longest first, side by side; yield losses and a mask of 0 and 1, (B, up to T) float64 on the CPU.
 
@@ -241,9 +223,11 @@ def _segments(
         if cache is not None and len(parts) < rows:
             cache.batch_select_indices(torch.arange(len(parts)))
         rows = len(parts)
-        tokens = pad_sequence([inputs for inputs, _ in parts], batch_first=True).to(device)
-        targets = pad_sequence([target for _, target in parts], batch_first=True, padding_value=IGNORED).to(device)
-        pieces = logits_of(tokens, slice(0, tokens.shape[1]), cache)
+        tokens, targets = (
+            pad_sequence(list(each), batch_first=True, padding_value=padding).to(reader.device)
+            for each, padding in zip(zip(*parts, strict=True), (0, IGNORED), strict=True)
+        )
+        pieces = reader.logits_of(tokens, slice(0, tokens.shape[1]), cache)
         losses = torch.cat(list(token_losses(pieces, targets.flatten())))
         if cache is not None and not number and cache.get_seq_length() != tokens.shape[1]:
             raise UnsupportedModelError(

@@ -6,19 +6,18 @@ Perplexity hardly tells, because most tokens need little context.
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from ..live.eval_mode import evaluation
-from .forwards import LogitsOf, default_batch_size, in_batches, logits_function, processes, progress_bar, score_batches
+from ..result import Result
+from .forwards import Reader, progress_bar, reading
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class Cell(Result):
     """Result of the trials of one length and depth.
 
     Attributes:
@@ -41,10 +40,6 @@ class Cell:
     logprob: float
     chance: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all numbers, ready for JSON."""
-        return asdict(self)
-
 
 Make = Callable[[int, float, torch.Generator], tuple[Tensor, int]]
 """Length, depth and generator -> a context `(length,)`, and how many tokens at its end are the answer."""
@@ -61,52 +56,46 @@ class _Trials:
     distributed: bool
     progress: bool
 
-    def check(self, shortest: int) -> None:
-        """Raise ValueError for lengths under `shortest`, and for depths or numbers out of range."""
+    def run(self, model: nn.Module, make: Make, chance: float, shortest: int) -> list[Cell]:
+        """Run every trial in one of the processes, and add up in the order of the trials.
+
+        Raises:
+            ValueError: for lengths under `shortest` or too short for `make`, and for depths or numbers out of range.
+        """
         if any(length < shortest for length in self.lengths):
             raise ValueError(f"lengths must be at least {shortest}, not {min(self.lengths)}")
         if any(not 0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths must lie between 0 and 1, not {list(self.depths)}")
         if self.count < 1:
             raise ValueError(f"trials must be at least 1, not {self.count}")
-
-    def run(self, model: nn.Module, make: Make, chance: float) -> list[Cell]:
-        """Run every trial in one of the processes, and add up in the order of the trials."""
-        ranks = processes(self.distributed)
         cells = [(length, depth) for length in self.lengths for depth in self.depths]
         jobs = [(*cell, trial) for cell in cells for trial in range(self.count)]
-        if not jobs:
-            return []
-        device = next(model.parameters()).device
-        batches = in_batches([length for length, *_ in jobs], partial(default_batch_size, device))
 
         def context(job: tuple[int, float, int]) -> tuple[Tensor, int]:
             length, depth, trial = job
             seed = random.Random(f"{self.seed} {length} {depth} {trial}").getrandbits(63)
             return make(length, depth, torch.Generator().manual_seed(seed))
 
-        with (
-            evaluation(model),
-            torch.no_grad(),
-            progress_bar(len(jobs), "retrieval", "trial", self.progress) as bar,
-        ):
-            # On the same tokens in every process: all must come to the same way of computing.
-            logits_of = logits_function(model, context(jobs[0])[0])
+        firsts = [context(job)[0] for job in jobs[:: self.count]]  # too short a length raises before anything is read
+        if not jobs:
+            return []
+        bar = progress_bar(len(jobs), "retrieval", "trial", self.progress)
+        with reading(model, firsts[0], distributed=self.distributed) as reader, bar:
 
             def score(batch: list[int]) -> Tensor:
-                return _scores(logits_of, [context(jobs[index]) for index in batch], device)
+                return _scores(reader, [context(jobs[index]) for index in batch])
 
-            scores = score_batches(batches, score, (3,), ranks, device, bar)
-        parts = scores.split(self.count)
+            batches = reader.batches([length for length, *_ in jobs], lambda length: length)
+            parts = reader.scores(batches, score, (3,), bar).split(self.count)
         return [_cell(*cell, part, chance) for cell, part in zip(cells, parts, strict=True)]
 
 
-def _scores(logits_of: LogitsOf, made: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
+def _scores(reader: Reader, made: list[tuple[Tensor, int]]) -> Tensor:
     """Return answer tokens, right ones and the sum of their log-probabilities of each context, (B, 3) on the CPU."""
     longest = max(answer for _, answer in made)  # digits need not be as many tokens in every number
-    tokens = torch.stack([context for context, _ in made]).to(device)
+    tokens = torch.stack([context for context, _ in made]).to(reader.device)
     size = tokens.shape[1]
-    pieces = logits_of(tokens, slice(size - longest - 1, size - 1))
+    pieces = reader.logits_of(tokens, slice(size - longest - 1, size - 1))
     logits = torch.cat(list(pieces)).view(len(made), longest, -1)
     targets = tokens[:, size - longest :, None]
     chosen = logits.float().log_softmax(-1).gather(-1, targets)[..., 0].double().cpu()
@@ -181,9 +170,7 @@ def induction_copy(
         context[length - passage :] = context[start : start + passage]
         return context, passage - 2
 
-    test = _Trials(lengths, depths, trials, seed, distributed, progress)
-    test.check(2 * passage)
-    return test.run(model, make, 1 / len(words))
+    return _Trials(lengths, depths, trials, seed, distributed, progress).run(model, make, 1 / len(words), 2 * passage)
 
 
 def associative_recall(
@@ -219,18 +206,15 @@ def associative_recall(
         context[-2:] = context[slot : slot + 2]
         return context, 1
 
-    test = _Trials(lengths, depths, trials, seed, distributed, progress)
-    test.check(6)
-    return test.run(model, make, 1 / len(values))
+    return _Trials(lengths, depths, trials, seed, distributed, progress).run(model, make, 1 / len(values), 6)
 
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-QUESTION = "\nWhat is the pass key? The pass key is"
 
 
 def passkey(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     lengths: Sequence[int],
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -246,17 +230,15 @@ def passkey(
     sentences do not fit is a ValueError. `tokenizer` is the model's; the depth is that of the number. Arguments, result
     and errors are otherwise those of `induction_copy`.
     """
-
-    def sentence(number: str) -> str:
-        return f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
-
+    sentence = "\nThe pass key is {0}. Remember it. {0} is the pass key.\n"
+    question = "\nWhat is the pass key? The pass key is"
     test = _Trials(lengths, depths, trials, seed, distributed, progress)
-    return _hidden(model, tokenizer, FILLER, sentence, QUESTION, test)
+    return _hidden(model, tokenizer, FILLER, sentence, question, test)
 
 
 def needle(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     text: str,
     lengths: Sequence[int],
@@ -271,17 +253,14 @@ def needle(
     `text` is the haystack, repeated where it is too short. Arguments, result and errors are otherwise those of
     `passkey`.
     """
-
-    def sentence(number: str) -> str:
-        return f"\nThe special magic number is {number}.\n"
-
+    sentence = "\nThe special magic number is {0}.\n"
     question = "\nWhat is the special magic number? The special magic number is"
     test = _Trials(lengths, depths, trials, seed, distributed, progress)
     return _hidden(model, tokenizer, text, sentence, question, test)
 
 
 def _hidden(
-    model: nn.Module, tokenizer: Any, text: str, sentence: Callable[[str], str], question: str, test: _Trials
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, sentence: str, question: str, test: _Trials
 ) -> list[Cell]:
     """Run a test that hides a number in a text, cut to the token: a context has exactly the length asked for."""
 
@@ -295,7 +274,7 @@ def _hidden(
 
     def make(length: int, depth: float, generator: torch.Generator) -> tuple[Tensor, int]:
         number = str(int(torch.randint(10000, 100000, (), generator=generator)))
-        hidden, answer = ids(sentence(number)), ids(" " + number)
+        hidden, answer = ids(sentence.format(number)), ids(" " + number)
         room = length - sum(map(len, (before, hidden, ending, answer)))
         if room < 0:
             raise ValueError(f"length {length} is too short for needle and question, which take {length - room} tokens")
@@ -303,10 +282,7 @@ def _hidden(
         slot = round(depth * room)
         return torch.cat([before, hay[:slot], hidden, hay[slot:], ending, answer]), len(answer)
 
-    test.check(2)
-    for length in test.lengths:  # all of them before the first is run
-        make(length, 0.0, torch.Generator().manual_seed(0))
-    return test.run(model, make, 0.1)
+    return test.run(model, make, 0.1, 2)
 
 
 def _vocabulary(model: nn.Module, given: Sequence[int] | None) -> Tensor:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..analysis import pen, plots
+from ..analysis import plots
+from ..analysis import style as pen
 from ..checkpoints.markdown import plain
 from . import identity
 from .many_runs import Runs, read

@@ -14,9 +14,10 @@ a diagonal matrix, can be computed for every model that adds vectors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,15 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..analysis.result import Result
 from ..live.eval_mode import evaluation
 from ..live.watch import recorded
 from ..modules import owner_of
+from ..result import Result
 from ..schemes.sinusoidal import Waves
 from . import vectors
 from .statistics import diagonal_share
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Terms(Result):
         mixed: `p_m . d2f/dx_m dx_n p_n`, the sixth term, the only one that can carry a relative position.
         residual: `f` with both vectors, minus these six.
     """
+
+    derived = ("shares",)
 
     value: Tensor
     slope_first: Tensor
@@ -65,10 +70,6 @@ class Terms(Result):
         """The sizes over their sum; 0 if positions change nothing."""
         total = sum(self.sizes.values())
         return {name: size / total if total else 0.0 for name, size in self.sizes.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**super().to_dict(), "shares": self.shares}
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class DiagonalTerm(Result):
             have no pairs, and neighbouring coordinates are taken for them.
     """
 
+    derived = ("relative_share",)
+
     rows: tuple[int, ...]
     diagonal: Tensor
     relative: float
@@ -105,10 +108,6 @@ class DiagonalTerm(Result):
         """|relative| over |relative| + |absolute|; 0 if both are 0."""
         total = abs(self.relative) + abs(self.absolute)
         return abs(self.relative) / total if total else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        return {**super().to_dict(), "relative_share": self.relative_share}
 
 
 @dataclass(frozen=True)
@@ -172,11 +171,8 @@ class Expansion(Result):
         for name, terms in rows:
             lines.append(f"  {name:<14}" + "".join(f"{size:>16.2e}" for size in terms.sizes.values()))
         if self.diagonal is not None:
-            part = self.diagonal
-            lines.append(
-                f"  of {len(part.rows)} diagonal entries of the Hessian: relative {part.relative:.2e}, absolute "
-                f"{part.absolute:.2e}"
-            )
+            part = f"relative {self.diagonal.relative:.2e}, absolute {self.diagonal.absolute:.2e}"
+            lines.append(f"  of {len(self.diagonal.rows)} diagonal entries of the Hessian: {part}")
         if self.diagonal_share is not None:
             lines.append(f"  share of the diagonal in the Hessian: {self.diagonal_share:.2g}")
         return "\n".join(lines)
@@ -223,23 +219,15 @@ def expansion(
             return [*(call.hidden_states[0, -1] for call in calls), value]
 
         found = _terms(run, tokens.device)
-        own = _one_set(wide, tokens)
-        chosen: list[int] = []
+        block, own = None, _one_set(wide, tokens)
         if rows and own is not None:
             pairs = _pairs(modules[0], own.shape[-1])
-            count = min(max(1, rows // 2), len(pairs))
-            chosen = [place for k in range(count) for place in pairs[k * len(pairs) // count]]
-        block = mixed_hessian(wide, tokens, first, second, rows=chosen, progress=progress) if chosen else None
-    return Expansion(
-        label=label,
-        first=first,
-        second=second,
-        tokens=length,
-        layers=tuple(found[:-1]),
-        output=found[-1],
-        diagonal_share=None if block is None else block.diagonal_share,
-        diagonal=None if block is None or own is None else _diagonal(block, own, modules[0]),
-    )
+            chosen = itertools.chain.from_iterable(_spread(pairs, max(1, rows // 2)))
+            block = mixed_hessian(wide, tokens, first, second, rows=list(chosen), progress=progress)
+    *layers, output = found
+    share = None if block is None else block.diagonal_share
+    diagonal = None if block is None or own is None else _diagonal(block, own, modules[0])
+    return Expansion(label, first, second, length, tuple(layers), output, share, diagonal)
 
 
 def _terms(run: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[Terms]:
@@ -254,7 +242,7 @@ def _terms(run: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[
         dummies = [torch.zeros_like(value, requires_grad=True) for value in values]
         total = torch.stack([(dummy * value).sum() for dummy, value in zip(dummies, values, strict=True)]).sum()
 
-        def gradient(value: Tensor, by: Any) -> Any:
+        def gradient(value: Tensor, by: Tensor | list[Tensor]) -> tuple[Tensor, ...]:
             return torch.autograd.grad(value, by, create_graph=True, materialize_grads=True)
 
         (slope,) = gradient(total, scales)
@@ -266,10 +254,10 @@ def _terms(run: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[
     with torch.no_grad():
         both = run(torch.ones_like(scales))
     found = []
-    for index, (value, moved) in enumerate(zip(values, both, strict=True)):
-        start = value.detach().cpu()
-        first, second, first_twice, second_twice, mixed = (each[index] for each in derivatives)
-        parts = (start, first, second, first_twice / 2, second_twice / 2, mixed)
+    for value, moved, (first, second, first_twice, second_twice, mixed) in zip(
+        values, both, zip(*derivatives, strict=True), strict=True
+    ):
+        parts = (value.detach().cpu(), first, second, first_twice / 2, second_twice / 2, mixed)
         found.append(Terms(*parts, residual=moved.cpu() - torch.stack(parts).sum(0)))
     return found
 
@@ -311,14 +299,10 @@ def mixed_hessian(
         slope, at_second = _slope(wide, tokens, first, second, with_positions)
         size = len(slope)
         if rows is None or isinstance(rows, int):
-            count = size if rows is None else min(rows, size)
-            rows = [k * size // count for k in range(count)]
-        block = torch.stack(
-            [
-                torch.autograd.grad(slope[k], at_second, retain_graph=True, materialize_grads=True)[0].cpu()
-                for k in tqdm(rows, disable=not progress, desc="Hessian", unit="row")
-            ]
-        )
+            rows = _spread(range(size), size if rows is None else rows)
+        shown = tqdm(rows, disable=not progress, desc="Hessian", unit="row")
+        found = [torch.autograd.grad(slope[k], at_second, retain_graph=True, materialize_grads=True)[0] for k in shown]
+        block = torch.stack(found).cpu()
         own = _one_set(wide, tokens) if list(rows) == list(range(size)) else None
         term = None if own is None else (own[first] @ block @ own[second]).item()
     return MixedHessian(first, second, block, tuple(rows), diagonal_share(block, rows), with_positions, term)
@@ -374,6 +358,12 @@ def _pairs(module: nn.Module, size: int) -> list[tuple[int, int]]:
     return [(2 * k, 2 * k + 1) for k in range(count)]
 
 
+def _spread(items: Sequence[T], count: int) -> list[T]:
+    """Return so many items, evenly spread, or all where there are not more."""
+    count = min(count, len(items))
+    return [items[k * len(items) // count] for k in range(count)]
+
+
 def _waves(module: nn.Module) -> bool:
     """Return whether a module makes sinusoids."""
     return isinstance(owner_of(module), Waves)
@@ -382,15 +372,10 @@ def _waves(module: nn.Module) -> bool:
 def _diagonal(block: MixedHessian, own: Tensor, module: nn.Module) -> DiagonalTerm:
     """Return the two parts of the sixth term for rows that come in pairs (a, b)."""
     rows = list(block.rows)
-    entries = block.block.gather(1, torch.tensor(rows)[:, None])[:, 0]
+    entries = block.block[range(len(rows)), rows]
     products = (own[block.first] * own[block.second])[rows]
     h_a, h_b = entries[0::2], entries[1::2]
     c, d = products[0::2], products[1::2]
-    return DiagonalTerm(
-        rows=block.rows,
-        diagonal=entries,
-        relative=((h_a + h_b) * (c + d) / 2).sum().item(),
-        absolute=((h_a - h_b) * (c - d) / 2).sum().item(),
-        complete=len(rows) == own.shape[-1] // 2 * 2,
-        sinusoids=_waves(module),
-    )
+    relative, absolute = (((h_a + h_b) * (c + d) / 2).sum().item(), ((h_a - h_b) * (c - d) / 2).sum().item())
+    complete = len(rows) == own.shape[-1] // 2 * 2
+    return DiagonalTerm(block.rows, entries, relative, absolute, complete, _waves(module))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..analysis.decay import Decay
-from ..analysis.result import Result
+from ..result import Result
 
 Function = Callable[[Tensor], Tensor]
 """t between 0 and 1, a float64 tensor of any shape -> values, a tensor of that shape."""
@@ -138,11 +138,7 @@ class WaveDecay(Result):
 
 
 def wave_decay(
-    distances: int | Sequence[int] | Tensor,
-    theta: Values,
-    weights: Values | None = None,
-    *,
-    pairs: int | None = None,
+    distances: int | Sequence[int] | Tensor, theta: Values, weights: Values | None = None, *, pairs: int | None = None
 ) -> WaveDecay:
     """Return the mean of waves of any frequencies and weights by distance: the finite sum beside the integral.
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..analysis import pen
+from ..analysis import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,19 +46,16 @@ def wave_curves(found: Mapping[str, Mapping[str, Decay]], *, title: str = "") ->
         ValueError: if there are no curves.
         ImportError: without matplotlib.
     """
-    pen.require(list(found), "waves")
-    labels = [f"{label}, {what}" for label, curves in found.items() for what in curves]
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=pen.width(dict.fromkeys(labels)))
-        for (label, curves), look in zip(found.items(), pen.styles(found), strict=True):
-            for what, curve in curves.items():
-                dash = pen.DASHES[what == "sum"]
-                style = {"color": look["color"], "linestyle": dash, "linewidth": 1.0 if what == "sum" else 1.7}
-                axes.plot(curve.distances.tolist(), curve.mean.tolist(), label=f"{label}, {what}", **style)
-        pen.thousands(axes.xaxis)
-        axes.set_xlabel("distance (tokens)")
-        axes.set_ylabel("mean of the waves (of a model: score in nats)")
-        pen.legend(axes, dict.fromkeys(labels))
+    style.require(found, "waves")
+    colours = {label: look["color"] for label, look in zip(found, style.styles(found), strict=True)}
+    labelled = [(f"{label}, {what}", (label, what)) for label, curves in found.items() for what in curves]
+    ylabel = "mean of the waves (of a model: score in nats)"
+    with style.curves(labelled, title, "distance (tokens)", ylabel) as (figure, axes, drawn):
+        for (label, what), look in drawn:
+            curve, is_sum = found[label][what], what == "sum"
+            line = {"color": colours[label], "linestyle": style.DASHES[is_sum], "linewidth": 1.0 if is_sum else 1.7}
+            axes.plot(curve.distances.tolist(), curve.mean.tolist(), **{**look, **line, "marker": ""})
+        style.thousands(axes.xaxis)
     return figure
 
 
@@ -70,21 +67,10 @@ def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
         title: above the axes; empty means none.
     """
     reach = len(scores) // 2 + 0.5
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=5.2, height=4.4)
-        axes.grid(False)
-        image = axes.imshow(
-            scores.T.tolist(),
-            cmap="RdBu",
-            vmin=-1,
-            vmax=1,
-            origin="lower",
-            interpolation="nearest",
-            extent=(-reach, reach, -reach, reach),
-        )
-        axes.set_xlabel("shift along the first axis (steps)")
-        axes.set_ylabel("shift along the second axis (steps)")
-        pen.colour_bar(figure, image, axes, "score, where no shift gives 1")
+    shape: style.Look = {"origin": "lower", "aspect": "equal", "extent": (-reach, reach, -reach, reach)}
+    words = {name: f"shift along the {axis} axis (steps)" for name, axis in (("xlabel", "first"), ("ylabel", "second"))}
+    with style.one_panel(title, width=5.2, height=4.4, **words) as (figure, axes):
+        style.image(axes, scores.T, "score, where no shift gives 1", cmap="RdBu", vmin=-1, vmax=1, **shape)
     return figure
 
 
@@ -95,15 +81,11 @@ def mixed_hessian(found: MixedHessian, *, title: str = "") -> Figure:
         found: result of `hf_posenc.theory.mixed_hessian`.
         title: above the axes; empty means none.
     """
-    rows, size = found.block.shape
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=6.4, height=4.4)
-        pen.heat_map(figure, axes, found.block, "second derivative", symmetric=True)
-        step = math.ceil(rows / 8)
-        axes.set_yticks(range(0, rows, step), [str(row) for row in found.rows[::step]])
-        shares = f"diagonal: {found.diagonal_share:.2%}, without structure {1 / size:.2%}"
-        axes.set_xlabel(f"coordinate of n = {found.second} ({shares})")
-        axes.set_ylabel(f"coordinate of m = {found.first}")
+    shares = f"diagonal: {found.diagonal_share:.2%}, without structure {1 / found.block.shape[1]:.2%}"
+    xlabel, ylabel = f"coordinate of n = {found.second} ({shares})", f"coordinate of m = {found.first}"
+    with style.one_panel(title, height=4.4, xlabel=xlabel, ylabel=ylabel) as (figure, axes):
+        style.image(axes, found.block, "second derivative", origin="lower", **style.limits(found.block))
+        style.ticks(axes.yaxis, found.rows, 8)
     return figure
 
 
@@ -115,17 +97,11 @@ def negative_products(found: NegativeProducts, *, title: str = "") -> Figure:
         title: above the axes; empty means none.
     """
     layers, heads = found.shares.shape
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=2.4 + 0.3 * max(heads, 8), height=min(9.0, 1.6 + 0.3 * layers))
-        axes.grid(False)
-        image = axes.imshow(found.shares.tolist(), vmin=0, vmax=1, cmap="cividis", aspect="auto")
-        step = math.ceil(layers / 24)
-        axes.set_yticks(range(0, layers, step), [str(index) for index in found.layers[::step]])
-        step = math.ceil(heads / 16)
-        axes.set_xticks(range(0, heads, step))
-        axes.set_xlabel("head")
-        axes.set_ylabel("layer")
-        pen.colour_bar(figure, image, axes, "negative products (%)", percent=True)
+    size: style.Look = {"width": 2.4 + 0.3 * max(heads, 8), "height": min(9.0, 1.6 + 0.3 * layers)}
+    with style.one_panel(title, **size, xlabel="head", ylabel="layer") as (figure, axes):
+        style.image(axes, found.shares, "negative products (%)", percent=True, vmin=0, vmax=1, cmap="cividis")
+        style.ticks(axes.yaxis, found.layers, 24)
+        style.ticks(axes.xaxis, range(heads), 16)
     return figure
 
 
@@ -141,58 +117,46 @@ def embedding_statistics(found: Mapping[str, EmbeddingStatistics], *, title: str
         ValueError: if there are none.
         ImportError: without matplotlib.
     """
-    pen.require(list(found), "statistics")
+    style.require(found, "statistics")
     sets = {
         f"{label}, {what}": each
         for label, measured in found.items()
         for what, each in (("tokens", measured.tokens), ("positions", measured.positions))
         if each is not None
     }
-    distances = {
+    steps = {
         label: each.neighbour_distances.tolist()
         for label, each in found.items()
         if each.neighbour_distances is not None
     }
-    with pen.style():
-        height = max(3.4, 1.4 + 0.3 * len(sets))
-        figure, (norms, diagonals, steps) = pen.new_panels(title, 1, 3, width=11.0, height=height)
+    height = max(3.4, 1.4 + 0.3 * len(sets))
+    with style.panels(title, 1, 3, width=11.0, height=height) as (figure, (norms, diagonals, last)):
         _norms_and_diagonals(norms, diagonals, sets)
-        if distances:
-            _steps(steps, distances)
-        else:
-            steps.set_visible(False)
+        last.set_visible(bool(steps))
+        for values, look in zip(steps.values(), style.styles(steps), strict=True):
+            last.plot(range(1, len(values) + 1), values, **{**look, "marker": ""})
+        last.set(xscale="log", xlabel="position (tokens)", ylabel="distance to the one before")
+        style.positive_axis(last, [value for values in steps.values() for value in values])
+        style.legend(last, steps)
     return figure
 
 
 def _norms_and_diagonals(norms: Axes, diagonals: Axes, sets: Mapping[str, VectorStatistics]) -> None:
     """Draw the norms and the diagonal shares of sets of vectors, a row for each set."""
     rows = range(len(sets))
-    marks: dict[str, Any] = {"linestyle": "none", "color": pen.COLOURS[0], "marker": "o"}
+    look = style.marks(0)
     means, deviations = ([getattr(each, name) for each in sets.values()] for name in ("mean_norm", "std_norm"))
-    norms.errorbar(means, list(rows), xerr=deviations, **marks)
-    norms.set_xlim(left=0)
+    norms.errorbar(means, list(rows), xerr=deviations, **look)
     norms.set_yticks(rows, list(sets))
-    norms.set_xlabel("norm (mean and deviation)")
-    diagonals.plot([each.diagonal_share for each in sets.values()], rows, label="measured", **marks)
-    marks["markerfacecolor"] = "white"
-    diagonals.plot([each.independent_share for each in sets.values()], rows, label="independent", **marks)
+    norms.set(xlabel="norm (mean and deviation)", xlim=(0, None))
+    diagonals.plot([each.diagonal_share for each in sets.values()], rows, label="measured", **look)
+    look["markerfacecolor"] = "white"
+    diagonals.plot([each.independent_share for each in sets.values()], rows, label="independent", **look)
     diagonals.set_yticks(rows, [""] * len(sets))
-    diagonals.set_xlim(-0.03, 1.03)
-    diagonals.set_xlabel("share of the diagonal in the covariance")
+    diagonals.set(xlabel="share of the diagonal in the covariance", xlim=(-0.03, 1.03))
     diagonals.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     for axes in (norms, diagonals):
         axes.set_ylim(len(sets) - 0.5, -0.5)
-
-
-def _steps(axes: Axes, distances: Mapping[str, list[float]]) -> None:
-    """Draw the distances of neighbouring positions of each model."""
-    for (label, values), look in zip(distances.items(), pen.styles(distances), strict=True):
-        axes.plot(range(1, len(values) + 1), values, label=label, **{**look, "marker": ""})
-    axes.set_xscale("log")
-    pen.positive_axis(axes, [value for values in distances.values() for value in values])
-    axes.set_xlabel("position (tokens)")
-    axes.set_ylabel("distance to the one before")
-    pen.legend(axes, distances)
 
 
 def position_scores(found: PositionScores, *, title: str = "") -> Figure:
@@ -202,14 +166,11 @@ def position_scores(found: PositionScores, *, title: str = "") -> Figure:
         found: result of `hf_posenc.theory.position_scores`.
         title: above the axes; empty means none.
     """
-    with pen.style():
-        figure, axes = pen.new_axes(title)
-        labels = [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
-        for curve, label, look in zip(found.bias.tolist(), labels, pen.styles(labels), strict=True):
-            axes.plot(curve, label=label, **{**look, "marker": ""})
-        axes.set_xlabel("distance (tokens)")
-        axes.set_ylabel("bias (nats)")
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, title="explained")
+    labels = [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
+    with style.one_panel(title, xlabel="distance (tokens)", ylabel="bias (nats)") as (figure, axes):
+        for curve, look in zip(found.bias.tolist(), style.styles(labels), strict=True):
+            axes.plot(curve, **{**look, "marker": ""})
+        axes.legend(**style.BESIDE, title="explained")
     return figure
 
 
@@ -229,19 +190,16 @@ def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
         "mixed": "$p_m$ and $p_n$: the sixth term",
         "residual": "residual",
     }
-    with pen.style():
-        figure, axes = pen.new_axes(title, width=pen.width(dict.fromkeys(words.values())))
-        for (name, label), style in zip(words.items(), pen.styles(words.values()), strict=True):
+    xlabel, last = f"hidden state into layer (m = {found.first}, n = {found.second})", len(found.layers)
+    labelled = [(label, name) for name, label in words.items()]
+    with style.curves(labelled, title, xlabel, "size (norm; of the output: nats)") as (figure, axes, drawn):
+        for name, look in drawn:
             sizes = [terms.sizes[name] or math.nan for terms in rows]
-            axes.plot(range(len(found.layers)), sizes[:-1], label=label, **style)
-            axes.plot([len(found.layers)], sizes[-1:], **style)  # of another function, so not joined
+            axes.plot(sizes[:-1], **look)
+            axes.plot([last], sizes[-1:], **{**look, "label": None})  # of another function, so not joined
         axes.set_yscale("log")
-        step = math.ceil(len(found.layers) / 16)
-        places = range(0, len(found.layers), step)
-        axes.set_xticks([*places, len(found.layers)], [*map(str, places), "output"])
-        axes.set_xlabel(f"hidden state into layer (m = {found.first}, n = {found.second})")
-        axes.set_ylabel("size (norm; of the output: nats)")
-        pen.legend(axes, words)
+        places = range(0, last, math.ceil(last / 16))
+        axes.set_xticks([*places, last], [*map(str, places), "output"])
     return figure
 
 
@@ -258,26 +216,20 @@ def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
     """
     import torch
 
-    pen.require(measured.layers, "terms of scores")
+    style.require(measured.layers, "terms of scores")
     heads = max(len(layer.shares) for layer in measured.layers)
     shares = torch.full((len(measured.names), len(measured.layers), heads), math.nan, dtype=torch.float64)
     for row, layer in enumerate(measured.layers):
         shares[:, row, : len(layer.shares)] = 100 * layer.shares.T
-    most = max(100.0, pen.limit(shares.nan_to_num()))  # above 100 % where a term works against the others
-    with pen.style():
-        height = min(9.0, 1.7 + 0.3 * len(measured.layers))
-        figure, panels = pen.new_panels(title, 1, len(measured.names), width=10.0, height=height, sharey=True)
+    colours = style.limits(shares.nan_to_num(), 100.0)  # above 100 % where a term works against the others
+    size = {"width": 10.0, "height": min(9.0, 1.7 + 0.3 * len(measured.layers))}
+    with style.panels(title, 1, len(measured.names), **size, sharey=True) as (figure, panels):
         for axes, name, values in zip(panels, measured.names, shares, strict=True):
-            axes.grid(False)
-            image = axes.imshow(
-                values.tolist(), aspect="auto", cmap="RdBu", vmin=-most, vmax=most, interpolation="nearest"
-            )
+            image = style.image(axes, values, **colours)
             axes.set_title(name, fontsize=10)
             axes.set_xlabel("head")
             axes.xaxis.get_major_locator().set_params(integer=True)
-        step = math.ceil(len(measured.layers) / 24)
-        rows = range(0, len(measured.layers), step)
-        panels[0].set_yticks(rows, [str(measured.layers[row].index) for row in rows])
+        style.ticks(panels[0].yaxis, [layer.index for layer in measured.layers], 24)
         panels[0].set_ylabel("layer")
-        pen.colour_bar(figure, image, list(panels), "share of the score (%)")
+        style.colour_bar(image, list(panels), "share of the score (%)")
     return figure

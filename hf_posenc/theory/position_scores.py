@@ -10,13 +10,14 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..analysis.result import Result
 from ..calibration.observe import attending, attention_call, observe
+from ..call import Call
 from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.state import patch_of
 from ..live.watch import entering
+from ..result import Result
 
 
 @dataclass(frozen=True)
@@ -100,27 +101,29 @@ def position_scores(
         raise UnsupportedModelError(f"this {type(model).__name__} adds no table of positions to its hidden states")
     if tokens is not None and not tokens.numel():
         raise ValueError("there are no tokens")
+    with evaluation(model), attending(model, base):
+        calls = _calls(model, base, table, tokens, samples, progress)
+    query = torch.stack([call.query[0].double() for call in calls]).mean(0)
+    key = torch.stack([call.key[0].double() for call in calls]).mean(0)
+    return scores_between(query, key, scaling=calls[0].scaling, first=first, label=type(model).__name__)
+
+
+def _calls(
+    model: PreTrainedModel, base: BaseModel, table: Tensor, tokens: Tensor | None, samples: int, progress: bool
+) -> list[Call]:
+    """Return calls of the first layer's attention with all positions: alone, or added to each of some tokens."""
     some = next(base.found.token_embedding.parameters())
     layer = min(base.sizes)
     found, attention = base.found.layers[layer], base.found.attention_of[layer]
-    with evaluation(model), attending(model, base):
-        dummy = torch.zeros(1, len(table), dtype=torch.int64, device=some.device)
-        seen = observe(model, dummy, [layer])[layer]
-        vectors = table.to(some)
-        hidden = [vectors]
-        if tokens is not None:
-            chosen = tokens.flatten()[torch.linspace(0, tokens.numel() - 1, min(samples, tokens.numel())).long()]
-            alone = [
-                entering(base.found.decoder, found, each.to(some.device).view(1, 1))[0, 0] - vectors[0]
-                for each in chosen
-            ]
-            hidden = [each + vectors for each in alone]
-        bar = tqdm(hidden, disable=not progress, desc="scores of positions", unit="token")
-        calls = [attention_call(found, attention, each[None], seen.layer).widened() for each in bar]
-        query = torch.stack([call.query[0].double() for call in calls]).mean(0)
-        key = torch.stack([call.key[0].double() for call in calls]).mean(0)
-    scaling = calls[0].scaling
-    return scores_between(query, key, scaling=scaling, first=first, label=type(model).__name__)
+    dummy = torch.zeros(1, len(table), dtype=torch.int64, device=some.device)
+    seen = observe(model, dummy, [layer])[layer]
+    hidden = [vectors := table.to(some)]
+    if tokens is not None:
+        chosen = tokens.flatten()[torch.linspace(0, tokens.numel() - 1, min(samples, tokens.numel())).long()]
+        singles = chosen.to(some.device).view(-1, 1, 1)
+        hidden = [entering(base.found.decoder, found, each)[0, 0] - vectors[0] + vectors for each in singles]
+    bar = tqdm(hidden, disable=not progress, desc="scores of positions", unit="token")
+    return [attention_call(found, attention, each[None], seen.layer).widened() for each in bar]
 
 
 @torch.no_grad()
@@ -171,16 +174,6 @@ def scores_between(query: Tensor, key: Tensor, *, scaling: float, first: int = 0
         in_rows = centred.square().sum()
         unexplained = within((scores - bias[lag.clamp(min=0)]).masked_fill(~past, 0.0)).square().sum()
         tiny = torch.finfo(torch.float64).tiny
-        rows.append(
-            (
-                1 - left / whole.clamp(min=tiny),
-                1 - unexplained / in_rows.clamp(min=tiny),
-                mean,
-                bias,
-                (in_rows / past.sum()).sqrt(),
-            )
-        )
-    explained, explained_in_rows, means, biases, deviation = (
-        torch.stack(part).cpu() for part in zip(*rows, strict=True)
-    )
-    return PositionScores(label, first, explained, explained_in_rows, means, biases, deviation)
+        shares = 1 - left / whole.clamp(min=tiny), 1 - unexplained / in_rows.clamp(min=tiny)
+        rows.append((*shares, mean, bias, (in_rows / past.sum()).sqrt()))
+    return PositionScores(label, first, *(torch.stack(part).cpu() for part in zip(*rows, strict=True)))

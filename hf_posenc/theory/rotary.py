@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from ..analysis import probe
 from ..analysis.decay import Decay
-from ..analysis.result import Result
 from ..calibration.observe import observe
 from ..errors import UnsupportedModelError
 from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
+from ..result import Result
 from .integrals import wave_integral, wave_sum
 
 
@@ -106,14 +106,14 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
         raise ValueError(f"the layers of this {label} have rotations of their own")
     if base.family.rotation.attention_part is not None:
         raise UnsupportedModelError(f"{label}: latent attention keeps apart what it turns: its pairs are not looked at")
-    kinds = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
     on_attentions = own.pop()  # of a base that rotates nothing itself
     turning = [index for index in base.found.attention_of if on_attentions or base.rotated[index]]
     with evaluation(model):
         calls = {index: seen.call for index, seen in observe(model, tokens.to(model.device), turning).items()}
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for index, call in tqdm(calls.items(), disable=not progress, desc="products", unit="layer"):
-        cos, sin = probe.rotations(rotary, torch.arange(tokens.shape[1]), kinds and kinds[index], angles)
+        kind = probe.layer_type(model, rotary, index)
+        cos, sin = probe.rotations(rotary, torch.arange(tokens.shape[1]), kind, angles)
         back = torch.polar(torch.ones_like(cos), -torch.atan2(sin, cos))
         call = call.widened()
         pairs = on_attentions or base.rotation.pairs

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..analysis.result import Result
 from ..calibration.observe import observe
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
+from ..result import Result
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..analysis.result import Result
+from ..result import Result
 
 
 @dataclass(frozen=True)
@@ -116,18 +115,15 @@ def embedding_statistics(model: PreTrainedModel, tokens: Tensor | None = None) -
     Raises:
         ValueError: as `position_vectors`.
     """
-    found = probe.parts(model)
+    embedding, label = probe.parts(model).token_embedding, type(model).__name__
     if tokens is None:
-        weight: Any = found.token_embedding.weight
-        entering = found.token_embedding(torch.arange(len(weight), device=weight.device)[None])[0].cpu()
-        length = None
+        weight, length = next(embedding.parameters()), None
+        tokens = torch.arange(len(weight), device=weight.device)[None]
     else:
         tokens = probe.check_tokens(tokens, 2)
-        entering = found.token_embedding(tokens).flatten(0, -2).cpu()
         length = tokens.shape[1]
-    words = vector_statistics(entering)
+    words = vector_statistics(embedding(tokens).flatten(0, -2).cpu())
     vectors = probe.position_vectors(model, length)
-    label = type(model).__name__
     if vectors is None:
         return EmbeddingStatistics(label, words, None, None, None, None)
     places = vector_statistics(vectors)
@@ -147,10 +143,7 @@ def distance_share(products: Tensor) -> float:
     distance = (torch.arange(size)[:, None] - torch.arange(size)).flatten() + size - 1
     apart = distance != size - 1
     values, distance = products.flatten()[apart], distance[apart]
-    sums, counts = (torch.zeros(2 * size - 1, dtype=torch.float64) for _ in range(2))
-    sums.index_add_(0, distance, values)
-    counts.index_add_(0, distance, torch.ones_like(values))
-    means = sums / counts.clamp(min=1)
+    means = distance.bincount(values) / distance.bincount().clamp(min=1)
     total = (values - values.mean()).square().sum()
     return (1 - (values - means[distance]).square().sum() / total.clamp(min=1e-300)).item()
 

@@ -10,6 +10,7 @@ and `U_i W_q` by one vector for all positions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,13 +20,13 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..analysis.result import Result
 from ..calibration.observe import attending, attention_call, observe
 from ..call import Call
 from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.watch import LayerCall, first, recorded
+from ..result import Result
 from . import vectors
 
 ABSOLUTE: tuple[str, ...] = ("content-content", "content-position", "position-content", "position-position")
@@ -165,11 +166,8 @@ def _measured(
 
 def _direct(added: dict[int, Tensor], layers: int) -> list[Tensor]:
     """Return the sum of the vectors that were added in front of each layer and those below it, (T, E) each."""
-    sums: list[Tensor] = []
-    for index in range(layers):
-        above = sums[-1] if sums else torch.zeros_like(next(iter(added.values())))
-        sums.append(above + added[index] if index in added else above)
-    return sums
+    none = torch.zeros_like(next(iter(added.values())))
+    return list(itertools.accumulate(added.get(index, none) for index in range(layers)))
 
 
 def _require_kept(label: str, layers: list[nn.Module], entered: list[LayerCall]) -> None:
@@ -203,10 +201,8 @@ def _parts(base: BaseModel, index: int, seen: LayerCall, added: Tensor) -> tuple
     layer, attention = base.found.layers[index], base.found.attention_of[index]
     whole = seen.hidden_states
     position = added.to(whole).expand_as(whole)
-    calls = [
-        attention_call(layer, attention, hidden, seen).widened()
-        for hidden in (whole, whole - position, position, torch.zeros_like(whole))
-    ]
+    inputs = (whole, whole - position, position, torch.zeros_like(whole))
+    calls = [attention_call(layer, attention, hidden, seen).widened() for hidden in inputs]
     return _split([call.query for call in calls], base, index), _split([call.key for call in calls], base, index)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -45,36 +44,23 @@ def added(model: PreTrainedModel, tokens: Tensor) -> dict[int, Tensor]:
     """
     found: dict[int, Tensor] = {}
 
-    def record(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            found[index] = found.get(index, 0) + output.reshape(-1, output.shape[-1]).double().cpu()
+    def add(index: int, output: Tensor) -> None:
+        found[index] = found.get(index, 0) + output.reshape(-1, output.shape[-1]).double().cpu()
 
-        return hook
-
-    with torch.no_grad(), evaluation(model), ExitStack() as hooks:
-        for index, modules in _by_layer(model).items():
-            for module in modules:
-                hooks.callback(module.register_forward_hook(record(index)).remove)
+    modules = [(index, module) for index, each in _by_layer(model).items() for module in each]
+    with torch.no_grad(), evaluation(model), probe.outputs(modules, add):
         model(tokens, use_cache=False, logits_to_keep=1)
     return found
 
 
-@contextmanager
-def replaced(modules: list[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def replaced(modules: list[nn.Module], change: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
     """Replace the outputs of modules within a `with` block.
 
     Args:
         modules: modules of a model.
         change: output of a module, (B|1, T, E) -> what takes its place.
     """
-
-    def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return change(output)
-
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.callback(module.register_forward_hook(after).remove)
-        yield
+    return probe.outputs([(change, module) for module in modules], lambda change, output: change(output))
 
 
 @contextmanager

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 
 class Result:
-    """A dataclass of numbers."""
+    """A dataclass of numbers.
+
+    Attributes:
+        derived: names of the properties that `to_dict` returns beside the fields.
+    """
+
+    derived: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, ready for JSON; a complex number is a pair of its real and imaginary part."""
-        return {name: _plain(value) for name, value in self.__dict__.items()}
+        return {name: _plain(getattr(self, name)) for name in (*self.__dict__, *self.derived)}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value of a result with numbers, lists and dicts for tensors, tuples and results."""
     if isinstance(value, Result):
         return value.to_dict()

@@ -6,18 +6,26 @@ Colours are Okabe and Ito's, which colour-blind readers can tell apart. Lines di
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..checkpoints.files import replaced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+    from matplotlib.ticker import Locator
     from torch import Tensor
+
+T = TypeVar("T")
+
+Look = dict[str, Any]
+"""Options of matplotlib for a line or an image."""
 
 MISSING = "plots need matplotlib, which is not installed: pip install matplotlib. The numbers need no plots"
 
@@ -33,6 +41,10 @@ METHODS = {"non-overlapping": 1, "sliding window": 0, "sliding": 0}
 """Words in a label that say how perplexity was counted -> index of their dashes; the rest decides the colour."""
 
 GREY = "#595959"
+BESIDE: Look = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
+"""A legend beside its axes."""
+FAINT: Look = {"color": GREY, "linestyle": (0, (2, 2)), "zorder": 1}
+"""A line that marks a length."""
 _STYLE: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture on every machine
     "font.size": 9.5,
@@ -106,49 +118,70 @@ def style() -> AbstractContextManager[None]:
     return matplotlib.rc_context(_STYLE)
 
 
-def new_axes(title: str, *, width: float = 6.4, height: float = 4.0) -> tuple[Figure, Axes]:
-    """Return a figure of a width and height in inches, and its only axes."""
-    from matplotlib.figure import Figure
+@contextmanager
+def one_panel(
+    title: str, *, width: float = 6.4, height: float = 4.0, xlabel: str = "", ylabel: str = ""
+) -> Iterator[tuple[Figure, Axes]]:
+    """Provide a figure of a width and height in inches in our look, and its only axes."""
+    with style():
+        from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.add_subplot()
-    if title:
-        axes.set_title(title, loc="left", pad=16)  # leaves a line for what is marked
-    return figure, axes
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
+        if title:
+            axes.set_title(title, loc="left", pad=16)  # leaves a line for what is marked
+        yield figure, axes
 
 
-def new_panels(
+@contextmanager
+def panels(
     title: str, rows: int, columns: int, *, width: float, height: float, **options: Any
-) -> tuple[Figure, Any]:
-    """Return a figure of a width and height in inches, and its axes as `Figure.subplots` returns them."""
-    from matplotlib.figure import Figure
+) -> Iterator[tuple[Figure, Any]]:
+    """Provide a figure of a width and height in inches in our look, and its axes as `Figure.subplots` returns them."""
+    with style():
+        from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return figure, figure.subplots(rows, columns, **options)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        yield figure, figure.subplots(rows, columns, **options)
 
 
-def require(points: Sequence[Any], what: str) -> None:
+@contextmanager
+def curves(
+    labelled: Iterable[tuple[str, T]], title: str, xlabel: str, ylabel: str
+) -> Iterator[tuple[Figure, Axes, list[tuple[T, Look]]]]:
+    """Provide a figure for curves, its axes, and each curve with its look. A legend is added at the end.
+
+    Args:
+        labelled: labels, and what is drawn for each.
+        title: above the axes; empty means none.
+        xlabel: label of the x axis.
+        ylabel: label of the y axis.
+    """
+    labels, found = zip(*labelled, strict=True)
+    # Many curves have their legend beside the axes.
+    width = 6.4 if len(set(labels)) <= 4 else 6.4 + 0.075 * max(map(len, labels)) + 0.5
+    with one_panel(title, width=width, xlabel=xlabel, ylabel=ylabel) as (figure, axes):
+        yield figure, axes, list(zip(found, styles(labels), strict=True))
+        legend(axes, labels)
+
+
+def require(points: Collection[object], what: str) -> None:
     """Raise ValueError if there is nothing to draw."""
     if not points:
         raise ValueError(f"{what}: there is nothing to draw")
 
 
-def width(curves: Mapping[str, Any]) -> float:
-    """Return the width of a figure in inches, with room beside the axes for the legend of many curves."""
-    return 6.4 if len(curves) <= 4 else 6.4 + 0.075 * max(map(len, curves)) + 0.5
-
-
-def legend(axes: Axes, curves: Mapping[str, Any]) -> None:
+def legend(axes: Axes, labels: Collection[str]) -> None:
     """Add a legend, beside the axes if there are many curves."""
-    if len(curves) > 4:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
-    elif len(curves) > 1 or any(curves):
+    if len(set(labels)) > 4:
+        axes.legend(**BESIDE)
+    elif len(set(labels)) > 1 or any(labels):
         axes.legend(loc="best")
 
 
-def styles(labels: Iterable[str]) -> list[dict[str, Any]]:
+def styles(labels: Iterable[str]) -> list[Look]:
     """Return the look of each line: one colour and marker per name, dashes by method or by the round of colours."""
     names: dict[str, int] = {}
     styles = []
@@ -160,6 +193,7 @@ def styles(labels: Iterable[str]) -> list[dict[str, Any]]:
         turn = rank // len(COLOURS)
         styles.append(
             {
+                "label": label,
                 "color": COLOURS[rank % len(COLOURS)],
                 "marker": MARKERS[(rank + turn) % len(MARKERS)],
                 "linestyle": DASHES[(dash + 2 * turn) % len(DASHES)],
@@ -169,23 +203,29 @@ def styles(labels: Iterable[str]) -> list[dict[str, Any]]:
     return styles
 
 
+def marks(number: int) -> Look:
+    """Return the look of marks without a line, by their number in the picture."""
+    marker = MARKERS[number % len(MARKERS)]
+    return {"color": COLOURS[number % len(COLOURS)], "marker": marker, "linestyle": "none"}
+
+
 def columns(points: Iterable[Sequence[float]]) -> list[list[float]]:
     """Return the x and the y coordinates of points."""
     return [list(column) for column in zip(*points, strict=True)] or [[], []]
 
 
-def line(axes: Axes, x: Sequence[float], y: Sequence[float], **style: Any) -> None:
+def line(axes: Axes, x: Sequence[float], y: Sequence[float], **look: Any) -> None:
     """Draw a line; values that are not finite become arrows at the upper edge."""
-    axes.plot(x, [value if math.isfinite(value) else math.nan for value in y], **style)
+    axes.plot(x, [value if math.isfinite(value) else math.nan for value in y], **look)
     beyond = [place for place, value in zip(x, y, strict=True) if not math.isfinite(value)]
     if beyond:
-        arrow = {"color": style["color"], "marker": "$\\uparrow$", "markersize": 11, "linestyle": "none"}
+        arrow = {"color": look["color"], "marker": "$\\uparrow$", "markersize": 11, "linestyle": "none"}
         axes.plot(beyond, [0.97] * len(beyond), transform=axes.get_xaxis_transform(), clip_on=False, **arrow)
 
 
 def token_axis(axes: Axes, values: Iterable[float]) -> None:
     """Make the x axis logarithmic to base 2, with ticks at what was measured or at powers of two, in full."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator
 
     axes.set_xscale("log", base=2)
     ticks = sorted(values)
@@ -194,24 +234,18 @@ def token_axis(axes: Axes, values: Iterable[float]) -> None:
         first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
         step = max(1, math.ceil((last - first + 1) / 9))
         ticks = [2.0**power for power in range(first, last + 1, step)] or ticks[:1]
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    _ticks(axes.xaxis, FixedLocator(ticks), ",.0f")
 
 
 def positive_axis(axes: Axes, values: Iterable[float]) -> None:
     """Make the y axis logarithmic where the values span more than a factor of 4, with plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import LogLocator
 
     finite = [value for value in values if math.isfinite(value)]
     if not finite or min(finite) <= 0 or max(finite) / min(finite) <= 4:
         return
     axes.set_yscale("log")
-    narrow = max(finite) / min(finite) < 100
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if narrow else (1,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    _ticks(axes.yaxis, LogLocator(subs=(1, 2, 5) if max(finite) / min(finite) < 100 else (1,)), ",.6g")
 
 
 PERPLEXITY = "perplexity per token (log scale)"
@@ -223,7 +257,7 @@ def perplexity_axis(axes: Axes, values: Iterable[float]) -> None:
 
     ValueError for a perplexity that is not more than 0.
     """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     finite = [value for value in values if math.isfinite(value)]
     if any(value <= 0 for value in finite):
@@ -235,9 +269,16 @@ def perplexity_axis(axes: Axes, values: Iterable[float]) -> None:
     room = max(1.0, math.sqrt(2 * low / high)) * (high / low) ** 0.05
     axes.set_ylim(low / room, high * room)
     subs = (1, 1.5, 2, 3, 4, 5, 6, 8) if high / low < 8 else (1, 2, 5) if high / low < 100 else (1,)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
+    _ticks(axes.yaxis, LogLocator(subs=subs), ",.6g")
+
+
+def _ticks(axis: Axis, places: Locator, form: str) -> None:
+    """Set the ticks of an axis and the form of their numbers, without ticks between them."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_major_locator(places)
+    axis.set_major_formatter(lambda value, _: format(value, form))
+    axis.set_minor_locator(NullLocator())
 
 
 def are_uneven(bins: Sequence[tuple[int, int]]) -> bool:
@@ -248,19 +289,16 @@ def are_uneven(bins: Sequence[tuple[int, int]]) -> bool:
 
 def steps(bins: Iterable[tuple[int, int, float]], logarithmic: bool) -> list[list[float]]:
     """Return the coordinates of steps, x and y, with a gap where bins (first, last + 1, value) are missing."""
-    x: list[float] = []
-    y: list[float] = []
+    points: list[tuple[float, float]] = []
     for first, last, value in sorted(bins):
         start = max(first, 0.5) if logarithmic else first  # position 0 has no place on a logarithmic axis
-        if x and x[-1] != start:
-            x.append(x[-1])
-            y.append(math.nan)
-        x += [start, last]
-        y += [value, value]
-    return [x, y]
+        if points and points[-1][0] != start:
+            points.append((points[-1][0], math.nan))
+        points += [(start, value), (last, value)]
+    return columns(points)
 
 
-def thousands(axis: Any) -> None:
+def thousands(axis: Axis) -> None:
     """Write 1k for 1000."""
     from matplotlib.ticker import EngFormatter
 
@@ -279,39 +317,41 @@ def mark_trained(axes: Axes, trained_length: int | None) -> None:
 
 def mark_length(axes: Axes, text: str, tokens: int, side: Literal["left", "center", "right"]) -> None:
     """Draw a thin vertical line with words above it, aligned to the line by this side."""
-    axes.axvline(tokens, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)), zorder=1)
-    axes.annotate(
-        text,
-        (tokens, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(0, 2),
-        textcoords="offset points",
-        ha=side,
-        color=GREY,
-        fontsize=8.5,
-    )
+    axes.axvline(tokens, linewidth=0.8, **FAINT)
+    beside(axes, text, (tokens, 1), (0, 2), xycoords=("data", "axes fraction"), ha=side, color=GREY)
 
 
-def colour_bar(figure: Figure, image: Any, axes: Any, label: str, *, percent: bool = False) -> None:
-    """Add a bar beside the axes that says what the colours of an image mean."""
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
+def beside(axes: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], **options: Any) -> None:
+    """Write small words a few points beside a place of the axes, with options of `Axes.annotate`."""
+    axes.annotate(text, place, xytext=offset, textcoords="offset points", fontsize=8.5, **options)
+
+
+def colour_bar(image: AxesImage, axes: Any, label: str, *, percent: bool = False) -> None:
+    """Add a bar beside axes that says what the colours of an image mean."""
+    bar = image.axes.figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.set_label(label)
     bar.outline.set_visible(False)
     if percent:
         bar.set_ticks([0, 0.25, 0.5, 0.75, 1.0], labels=["0", "25", "50", "75", "100"])
 
 
-def limit(values: Tensor) -> float:
-    """Return the largest magnitude of values, 1 if all are 0."""
-    return float(values.abs().max()) or 1.0
+def limits(values: Tensor, least: float = 0.0) -> Look:
+    """Return colours for values of both signs, where white is 0; they span `least` or more."""
+    most = max(least, float(values.abs().max())) or 1.0
+    return {"cmap": "RdBu", "vmin": -most, "vmax": most}
 
 
-def heat_map(
-    figure: Figure, axes: Axes, values: Tensor, label: str, *, symmetric: bool = False, aspect: Any = "auto"
-) -> None:
-    """Draw a matrix; with `symmetric` colours, for values of both signs, white is 0."""
+def image(axes: Axes, values: Any, bar: str = "", *, percent: bool = False, **options: Any) -> AxesImage:
+    """Draw a matrix, a tensor or rows of numbers, with options of `Axes.imshow` and, with a label, a colour bar."""
     axes.grid(False)
-    most = limit(values)
-    colours: dict[str, Any] = {"cmap": "RdBu", "vmin": -most, "vmax": most} if symmetric else {}
-    image = axes.imshow(values.tolist(), aspect=aspect, interpolation="nearest", origin="lower", **colours)
-    colour_bar(figure, image, axes, label)
+    rows = values if isinstance(values, list) else values.tolist()
+    drawn = axes.imshow(rows, **{"aspect": "auto", "interpolation": "nearest", **options})
+    if bar:
+        colour_bar(drawn, axes, bar, percent=percent)
+    return drawn
+
+
+def ticks(axis: Axis, labels: Sequence[object], most: int) -> None:
+    """Label the places 0, 1, ... of an axis, all of them or as many evenly spread ones as there is room for."""
+    step = math.ceil(len(labels) / most)
+    axis.set_ticks(range(0, len(labels), step), [str(label) for label in labels[::step]])
