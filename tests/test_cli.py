@@ -64,10 +64,10 @@ def test_schemes_explained(capsys):
     assert "choose from alibi" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["extend", "compare", "pretrain", "evaluate", "calibrate"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_help_of_a_recipe(name, recipes, capsys):
     """Grouped, each option once, by one spelling, what is used most first, with examples at the end."""
-    assert main([name, "--help"]) == 0
+    assert main([name, "--help-all"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: hf-posenc {name} [options]\n")
     options = re.findall(r"^  (?:-h, )?(--[\w-]+)", out, re.MULTILINE)
@@ -78,6 +78,22 @@ def test_help_of_a_recipe(name, recipes, capsys):
     assert groups[-1] == "examples"
     assert len(groups) > 4
     assert out.count(f"  hf-posenc {name} ") >= 2
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_fits_on_a_screen(name, recipes, capsys, monkeypatch):
+    """What is used most; it names the groups of the other options, and the option that lists them."""
+    monkeypatch.setenv("COLUMNS", "80")
+    main([name, "--help"])
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 45
+    main([name, "--help-all"])
+    whole = capsys.readouterr().out
+    listed = [set(re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE)) for text in (short, whole)]
+    assert {"--data", "--help-all"} <= listed[0] < listed[1]
+    titles = re.findall(r"^([a-z].*):$", whole, re.MULTILINE | re.IGNORECASE)[1:-2]
+    said = " ".join(short.split())
+    assert all(title.lower() in said for title in titles)
 
 
 def test_the_bare_command_prints_its_help(capsys):
@@ -92,7 +108,7 @@ def test_the_bare_command_prints_its_help(capsys):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_help_is_about_this_recipe_and_says_every_default(name, recipes, capsys):
-    main([name, "--help"])
+    main([name, "--help-all"])
     listed = {said.split()[0]: " ".join(said.split()) for said in re.split(r"\n  (?=-)", capsys.readouterr().out)}
     assert not [said for said in listed.values() if "where a recipe allows it" in said]
     module = importlib.import_module(f"hf_posenc.recipes.{RECIPES[name][0]}")

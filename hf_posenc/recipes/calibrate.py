@@ -7,15 +7,14 @@ This is `hf_posenc.calibrate` from a checkpoint to a checkpoint; extend_context.
 Ctrl-C in the second stage keeps its state beside OUTPUT, and `--resume` goes on from there, to the same weights.
 """
 
-import json
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_posenc
 from hf_posenc import Calibration, Matching
@@ -25,16 +24,14 @@ from ..calibration.calibrate import JUDGES
 from ..calibration.matching import LOSSES
 from ..checkpoints import files
 from ..checkpoints.entry import STAGES
-from ..families.base import base_model_type
 from ..registry import family_for
 from . import corpus, models, program, schemes
 from .calibrating import Steps
 from .corpus import TextArguments, stream
 from .models import DeviceArguments, ModelArguments
-from .options import UsageError, as_in, at_least, one_of, option, parse, refuse
-from .run_folder import FolderArguments
+from .options import Count, File, Folder, Length, Name, Positive, UsageError, option, parse, refuse
+from .results import Results, write_json
 from .schemes import SchemeArguments, hyperparameters
-from .training import TrainingArguments
 
 EXAMPLES = """
   {prog} --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
@@ -49,51 +46,72 @@ MOVED = ("scheme", "query_key")
 
 @dataclass
 class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments):
-    """This recipe."""
+    """This recipe.
 
-    scheme: str = as_in(SchemeArguments, "scheme", "")
-    output: str = field(default="", metadata={"help": "folder to save in, which does not exist yet", "metavar": "DIR"})
-    json: str = field(default="", metadata={"help": "file for every number", "metavar": "FILE"})
-    plot: str | None = field(
-        default=None,
-        metadata={"help": "picture of every layer to write: png, svg or pdf by its suffix", "metavar": "FILE"},
-    )
-    resume: bool = as_in(FolderArguments, "resume")
-    length: int | None = field(
-        default=None,
-        metadata={
-            "guesses": ("train_length", "calibrate_length"),
-            "help": f"tokens in a window of the text (default: the length the base was trained at, {LENGTH} at most)",
-            "metavar": "N",
-        },
-    )
-    windows: int | None = field(
-        default=None, metadata={"help": "windows to use, held-out ones included; by default all that the text has"}
-    )
-    held_out: int = field(default=8, metadata={"help": "windows that only decide and measure"})
-    stage: str = field(
-        default="attention",
-        metadata={"help": "closed_form | attention: closed forms alone, or then steps that match attention too"},
-    )
-    weights: str = as_in(Matching, "weights", "query_key")
-    steps: int = as_in(TrainingArguments, "steps", Matching.steps)
-    rate: float = as_in(Matching, "rate")
-    weight_rate: float = as_in(Matching, "weight_rate")
-    judge: str = field(
-        default="loss",
-        metadata={
-            "help": "loss | attention: what decides what is kept, the held-out loss or how close attention comes"
-        },
-    )
-    loss: str | None = as_in(Matching, "loss")
-    step_lengths: list[int] = field(
-        default_factory=list,
-        metadata={"help": "tokens in a window of the steps, one length after the other; by default --length"},
-    )
-    seed: int = field(default=Matching.seed, metadata={"help": "seed of everything that is random"})
+    Args:
+        output: folder to save in, which does not exist yet.
+        json: file for every number.
+        plot: picture of every layer to write: png, svg or pdf by its suffix.
+        resume: go on with an interrupted run of the same arguments.
+        length: tokens in a window of the text (default: the length the base was trained at, 512 at most).
+        windows: windows to use, held-out ones included; by default all that the text has.
+        held_out: windows that only decide and measure.
+        stage: closed forms alone, or then steps that match attention too.
+        weights: what the steps move beside the closed forms; the latter also the weights that make queries and keys.
+        steps: optimizer steps.
+        rate: learning rate of the scheme's parameters.
+        weight_rate: learning rate of the weights that make queries and keys.
+        judge: what decides what is kept, the held-out loss or how close attention comes.
+        loss: what the steps match, what heads pay or what they read (default: attention, then outputs if that predicts
+            worse).
+        step_lengths: tokens in a window of the steps, one length after the other; by default --length.
+        seed: seed of everything that is random.
+    """
+
+    scheme: Name = field(default="", metadata=schemes.GUESSED)
+    output: Folder = ""
+    json: File = ""
+    plot: File | None = None
+    resume: bool = False
+    length: Length | None = field(default=None, metadata={"guesses": ("train_length", "calibrate_length")})
+    windows: Count | None = None
+    held_out: Count = 8
+    stage: Annotated[str, STAGES] = "attention"
+    weights: Annotated[str, MOVED] = "query_key"
+    steps: Count = Matching.steps
+    rate: Positive = Matching.rate
+    weight_rate: Positive = Matching.weight_rate
+    judge: Annotated[str, JUDGES] = "loss"
+    loss: Annotated[str, "NAME", tuple(LOSSES)] | None = None
+    step_lengths: list[int] = field(default_factory=list)
+    seed: int = Matching.seed
+
+    @property
+    def state_file(self) -> Path:
+        """The second stage's state, beside the folder that is going to be saved."""
+        output = Path(self.output)
+        return output.with_name(f"{output.name}.state.safetensors")
+
+    def matching(self, steps: Steps | None = None) -> Matching | None:
+        """Return the second stage, or None without one; `steps` waits with Ctrl-C for the end of each step."""
+        if self.stage == "closed_form":
+            return None
+        try:
+            return Matching(
+                **{name: getattr(self, name) for name in SECOND_STAGE},
+                lengths=self.step_lengths or None,
+                state_file=self.state_file,
+                on_step=steps and steps.made,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+SECOND_STAGE = [known.name for known in fields(Arguments) if known.name in Matching.__dataclass_fields__]
+"""Options that are fields of `Matching`."""
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Calibrate, and return what --json holds."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     with program.ending(parser, "the same command with --resume", lambda: kept(arguments)):
@@ -102,32 +120,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
 
 def kept(arguments: Arguments) -> str:
     """Return what to say after an interruption: what there is to go on from."""
-    if state_file(arguments).exists():
-        return f"{state_file(arguments)} has what was done so far: the same command with --resume goes on from there."
+    if arguments.state_file.exists():
+        return f"{arguments.state_file} has what was done so far: the same command with --resume goes on from there."
     return "Nothing was finished that could be kept: the same command begins again."
-
-
-def state_file(arguments: Arguments) -> Path:
-    """Return the path of the second stage's state, beside the folder that is going to be saved."""
-    output = Path(arguments.output)
-    return output.with_name(f"{output.name}.state.safetensors")
-
-
-def second_stage(arguments: Arguments, **more: Any) -> Matching | None:
-    """Return the second stage as the options say it, or None without one.
-
-    Args:
-        arguments: options; those named like a field of `Matching` are taken for it.
-        **more: other fields.
-    """
-    if arguments.stage == "closed_form":
-        return None
-    more |= {each.name: getattr(arguments, each.name) for each in fields(Matching) if hasattr(arguments, each.name)}
-    more |= {"lengths": arguments.step_lengths or None, "state_file": state_file(arguments)}
-    try:
-        return Matching(**more)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
@@ -138,25 +133,12 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
     scheme = schemes.named("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
     corpus.check(arguments, needs_data=True)
     models.check(arguments)
-    one_of(arguments, "stage", STAGES)
-    one_of(arguments, "weights", MOVED)
-    one_of(arguments, "judge", JUDGES)
-    if arguments.loss is not None:
-        one_of(arguments, "loss", tuple(LOSSES))
-    at_least(arguments, 1, "held_out", "steps")
-    if arguments.length is not None:
-        at_least(arguments, 2, "length")
-    if arguments.windows is not None:
-        at_least(arguments, 1, "windows")
     if arguments.stage == "closed_form":
-        for name in (*(each.name for each in fields(Matching)), "step_lengths", "resume"):
-            if name != "seed" and hasattr(arguments, name):  # the scheme may begin at random, too
+        for name in (*SECOND_STAGE, "step_lengths", "resume"):
+            if name != "seed":  # the scheme may begin at random, too
                 refuse(arguments, name, "changes nothing with --stage closed_form")
     elif arguments.weights == "scheme":
         refuse(arguments, "weight_rate", "changes nothing with --weights scheme")
-    for name in ("rate", "weight_rate"):
-        if not getattr(arguments, name) > 0:
-            raise UsageError(f"{option(name)} must be positive, not {getattr(arguments, name):g}")
     check_lengths(arguments)
     check_files(arguments)
     return scheme
@@ -164,10 +146,8 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
 
 def check_lengths(arguments: Arguments) -> None:
     """Check the lengths of windows against the base's; `--length` gets its default."""
-    base = models.load_named(AutoConfig, arguments)
-    if base.model_type != base_model_type(base):
-        raise UsageError(f"--model {arguments.model} is patched already: give the stock checkpoint it was made from")
-    longest = getattr(base, family_for(base_model_type(base)).names.config_length, None)
+    base = models.stock_config(arguments)
+    longest = getattr(base, family_for(base.model_type).names.config_length, None)
     if arguments.length is None:
         arguments.length = min(LENGTH, longest or LENGTH)
     if longest is not None and arguments.length > longest:
@@ -179,7 +159,7 @@ def check_lengths(arguments: Arguments) -> None:
         raise UsageError(
             f"--steps {arguments.steps} cannot be divided among {len(arguments.step_lengths)} --step-lengths"
         )
-    if (matching := second_stage(arguments)) is not None:
+    if (matching := arguments.matching()) is not None:
         try:
             matching.check_length(arguments.length)
         except ValueError as error:
@@ -199,15 +179,13 @@ def check_files(arguments: Arguments) -> None:
             plots.check_installed()
         except (ImportError, ValueError) as error:
             raise UsageError(f"--plot {arguments.plot}: {error}") from None
-    state = state_file(arguments)
-    if arguments.stage == "attention":
-        if arguments.resume and not state.exists():
-            raise UsageError(f"--resume: there is no {state}")
-        if state.exists() and not arguments.resume:
-            raise UsageError(f"{state} is left of an interrupted calibration: give --resume, or remove it")
+    if arguments.stage == "attention" and arguments.resume is not arguments.state_file.exists():
+        if arguments.resume:
+            raise UsageError(f"--resume: there is no {arguments.state_file}")
+        raise UsageError(f"{arguments.state_file} is left of an interrupted calibration: give --resume, or remove it")
 
 
-def run(arguments: Arguments) -> dict[str, Any]:
+def run(arguments: Arguments) -> Results:
     """Calibrate a stock checkpoint, save it, and return the report, ready for JSON."""
     scheme = check_arguments(arguments)
     accelerator, device = models.placed(arguments)
@@ -226,7 +204,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
                 model,
                 windows,
                 held_out=arguments.held_out,
-                matching=second_stage(arguments, on_step=steps.made),
+                matching=arguments.matching(steps),
                 judge=arguments.judge,
                 progress=accelerator.is_main_process,
             )
@@ -234,7 +212,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
             raise UsageError(str(error)) from None
     if accelerator.is_main_process:
         write(arguments, model, tokenizer, report)
-        state_file(arguments).unlink(missing_ok=True)
+        arguments.state_file.unlink(missing_ok=True)
     accelerator.wait_for_everyone()
     say(f"{hf_posenc.describe(model)}\n{report}")
     if left := report.unexpressed():
@@ -247,7 +225,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     return report.to_dict()
 
 
-def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator) -> Tensor:
+def text_windows(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator) -> Tensor:
     """Return windows of the text in its order, (N, T) int64; what does not fill one is left out."""
     length, wanted = arguments.length, arguments.windows
     assert length is not None  # check_arguments has set it
@@ -255,11 +233,9 @@ def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator)
     with accelerator.main_process_first():  # the others find its cache
         tokens = stream(corpus.documents(tokenizer, arguments, None, enough)).tokens
     count = len(tokens) // length
-    if wanted is not None and wanted > count:
-        raise UsageError(
-            f"{corpus.describe(arguments)} has {count} windows of {length} tokens, {wanted} were asked for"
-        )
     used = count if wanted is None else wanted
+    if used > count:
+        raise UsageError(f"{corpus.describe(arguments)} has {count} windows of {length} tokens, {used} were asked for")
     if used <= arguments.held_out:
         raise UsageError(
             f"{used} windows of {length} tokens from {corpus.describe(arguments)} are too few: --held-out takes "
@@ -268,13 +244,14 @@ def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator)
     return tokens[: used * length].view(used, length)
 
 
-def write(arguments: Arguments, model: Any, tokenizer: Any, report: Calibration) -> None:
+def write(
+    arguments: Arguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, report: Calibration
+) -> None:
     """Write the checkpoint, whole or not at all, and the files that were asked for."""
     with files.new_folder(Path(arguments.output)) as folder:
         model.save_pretrained(folder, tokenizer=tokenizer)
     if arguments.json:
-        with files.replaced(Path(arguments.json)) as partial:
-            partial.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(Path(arguments.json), report.to_dict())
     if arguments.plot:
         title = f"{report.scheme} on {Path(str(arguments.model)).name}"
         plots.save(plots.calibration(report, title=title), Path(arguments.plot))

@@ -10,7 +10,6 @@ arguments, another text or another base it refuses.
 import shutil
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
 from transformers import AutoConfig, AutoTokenizer
@@ -25,10 +24,9 @@ from .corpus import read_text
 from .many_runs import SweepArguments
 from .models import load_named
 from .one_run import SharedArguments
-from .options import UsageError, as_in, each_once, parse, refuse
-from .results import last_name
+from .options import Folder, NotNegative, UsageError, each_once, parse, refuse
+from .results import Results, last_name
 from .schemes import UNPATCHED
-from .training import RecoveryArguments
 
 EXAMPLES = """
   {prog} --model gpt2 --data book.txt --variants unpatched alibi rope-yarn t5 --seeds 0 1 2
@@ -42,26 +40,26 @@ OPTIONS = ("trainable", "uncalibrated", "distill")
 
 @dataclass
 class Arguments(SweepArguments, SharedArguments):
-    """This recipe."""
+    """This recipe.
+
+    Args:
+        variants: schemes; unpatched; rope-linear, rope-dynamic, rope-yarn (RoPE stretched to --train-length); any of
+            them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain swap) or +distill (KL to
+            the base, weight --distill).
+    """
 
     variants: list[str] = field(
-        default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
-        metadata={
-            "guesses": ("schemes", "scheme"),
-            "help": f"schemes; {UNPATCHED}; {', '.join(STRETCHED.values())} (RoPE stretched to "
-            "--train-length); any of them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain "
-            "swap) or +distill (KL to the base, weight --distill)",
-        },
+        default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"], metadata={"guesses": ("schemes", "scheme")}
     )
-    distill: float = as_in(RecoveryArguments, "distill", 1.0)
-    output: str = as_in(SweepArguments, "output", "runs/compare_schemes")
+    distill: NotNegative = 1.0
+    output: Folder = "runs/compare_schemes"
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     folder = Path(arguments.output)
-    before: list[dict[str, Any]] = []
+    before: list[Results] = []
 
     def one(variant: str, seed: int, target: Path) -> None:
         given = one_run.Sweep(text, identities[variant, seed], before or None)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import datasets
 import jinja2
@@ -17,19 +17,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from .embedded import library_parts
-from .options import Options, UsageError, at_least, one_of, refuse
+from .options import Count, File, Options, UsageError, refuse
 
-FORMATS = {
-    ".txt": "text",
-    ".md": "text",
-    ".py": "text",
-    "": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".parquet": "parquet",
-}
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", "": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".parquet": "parquet"}
+PACKINGS = ("concatenate", "documents")
 READ_OF = {
     "data_name": ("hub",),
     "data_split": ("hub", "splits"),
@@ -47,55 +42,42 @@ Chat = list[dict[str, Any]]
 
 @dataclass
 class TextArguments(Options):
-    """The text."""
+    r"""The text.
 
-    data: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one "
-            "folder of save_to_disk, or one dataset id of the Hub; `extend` without --model, and `pretrain`, have one",
-            "metavar": "FILE",
-        },
-    )
-    data_name: str | None = field(default=None, metadata={"help": "configuration of a dataset of the Hub"})
-    data_split: str = field(default="train", metadata={"help": "split of a dataset that has several"})
-    text_column: str = field(
-        default="text",
-        metadata={
-            "help": "column that holds the text, if not a text file; of chats, e.g. messages, the lists of their "
-            "messages, which the tokenizer's chat template writes out: then only what the assistant says is trained on"
-        },
-    )
-    separator: str = field(
-        default="",
-        metadata={"help": r"what separates documents within a text, e.g. '\n\n'; by default a text is one document"},
-    )
-    streaming: bool = field(
-        default=False, metadata={"help": "read only as many documents as the run needs, instead of downloading all"}
-    )
-    workers: int | None = field(
-        default=None, metadata={"help": "processes that tokenise; by default one, whose tokenizer uses threads"}
-    )
+    Args:
+        data: text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one folder of
+            save_to_disk, or one dataset id of the Hub; `extend` without --model, and `pretrain`, have one.
+        data_name: configuration of a dataset of the Hub.
+        data_split: split of a dataset that has several.
+        text_column: column that holds the text, if not a text file. A column of chats, e.g. messages, holds lists of
+            messages: the tokenizer's chat template writes them out, and only what the assistant says is trained on.
+        separator: what separates documents within a text, e.g. '\n\n'; by default a text is one document.
+        streaming: read only as many documents as the run needs, instead of downloading all.
+        workers: processes that tokenise; by default one, whose tokenizer uses threads.
+    """
+
+    data: list[File] = field(default_factory=list)
+    data_name: str | None = None
+    data_split: str = "train"
+    text_column: str = "text"
+    separator: str = ""
+    streaming: bool = False
+    workers: Count | None = None
 
 
 @dataclass
 class DataArguments(TextArguments):
-    """Windows of the text."""
+    """Windows of the text.
 
-    packing: str = field(
-        default="concatenate",
-        metadata={
-            "help": "concatenate: documents in a row, each may look at the ones before it in its window; "
-            "documents: positions start again with each and attention stays inside"
-        },
-    )
-    eval_tokens: int = field(
-        default=16384,
-        metadata={
-            "help": "tokens to measure on, at most: whole documents are held out until there are so many, and of the "
-            "last one the beginning is measured"
-        },
-    )
+    Args:
+        packing: how documents fill windows. With concatenate they stand in a row, and each may look at the ones before
+            it in its window. With documents positions start again with each, and attention stays inside.
+        eval_tokens: tokens to measure on, at most: whole documents are held out until there are so many, and of the
+            last one the beginning is measured.
+    """
+
+    packing: Annotated[str, PACKINGS] = "concatenate"
+    eval_tokens: Count = 16384
 
 
 @dataclass
@@ -114,20 +96,15 @@ class Document:
 
 
 def check(arguments: TextArguments, needs_data: bool) -> None:
-    """Raise UsageError for options of the text that cannot work, without reading it."""
-    if arguments.workers is not None:
-        at_least(arguments, 1, "workers")
-        if arguments.streaming:
-            raise UsageError("--workers is not for --streaming, which tokenises one document after the other")
+    """Raise UsageError for options of the text that cannot work together, without reading it."""
+    if arguments.workers is not None and arguments.streaming:
+        raise UsageError("--workers is not for --streaming, which tokenises one document after the other")
     if needs_data and not arguments.data:
         raise UsageError("--model needs --data FILE..., text to fine-tune and measure on")
     kind = kind_of(arguments)
     for name, read_of in READ_OF.items():
         if kind not in read_of:
             refuse(arguments, name, f"is not for text from {describe(arguments)}")
-    if isinstance(arguments, DataArguments):
-        at_least(arguments, 1, "eval_tokens")
-        one_of(arguments, "packing", ("concatenate", "documents"))
 
 
 def kind_of(arguments: TextArguments) -> str:
@@ -178,7 +155,9 @@ def describe(arguments: TextArguments) -> str:
     return ", ".join(arguments.data) if arguments.data else "the sources of the Python standard library"
 
 
-def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None, enough: int) -> list[Document]:
+def documents(
+    tokenizer: PreTrainedTokenizerBase, arguments: TextArguments, files: list[Path] | None, enough: int
+) -> list[Document]:
     """Read the documents in order and tokenise them, each only once.
 
     A repeated document could end up on both sides of the split.
@@ -192,25 +171,14 @@ def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None
     Raises:
         UsageError: if a file cannot be read, a column is missing, or there is no text.
     """
-    separator = arguments.separator.encode().decode("unicode_escape")
-
-    def parts(text: str | Chat) -> list[str] | list[Chat]:
-        if isinstance(text, str):
-            return text.split(separator) if separator else [text]
-        if separator:
-            raise UsageError("--separator is for text, and these are chats: leave it out")
-        return [text]
-
-    texts = unique(part for text in read(arguments, files) for part in parts(text))
+    texts = unique(read(arguments, files), arguments.separator.encode().decode("unicode_escape"))
+    result: list[Document] = []
     if arguments.streaming:
-        result: list[Document] = []
         with tqdm(total=enough, desc="tokenizing", unit="token", leave=False, disable=enough < LARGE) as bar:
-            for text in texts:
+            while enough > 0 and (text := next(texts, None)) is not None:
                 result += encode(tokenizer, [text])
                 bar.update(len(result[-1].tokens))
                 enough -= len(result[-1].tokens)
-                if enough <= 0:
-                    break
     else:
         result = encode_and_keep(tokenizer, list(texts), arguments.workers)
     if not result:
@@ -220,37 +188,17 @@ def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None
 
 def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str | Chat]:
     """Yield the texts, or chats, as they are stored."""
-    paths = [Path(name) for name in arguments.data]
-    kind = kind_of(arguments)
-    if files is not None or kind == "text":
-        for path in paths if files is None else files:
+    if files is not None or kind_of(arguments) == "text":
+        for path in map(Path, arguments.data) if files is None else files:
             try:
-                with (
-                    gzip.open(path, "rt", encoding="utf-8")
-                    if path.suffix == ".gz"
-                    else path.open(encoding="utf-8") as file
-                ):
+                with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
                     yield file.read()
             except (OSError, EOFError, UnicodeDecodeError) as error:
                 if files is None:
                     raise UsageError(f"--data {path}: not readable as UTF-8 text ({error})") from None
         return
     try:
-        if kind in ("saved", "splits"):
-            rows = datasets.load_from_disk(arguments.data[0])
-            if kind == "splits":
-                if arguments.data_split not in rows:
-                    raise UsageError(f"--data-split {arguments.data_split}: {paths[0]} has {', '.join(rows)}")
-                rows = rows[arguments.data_split]
-        elif kind == "hub":
-            rows = datasets.load_dataset(
-                arguments.data[0], arguments.data_name, split=arguments.data_split, streaming=arguments.streaming
-            )
-        else:
-            rows = datasets.load_dataset(
-                kind, data_files=[str(path) for path in paths], split="train", streaming=arguments.streaming
-            )
-        for row in rows:
+        for row in rows_of(arguments):
             value = row.get(arguments.text_column)
             if not (isinstance(value, str) or is_chat(value)):
                 raise UsageError(
@@ -262,6 +210,19 @@ def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str | C
         raise UsageError(f"--data {describe(arguments)}: {error.__cause__ or error}") from None
 
 
+def rows_of(arguments: TextArguments) -> Iterable[dict[str, Any]]:
+    """Return the rows of a dataset, from disk, from the Hub, or made of files."""
+    kind, name, split = kind_of(arguments), arguments.data[0], arguments.data_split
+    if kind in ("saved", "splits"):
+        saved = datasets.load_from_disk(name)
+        if kind == "splits" and split not in saved:
+            raise UsageError(f"--data-split {split}: {name} has {', '.join(saved)}")
+        return saved[split] if kind == "splits" else saved
+    if kind == "hub":
+        return datasets.load_dataset(name, arguments.data_name, split=split, streaming=arguments.streaming)
+    return datasets.load_dataset(kind, data_files=arguments.data, split="train", streaming=arguments.streaming)
+
+
 def is_chat(value: Any) -> bool:
     """Return whether a value is a list of messages."""
     if not (isinstance(value, list) and value):
@@ -269,15 +230,18 @@ def is_chat(value: Any) -> bool:
     return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
 
 
-def unique(texts: Iterable[str | Chat]) -> Iterator[str | Chat]:
-    """Yield the texts that are not blank, each where it comes first."""
+def unique(texts: Iterable[str | Chat], separator: str) -> Iterator[str | Chat]:
+    """Yield the documents of texts that are not blank, each where it comes first."""
     seen = set()
     for text in texts:
-        text = text.strip("\n") if isinstance(text, str) else text
-        key = hashlib.blake2b(as_string(text).encode(), digest_size=16).digest()
-        if as_string(text).strip() and key not in seen:
-            seen.add(key)
-            yield text
+        if separator and not isinstance(text, str):
+            raise UsageError("--separator is for text, and these are chats: leave it out")
+        for part in text.split(separator) if separator and isinstance(text, str) else [text]:
+            part = part.strip("\n") if isinstance(part, str) else part
+            key = hashlib.blake2b(as_string(part).encode(), digest_size=16).digest()
+            if as_string(part).strip() and key not in seen:
+                seen.add(key)
+                yield part
 
 
 def as_string(text: str | Chat) -> str:

@@ -10,7 +10,7 @@ Both perplexities, bits per byte, loss by position and retrieval go to --json an
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +22,7 @@ from . import corpus, measuring, models, program
 from .corpus import Document
 from .measuring import HeldOutArguments
 from .models import DeviceArguments, ModelArguments, check_vocabulary, count, load_named
-from .options import UsageError, as_in, at_least, parse
+from .options import Checkpoint, Count, File, UsageError, parse
 from .results import origin, write_json
 
 EXAMPLES = """
@@ -34,16 +34,18 @@ EXAMPLES = """
 
 @dataclass
 class Arguments(ModelArguments, DeviceArguments, HeldOutArguments):
-    """This recipe."""
+    """This recipe.
 
-    dtype: str = as_in(DeviceArguments, "dtype", "float32")
-    adapter: str | None = field(default=None, metadata={"help": "LoRA adapter to load onto it", "metavar": "DIR_OR_ID"})
-    memory: int | None = field(
-        default=None, metadata={"help": "also read segments of each length, with a memory of so many tokens"}
-    )
-    json: str = field(
-        default="runs/evaluation.json", metadata={"help": "file for every number", "metavar": "FILE", "was": "output"}
-    )
+    Args:
+        adapter: LoRA adapter to load onto it.
+        memory: also read segments of each length, with a memory of so many tokens.
+        json: file for every number.
+    """
+
+    dtype: Annotated[str, models.DTYPES] = "float32"
+    adapter: Checkpoint | None = None
+    memory: Count | None = None
+    json: File = field(default="runs/evaluation.json", metadata={"was": "output"})
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
@@ -68,8 +70,6 @@ def run(arguments: Arguments) -> dict[str, Any]:
     corpus.check(arguments, needs_data=True)
     measuring.check(arguments)
     models.check(arguments)
-    if arguments.memory is not None:
-        at_least(arguments, 1, "memory")
     if Path(arguments.json).is_dir():
         raise UsageError(f"--json {arguments.json} is a folder, name a file")
     accelerator, device = models.placed(arguments)

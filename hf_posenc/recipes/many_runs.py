@@ -15,7 +15,7 @@ import hf_posenc
 
 from . import identity, schemes
 from .corpus import Text
-from .options import Options
+from .options import Folder, Options
 from .results import read_json
 
 Runs = dict[str, list[dict[str, Any]]]
@@ -24,13 +24,17 @@ KEPT = "Finished runs are kept, and of the one that was interrupted its newest s
 
 @dataclass
 class SweepArguments(Options):
-    """The folder of the sweep."""
+    """The folder of the sweep.
 
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2], metadata={"help": "of the runs of each scheme or variant"}
-    )
-    keep_weights: bool = field(default=False, metadata={"help": "keep every run's checkpoint, not only its JSON"})
-    output: str = field(default="runs/sweep", metadata={"help": "folder of the sweep", "metavar": "DIR"})
+    Args:
+        seeds: of the runs of each scheme or variant.
+        keep_weights: keep every run's checkpoint, not only its JSON.
+        output: folder of the sweep.
+    """
+
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    keep_weights: bool = False
+    output: Folder = "runs/sweep"
 
 
 def identify(

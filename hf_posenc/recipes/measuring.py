@@ -11,7 +11,7 @@ from torch import nn
 from ..evaluation import induction_copy, measure_context, non_overlapping_perplexity
 from .corpus import DataArguments, Document, Text, stream
 from .models import position_limit
-from .options import Options, UsageError, at_least
+from .options import Natural, Options, UsageError
 from .training import Diverged
 
 SHORTEST_RETRIEVAL = 32
@@ -22,18 +22,17 @@ CURVE_TOKENS = 8192
 
 @dataclass
 class MeasuringArguments(Options):
-    """Measuring."""
+    """Measuring.
 
-    lengths: list[int] = field(
-        default_factory=lambda: [256, 512, 1024, 2048],
-        metadata={"help": "context lengths to measure at, in tokens", "was": "eval_lengths"},
-    )
-    stride: int | None = field(
-        default=None, metadata={"help": "tokens between sliding windows; by default a quarter of each length"}
-    )
-    retrieval_trials: int = field(
-        default=8, metadata={"help": "trials per length and lag of the retrieval test (induction copy); 0 for none"}
-    )
+    Args:
+        lengths: context lengths to measure at, in tokens.
+        stride: tokens between sliding windows; by default a quarter of each length.
+        retrieval_trials: trials per length and lag of the retrieval test (induction copy); 0 for none.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048], metadata={"was": "eval_lengths"})
+    stride: int | None = None
+    retrieval_trials: Natural = 8
 
 
 @dataclass
@@ -43,7 +42,6 @@ class HeldOutArguments(DataArguments, MeasuringArguments):
 
 def check(arguments: HeldOutArguments) -> None:
     """Raise UsageError for options that cannot work, whatever text and model; sort the lengths, each once."""
-    at_least(arguments, 0, "retrieval_trials")
     if not arguments.lengths or min(arguments.lengths) < 8:
         raise UsageError("--lengths must be at least 8 tokens")
     arguments.lengths = sorted(set(arguments.lengths))

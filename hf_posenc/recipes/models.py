@@ -3,15 +3,15 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import peft
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 import hf_posenc
@@ -22,39 +22,36 @@ from ..families.base import base_model_type
 from ..live.state import without_adapter
 from ..registry import family_for
 from .corpus import Document, stream
-from .options import Options, UsageError, one_of, option
+from .options import Checkpoint, Name, Options, UsageError, option
 from .schemes import limit_of
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
 class ModelArguments(Options):
-    """The model."""
+    """The model.
 
-    model: str | None = field(
-        default=None,
-        metadata={
-            "help": "checkpoint folder or Hub id; `extend` without it takes the small byte-level GPT-2 of the package",
-            "metavar": "DIR_OR_ID",
-        },
-    )
-    revision: str | None = field(
-        default=None, metadata={"help": "branch, tag or commit of --model, if it is on the Hub", "metavar": "NAME"}
-    )
+    Args:
+        model: checkpoint folder or Hub id; `extend` without it takes the small byte-level GPT-2 of the package.
+        revision: branch, tag or commit of --model, if it is on the Hub.
+    """
+
+    model: Checkpoint | None = None
+    revision: Name | None = None
 
 
 @dataclass
 class DeviceArguments(Options):
-    """Device and precision."""
+    """Device and precision.
 
-    device: str | None = field(
-        default=None, metadata={"help": "for instance cpu or cuda:1; by default an accelerator, where there is one"}
-    )
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "of the weights: " + " | ".join(("auto", *DTYPES)) + "; auto is what they were saved in"},
-    )
+    Args:
+        device: for instance cpu or cuda:1; by default an accelerator, where there is one.
+        dtype: of the weights; auto is what they were saved in.
+    """
+
+    device: str | None = None
+    dtype: Annotated[str, DTYPES] = "auto"
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -83,8 +80,6 @@ def check(arguments: ModelArguments) -> None:
     if arguments.revision is not None and (arguments.model is None or Path(arguments.model).is_dir()):
         what = "the embedded base is none" if arguments.model is None else f"{arguments.model} is a folder"
         raise UsageError(f"--revision is of a checkpoint on the Hub, and {what}: leave it out")
-    if isinstance(arguments, DeviceArguments):
-        one_of(arguments, "dtype", ("auto", *DTYPES))
 
 
 def load_named(cls: Any, arguments: ModelArguments, **more: Any) -> Any:
@@ -132,6 +127,14 @@ def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
     except (AssertionError, NotImplementedError, RuntimeError) as error:  # what torch raises, by device and build
         raise UsageError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
     return accelerator, device
+
+
+def stock_config(arguments: ModelArguments) -> PretrainedConfig:
+    """Return the config of the stock checkpoint that `--model` names; raise UsageError for a patched one."""
+    config: PretrainedConfig = load_named(AutoConfig, arguments)
+    if config.model_type != base_model_type(config):
+        raise UsageError(f"--model {arguments.model} is patched already: give the stock checkpoint it was made from")
+    return config
 
 
 def load_base(arguments: ModelArguments) -> PreTrainedModel:
@@ -199,6 +202,11 @@ def save_stock(accelerator: Accelerator, model: PreTrainedModel, tokenizer: Any,
 def count(model: nn.Module, trained: bool = False) -> int:
     """Return the number of weights, or of those that are trained. Tied weights count once."""
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad or not trained)
+
+
+def describe(model: PreTrainedModel, trained_length: int) -> dict[str, str | int]:
+    """Return what results.json says of a base, beside its name."""
+    return {"model_type": model.config.model_type, "parameters": count(model), "trained_length": trained_length}
 
 
 def position_table(model: nn.Module) -> nn.Module | None:

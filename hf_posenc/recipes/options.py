@@ -2,35 +2,106 @@
 
 import json
 import sys
+import textwrap
 import types
 from argparse import SUPPRESS, ArgumentTypeError
+from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from ..arguments import Parser
+from ..arguments import Parser, meanings
 from ..spelling import did_you_mean
 
 FIRST = (
     *("model", "data", "scheme", "variants", "schemes", "scheme_args", "train_length", "steps", "lengths"),
     *("seed", "seeds", "output", "json", "resume"),
 )
-"""Options that most command lines have, in the order of --help; the others follow in groups, by what they are of."""
-METAVARS = {int: "N", float: "X", str: "TEXT"}
+"""Options that most command lines have, in the order of --help; --help-all lists the others too, in groups."""
+METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL"}
+
+
+class Limit(NamedTuple):
+    """The least number that an option takes, or with `above` the number that it must exceed."""
+
+    number: float
+    above: bool = False
+
+
+Count = Annotated[int, Limit(1)]
+Natural = Annotated[int, Limit(0)]
+Length = Annotated[int, Limit(2)]
+Positive = Annotated[float, Limit(0, above=True)]
+NotNegative = Annotated[float, Limit(0)]
+File = Annotated[str, "FILE"]
+Folder = Annotated[str, "DIR"]
+Name = Annotated[str, "NAME"]
+Checkpoint = Annotated[str, "DIR_OR_ID"]
+Hyperparameter = Annotated[str, "NAME=VALUE"]
+
+
+class UsageError(Exception):
+    """Arguments, text or model that cannot work. The message says why, and what would work."""
+
+
+class Kind(NamedTuple):
+    """The values of an option, as its annotation gives them."""
+
+    type: Callable[[str], object]
+    several: bool
+    metavar: str
+    choices: tuple[str, ...]
+    limits: tuple[Limit, ...]
+
+    @classmethod
+    def of(cls, annotation: Any) -> "Kind":
+        """Read `list[T]` or `T | None`, where T may be `Annotated` with a metavar, a tuple of choices, or a Limit."""
+        several = get_origin(annotation) is list
+        if several or get_origin(annotation) in (Union, types.UnionType):
+            annotation = next(inner for inner in get_args(annotation) if inner is not type(None))
+        known, *notes = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+        choices = next((note for note in notes if type(note) is tuple), ())
+        limits = tuple(note for note in notes if isinstance(note, Limit))
+        metavar = next((note for note in notes if isinstance(note, str)), METAVARS[known])
+        return cls(known, several, metavar, choices, limits)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise UsageError if a value is none of the choices or beyond a limit."""
+        if self.choices and value not in self.choices:
+            known = did_you_mean(value, self.choices)
+            raise UsageError(f"{option(name)} must be one of {', '.join(self.choices)}, not {value}{known}")
+        for number, above in self.limits:
+            if above and not value > number:
+                raise UsageError(f"{option(name)} must be positive, not {value}")
+            if not value >= number:
+                raise UsageError(f"{option(name)} must be at least {number}, not {value}")
 
 
 @dataclass
 class Options:
-    """Options of a program, or a group of them: the fields of a dataclass that inherits this one."""
+    """Options of a program, or a group of them: the fields of a dataclass that inherits this one.
+
+    The first line of its docstring is the title of the group, and `Args:` holds the help of each option. Annotations
+    say which values an option takes, and an instance with another value cannot be made.
+    """
+
+    def __post_init__(self) -> None:
+        """Raise UsageError if a value is not what its option takes."""
+        for name, kind in kinds(type(self)).items():
+            value = getattr(self, name)
+            if value is not None and not kind.several:
+                kind.check(name, value)
 
 
 T = TypeVar("T", bound=Options)
 
 
-class UsageError(Exception):
-    """Arguments, text or model that cannot work. The message says why, and what would work."""
+def kinds(cls: type) -> dict[str, Kind]:
+    """Return the values that each option takes."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {known.name: Kind.of(hints[known.name]) for known in fields(cls)}
 
 
 def parse(
@@ -38,12 +109,12 @@ def parse(
 ) -> tuple[T, Parser]:
     """Read `--config FILE`, then the other options, which win.
 
-    An unknown key of the file, a value of the wrong type, and an unknown or abbreviated option each end the program
-    with a message and status 2.
+    An unknown key of the file, a value that an option does not take, and an unknown or abbreviated option each end the
+    program with a message and status 2.
 
     Args:
-        cls: the options. A field's metadata hold its `help`, and may hold a `metavar`, `was`, an older name, and
-            `guesses`, other words that people type for it.
+        cls: the options. A field's metadata may hold `was`, an older name, and `guesses`, other words that people
+            type for it.
         argv: words of the command line; None takes those of the process.
         description: of the program. Its first line is shown.
         prog: name of the program; None takes the file that was started.
@@ -52,33 +123,46 @@ def parse(
     Returns:
         The arguments, and the parser, whose `error` ends the program with a message.
     """
-    parser = parser_of(cls, description, prog=prog, examples=examples)
     words = list(sys.argv[1:] if argv is None else argv)
+    parser = parser_of(cls, description, prog=prog, examples=examples, every="--help-all" in words)
     try:
-        named = parser.parse_args(from_file(cls, words) + words)
+        named = vars(parser.parse_args(from_file(cls, words) + words))
+        return cls(**{name: value for name, value in named.items() if name != "config"}), parser
     except UsageError as error:
         parser.error(str(error))
-    given = {name: value for name, value in vars(named).items() if name != "config"}
-    return cls(**given), parser
 
 
-def parser_of(cls: type, description: str | None, *, prog: str | None = None, examples: str = "") -> Parser:
-    """Return the parser of a dataclass of options: see `parse`."""
+def parser_of(
+    cls: type, description: str | None, *, prog: str | None = None, examples: str = "", every: bool = True
+) -> Parser:
+    """Return the parser of a dataclass of options: see `parse`. Its help lists `every` option, or those used most."""
     parser = Parser(
         prog=prog, description=(description or "").split("\n")[0], usage="%(prog)s [options]", add_help=False
     )
     parser.epilog = f"examples:\n{examples.strip(chr(10)).format(prog=parser.prog)}" if examples else None
-    groups = {"most used": parser.add_argument_group("most used")}
-    kinds = get_type_hints(cls)
+    groups: dict[str, Adding] = {}
+    known_kinds, said = kinds(cls), meanings(cls)
     for title, known in grouped(cls):
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        add(groups[title], known, kinds[known.name])
+        shown = every or known.name in FIRST
+        add(groups[title], known, known_kinds[known.name], said[known.name] if shown else SUPPRESS)
     parser.guesses = {option(guess): option(name) for guess, name in guesses(cls).items()}
+    if not every:
+        titles = textwrap.wrap("; ".join(list(groups)[1:]).lower(), 76, break_on_hyphens=False)
+        parser.add_argument_group("more options, which --help-all lists", "\n".join(titles))
     general = parser.add_argument_group("general")
     general.add_argument("--config", metavar="FILE", help="YAML file with any of these options; the command line wins")
-    general.add_argument("-h", "--help", action="help", help="show this and stop")
+    general.add_argument("-h", "--help", action="help", help="show the options that are used most, and stop")
+    general.add_argument("--help-all", action="help", help="show every option, and stop")
     return parser
+
+
+class Adding(Protocol):
+    """A parser, or a group of it."""
+
+    def add_argument(self, *names: str, **keywords: Any) -> object:
+        """Add an option."""
 
 
 def guesses(cls: type) -> dict[str, str]:
@@ -105,28 +189,31 @@ def grouped(cls: type) -> list[tuple[str, Field[Any]]]:
     return [(title(known), known) for known in sorted(fields(cls), key=place)]
 
 
-def add(group: Any, known: Field[Any], kind: Any) -> None:
-    """Add an option to a group of the parser. An older name of it is read, but not listed."""
-    several = get_origin(kind) is list
-    inner = [argument for argument in get_args(kind) if argument is not type(None)]
-    one = inner[0] if get_origin(kind) in (Union, types.UnionType) or several else kind
+def add(group: Adding, known: Field[Any], kind: Kind, said: str) -> None:
+    """Add an option to a group of the parser. An older name of it is read, but not listed.
+
+    Args:
+        group: of the parser.
+        known: the option.
+        kind: the values that it takes.
+        said: its help; with SUPPRESS the option is not listed.
+    """
     default = default_of(known)
-    text = known.metadata["help"] + ("" if default is None or default in ([], "") else f" (default: {shown(default)})")
-    keywords: dict[str, Any] = {"default": default, "help": text.replace("%", "%%"), "dest": known.name}
-    if one is bool:
-        keywords |= {"nargs": "?", "const": True, "type": truth, "metavar": "BOOL"}
-        keywords["help"] = known.metadata["help"].replace("%", "%%")
+    text = " | ".join(kind.choices) + ": " * bool(kind.choices) + said.removesuffix(".")
+    if kind.type is not bool and default not in (None, "", []):
+        text += f" (default: {shown(default)})"
+    text = SUPPRESS if said is SUPPRESS else text.replace("%", "%%")
+    keywords: dict[str, Any] = {"default": default, "help": text, "dest": known.name, "metavar": kind.metavar}
+    if kind.type is bool:
+        keywords |= {"nargs": "?", "const": True, "type": truth}
     else:
-        keywords |= {"type": one, "metavar": known.metadata.get("metavar", METAVARS[one])}
-        if several:
-            keywords["nargs"] = "+"
+        keywords |= {"type": kind.type, **({"nargs": "+"} if kind.several else {})}
     group.add_argument(option(known.name), **keywords)
     # Underscores for dashes, as 0.1.0 took them too, and names of 0.1.0.
     names = [known.name, *([known.metadata["was"]] if "was" in known.metadata else [])]
     for spelling in dict.fromkeys(spelling for name in names for spelling in (f"--{name}", option(name))):
-        if spelling == option(known.name):
-            continue
-        group.add_argument(spelling, **keywords | {"help": SUPPRESS, "default": SUPPRESS})
+        if spelling != option(known.name):
+            group.add_argument(spelling, **keywords | {"help": SUPPRESS, "default": SUPPRESS})
 
 
 def shown(default: Any) -> str:
@@ -210,20 +297,6 @@ class Once(yaml.SafeLoader):
 def option(name: str) -> str:
     """Return the command-line spelling of an argument."""
     return "--" + name.replace("_", "-")
-
-
-def at_least(arguments: Options, minimum: float, *names: str) -> None:
-    """Raise UsageError unless each of these arguments is given and at least the minimum."""
-    for name in names:
-        if not getattr(arguments, name) >= minimum:
-            raise UsageError(f"{option(name)} must be at least {minimum}, not {getattr(arguments, name)}")
-
-
-def one_of(arguments: Options, name: str, choices: tuple[Any, ...]) -> None:
-    """Raise UsageError unless the argument is one of the choices."""
-    if (value := getattr(arguments, name)) not in choices:
-        known = [str(choice) for choice in choices if choice is not None]
-        raise UsageError(f"{option(name)} must be one of {', '.join(known)}, not {value}{did_you_mean(value, known)}")
 
 
 def each_once(arguments: Options, *names: str) -> None:

@@ -10,7 +10,6 @@ refuses runs of other arguments.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import set_seed
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,15 +17,15 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import hf_posenc
 
 from ..analysis import plots
-from . import corpus, identity, many_runs, measuring, program, run_folder, schemes, sweep_report, training
+from . import corpus, identity, many_runs, measuring, models, program, run_folder, schemes, sweep_report, training
 from .corpus import Text, Windows, read_text
 from .embedded import byte_tokenizer, decoder
 from .many_runs import SweepArguments
 from .measuring import HeldOutArguments, held_out_loss, measure_model
 from .models import check_vocabulary, count, load, save
-from .options import UsageError, as_in, at_least, each_once, parse
-from .results import origin, stopwatch
-from .schemes import SchemeArguments, hyperparameters
+from .options import Count, Folder, Hyperparameter, Length, Natural, Positive, UsageError, each_once, parse
+from .results import Results, origin, stopwatch
+from .schemes import hyperparameters
 from .training import Phase, TrainingArguments
 
 EXAMPLES = """
@@ -38,30 +37,35 @@ EXAMPLES = """
 
 @dataclass
 class Arguments(SweepArguments, HeldOutArguments, TrainingArguments):
-    """This recipe."""
+    """This recipe.
+
+    Args:
+        schemes: schemes to compare; learned gets a table of --train-length positions, as usual.
+        scheme_args: its hyper-parameters, e.g. max_distance=64 share_heads=false; see `hf-posenc schemes NAME`.
+        tokenizer: folder or Hub id; by default bytes.
+        layers: decoder layers.
+        width: hidden size.
+        heads: attention heads.
+    """
 
     schemes: list[str] = field(
-        default_factory=lambda: ["sinusoidal", "rope", "alibi", "nope"],
-        metadata={
-            "guesses": ("variants", "scheme"),
-            "help": "schemes to compare; learned gets a table of --train-length positions, as usual",
-        },
+        default_factory=lambda: ["sinusoidal", "rope", "alibi", "nope"], metadata={"guesses": ("variants", "scheme")}
     )
-    scheme_args: list[str] = as_in(SchemeArguments, "scheme_args")  # noqa: RUF009 (a field, made anew)
-    tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id; by default bytes"})
-    layers: int = field(default=4, metadata={"help": "decoder layers"})
-    width: int = field(default=128, metadata={"help": "hidden size"})
-    heads: int = field(default=4, metadata={"help": "attention heads"})
-    train_length: int = as_in(TrainingArguments, "train_length", 256)
-    steps: int = as_in(TrainingArguments, "steps", 1000)
-    batch_size: int = as_in(TrainingArguments, "batch_size", 8)
-    gradient_accumulation: int = as_in(TrainingArguments, "gradient_accumulation", 1)
-    learning_rate: float | None = as_in(TrainingArguments, "learning_rate", 3e-3)
-    warmup_steps: int = as_in(TrainingArguments, "warmup_steps", 50)
-    output: str = as_in(SweepArguments, "output", "runs/pretrain")
+    scheme_args: list[Hyperparameter] = field(default_factory=list)
+    tokenizer: str | None = None
+    layers: Count = 4
+    width: Count = 128
+    heads: Count = 4
+    train_length: Length = 256
+    steps: Count = 1000
+    batch_size: Count = 8
+    gradient_accumulation: Count = 1
+    learning_rate: Positive | None = 3e-3
+    warmup_steps: Natural = 50
+    output: Folder = "runs/pretrain"
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     folder = Path(arguments.output)
@@ -88,7 +92,6 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
     training.check(arguments)
     corpus.check(arguments, needs_data=False)
     measuring.check(arguments)
-    at_least(arguments, 1, "layers", "width", "heads")
     each_once(arguments, "schemes", "seeds")
     if arguments.width % arguments.heads:
         raise UsageError(f"--width {arguments.width} must be a multiple of --heads {arguments.heads}")
@@ -106,9 +109,9 @@ def run(
     output: Path,
     tokenizer: PreTrainedTokenizerBase,
     text: Text,
-    of: dict[str, Any],
-) -> dict[str, Any]:
-    """Make, train and measure one model; return the content of its results.json.
+    of: Results,
+) -> None:
+    """Make, train and measure one model, and write its results.json.
 
     Args:
         arguments: checked.
@@ -127,15 +130,15 @@ def run(
     training.check_plan(plan, accelerator)
     model = untrained(arguments, tokenizer).to(accelerator.device)
     check_vocabulary(model, text.train, text.held_out)
-    base = {"name": "from scratch", "model_type": model.config.model_type}
+    base = {"name": "from scratch", **models.describe(model, arguments.train_length)}
     report = schemes.patch(model, scheme, seed)
     seconds: dict[str, float] = {}
-    results: dict[str, Any] = {
+    results: Results = {
         **origin("pretrain", arguments, accelerator),
         "identity": of,
         "seed": seed,
         "data": text.to_dict(arguments),
-        "base": base | {"parameters": count(model), "trained_length": arguments.train_length},
+        "base": base | {"parameters": count(model)},
         "scheme": schemes.to_json(*hf_posenc.schemes_of(model)),
         "verify": report,
         "seconds": seconds,
@@ -156,7 +159,6 @@ def run(
     if accelerator.is_main_process:
         run_folder.finish(output, results)
     accelerator.wait_for_everyone()
-    return results
 
 
 def untrained(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

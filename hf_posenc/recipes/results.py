@@ -24,6 +24,9 @@ import hf_posenc
 from ..checkpoints import files
 from .options import Options
 
+Results = dict[str, Any]
+"""What a run has measured, or a part of it, as JSON holds it."""
+
 
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file."""

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from ..checkpoints import files
 from . import identity, training
-from .options import Options, UsageError
+from .options import Folder, Options, UsageError
 from .results import read_json, write_json
 
 CALIBRATED = "calibrated.safetensors"
@@ -30,13 +30,17 @@ CALIBRATING = "calibration.state.safetensors"
 
 @dataclass
 class FolderArguments(Options):
-    """The folder of the run."""
+    """The folder of the run.
 
-    output: str = field(
-        default="runs/extend_context", metadata={"help": "folder to write; must be empty or absent", "metavar": "DIR"}
-    )
-    overwrite: bool = field(default=False, metadata={"help": "write into a folder that is not empty"})
-    resume: bool = field(default=False, metadata={"help": "go on with an interrupted run of the same arguments"})
+    Args:
+        output: folder to write; must be empty or absent.
+        overwrite: write into a folder that is not empty.
+        resume: go on with an interrupted run of the same arguments.
+    """
+
+    output: Folder = "runs/extend_context"
+    overwrite: bool = False
+    resume: bool = False
 
 
 def check(arguments: FolderArguments) -> None:

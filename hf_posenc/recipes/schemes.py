@@ -11,32 +11,26 @@ import hf_posenc
 from .. import arguments
 from ..api import parse_schemes
 from ..live.state import patch_of
-from .options import Options, UsageError, option
+from .options import Hyperparameter, Name, Options, UsageError, option
 
 UNPATCHED = "unpatched"
 """In the place of a scheme's name: the base as it is, as a control."""
+GUESSED = {"guesses": ("variants",)}
+"""Metadata of the option `scheme`."""
 
 
 @dataclass
 class SchemeArguments(Options):
-    """The scheme."""
+    """The scheme.
 
-    scheme: str = field(
-        default="alibi",
-        metadata={
-            "help": f"position encoding to patch in (`hf-posenc schemes` lists them); `extend` also takes "
-            f"{UNPATCHED}: the base as it is, as a control",
-            "metavar": "NAME",
-            "guesses": ("variants",),
-        },
-    )
-    scheme_args: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "its hyper-parameters, e.g. max_distance=64 share_heads=false; see `hf-posenc schemes NAME`",
-            "metavar": "NAME=VALUE",
-        },
-    )
+    Args:
+        scheme: position encoding to patch in (`hf-posenc schemes` lists them); `extend` also takes unpatched: the base
+            as it is, as a control.
+        scheme_args: its hyper-parameters, e.g. max_distance=64 share_heads=false; see `hf-posenc schemes NAME`.
+    """
+
+    scheme: Name = field(default="alibi", metadata=GUESSED)
+    scheme_args: list[Hyperparameter] = field(default_factory=list)
 
 
 def hyperparameters(pairs: list[str]) -> dict[str, Any]:
