@@ -241,7 +241,7 @@ def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
     assert "The swap was not calibrated: --calibrate none." in card
     run_report.write(tmp_path / "report.html", results)
     report = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "extend --data &#x27;\\udcff.txt&#x27; &#x27;two words&#x27;" in report
+    assert "extend --data &#39;\\udcff.txt&#39; &#39;two words&#39;" in report
 
 
 def test_a_card_a_report_and_a_table_name_no_folder_of_this_machine(tmp_path):

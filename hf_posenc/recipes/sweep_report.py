@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis import pen, plots
-from ..checkpoints.markdown import plain
 from . import identity
 from .many_runs import Runs, read
 from .options import UsageError
-from .results import without_paths, write_json, write_text
+from .results import Results, filled, without_paths, write_json, write_text
 from .run_report import METHODS, accuracy_by_length
 from .schemes import UNPATCHED
 
@@ -141,51 +140,15 @@ def reach_plain(variants: dict[str, Any]) -> None:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
-def markdown(summary: dict[str, Any]) -> str:
+def markdown(summary: Results) -> str:
     """Return the tables of a summary as Markdown."""
-    variants, base = summary["variants"], summary["base"]
-    lengths = sorted({length for entry in variants.values() for length in entry["sliding"]}, key=int)
-    lines = [
-        f"# {plain(summary['title'])}",
-        "",
-        f"Base: {plain(base['name'])}, {base['parameters']:,} weights, trained at {base['trained_length']} tokens.",
-        "",
-    ]
-    for method, name in METHODS:
-        lines += [
-            f"## Perplexity, {name}",
-            "",
-            "Mean and standard deviation over seeds on held-out text; lower is better.",
-            "",
-            "| | seeds | " + " | ".join(lengths) + " |",
-            "|---|---|" + "---|" * len(lengths),
-        ]
-        if "before" in summary:
-            known = {str(row["length"]): row[method]["perplexity"] for row in summary["before"] if method in row}
-            values = [f"{known[length]:.3f}" if length in known else "-" for length in lengths]
-            lines.append("| base, before | | " + " | ".join(values) + " |")
-        for label, entry in variants.items():
-            values = [shown(entry[method][length]) if length in entry[method] else "-" for length in lengths]
-            lines.append(f"| {plain(label)} | {len(entry['seeds'])} | " + " | ".join(values) + " |")
-        lines.append("")
-    lines += [
-        "## Cost, recovery and retrieval",
-        "",
-        "| | tokens | tokens/s | held-out loss at the end | reaches plain's end at | induction copy, by length |",
-        "|---|---|---|---|---|---|",
-    ]
-    for label, entry in variants.items():
-        end = shown(entry["curve"][-1]) if entry["curve"] else "-"
-        share = f"{entry['reaches_plain_at']['share']:.0%} of its tokens" if "reaches_plain_at" in entry else "-"
-        copied = ", ".join(f"{length}: {value['mean']:.2f}" for length, value in entry["retrieval"].items()) or "-"
-        speed = f"{entry['tokens_per_second']['mean']:,.0f}"
-        lines.append(f"| {plain(label)} | {entry['tokens']:,} | {speed} | {end} | {share} | {copied} |")
-    return "\n".join([*lines, ""])
-
-
-def shown(value: dict[str, float]) -> str:
-    """Return a mean, and its deviation where there is one."""
-    return f"{value['mean']:.3f}" + (f" ± {value['std']:.3f}" if "std" in value else "")
+    lengths = sorted({length for entry in summary["variants"].values() for length in entry["sliding"]}, key=int)
+    untouched = {
+        method: {str(row["length"]): f"{row[method]['perplexity']:.3f}" for row in summary["before"] if method in row}
+        for method, _ in METHODS
+        if "before" in summary
+    }
+    return filled("summary.md", **summary, methods=METHODS, lengths=lengths, untouched=untouched)
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
