@@ -333,7 +333,7 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
         patch.setattr(matching, "_gradients", gradients)
         assert main(readable) == 130
     said = capsys.readouterr().err
-    assert "stopping after this step" in said
+    assert "Stopping after this step" in said
     assert f"{state} has what was done so far: the same command with --resume goes on from there" in said
     assert signal.getsignal(signal.SIGINT) is handler
     assert there(tmp_path) == {*before, state}

@@ -2,7 +2,6 @@
 
 import signal
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from .corpus import Document, Text, Windows, order
 from .measuring import held_out_loss
 from .options import Count, Length, Limit, Options, UsageError, refuse
 from .results import Results, stopwatch
+from .training import StopRequest
 
 METHODS = ("attention", "closed_form", "none")
 LONGEST = 256
@@ -200,7 +200,7 @@ def write_down(model: PreTrainedModel, found: Results) -> None:
     record_calibration(model, stage, found["tokens"], losses)
 
 
-class Steps:
+class Steps(StopRequest):
     """Context manager in which Ctrl-C waits for the end of a calibration step, and for its whole state.
 
     It stops at once, as usual, before the first step, after the last, and the second time; and always among several
@@ -211,26 +211,22 @@ class Steps:
         accelerator: accelerator of the processes.
     """
 
+    signals = (signal.SIGINT,)
+
     def __init__(self, steps: int, accelerator: Accelerator) -> None:
         """Stop at once before the first step."""
-        self.steps, self.waits = steps, accelerator.num_processes == 1
-        self.stopping = False
+        self.steps, self.waits = steps, False
+        self.alone = accelerator.num_processes == 1
 
-    def __enter__(self) -> "Steps":
-        self.before = signal.getsignal(signal.SIGINT)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.before)
+    def listen(self) -> None:
+        """Wait with Ctrl-C only between the first step and the last."""
+        if self.waits:
+            super().listen()
 
     def made(self, step: int, loss: float) -> None:
         """Raise the KeyboardInterrupt that waits, if there is one; called after each step."""
-        if self.stopping:
+        if self.received:
             raise KeyboardInterrupt
-        if self.waits:
-            signal.signal(signal.SIGINT, self.before if step == self.steps else self._wait)
-
-    def _wait(self, *_: object) -> None:
-        self.stopping = True
-        signal.signal(signal.SIGINT, self.before)
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+        self.restore()
+        self.waits = self.alone and step < self.steps
+        self.listen()

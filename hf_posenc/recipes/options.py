@@ -4,11 +4,11 @@ import json
 import sys
 import textwrap
 import types
-from argparse import SUPPRESS, ArgumentTypeError
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, _ArgumentGroup
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -140,7 +140,7 @@ def parser_of(
         prog=prog, description=(description or "").split("\n")[0], usage="%(prog)s [options]", add_help=False
     )
     parser.epilog = f"examples:\n{examples.strip(chr(10)).format(prog=parser.prog)}" if examples else None
-    groups: dict[str, Adding] = {}
+    groups: dict[str, _ArgumentGroup] = {}
     known_kinds, said = kinds(cls), meanings(cls)
     for title, known in grouped(cls):
         if title not in groups:
@@ -156,13 +156,6 @@ def parser_of(
     general.add_argument("-h", "--help", action="help", help="show the options that are used most, and stop")
     general.add_argument("--help-all", action="help", help="show every option, and stop")
     return parser
-
-
-class Adding(Protocol):
-    """A parser, or a group of it."""
-
-    def add_argument(self, *names: str, **keywords: Any) -> object:
-        """Add an option."""
 
 
 def guesses(cls: type) -> dict[str, str]:
@@ -189,7 +182,7 @@ def grouped(cls: type) -> list[tuple[str, Field[Any]]]:
     return [(title(known), known) for known in sorted(fields(cls), key=place)]
 
 
-def add(group: Adding, known: Field[Any], kind: Kind, said: str) -> None:
+def add(group: _ArgumentGroup, known: Field[Any], kind: Kind, said: str) -> None:
     """Add an option to a group of the parser. An older name of it is read, but not listed.
 
     Args:
@@ -231,14 +224,6 @@ def truth(word: str) -> bool:
     return value
 
 
-def as_in(cls: type, name: str, default: Any = MISSING) -> Any:
-    """Return a field as another class declares it, with its help, and with another default if one is given."""
-    known = next(known for known in fields(cls) if known.name == name)
-    if default is MISSING and known.default is MISSING:
-        return field(default_factory=known.default_factory, metadata=known.metadata)
-    return field(default=known.default if default is MISSING else default, metadata=known.metadata)
-
-
 def default_of(known: Field[Any]) -> Any:
     """Return the default of a field; a list is made anew."""
     return known.default_factory() if known.default_factory is not MISSING else known.default
@@ -246,17 +231,16 @@ def default_of(known: Field[Any]) -> Any:
 
 def from_file(cls: type, words: list[str]) -> list[str]:
     """Return the options in the YAML file that `--config` names, as words of a command line; none without a file."""
-    paths = []
-    for index, word in enumerate(words):
-        if word == "--config":
-            paths += words[index + 1 : index + 2]
-        elif word.startswith("--config="):
-            paths.append(word.partition("=")[2])
-    if not paths:
-        return []
+    reader = ArgumentParser(add_help=False, allow_abbrev=False)
+    reader.add_argument("--config", action="append", nargs="?", default=[])
+    paths = [path for path in reader.parse_known_args(words)[0].config if path]
     if len(paths) > 1:
         raise UsageError(f"--config is for one file, not {len(paths)}: {', '.join(paths)}")
-    (path,) = paths
+    return [word for path in paths for word in words_of(cls, path)]
+
+
+def words_of(cls: type, path: str) -> Iterator[str]:
+    """Yield the options of a YAML file as words of a command line."""
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Once)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -266,11 +250,8 @@ def from_file(cls: type, words: list[str]) -> list[str]:
     known = {field.name: field for field in fields(cls)}
     known |= {field.metadata["was"]: field for field in fields(cls) if "was" in field.metadata}
     if strange := [str(key) for key in content if key not in known]:
-        raise UsageError(
-            f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}"
-            f"{did_you_mean(strange[0], {name: field.name for name, field in known.items()} | guesses(cls))}"
-        )
-    options: list[str] = []
+        meant = did_you_mean(strange[0], {name: field.name for name, field in known.items()} | guesses(cls))
+        raise UsageError(f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}{meant}")
     for key, value in content.items():
         default = default_of(known[key])
         if value in (None, [], {}):  # the command line has no words for these
@@ -279,8 +260,8 @@ def from_file(cls: type, words: list[str]) -> list[str]:
             continue
         if isinstance(value, dict):  # hyper-parameters of a scheme read best as a mapping
             value = [f"{name}={json.dumps(item)}" for name, item in value.items()]
-        options += [option(known[key].name), *map(str, value if isinstance(value, list) else [value])]
-    return options
+        yield option(known[key].name)
+        yield from map(str, value if isinstance(value, list) else [value])
 
 
 class Once(yaml.SafeLoader):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Self, cast
 
 import torch
 from accelerate import Accelerator
@@ -642,12 +642,20 @@ def newest_state(folder: Path) -> Path | None:
 class StopRequest:
     """Context manager that notes a first SIGINT or SIGTERM; a second one does what it does elsewhere."""
 
-    def __enter__(self) -> "StopRequest":
+    signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> Self:
         self.received = 0
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {number: signal.getsignal(number) for number in self.signals}
+        self.listen()
         return self
 
-    def note(self, number: int, _: Any) -> None:
+    def listen(self) -> None:
+        """Note the next signal."""
+        for number in self.signals:
+            signal.signal(number, self.note)
+
+    def note(self, number: int, _: object) -> None:
         """Handle the first signal."""
         self.received = number
         print("\nStopping after this step; the state is saved first. Once more to stop at once.", file=sys.stderr)
@@ -659,10 +667,9 @@ class StopRequest:
             return self.received
         return int(accelerator.gather(torch.tensor([self.received], device=accelerator.device)).max())
 
-    def restore(self) -> None:
+    def restore(self, *_: object) -> None:
         """Put back the handlers from before."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def __exit__(self, *_: object) -> None:
-        self.restore()
+    __exit__ = restore
