@@ -526,7 +526,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
     )
     arguments, _ = options.parse(recipe.Arguments, ["--config", str(path), "--learning-rate", "1e-3"], "test")
     assert arguments.scheme == "shaw"
-    assert importlib.import_module("hf_posenc.recipes.schemes").hyperparameters(arguments.scheme_args) == {
+    assert importlib.import_module("hf_posenc.recipes.models").hyperparameters(arguments.scheme_args) == {
         "max_distance": 8,
         "values": False,
     }
@@ -917,7 +917,8 @@ def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
     assert sorted(name for panel in shown for name in panel[2:]) == sorted(names[:-1])
     assert all(panel[:2] == [figures.BASE, "unpatched"] and len(panel) <= figures.LINES for panel in shown)
     assert any({"rope", "rope-yarn", "rope-linear"} < set(panel) for panel in shown)
-    drawn = figures.plot_by_length(curves, {"trained at": 32, "fine-tuned at": 64}, "runs/$x^$: a path, not a formula")
+    drawn = figures.plot_by_length(curves, {"trained at": 32, "fine-tuned at": 64})
+    figures.entitle(drawn, "runs/$x^$: a path, not a formula")
     drawn.canvas.draw()
     for axes, panel in zip([axes for axes in drawn.axes if axes.get_visible()], shown, strict=True):
         lines = [line for line in axes.lines if not line.get_label().startswith("_")]

@@ -25,13 +25,12 @@ from ..calibration.matching import LOSSES
 from ..checkpoints import files
 from ..checkpoints.entry import STAGES
 from ..registry import family_for
-from . import corpus, models, program, schemes
-from .calibrating import Steps
+from . import corpus, models, program
+from .calibrating import follow_base
 from .corpus import TextArguments, stream
-from .models import DeviceArguments, ModelArguments
+from .models import DeviceArguments, ModelArguments, SchemeArguments, hyperparameters
 from .options import Count, File, Folder, Length, Name, Positive, UsageError, option, parse, refuse
 from .results import Results, write_json
-from .schemes import SchemeArguments, hyperparameters
 
 EXAMPLES = """
   {prog} --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
@@ -68,7 +67,7 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
         seed: seed of everything that is random.
     """
 
-    scheme: Name = field(default="", metadata=schemes.GUESSED)
+    scheme: Name = field(default="", metadata=models.GUESSED)
     output: Folder = ""
     json: File = ""
     plot: File | None = None
@@ -92,17 +91,13 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
         output = Path(self.output)
         return output.with_name(f"{output.name}.state.safetensors")
 
-    def matching(self, steps: Steps | None = None) -> Matching | None:
-        """Return the second stage, or None without one; `steps` waits with Ctrl-C for the end of each step."""
+    def matching(self) -> Matching | None:
+        """Return the second stage, or None without one."""
         if self.stage == "closed_form":
             return None
+        second_stage = {name: getattr(self, name) for name in SECOND_STAGE}
         try:
-            return Matching(
-                **{name: getattr(self, name) for name in SECOND_STAGE},
-                lengths=self.step_lengths or None,
-                state_file=self.state_file,
-                on_step=steps and steps.made,
-            )
+            return Matching(**second_stage, lengths=self.step_lengths or None, state_file=self.state_file)
         except ValueError as error:
             raise UsageError(str(error)) from None
 
@@ -130,7 +125,7 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
     for name, value in (("model", "DIR_OR_ID"), ("scheme", "NAME"), ("output", "DIR")):
         if not getattr(arguments, name):
             raise UsageError(f"{option(name)} {value} is missing")
-    scheme = schemes.named("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
+    scheme = models.named_scheme("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
     corpus.check(arguments, needs_data=True)
     models.check(arguments)
     if arguments.stage == "closed_form":
@@ -198,18 +193,11 @@ def run(arguments: Arguments) -> Results:
         f"Calibrating with {len(windows) - arguments.held_out:,} windows of {arguments.length:,} tokens, and "
         f"{arguments.held_out:,} held out, on {device}; closed forms come first"
     )
-    with Steps(arguments.steps, accelerator) as steps:
-        try:
-            report = hf_posenc.calibrate(
-                model,
-                windows,
-                held_out=arguments.held_out,
-                matching=arguments.matching(steps),
-                judge=arguments.judge,
-                progress=accelerator.is_main_process,
-            )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+    matching, judge = arguments.matching(), arguments.judge
+    try:
+        report = follow_base(accelerator, model, windows, held_out=arguments.held_out, matching=matching, judge=judge)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if accelerator.is_main_process:
         write(arguments, model, tokenizer, report)
         arguments.state_file.unlink(missing_ok=True)

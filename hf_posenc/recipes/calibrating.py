@@ -4,7 +4,7 @@ import signal
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -105,9 +105,30 @@ def loss_at(text: Text, length: int) -> Callable[[nn.Module], float]:
     return held_out_loss(text, min(length, sum(len(document.tokens) for document in text.held_out)))
 
 
+def follow_base(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    held_out: int,
+    matching: Matching | None,
+    judge: str = "loss",
+) -> Calibration:
+    """Calibrate in place; Ctrl-C waits for the end of a step. The arguments are those of `hf_posenc.calibrate`."""
+    with Steps(matching.steps if matching else 0, accelerator) as steps:
+        return hf_posenc.calibrate(
+            model,
+            tokens,
+            held_out=held_out,
+            matching=matching and replace(matching, on_step=steps.made),
+            judge=judge,
+            progress=accelerator.is_main_process,
+        )
+
+
 def calibrate(
     accelerator: Accelerator,
-    model: PreTrainedModel,
+    model: nn.Module,
     tokens: Tensor,
     arguments: CalibrationArguments,
     *,
@@ -134,23 +155,17 @@ def calibrate(
     Raises:
         UsageError: where this model cannot be calibrated.
     """
-    swapped = loss(model)
-    losses = {"length": tokens.shape[1], "base": base_loss, "swapped": swapped}
-    if abs(swapped - base_loss) < UNCHANGED:
+    losses = {"length": tokens.shape[1], "base": base_loss, "swapped": loss(model)}
+    if abs(losses["swapped"] - base_loss) < UNCHANGED:
         return skipped("the model predicts what the base predicts") | {"held_out_loss": losses}
-    steps = arguments.calibrate_steps if arguments.calibrate == "attention" else 0
-    batch_size = max(1, Matching.batch_size // accelerator.num_processes)
+    steps, matching = 0, None
+    if arguments.calibrate == "attention":
+        steps, batch_size = arguments.calibrate_steps, max(1, Matching.batch_size // accelerator.num_processes)
+        matching = Matching(steps=steps, batch_size=batch_size, seed=seed, state_file=state_file)
     seconds: dict[str, float] = {}
     try:
-        with Steps(steps, accelerator) as waiting, stopwatch(seconds, "seconds"):
-            matching = (
-                Matching(steps=steps, batch_size=batch_size, seed=seed, state_file=state_file, on_step=waiting.made)
-                if steps
-                else None
-            )
-            report = hf_posenc.calibrate(
-                model, tokens, held_out=HELD_OUT, matching=matching, progress=accelerator.is_main_process
-            )
+        with stopwatch(seconds, "seconds"):
+            report = follow_base(accelerator, model, tokens, held_out=HELD_OUT, matching=matching)
     except (ValueError, hf_posenc.HfPosencError) as error:
         raise UsageError(f"--calibrate {arguments.calibrate}: {error}; --calibrate none swaps plainly") from None
     adapted = isinstance(model, peft.PeftModel)
@@ -172,14 +187,10 @@ def calibrate(
 def by_layer(report: Calibration) -> Results:
     """Return each layer's divergences, averaged over heads, and its closed forms; and the means over layers."""
     stages = ("before", "closed", "after")
-    layers = [
-        {
-            "index": each.index,
-            **{name: getattr(each, name).mean().item() for name in stages},
-            "chosen": dict(Counter(each.chosen)),
-        }
-        for each in report.layers
-    ]
+    layers = []
+    for layer in report.layers:
+        means = {name: getattr(layer, name).mean().item() for name in stages}
+        layers.append({"index": layer.index, **means, "chosen": dict(Counter(layer.chosen))})
     return {
         "divergence": {name: statistics.fmean(layer[name] for layer in layers) for name in stages},
         "layers": layers,

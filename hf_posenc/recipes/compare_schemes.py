@@ -18,15 +18,14 @@ import hf_posenc
 
 from ..registry import scheme_class
 from ..spelling import did_you_mean
-from . import many_runs, one_run, program, run_folder, sweep_report, training
+from . import many_runs, one_run, program, sweep_report
 from .calibrating import CalibrationArguments
-from .corpus import read_text
+from .corpus import Text
 from .many_runs import SweepArguments
-from .models import load_named
+from .models import UNPATCHED, load_named
 from .one_run import SharedArguments
 from .options import Folder, NotNegative, UsageError, each_once, parse, refuse
 from .results import Results, last_name
-from .schemes import UNPATCHED
 
 EXAMPLES = """
   {prog} --model gpt2 --data book.txt --variants unpatched alibi rope-yarn t5 --seeds 0 1 2
@@ -59,27 +58,17 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     folder = Path(arguments.output)
-    before: list[Results] = []
 
-    def one(variant: str, seed: int, target: Path) -> None:
-        given = one_run.Sweep(text, identities[variant, seed], before or None)
-        before[:] = one_run.run(run_arguments(arguments, variant, seed, target), given)["before"]
+    def one(variant: str, seed: int, target: Path, text: Text, of: Results) -> None:
+        before = next((runs[0]["before"] for runs in many_runs.read(folder).values()), None)
+        one_run.run(run_arguments(arguments, variant, seed, target), one_run.Sweep(text, of, before))
         if not arguments.keep_weights and PartialState().is_main_process:
             shutil.rmtree(target / "model")
 
     with program.ending(parser, "the same command", lambda: many_runs.KEPT):
         variants = check_arguments(arguments)
-        assert arguments.model is not None  # without one check_arguments has raised
-        accelerator = training.accelerator_for(arguments, folder)
-        tokenizer = load_named(AutoTokenizer, arguments)
-        text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
-        identities = many_runs.identify(arguments, text, variants, accelerator)
-        with run_folder.alone(accelerator, folder):
-            many_runs.check(folder, identities)
-            for runs in many_runs.read(folder).values():
-                before[:] = runs[0]["before"]
-            many_runs.complete(folder, identities, one)
-        summary = sweep_report.summarize(folder, f"Schemes on {last_name(arguments.model)}")
+        many_runs.make(arguments, variants, load_named(AutoTokenizer, arguments), one)
+        summary = sweep_report.summarize(folder, f"Schemes on {last_name(str(arguments.model))}")
     print(sweep_report.markdown(summary))
     return summary
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import datasets
 import jinja2
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .embedded import library_parts
 from .options import Count, File, Options, UsageError, refuse
+from .results import Results
 
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", "": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".parquet": "parquet"}
@@ -223,7 +224,7 @@ def rows_of(arguments: TextArguments) -> Iterable[dict[str, Any]]:
     return datasets.load_dataset(kind, data_files=arguments.data, split="train", streaming=arguments.streaming)
 
 
-def is_chat(value: Any) -> bool:
+def is_chat(value: object) -> TypeGuard[Chat]:
     """Return whether a value is a list of messages."""
     if not (isinstance(value, list) and value):
         return False
@@ -249,7 +250,7 @@ def as_string(text: str | Chat) -> str:
     return text if isinstance(text, str) else json.dumps(text)
 
 
-def encode(tokenizer: Any, texts: Sequence[str | Chat]) -> list[Document]:
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | Chat]) -> list[Document]:
     """Tokenise texts, each between the marks that the tokenizer adds, and chats by the tokenizer's template.
 
     If the tokenizer adds no marks, a text ends with the tokenizer's end-of-text.
@@ -265,7 +266,7 @@ def encode(tokenizer: Any, texts: Sequence[str | Chat]) -> list[Document]:
     ]
 
 
-def encode_chat(tokenizer: Any, chat: Chat) -> Document:
+def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Document:
     """Tokenise a chat as the tokenizer's template writes it; only the assistant's tokens count.
 
     A template can mark the assistant's part (`{% generation %}`). Without marks, it is the text that the template adds
@@ -295,7 +296,7 @@ def encode_chat(tokenizer: Any, chat: Chat) -> Document:
     return Document(tokens, text_bytes(tokens, tokenizer), torch.tensor(counted, dtype=torch.bool))
 
 
-def assistant_spans(tokenizer: Any, chat: Chat, whole: str) -> list[tuple[int, int]]:
+def assistant_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str) -> list[tuple[int, int]]:
     """Return where the assistant's parts begin and end in a chat that was written out, in characters."""
     spans = []
     for index, message in enumerate(chat):
@@ -313,56 +314,44 @@ def assistant_spans(tokenizer: Any, chat: Chat, whole: str) -> list[tuple[int, i
     return spans
 
 
-def encode_and_keep(tokenizer: Any, texts: Sequence[str | Chat], workers: int | None) -> list[Document]:
+def encode_and_keep(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | Chat], workers: int | None
+) -> list[Document]:
     """Tokenise texts as `encode` does, or read their tokens from the cache of datasets.
 
     The name in the cache is a digest of every text and of the tokenizer, so that no other text can have it.
     """
     if not texts:
         return []
-    key = hashlib.sha256(
-        tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else pickle.dumps(tokenizer)
-    )
     chats = not isinstance(texts[0], str)
-    if chats:
-        key.update(f"chats {tokenizer.chat_template}".encode())
-    strings = [as_string(text) for text in texts]
-    for text in strings:
-        key.update(len(text).to_bytes(8, "big") + text.encode())
+    state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(pickle.dumps(tokenizer))
+    made_from = json.dumps([state, tokenizer.chat_template if chats else None, texts])
+    key = hashlib.sha256(made_from.encode()).hexdigest()
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posenc"
     folder.mkdir(parents=True, exist_ok=True)
 
     def columns(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-        documents = encode(tokenizer, [json.loads(text) for text in batch["text"]] if chats else batch["text"])
-        by_name: dict[str, list[Any]] = {
-            "tokens": [document.tokens for document in documents],
-            "bytes": [document.bytes for document in documents],
-        }
-        return by_name | ({"counted": [document.counted for document in documents]} if chats else {})
+        documents = encode(tokenizer, [json.loads(text) for text in batch["text"]])
+        names = ("tokens", "bytes", "counted") if chats else ("tokens", "bytes")
+        return {name: [getattr(document, name) for document in documents] for name in names}
 
-    if sum(map(len, strings)) < LARGE:
-        datasets.disable_progress_bars()
-    else:
-        datasets.enable_progress_bars()
-    rows = datasets.Dataset.from_dict({"text": strings}).map(
+    (datasets.disable_progress_bars if len(made_from) < LARGE else datasets.enable_progress_bars)()
+    rows = datasets.Dataset.from_dict({"text": [json.dumps(text) for text in texts]}).map(
         columns,
         batched=True,
         num_proc=workers,
         remove_columns="text",
         desc="tokenizing",
-        cache_file_name=str(folder / f"{key.hexdigest()}.arrow"),
-        new_fingerprint=key.hexdigest()[:16],
+        cache_file_name=str(folder / f"{key}.arrow"),
+        new_fingerprint=key[:16],
     )
     tensors, counts = rows.with_format("torch")[:], rows[:]["bytes"]
     marks = [mark.bool() for mark in tensors["counted"]] if chats else [None] * len(counts)
-    return [
-        Document(tokens, count, counted)
-        for tokens, count, counted in zip(tensors["tokens"], counts, marks, strict=True)
-    ]
+    return [Document(*columns) for columns in zip(tensors["tokens"], counts, marks, strict=True)]
 
 
 def split(
-    documents: list[Document], tokenizer: Any, eval_tokens: int, seed: int
+    documents: list[Document], tokenizer: PreTrainedTokenizerBase, eval_tokens: int, seed: int
 ) -> tuple[list[Document], list[Document]]:
     """Return training and held-out documents. Whole documents are held out, so no text is on both sides.
 
@@ -392,7 +381,7 @@ def split(
     return [documents[index] for index in sorted(order)], measured
 
 
-def cut(documents: list[Document], tokenizer: Any, tokens: int) -> list[Document]:
+def cut(documents: list[Document], tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Document]:
     """Return the beginning of a text, at most a number of tokens; the last document is cut."""
     kept: list[Document] = []
     for document in documents:
@@ -403,14 +392,14 @@ def cut(documents: list[Document], tokenizer: Any, tokens: int) -> list[Document
     return kept
 
 
-def part_of(document: Document, part: slice, tokenizer: Any) -> Document:
+def part_of(document: Document, part: slice, tokenizer: PreTrainedTokenizerBase) -> Document:
     """Return a part of a document."""
     tokens = document.tokens[part]
     counted = None if document.counted is None else document.counted[part]
     return Document(tokens, text_bytes(tokens, tokenizer), counted)
 
 
-def text_bytes(tokens: Tensor, tokenizer: Any) -> int:
+def text_bytes(tokens: Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of bytes of a text, without the marks that the tokenizer added."""
     return len(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
 
@@ -436,7 +425,7 @@ class Text:
     train: list[Document]
     held_out: list[Document]
 
-    def to_dict(self, arguments: TextArguments) -> dict[str, Any]:
+    def to_dict(self, arguments: TextArguments) -> Results:
         """Return what the results of a run say of its text."""
         return {
             "description": describe(arguments),
@@ -460,7 +449,11 @@ class Text:
 
 
 def read_text(
-    arguments: DataArguments, tokenizer: Any, accelerator: Accelerator, training_tokens: int, split_seed: int
+    arguments: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Accelerator,
+    training_tokens: int,
+    split_seed: int,
 ) -> Text:
     """Read the text that a run trains on and the text that it measures.
 

@@ -7,12 +7,21 @@ that.
 
 import sysconfig
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    get_cosine_schedule_with_warmup,
+)
+
+T = TypeVar("T", bound=PreTrainedModel)
 
 FOLDER = Path(__file__).parent / "embedded_base"
 """The checkpoint: float16 weights, their config, the tokenizer. `scripts/make_embedded_base.py` writes it."""
@@ -91,10 +100,7 @@ def decoder(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model = GPT2LMHeadModel(config)
-    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
-    model.loss_type = "ForCausalLM"
-    return model
+    return with_loss(GPT2LMHeadModel(config))
 
 
 def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
@@ -113,10 +119,15 @@ def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
     return model
 
 
-def trained_base() -> GPT2LMHeadModel:
-    """Return the trained base from `FOLDER`, in float32, in eval mode: ready to patch, train and measure."""
-    model = GPT2LMHeadModel.from_pretrained(FOLDER, dtype=torch.float32)
-    model.loss_type = "ForCausalLM"  # as in `decoder`
+def trained_base(folder: Path = FOLDER) -> GPT2LMHeadModel:
+    """Return the trained base from a folder, in float32, in eval mode: ready to patch, train and measure."""
+    return with_loss(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32))
+
+
+def with_loss(model: T) -> T:
+    """Set `loss_type`, so that transformers does not warn."""
+    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
+    model.loss_type = "ForCausalLM"
     return model
 
 

@@ -10,8 +10,10 @@ Both perplexities, bits per byte, loss by position and retrieval go to --json an
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+from accelerate import Accelerator
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
@@ -23,7 +25,7 @@ from .corpus import Document
 from .measuring import HeldOutArguments
 from .models import DeviceArguments, ModelArguments, check_vocabulary, count, load_named
 from .options import Checkpoint, Count, File, UsageError, parse
-from .results import origin, write_json
+from .results import Results, origin, write_json
 
 EXAMPLES = """
   {prog} --model runs/gpt2-alibi/model --data book.txt --lengths 512 1024 2048
@@ -48,7 +50,7 @@ class Arguments(ModelArguments, DeviceArguments, HeldOutArguments):
     json: File = field(default="runs/evaluation.json", metadata={"was": "output"})
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Measure a checkpoint and return the content of `--json`."""
     argv = named(sys.argv[1:] if argv is None else argv)
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
@@ -63,7 +65,7 @@ def named(words: list[str]) -> list[str]:
     return [*given, *words[first:]]
 
 
-def run(arguments: Arguments) -> dict[str, Any]:
+def run(arguments: Arguments) -> Results:
     """Measure a checkpoint on the beginning of the text, at most --eval-tokens of it, and write the numbers."""
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID is missing")
@@ -118,7 +120,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
 
 
 def with_memory(
-    model: Any, documents: list[Document], arguments: Arguments, accelerator: Any, rows: list[dict[str, Any]]
+    model: nn.Module, documents: list[Document], arguments: Arguments, accelerator: Accelerator, rows: list[Results]
 ) -> None:
     """Add to each row the perplexity of segments, with and without a memory of the segment before."""
     for row in rows:
@@ -145,7 +147,7 @@ def with_memory(
 HEAD = f"{'context':>10}  {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}"
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Results) -> str:
     """Return both perplexities and the bits per byte of a length as a line. Lower is better."""
     if "impossible" in row:
         return f"{row['length']:>10}  - ({row['impossible']})"

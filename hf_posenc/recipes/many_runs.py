@@ -7,18 +7,18 @@ all the runs that are there.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
 
 import hf_posenc
 
-from . import identity, schemes
-from .corpus import Text
+from . import identity, models, run_folder, training
+from .corpus import DataArguments, Text, read_text
 from .options import Folder, Options
-from .results import read_json
+from .results import Results, read_json
+from .training import TrainingArguments
 
-Runs = dict[str, list[dict[str, Any]]]
+Runs = dict[str, list[Results]]
 KEPT = "Finished runs are kept, and of the one that was interrupted its newest state: the same command goes on."
 
 
@@ -37,52 +37,50 @@ class SweepArguments(Options):
     output: Folder = "runs/sweep"
 
 
-def identify(
-    arguments: SweepArguments, text: Text, variants: Mapping[str, hf_posenc.Scheme | None], accelerator: Accelerator
-) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the identity of each run of a sweep by variant and seed, in the order to make them: seed by seed.
-
-    Args:
-        arguments: of the recipe, checked.
-        text: that all runs read.
-        variants: the scheme of each variant, None for a control.
-        accelerator: of the processes that make the runs.
-    """
-    launched = identity.launched(accelerator)
-    return {
-        (name, seed): identity.of(arguments, text, variant=name, seed=seed, scheme=schemes.to_json(scheme), **launched)
-        for seed in arguments.seeds
-        for name, scheme in variants.items()
-    }
-
-
-def complete(
-    folder: Path, identities: dict[tuple[str, int], dict[str, Any]], one: Callable[[str, int, Path], None]
+def make(
+    arguments: TrainingArguments,
+    variants: Mapping[str, hf_posenc.Scheme | None],
+    tokenizer: PreTrainedTokenizerBase,
+    one: Callable[[str, int, Path, Text, Results], None],
 ) -> None:
-    """Make every run that has no results yet, seed by seed, so that a half-done sweep compares all variants.
+    """Make every run of a sweep that has no results yet, seed by seed, so that a half-done sweep compares all variants.
 
     Args:
-        folder: of the sweep.
-        identities: from `identify`.
-        one: makes a run from variant, seed and folder, and leaves results.json there.
+        arguments: of the recipe, checked; a sweep's, and those of its text.
+        variants: the scheme of each variant, None for a control.
+        tokenizer: of the text.
+        one: makes a run from variant, seed, folder, text and identity, and leaves results.json there.
 
     Raises:
         UsageError: if the folder holds runs of another sweep; nothing is run then.
     """
-    check(folder, identities)
-    for variant, seed in identities:
-        target = place(folder, variant, seed)
-        if not (target / "results.json").is_file():
-            print(f"\n=== {variant}, seed {seed} ===", flush=True)
-            one(variant, seed, target)
+    assert isinstance(arguments, SweepArguments)
+    assert isinstance(arguments, DataArguments)
+    folder = Path(arguments.output)
+    accelerator = training.accelerator_for(arguments, folder)
+    text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
+    launched = identity.launched(accelerator)
+    runs = {
+        place(folder, name, seed): (
+            *(name, seed),
+            identity.of(arguments, text, variant=name, seed=seed, scheme=models.scheme_to_json(scheme), **launched),
+        )
+        for seed in arguments.seeds
+        for name, scheme in variants.items()
+    }
+    with run_folder.alone(accelerator, folder):
+        check(folder, {target: of for target, (_, _, of) in runs.items()})
+        for target, (variant, seed, of) in runs.items():
+            if not (target / "results.json").is_file():
+                print(f"\n=== {variant}, seed {seed} ===", flush=True)
+                one(variant, seed, target, text, of)
 
 
-def check(folder: Path, identities: dict[tuple[str, int], dict[str, Any]]) -> None:
-    """Raise UsageError unless the runs in the folder have these identities, and all others are of the same sweep."""
+def check(folder: Path, identities: dict[Path, Results]) -> None:
+    """Raise UsageError unless the runs in these folders have these identities, and all others are of the same sweep."""
     shared = identity.common(next(iter(identities.values())))
-    asked = {place(folder, variant, seed): wanted for (variant, seed), wanted in identities.items()}
     for target in sorted(folder.glob("runs/*/seed-*")):
-        identity.hold(target, asked.get(target, shared), "choose another --output, or remove that folder")
+        identity.hold(target, identities.get(target, shared), "choose another --output, or remove that folder")
 
 
 def place(folder: Path, variant: str, seed: int) -> Path:

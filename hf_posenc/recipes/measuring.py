@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -12,6 +11,7 @@ from ..evaluation import induction_copy, measure_context, non_overlapping_perple
 from .corpus import DataArguments, Document, Text, stream
 from .models import position_limit
 from .options import Natural, Options, UsageError
+from .results import Results
 from .training import Diverged
 
 SHORTEST_RETRIEVAL = 32
@@ -92,7 +92,7 @@ def held_out_loss(text: Text, length: int) -> Callable[[nn.Module], float]:
 
 def measure_model(
     model: nn.Module, held_out: list[Document], arguments: HeldOutArguments, accelerator: Accelerator
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[list[Results], list[Results]]:
     """Return what `perplexities` measures, a row per length, and `retrieval`, a cell per length and lag."""
     return perplexities(model, held_out, arguments, accelerator), retrieval(model, arguments, accelerator)
 
@@ -102,8 +102,8 @@ def perplexities(
     held_out: list[Document],
     arguments: HeldOutArguments,
     accelerator: Accelerator,
-    on_row: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+    on_row: Callable[[Results], None] = lambda _: None,
+) -> list[Results]:
     """Measure both perplexities, bits per byte and loss by position at every length.
 
     Held-out documents are measured in a row, or, where they were packed apart, each on its own.
@@ -146,7 +146,7 @@ def perplexities(
     return rows
 
 
-def retrieval(model: nn.Module, arguments: MeasuringArguments, accelerator: Accelerator) -> list[dict[str, Any]]:
+def retrieval(model: nn.Module, arguments: MeasuringArguments, accelerator: Accelerator) -> list[Results]:
     """Measure how well the model copies a passage it has seen: a cell per lag and per length that it can run at."""
     limit = position_limit(model)
     possible = [length for length in arguments.lengths if limit is None or length <= limit]

@@ -1,9 +1,10 @@
-"""Loading and saving of models, and what the recipes have to know of one: its weights, its positions, its token ids."""
+"""Models and the schemes patched into them: options, loading, saving, and what the recipes have to know of one."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,14 +17,22 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 import hf_posenc
 
+from .. import arguments as command_line
+from ..api import parse_schemes
 from ..checkpoints import files, hub
 from ..errors import UnsupportedModelError
 from ..families.base import base_model_type
-from ..live.state import without_adapter
+from ..live.state import patch_of, without_adapter
 from ..registry import family_for
 from .corpus import Document, stream
-from .options import Checkpoint, Name, Options, UsageError, option
-from .schemes import limit_of
+from .embedded import with_loss
+from .options import Checkpoint, Hyperparameter, Name, Options, UsageError, option
+from .results import Results
+
+UNPATCHED = "unpatched"
+"""In the place of a scheme's name: the base as it is, as a control."""
+GUESSED = {"guesses": ("variants",)}
+"""Metadata of the option `scheme`."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -39,6 +48,20 @@ class ModelArguments(Options):
 
     model: Checkpoint | None = None
     revision: Name | None = None
+
+
+@dataclass
+class SchemeArguments(Options):
+    """The scheme.
+
+    Args:
+        scheme: position encoding to patch in (`hf-posenc schemes` lists them); `extend` also takes unpatched: the base
+            as it is, as a control.
+        scheme_args: its hyper-parameters, e.g. max_distance=64 share_heads=false; see `hf-posenc schemes NAME`.
+    """
+
+    scheme: Name = field(default="alibi", metadata=GUESSED)
+    scheme_args: list[Hyperparameter] = field(default_factory=list)
 
 
 @dataclass
@@ -88,7 +111,7 @@ def load_named(cls: Any, arguments: ModelArguments, **more: Any) -> Any:
     return load(cls, arguments.model, **revision_of(arguments), **more)
 
 
-def load_patched(arguments: Any, scheme: hf_posenc.Scheme, seed: int) -> Any:
+def load_patched(arguments: ModelArguments, scheme: hf_posenc.Scheme, seed: int) -> PreTrainedModel:
     """Load the stock checkpoint that `--model` names, in `--dtype`, and patch it; raise UsageError if it cannot be."""
     model = load_named(AutoModelForCausalLM, arguments, dtype=dtype_of(arguments))
     try:
@@ -102,7 +125,7 @@ def revision_of(arguments: ModelArguments) -> dict[str, str]:
     return {} if arguments.revision is None else {"revision": arguments.revision}
 
 
-def dtype_of(arguments: "DeviceArguments") -> Any:
+def dtype_of(arguments: "DeviceArguments") -> "str | torch.dtype":
     """Return `--dtype` as `from_pretrained` takes it."""
     return "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
 
@@ -142,18 +165,6 @@ def load_base(arguments: ModelArguments) -> PreTrainedModel:
     return with_loss(load_named(AutoModelForCausalLM, arguments, dtype=torch.float32))
 
 
-def load_trained_base(folder: Path) -> PreTrainedModel:
-    """Load the embedded base from the folder that a run saved it in."""
-    return with_loss(load(AutoModelForCausalLM, str(folder), dtype=torch.float32))
-
-
-def with_loss(model: PreTrainedModel) -> PreTrainedModel:
-    """Set `loss_type`, so that transformers does not warn."""
-    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
-    model.loss_type = "ForCausalLM"
-    return model
-
-
 @contextmanager
 def loaded_whole(accelerator: Accelerator) -> Iterator[None]:
     """Keep ZeRO-3 from spreading weights while they are loaded: the base is measured and patched first."""
@@ -168,7 +179,7 @@ def loaded_whole(accelerator: Accelerator) -> Iterator[None]:
         set_hf_deepspeed_config(config)
 
 
-def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: Any, output: Path) -> None:
+def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     """Save weights and tokenizer in `output/model`, and a LoRA adapter alone in `output/adapter`."""
     model = accelerator.unwrap_model(wrapped)
     weights = accelerator.get_state_dict(wrapped)  # gathered, where processes hold parts
@@ -186,7 +197,9 @@ def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: Any, output: P
         save_stock(accelerator, model, tokenizer, output / "model")
 
 
-def save_stock(accelerator: Accelerator, model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+def save_stock(
+    accelerator: Accelerator, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
     """Save an unpatched model in place of the folder, whole or not at all."""
     if accelerator.is_main_process:
         with files.new_folder(folder) as partial:
@@ -222,13 +235,15 @@ def position_table(model: nn.Module) -> nn.Module | None:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return the number of positions of the scheme or, in a stock model, of its table; None if there is no limit."""
-    if hf_posenc.is_patched(model):
-        return limit_of(model)
+    """Return the number of positions of the scheme or, in a stock model, of its table; None if there is no limit.
+
+    It looks below an adapter of PEFT.
+    """
+    if (patch := patch_of(model)) is not None:
+        return patch.limit
     if (table := position_table(model)) is None:
         return None
-    rows: Any = table.num_embeddings
-    return int(rows) - family_for(model.config.model_type).table_offset
+    return len(table.get_parameter("weight")) - family_for(model.config.model_type).table_offset
 
 
 def check_vocabulary(model: PreTrainedModel, *texts: list[Document]) -> None:
@@ -255,3 +270,44 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     with torch.no_grad():
         one, other = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 2:]
     return torch.allclose(one, other, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- schemes
+
+
+def hyperparameters(pairs: list[str]) -> dict[str, Any]:
+    """Return `name=value` words as a scheme's keyword arguments; raise UsageError if one is not of that form."""
+    try:
+        return command_line.hyperparameters(pairs)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def named_scheme(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
+    """Return a scheme by name and hyper-parameters; raise UsageError, naming the option, if there is no such scheme."""
+    try:
+        (scheme,) = parse_schemes(name, given)
+        return scheme
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{option(asked)} {name}: {error}") from None
+
+
+def patch_and_verify(model: nn.Module, scheme: hf_posenc.Scheme, seed: int) -> str:
+    """Patch a model in place and return the report of `verify`.
+
+    Raises:
+        RuntimeError: if a layer does not respond to its positions.
+    """
+    hf_posenc.patch_model(model, scheme, seed=seed)
+    if not (report := hf_posenc.verify(model)):
+        raise RuntimeError(f"the patch does not do what it should:\n{report}")
+    return str(report)
+
+
+def scheme_to_json(*schemes: hf_posenc.Scheme | None) -> Results:
+    """Return schemes with all their hyper-parameters as JSON holds them; None, or no scheme at all, is the base."""
+    entries = [{"name": scheme.name, **scheme.hyperparameters()} for scheme in schemes if scheme is not None]
+    if not entries:
+        return {"name": UNPATCHED}
+    both = {"name": " + ".join(str(entry["name"]) for entry in entries), "schemes": entries}
+    return dict(json.loads(json.dumps(entries[0] if len(entries) == 1 else both)))

@@ -29,7 +29,6 @@ from . import (
     rates,
     run_folder,
     run_report,
-    schemes,
     training,
 )
 from .calibrating import CalibrationArguments
@@ -37,11 +36,10 @@ from .corpus import Text, read_text, stream
 from .distillation import Distillation, teacher_of
 from .embedded import CONTEXT, FOLDER, PROMPT, byte_model, byte_tokenizer, sample, train_base, trained_base
 from .measuring import HeldOutArguments, held_out_loss, measure_model
-from .models import ModelArguments, count, load_base, load_named, load_trained_base, position_limit
+from .models import UNPATCHED, ModelArguments, SchemeArguments
 from .options import Count, Name, Natural, UsageError, refuse
 from .results import Results, origin, stopwatch
 from .run_folder import FolderArguments
-from .schemes import UNPATCHED, SchemeArguments, hyperparameters
 from .training import FineTuningArguments, Phase
 
 MEASURED = ("seconds", "before", "retrieval_before", "calibration", "learning_rates")
@@ -75,7 +73,7 @@ class Arguments(FolderArguments, SchemeArguments, SharedArguments):
     """
 
     # The default: the scheme that calibration brings closest to its base.
-    scheme: Name = field(default="transformer_xl", metadata=schemes.GUESSED)
+    scheme: Name = field(default="transformer_xl", metadata=models.GUESSED)
     steps: Count = 60
     seed: int = 0
     push_to: str | None = None
@@ -133,18 +131,18 @@ def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
     accelerator = training.accelerator_for(arguments, Path(arguments.output))
     set_seed(arguments.seed)
     accelerator.print(f"Reading {corpus.describe(arguments)}")
-    tokenizer = load_named(AutoTokenizer, arguments) if arguments.model else byte_tokenizer()
+    tokenizer = models.load_named(AutoTokenizer, arguments) if arguments.model else byte_tokenizer()
     if sweep:
         text, of = sweep.text, sweep.identity
     else:
         text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
-        of = identity.of(arguments, text, scheme=schemes.to_json(scheme), **identity.launched(accelerator))
+        of = identity.of(arguments, text, scheme=models.scheme_to_json(scheme), **identity.launched(accelerator))
     if arguments.model is None and not arguments.train_base:
         of["base"] = identity.digest_of(str(FOLDER))
     earlier = run_folder.earlier(arguments, of)
     with models.loaded_whole(accelerator):
-        model: PreTrainedModel = load_base(arguments) if arguments.model else trained_base()
-    trained_length = position_limit(model) or model.config.max_position_embeddings
+        model: PreTrainedModel = models.load_base(arguments) if arguments.model else trained_base()
+    trained_length = models.position_limit(model) or model.config.max_position_embeddings
     plan = make_plan(arguments, text, trained_length, accelerator)
     data = text.to_dict(arguments)
     accelerator.print(
@@ -237,12 +235,6 @@ class Run:
         """The folder of the run."""
         return Path(self.arguments.output)
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """The time that each step took."""
-        seconds: dict[str, float] = self.results["seconds"]
-        return seconds
-
     def say(self, text: str) -> None:
         """Print on one process."""
         self.accelerator.print(text)
@@ -250,10 +242,11 @@ class Run:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Context manager that stores the time spent inside as `seconds[name]`, and prints it with the memory."""
-        with stopwatch(self.seconds, name):
+        seconds: dict[str, float] = self.results["seconds"]
+        with stopwatch(seconds, name):
             yield
         memory = training.peak_memory(self.accelerator) / 2**30
-        self.say(f"  That took {self.seconds[name]:.1f} s. Most memory so far: {memory:.2f} GiB.")
+        self.say(f"  That took {seconds[name]:.1f} s. Most memory so far: {memory:.2f} GiB.")
 
     def write_progress(self) -> None:
         """Keep the results so far: `--resume` does not make them again."""
@@ -270,10 +263,10 @@ class Run:
         """Train the embedded base, with `--train-base`, or load the one that an interrupted run has trained."""
         arguments, folder = self.arguments, self.output / "base"
         if arguments.train_base and self.resumed and (folder / "config.json").is_file():
-            self.model = load_trained_base(folder).to(self.accelerator.device)
+            self.model = trained_base(folder).to(self.accelerator.device)
         elif arguments.train_base:
             context = self.model.config.n_positions
-            self.say(f"Training the embedded base: {count(self.model):,} weights, context {context}")
+            self.say(f"Training the embedded base: {models.count(self.model):,} weights, context {context}")
             set_seed(arguments.base_seed)
             self.model = byte_model(self.tokenizer).to(self.accelerator.device)
             with self.timed("base"):
@@ -307,14 +300,16 @@ class Run:
         if arguments.distill:
             self.teacher = teacher_of(self.model, share_weights=bool(arguments.lora_rank))
         if self.scheme is not None:
-            self.results["verify"] = schemes.patch(self.model, self.scheme, arguments.seed)
+            self.results["verify"] = models.patch_and_verify(self.model, self.scheme, arguments.seed)
             self.say(f"Patched\n{hf_posenc.describe(self.model)}\n{self.results['verify']}")
-        self.results["scheme"] = schemes.to_json(*hf_posenc.schemes_of(self.model))
+        self.results["scheme"] = models.scheme_to_json(*hf_posenc.schemes_of(self.model))
         if arguments.lora_rank:
             # A copy of the config: PEFT writes into it.
             self.model = peft.get_peft_model(self.model, hf_posenc.lora_config(self.model, r=arguments.lora_rank))
-            trained = count(self.model, trained=True)
-            self.say(f"LoRA of rank {arguments.lora_rank}: {trained:,} of {count(self.model):,} weights are trained")
+            trained = models.count(self.model, trained=True)
+            self.say(
+                f"LoRA of rank {arguments.lora_rank}: {trained:,} of {models.count(self.model):,} weights are trained"
+            )
 
     def calibrate(self) -> None:
         """Calibrate the model, or read the calibrated weights of an interrupted run."""
@@ -429,7 +424,7 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     check_unused(arguments)
     scheme = None
     if arguments.scheme != UNPATCHED:
-        scheme = schemes.named("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
+        scheme = models.named_scheme("scheme", arguments.scheme, models.hyperparameters(arguments.scheme_args))
     elif arguments.scheme_args or arguments.lora_rank:
         raise UsageError(
             f"--scheme {UNPATCHED} takes neither --scheme-args nor --lora-rank; as a control with LoRA patch in the "
@@ -468,7 +463,7 @@ def check_patch(
     """
     longest = max(arguments.train_length, arguments.lengths[-1])
     with hf_posenc.patched(model, scheme, seed=arguments.seed) if scheme is not None else nullcontext():
-        limit = position_limit(model)
+        limit = models.position_limit(model)
         if scheme is None and limit is not None and limit < arguments.train_length:
             raise UsageError(
                 f"--scheme {UNPATCHED}: the base's table ends at {limit} positions, --train-length is "

@@ -17,15 +17,14 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import hf_posenc
 
 from ..analysis import plots
-from . import corpus, identity, many_runs, measuring, models, program, run_folder, schemes, sweep_report, training
-from .corpus import Text, Windows, read_text
+from . import corpus, identity, many_runs, measuring, models, program, run_folder, sweep_report, training
+from .corpus import Text, Windows
 from .embedded import byte_tokenizer, decoder
 from .many_runs import SweepArguments
 from .measuring import HeldOutArguments, held_out_loss, measure_model
-from .models import check_vocabulary, count, load, save
+from .models import check_vocabulary, count, hyperparameters, load, save
 from .options import Count, Folder, Hyperparameter, Length, Natural, Positive, UsageError, each_once, parse
 from .results import Results, origin, stopwatch
-from .schemes import hyperparameters
 from .training import Phase, TrainingArguments
 
 EXAMPLES = """
@@ -68,20 +67,15 @@ class Arguments(SweepArguments, HeldOutArguments, TrainingArguments):
 def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
-    folder = Path(arguments.output)
     with program.ending(parser, "the same command", lambda: many_runs.KEPT):
         wanted = check_arguments(arguments)
-        accelerator = training.accelerator_for(arguments, folder)
         tokenizer = load(AutoTokenizer, arguments.tokenizer, "tokenizer") if arguments.tokenizer else byte_tokenizer()
-        text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
-        identities = many_runs.identify(arguments, text, dict(wanted), accelerator)
 
-        def one(name: str, seed: int, target: Path) -> None:
-            run(arguments, wanted[name], seed, target, tokenizer, text, identities[name, seed])
+        def one(name: str, seed: int, target: Path, text: Text, of: Results) -> None:
+            run(arguments, wanted[name], seed, target, tokenizer, text, of)
 
-        with run_folder.alone(accelerator, folder):
-            many_runs.complete(folder, identities, one)
-        summary = sweep_report.summarize(folder, f"From scratch, trained at {arguments.train_length}")
+        many_runs.make(arguments, wanted, tokenizer, one)
+        summary = sweep_report.summarize(Path(arguments.output), f"From scratch, trained at {arguments.train_length}")
     print(sweep_report.markdown(summary))
     return summary
 
@@ -99,7 +93,7 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
         raise UsageError("--scheme-args is for one scheme, --schemes names several")
     usual = {"learned": {"num_positions": arguments.train_length}}
     given = hyperparameters(arguments.scheme_args)
-    return {name: schemes.named("schemes", name, usual.get(name, {}) | given) for name in arguments.schemes}
+    return {name: models.named_scheme("schemes", name, usual.get(name, {}) | given) for name in arguments.schemes}
 
 
 def run(
@@ -131,15 +125,16 @@ def run(
     model = untrained(arguments, tokenizer).to(accelerator.device)
     check_vocabulary(model, text.train, text.held_out)
     base = {"name": "from scratch", **models.describe(model, arguments.train_length)}
-    report = schemes.patch(model, scheme, seed)
+    report = models.patch_and_verify(model, scheme, seed)
+    base["parameters"] = count(model)  # those of the scheme included
     seconds: dict[str, float] = {}
     results: Results = {
         **origin("pretrain", arguments, accelerator),
         "identity": of,
         "seed": seed,
         "data": text.to_dict(arguments),
-        "base": base | {"parameters": count(model)},
-        "scheme": schemes.to_json(*hf_posenc.schemes_of(model)),
+        "base": base,
+        "scheme": models.scheme_to_json(*hf_posenc.schemes_of(model)),
         "verify": report,
         "seconds": seconds,
     }

@@ -40,7 +40,7 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def write_json(path: Path, results: dict[str, Any]) -> None:
+def write_json(path: Path, results: Results) -> None:
     """Write a JSON file; an interrupted write leaves the old one."""
     write_text(path, json.dumps(results, indent=2) + "\n")
 
@@ -97,7 +97,7 @@ def spread(value: dict[str, float]) -> str:
     return f"{value['mean']:.3f}" + (f" ± {value['std']:.3f}" if "std" in value else "")
 
 
-def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> dict[str, Any]:
+def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> Results:
     """Return what somebody needs to run the same again."""
     here = Path(__file__)
 
@@ -134,7 +134,7 @@ def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> dict[st
     }
 
 
-def without_paths(results: dict[str, Any]) -> dict[str, Any]:
+def without_paths(results: Results) -> Results:
     """Return results with each absolute path replaced by its last name, so that they name no folder of this machine.
 
     Args:

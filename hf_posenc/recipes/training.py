@@ -1,7 +1,7 @@
 """The fine-tuning loop of the recipes, on one process or many.
 
 It stands beside transformers' Trainer because a run has phases of different lengths, a teacher, and processes that
-share a sequence, and because it resumes to the last bit.
+share a sequence, and because its windows do not depend on the number of processes.
 """
 
 import importlib.util
@@ -37,6 +37,7 @@ from .corpus import IGNORED, Document, Windows, order
 from .distillation import Distillation, token_loss
 from .models import position_table
 from .options import Count, Length, Natural, NotNegative, Options, Positive, UsageError
+from .results import Results
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup", "warmup_stable_decay")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -244,11 +245,11 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     curve: list[dict[str, float]] = field(default_factory=list)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Results:
         """Return the values, for accelerate's save_state."""
         return dict(vars(self))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Results) -> None:
         """Take over saved values, for accelerate's load_state."""
         vars(self).update(state)
 
@@ -277,7 +278,7 @@ def fine_tune(
     distillation: Distillation | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     find_rate: FindRate | None = None,
-) -> tuple[nn.Module, dict[str, Any]]:
+) -> tuple[nn.Module, Results]:
     """Fine-tune a model in place.
 
     Args:
@@ -309,21 +310,20 @@ def fine_tune(
     return run.wrapped, run.report()
 
 
+@dataclass(eq=False)
 class FineTuning:
     """A model in training: the wrapped model, its optimizer and schedule, and how far they have come."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: PreTrainedModel,
-        plan: list[Phase],
-        arguments: TrainingArguments,
-        folder: Path,
-        distillation: Distillation | None,
-    ):
+    accelerator: Accelerator
+    model: PreTrainedModel
+    plan: list[Phase]
+    arguments: TrainingArguments
+    folder: Path
+    distillation: Distillation | None
+
+    def __post_init__(self) -> None:
         """Make the optimizer and its schedule, and let accelerate wrap the model: see `fine_tune`."""
-        self.accelerator, self.plan, self.arguments = accelerator, plan, arguments
-        self.folder, self.distillation = folder, distillation
+        accelerator, model, arguments = self.accelerator, self.model, self.arguments
         optimizer = torch.optim.AdamW(
             parameter_groups(model, arguments.weight_decay),
             lr=cast(float, arguments.learning_rate),  # a recipe has checked it, and set its default
@@ -340,7 +340,7 @@ class FineTuning:
         if arguments.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if accelerator.distributed_type == "DEEPSPEED":  # there is no DataLoader it could read this from
-            accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan[-1].rows
+            accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = self.plan[-1].rows
         self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
         self.sharing = Sharing.of(accelerator, arguments)
         if arguments.tracker != "none":
@@ -366,7 +366,9 @@ class FineTuning:
         progress, save_every = self.progress, self.arguments.save_every
         start = time.perf_counter() - progress.seconds
         self.wrapped.train()
-        with StopRequest() as stop, self.bar() as bar:
+        total, hidden = self.arguments.steps, not self.accelerator.is_main_process
+        bar = tqdm(total=total, initial=progress.step, desc="fine-tuning", unit="step", disable=hidden)
+        with StopRequest() as stop, bar:
             for phase in self.plan:
                 for step in range(max(progress.step, phase.first_step), phase.first_step + phase.steps):
                     if evaluate and step % self.arguments.eval_every == 0:
@@ -391,16 +393,8 @@ class FineTuning:
 
     def step(self, phase: Phase, step: int) -> float:
         """Make one optimizer step; return the mean loss of the text's tokens."""
-        return one_step(
-            self.accelerator,
-            self.wrapped,
-            self.optimizer,
-            phase,
-            step,
-            self.arguments,
-            self.distillation,
-            self.sharing,
-        )
+        how = (self.arguments, self.distillation, self.sharing)
+        return one_step(self.accelerator, self.wrapped, self.optimizer, phase, step, *how)
 
     def count(self, phase: Phase, loss: float, seconds: float) -> None:
         """Add a step to the progress; raise Diverged if its loss is not finite."""
@@ -410,16 +404,6 @@ class FineTuning:
         self.progress.tokens += tokens_per_step(phase, self.arguments, self.accelerator)
         self.progress.losses.append(loss)
         self.progress.seconds = seconds
-
-    def bar(self) -> tqdm:
-        """Return the progress bar, on one process."""
-        return tqdm(
-            total=self.arguments.steps,
-            initial=self.progress.step,
-            desc="fine-tuning",
-            unit="step",
-            disable=not self.accelerator.is_main_process,
-        )
 
     def show(self, bar: tqdm) -> None:
         """Show the last step on the bar and to the tracker."""
@@ -454,7 +438,7 @@ class FineTuning:
             + (f"; {state} is from before" if state else "")
         )
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Results:
         """Return what results.json says of the training."""
         progress = self.progress
         return {
@@ -513,8 +497,7 @@ class Sharing:
         """Return this process's part of a batch."""
         if self.group is None:
             return batch
-        batch = {**batch, "shift_labels": batch["targets"]}
-        del batch["targets"]
+        batch = {name.replace("targets", "shift_labels"): tensor for name, tensor in batch.items()}
         shard = hf_posenc.shard_sequence(batch, self.group)
         shard["targets"] = shard.pop("shift_labels")
         return {name: tensor for name, tensor in shard.items() if name not in ("labels", "num_items_in_batch")}
