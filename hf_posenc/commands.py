@@ -1,4 +1,4 @@
-"""What each command of `hf-posenc` does."""
+"""Functions behind the commands of `hf-posenc`."""
 
 from __future__ import annotations
 

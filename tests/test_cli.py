@@ -24,7 +24,7 @@ from hf_posenc import commands
 from hf_posenc.calibration.matching import WEIGHTS, Matching
 from hf_posenc.cli import RECIPES, main
 from hf_posenc.evaluation import sliding_window_perplexity
-from hf_posenc.recipes import calibrate, corpus, measuring, options
+from hf_posenc.recipes import calibrate, corpus, measurements, options
 
 
 @pytest.fixture
@@ -609,14 +609,14 @@ def test_evaluate_says_what_it_does(tmp_path, capsys, tiny_checkpoints, monkeypa
     """Before the first number, and each row as soon as it is measured."""
     text = tmp_path / "a.txt"
     text.write_text("Call me Ishmael. Some years ago, never mind how long precisely, I thought I would sail.")
-    printed, measure = [], measuring.measure_context
+    printed, measure = [], measurements.measure_context
 
     def measured(*arguments, **keywords):
         printed.append(capsys.readouterr())
         assert keywords["progress"]
         return measure(*arguments, **keywords)
 
-    monkeypatch.setattr(measuring, "measure_context", measured)
+    monkeypatch.setattr(measurements, "measure_context", measured)
     words = ["--lengths", "32", "64", "--json", str(tmp_path / "a.json")]
     assert main(["evaluate", "--model", str(tiny_checkpoints / "llama"), "--data", str(text), *words]) == 0
     assert "Measuring 88 tokens on cpu" in printed[0].out

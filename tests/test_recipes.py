@@ -845,7 +845,7 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
 def test_a_table_is_of_one_sweep(recipes, tmp_path):
     """Also where it is made from the results alone."""
     many_runs, summary, options = (
-        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("many_runs", "sweep_report", "options")
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("sweep_runs", "sweep_report", "options")
     )
     for seed, steps in ((0, 10), (1, 20)):
         target = many_runs.place(tmp_path, "alibi", seed)

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_posenc
 from hf_posenc import Calibration, Matching
@@ -26,7 +26,7 @@ from ..checkpoints import files
 from ..checkpoints.entry import STAGES
 from ..registry import family_for
 from . import corpus, models, program
-from .calibrating import follow_base
+from .calibration_stage import follow_base
 from .corpus import TextArguments, stream
 from .models import DeviceArguments, ModelArguments, SchemeArguments, hyperparameters
 from .options import Count, File, Folder, Length, Name, Positive, UsageError, option, parse, refuse
@@ -188,7 +188,11 @@ def run(arguments: Arguments) -> Results:
     tokenizer = models.load_named(AutoTokenizer, arguments)
     windows = text_windows(arguments, tokenizer, accelerator)
     say(f"Loading {arguments.model} and patching {scheme.name} into it")
-    model = models.load_patched(arguments, scheme, seed=arguments.seed).to(device)
+    model = models.load_named(AutoModelForCausalLM, arguments, dtype=models.dtype_of(arguments))
+    try:
+        model = hf_posenc.patch_model(model, scheme, seed=arguments.seed).to(device)
+    except (ValueError, hf_posenc.HfPosencError) as error:
+        raise UsageError(f"--model {arguments.model}: {str(error).removeprefix('hf_posenc: ')}") from None
     say(
         f"Calibrating with {len(windows) - arguments.held_out:,} windows of {arguments.length:,} tokens, and "
         f"{arguments.held_out:,} held out, on {device}; closed forms come first"

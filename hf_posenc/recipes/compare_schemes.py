@@ -18,14 +18,14 @@ import hf_posenc
 
 from ..registry import scheme_class
 from ..spelling import did_you_mean
-from . import many_runs, one_run, program, sweep_report
-from .calibrating import CalibrationArguments
+from . import one_run, program, sweep_report, sweep_runs
+from .calibration_stage import CalibrationArguments
 from .corpus import Text
-from .many_runs import SweepArguments
 from .models import UNPATCHED, load_named
 from .one_run import SharedArguments
 from .options import Folder, NotNegative, UsageError, each_once, parse, refuse
 from .results import Results, last_name
+from .sweep_runs import SweepArguments
 
 EXAMPLES = """
   {prog} --model gpt2 --data book.txt --variants unpatched alibi rope-yarn t5 --seeds 0 1 2
@@ -60,14 +60,14 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     folder = Path(arguments.output)
 
     def one(variant: str, seed: int, target: Path, text: Text, of: Results) -> None:
-        before = next((runs[0]["before"] for runs in many_runs.read(folder).values()), None)
+        before = next((runs[0]["before"] for runs in sweep_runs.read(folder).values()), None)
         one_run.run(run_arguments(arguments, variant, seed, target), one_run.Sweep(text, of, before))
         if not arguments.keep_weights and PartialState().is_main_process:
             shutil.rmtree(target / "model")
 
-    with program.ending(parser, "the same command", lambda: many_runs.KEPT):
+    with program.ending(parser, "the same command", lambda: sweep_runs.KEPT):
         variants = check_arguments(arguments)
-        many_runs.make(arguments, variants, load_named(AutoTokenizer, arguments), one)
+        sweep_runs.make(arguments, variants, load_named(AutoTokenizer, arguments), one)
         summary = sweep_report.summarize(folder, f"Schemes on {last_name(str(arguments.model))}")
     print(sweep_report.markdown(summary))
     return summary
@@ -80,7 +80,7 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme | None]:
     each_once(arguments, "variants", "seeds")
     schemes = {}
     for variant in arguments.variants:
-        target = many_runs.place(Path(arguments.output), variant, arguments.seeds[0])
+        target = sweep_runs.place(Path(arguments.output), variant, arguments.seeds[0])
         schemes[variant] = one_run.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
     return schemes
 

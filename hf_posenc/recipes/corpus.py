@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .embedded import library_parts
 from .options import Count, File, Options, UsageError, refuse
@@ -156,9 +156,7 @@ def describe(arguments: TextArguments) -> str:
     return ", ".join(arguments.data) if arguments.data else "the sources of the Python standard library"
 
 
-def documents(
-    tokenizer: PreTrainedTokenizerBase, arguments: TextArguments, files: list[Path] | None, enough: int
-) -> list[Document]:
+def documents(tokenizer: Tokenizer, arguments: TextArguments, files: list[Path] | None, enough: int) -> list[Document]:
     """Read the documents in order and tokenise them, each only once.
 
     A repeated document could end up on both sides of the split.
@@ -250,7 +248,7 @@ def as_string(text: str | Chat) -> str:
     return text if isinstance(text, str) else json.dumps(text)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | Chat]) -> list[Document]:
+def encode(tokenizer: Tokenizer, texts: Sequence[str | Chat]) -> list[Document]:
     """Tokenise texts, each between the marks that the tokenizer adds, and chats by the tokenizer's template.
 
     If the tokenizer adds no marks, a text ends with the tokenizer's end-of-text.
@@ -266,7 +264,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | Chat]) -> l
     ]
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Document:
+def encode_chat(tokenizer: Tokenizer, chat: Chat) -> Document:
     """Tokenise a chat as the tokenizer's template writes it; only the assistant's tokens count.
 
     A template can mark the assistant's part (`{% generation %}`). Without marks, it is the text that the template adds
@@ -296,7 +294,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> Document:
     return Document(tokens, text_bytes(tokens, tokenizer), torch.tensor(counted, dtype=torch.bool))
 
 
-def assistant_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str) -> list[tuple[int, int]]:
+def assistant_spans(tokenizer: Tokenizer, chat: Chat, whole: str) -> list[tuple[int, int]]:
     """Return where the assistant's parts begin and end in a chat that was written out, in characters."""
     spans = []
     for index, message in enumerate(chat):
@@ -314,9 +312,7 @@ def assistant_spans(tokenizer: PreTrainedTokenizerBase, chat: Chat, whole: str) 
     return spans
 
 
-def encode_and_keep(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str | Chat], workers: int | None
-) -> list[Document]:
+def encode_and_keep(tokenizer: Tokenizer, texts: Sequence[str | Chat], workers: int | None) -> list[Document]:
     """Tokenise texts as `encode` does, or read their tokens from the cache of datasets.
 
     The name in the cache is a digest of every text and of the tokenizer, so that no other text can have it.
@@ -351,7 +347,7 @@ def encode_and_keep(
 
 
 def split(
-    documents: list[Document], tokenizer: PreTrainedTokenizerBase, eval_tokens: int, seed: int
+    documents: list[Document], tokenizer: Tokenizer, eval_tokens: int, seed: int
 ) -> tuple[list[Document], list[Document]]:
     """Return training and held-out documents. Whole documents are held out, so no text is on both sides.
 
@@ -381,7 +377,7 @@ def split(
     return [documents[index] for index in sorted(order)], measured
 
 
-def cut(documents: list[Document], tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Document]:
+def cut(documents: list[Document], tokenizer: Tokenizer, tokens: int) -> list[Document]:
     """Return the beginning of a text, at most a number of tokens; the last document is cut."""
     kept: list[Document] = []
     for document in documents:
@@ -392,14 +388,14 @@ def cut(documents: list[Document], tokenizer: PreTrainedTokenizerBase, tokens: i
     return kept
 
 
-def part_of(document: Document, part: slice, tokenizer: PreTrainedTokenizerBase) -> Document:
+def part_of(document: Document, part: slice, tokenizer: Tokenizer) -> Document:
     """Return a part of a document."""
     tokens = document.tokens[part]
     counted = None if document.counted is None else document.counted[part]
     return Document(tokens, text_bytes(tokens, tokenizer), counted)
 
 
-def text_bytes(tokens: Tensor, tokenizer: PreTrainedTokenizerBase) -> int:
+def text_bytes(tokens: Tensor, tokenizer: Tokenizer) -> int:
     """Return the number of bytes of a text, without the marks that the tokenizer added."""
     return len(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
 
@@ -450,7 +446,7 @@ class Text:
 
 def read_text(
     arguments: DataArguments,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     accelerator: Accelerator,
     training_tokens: int,
     split_seed: int,

@@ -7,21 +7,12 @@ that.
 
 import sysconfig
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    get_cosine_schedule_with_warmup,
-)
-
-T = TypeVar("T", bound=PreTrainedModel)
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 FOLDER = Path(__file__).parent / "embedded_base"
 """The checkpoint: float16 weights, their config, the tokenizer. `scripts/make_embedded_base.py` writes it."""
@@ -124,7 +115,7 @@ def trained_base(folder: Path = FOLDER) -> GPT2LMHeadModel:
     return with_loss(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32))
 
 
-def with_loss(model: T) -> T:
+def with_loss(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
     """Set `loss_type`, so that transformers does not warn."""
     # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
     model.loss_type = "ForCausalLM"

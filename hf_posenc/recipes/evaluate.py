@@ -20,9 +20,9 @@ import hf_posenc
 
 from ..evaluation import measure_recurrence
 from ..evaluation.recurrence import check_memory
-from . import corpus, measuring, models, program
+from . import corpus, measurements, models, program
 from .corpus import Document
-from .measuring import HeldOutArguments
+from .measurements import HeldOutArguments
 from .models import DeviceArguments, ModelArguments, check_vocabulary, count, load_named
 from .options import Checkpoint, Count, File, UsageError, parse
 from .results import Results, origin, write_json
@@ -70,7 +70,7 @@ def run(arguments: Arguments) -> Results:
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID is missing")
     corpus.check(arguments, needs_data=True)
-    measuring.check(arguments)
+    measurements.check(arguments)
     models.check(arguments)
     if Path(arguments.json).is_dir():
         raise UsageError(f"--json {arguments.json} is a folder, name a file")
@@ -94,10 +94,10 @@ def run(arguments: Arguments) -> Results:
         documents = corpus.documents(tokenizer, arguments, None, arguments.eval_tokens)
     documents = corpus.cut(documents, tokenizer, arguments.eval_tokens)
     check_vocabulary(model, documents)
-    measuring.check_text(documents, arguments)
+    measurements.check_text(documents, arguments)
     tokens = sum(len(document.tokens) for document in documents)
     accelerator.print(f"Measuring {tokens:,} tokens on {device}; every length reads all of them\n{HEAD}")
-    rows = measuring.perplexities(
+    rows = measurements.perplexities(
         model, documents, arguments, accelerator, on_row=lambda row: accelerator.print(line(row), flush=True)
     )
     if arguments.memory is not None:
@@ -111,7 +111,7 @@ def run(arguments: Arguments) -> Results:
             "scheme": " + ".join(scheme.name for scheme in hf_posenc.schemes_of(model)) or None,
         },
         "measured": rows,
-        "retrieval": measuring.retrieval(model, arguments, accelerator),
+        "retrieval": measurements.retrieval(model, arguments, accelerator),
     }
     if accelerator.is_main_process:
         write_json(Path(arguments.json), results)

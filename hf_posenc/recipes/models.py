@@ -12,7 +12,7 @@ import peft
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 import hf_posenc
@@ -111,23 +111,15 @@ def load_named(cls: Any, arguments: ModelArguments, **more: Any) -> Any:
     return load(cls, arguments.model, **revision_of(arguments), **more)
 
 
-def load_patched(arguments: ModelArguments, scheme: hf_posenc.Scheme, seed: int) -> PreTrainedModel:
-    """Load the stock checkpoint that `--model` names, in `--dtype`, and patch it; raise UsageError if it cannot be."""
-    model = load_named(AutoModelForCausalLM, arguments, dtype=dtype_of(arguments))
-    try:
-        return hf_posenc.patch_model(model, scheme, seed=seed)
-    except (ValueError, hf_posenc.HfPosencError) as error:
-        raise UsageError(f"--model {arguments.model}: {str(error).removeprefix('hf_posenc: ')}") from None
-
-
 def revision_of(arguments: ModelArguments) -> dict[str, str]:
     """Return the revision as a keyword of `from_pretrained`, if one was given."""
     return {} if arguments.revision is None else {"revision": arguments.revision}
 
 
-def dtype_of(arguments: "DeviceArguments") -> "str | torch.dtype":
+def dtype_of(arguments: "DeviceArguments") -> str | torch.dtype:
     """Return `--dtype` as `from_pretrained` takes it."""
-    return "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    dtype: str | torch.dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    return dtype
 
 
 def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:

@@ -20,10 +20,10 @@ import hf_posenc
 from ..analysis import plots
 from ..registry import family_for
 from . import (
-    calibrating,
+    calibration_stage,
     corpus,
     identity,
-    measuring,
+    measurements,
     model_card,
     models,
     rates,
@@ -31,11 +31,11 @@ from . import (
     run_report,
     training,
 )
-from .calibrating import CalibrationArguments
+from .calibration_stage import CalibrationArguments
 from .corpus import Text, read_text, stream
 from .distillation import Distillation, teacher_of
 from .embedded import CONTEXT, FOLDER, PROMPT, byte_model, byte_tokenizer, sample, train_base, trained_base
-from .measuring import HeldOutArguments, held_out_loss, measure_model
+from .measurements import HeldOutArguments, held_out_loss, measure_model
 from .models import UNPATCHED, ModelArguments, SchemeArguments
 from .options import Count, Name, Natural, UsageError, refuse
 from .results import Results, origin, stopwatch
@@ -153,8 +153,8 @@ def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
     check_patch(model, scheme, arguments, accelerator)
     windows = None
     if scheme is not None and arguments.calibrate != "none":
-        calibrating.check_base(model, arguments)
-        windows = calibrating.windows(text.train, trained_length, arguments, arguments.seed)
+        calibration_stage.check_base(model, arguments)
+        windows = calibration_stage.windows(text.train, trained_length, arguments, arguments.seed)
     measured = earlier or ({"before": sweep.before} if sweep and sweep.before else {})
     results = {
         **origin("extend_context", arguments, accelerator),
@@ -184,7 +184,7 @@ def make_plan(arguments: Arguments, text: Text, trained_length: int, accelerator
         longer = arguments.recovery_length is not None or arguments.train_length > trained_length
         arguments.recovery_steps = arguments.steps // 2 if longer else 0
     plan = training.phases(arguments, text.train, trained_length, packing=arguments.packing, seed=arguments.seed)
-    measuring.check_text(text.held_out, arguments, trained_length if arguments.eval_every else 0)
+    measurements.check_text(text.held_out, arguments, trained_length if arguments.eval_every else 0)
     if arguments.train_base and len(stream(text.train).tokens) <= CONTEXT:
         raise UsageError(f"the training text has no more tokens than the embedded base's context, {CONTEXT}")
     training.check_plan(plan, accelerator)
@@ -294,7 +294,7 @@ class Run:
         """Patch the model, put on an adapter, and keep a copy of the base where it is the teacher."""
         arguments = self.arguments
         if self.windows is not None:
-            self.calibration_loss = calibrating.loss_at(self.text, self.windows.shape[1])
+            self.calibration_loss = calibration_stage.loss_at(self.text, self.windows.shape[1])
             if "calibration" not in self.results:
                 self.base_loss = self.calibration_loss(self.model)
         if arguments.distill:
@@ -315,17 +315,17 @@ class Run:
         """Calibrate the model, or read the calibrated weights of an interrupted run."""
         if self.windows is None:
             why = "--calibrate none" if self.arguments.calibrate == "none" else "the base keeps its positions"
-            self.results["calibration"] = calibrating.skipped(why)
+            self.results["calibration"] = calibration_stage.skipped(why)
         elif "calibration" in self.results:
             run_folder.restore_calibrated(self.model, self.output)
-            calibrating.write_down(self.model, self.results["calibration"])
+            calibration_stage.write_down(self.model, self.results["calibration"])
         else:
             assert self.base_loss is not None
             assert self.calibration_loss is not None
             tokens = self.windows.numel()
             self.say(f"Calibrating with {tokens:,} tokens of the training text; closed forms come first")
             with self.timed("calibration"):
-                self.results["calibration"] = calibrating.calibrate(
+                self.results["calibration"] = calibration_stage.calibrate(
                     self.accelerator,
                     self.model,
                     self.windows,
@@ -414,12 +414,12 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     rates.check(arguments)
     if arguments.learning_rate is None:
         plain = arguments.calibrate == "none"
-        arguments.learning_rate = calibrating.PLAIN_RATE if plain else calibrating.CALIBRATED_RATE
-    calibrating.check(arguments)
+        arguments.learning_rate = calibration_stage.PLAIN_RATE if plain else calibration_stage.CALIBRATED_RATE
+    calibration_stage.check(arguments)
     training.check(arguments)
     training.check_recovery(arguments)
     corpus.check(arguments, needs_data=arguments.model is not None)
-    measuring.check(arguments)
+    measurements.check(arguments)
     models.check(arguments)
     check_unused(arguments)
     scheme = None
@@ -456,7 +456,7 @@ def check_patch(
 ) -> None:
     """Patch the model on trial, so that a scheme that does not fit it is refused before anything is measured.
 
-    Of the embedded base it prints the first line of `verify`.
+    It prints the first line of `verify` for the embedded base.
 
     Raises:
         UsageError: if there are too few positions, or packed documents cannot be kept apart.

@@ -17,14 +17,14 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import hf_posenc
 
 from ..analysis import plots
-from . import corpus, identity, many_runs, measuring, models, program, run_folder, sweep_report, training
+from . import corpus, identity, measurements, models, program, run_folder, sweep_report, sweep_runs, training
 from .corpus import Text, Windows
 from .embedded import byte_tokenizer, decoder
-from .many_runs import SweepArguments
-from .measuring import HeldOutArguments, held_out_loss, measure_model
+from .measurements import HeldOutArguments, held_out_loss, measure_model
 from .models import check_vocabulary, count, hyperparameters, load, save
 from .options import Count, Folder, Hyperparameter, Length, Natural, Positive, UsageError, each_once, parse
 from .results import Results, origin, stopwatch
+from .sweep_runs import SweepArguments
 from .training import Phase, TrainingArguments
 
 EXAMPLES = """
@@ -67,14 +67,14 @@ class Arguments(SweepArguments, HeldOutArguments, TrainingArguments):
 def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
-    with program.ending(parser, "the same command", lambda: many_runs.KEPT):
+    with program.ending(parser, "the same command", lambda: sweep_runs.KEPT):
         wanted = check_arguments(arguments)
         tokenizer = load(AutoTokenizer, arguments.tokenizer, "tokenizer") if arguments.tokenizer else byte_tokenizer()
 
         def one(name: str, seed: int, target: Path, text: Text, of: Results) -> None:
             run(arguments, wanted[name], seed, target, tokenizer, text, of)
 
-        many_runs.make(arguments, wanted, tokenizer, one)
+        sweep_runs.make(arguments, wanted, tokenizer, one)
         summary = sweep_report.summarize(Path(arguments.output), f"From scratch, trained at {arguments.train_length}")
     print(sweep_report.markdown(summary))
     return summary
@@ -85,7 +85,7 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
     plots.check_installed()  # the figures are drawn at the end
     training.check(arguments)
     corpus.check(arguments, needs_data=False)
-    measuring.check(arguments)
+    measurements.check(arguments)
     each_once(arguments, "schemes", "seeds")
     if arguments.width % arguments.heads:
         raise UsageError(f"--width {arguments.width} must be a multiple of --heads {arguments.heads}")
@@ -120,7 +120,7 @@ def run(
     set_seed(seed)
     windows = Windows(text.train, arguments.train_length, arguments.packing)
     plan = [Phase(windows, arguments.steps, 0, arguments.batch_size, seed)]
-    measuring.check_text(text.held_out, arguments, arguments.train_length if arguments.eval_every else 0)
+    measurements.check_text(text.held_out, arguments, arguments.train_length if arguments.eval_every else 0)
     training.check_plan(plan, accelerator)
     model = untrained(arguments, tokenizer).to(accelerator.device)
     check_vocabulary(model, text.train, text.held_out)

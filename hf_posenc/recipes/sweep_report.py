@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..analysis import pen, plots
 from . import identity
-from .many_runs import Runs, read
 from .models import UNPATCHED
 from .options import UsageError
 from .results import Results, filled, without_paths, write_json, write_text
 from .run_report import METHODS, accuracy_by_length
+from .sweep_runs import Runs, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

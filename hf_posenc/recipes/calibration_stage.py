@@ -20,7 +20,7 @@ from ..calibration.calibrate import record_calibration
 from ..calibration.report import NOTHING, HeldOutLoss
 from ..registry import family_for
 from .corpus import Document, Text, Windows, order
-from .measuring import held_out_loss
+from .measurements import held_out_loss
 from .options import Count, Length, Limit, Options, UsageError, refuse
 from .results import Results, stopwatch
 from .training import StopRequest
