@@ -29,7 +29,7 @@ from . import corpus, models, program
 from .calibration_stage import follow_base
 from .corpus import TextArguments, stream
 from .models import DeviceArguments, ModelArguments, SchemeArguments, hyperparameters
-from .options import Count, File, Folder, Length, Name, Positive, UsageError, option, parse, refuse
+from .options import Count, File, Folder, Length, Name, Positive, UsageError, as_usage_error, option, parse, refuse
 from .results import Results, write_json
 
 EXAMPLES = """
@@ -96,10 +96,8 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
         if self.stage == "closed_form":
             return None
         second_stage = {name: getattr(self, name) for name in SECOND_STAGE}
-        try:
+        with as_usage_error("", ValueError):
             return Matching(**second_stage, lengths=self.step_lengths or None, state_file=self.state_file)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
 
 
 SECOND_STAGE = [known.name for known in fields(Arguments) if known.name in Matching.__dataclass_fields__]
@@ -155,10 +153,8 @@ def check_lengths(arguments: Arguments) -> None:
             f"--steps {arguments.steps} cannot be divided among {len(arguments.step_lengths)} --step-lengths"
         )
     if (matching := arguments.matching()) is not None:
-        try:
+        with as_usage_error("--step-lengths: ", ValueError):
             matching.check_length(arguments.length)
-        except ValueError as error:
-            raise UsageError(f"--step-lengths: {error}") from None
 
 
 def check_files(arguments: Arguments) -> None:
@@ -169,11 +165,9 @@ def check_files(arguments: Arguments) -> None:
         if (path := getattr(arguments, name)) and not Path(path).parent.is_dir():
             raise UsageError(f"{option(name)} {path}: there is no folder {Path(path).parent}")
     if arguments.plot:
-        try:
+        with as_usage_error(f"--plot {arguments.plot}: ", ImportError, ValueError):
             plots.kind_of(Path(arguments.plot))
             plots.check_installed()
-        except (ImportError, ValueError) as error:
-            raise UsageError(f"--plot {arguments.plot}: {error}") from None
     if arguments.stage == "attention" and arguments.resume is not arguments.state_file.exists():
         if arguments.resume:
             raise UsageError(f"--resume: there is no {arguments.state_file}")
@@ -189,19 +183,15 @@ def run(arguments: Arguments) -> Results:
     windows = text_windows(arguments, tokenizer, accelerator)
     say(f"Loading {arguments.model} and patching {scheme.name} into it")
     model = models.load_named(AutoModelForCausalLM, arguments, dtype=models.dtype_of(arguments))
-    try:
+    with as_usage_error(f"--model {arguments.model}: ", ValueError, hf_posenc.HfPosencError):
         model = hf_posenc.patch_model(model, scheme, seed=arguments.seed).to(device)
-    except (ValueError, hf_posenc.HfPosencError) as error:
-        raise UsageError(f"--model {arguments.model}: {str(error).removeprefix('hf_posenc: ')}") from None
     say(
         f"Calibrating with {len(windows) - arguments.held_out:,} windows of {arguments.length:,} tokens, and "
         f"{arguments.held_out:,} held out, on {device}; closed forms come first"
     )
-    matching, judge = arguments.matching(), arguments.judge
-    try:
-        report = follow_base(accelerator, model, windows, held_out=arguments.held_out, matching=matching, judge=judge)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    matching, held_out, judge = arguments.matching(), arguments.held_out, arguments.judge
+    with as_usage_error("", ValueError):
+        report = follow_base(accelerator, model, windows, held_out=held_out, matching=matching, judge=judge)
     if accelerator.is_main_process:
         write(arguments, model, tokenizer, report)
         arguments.state_file.unlink(missing_ok=True)

@@ -110,19 +110,16 @@ def check(arguments: TextArguments, needs_data: bool) -> None:
 
 def kind_of(arguments: TextArguments) -> str:
     """Return the kind of source: `text`, `json` or `parquet` files, a `saved` dataset or its `splits`, or the `hub`."""
-    kinds = set()
-    for name in arguments.data:
-        kinds.add(kind_of_place(name))
-        if "hub" in kinds and len(arguments.data) > 1:
-            raise UsageError(f"--data {name}: no such file")
-    if len(kinds) > 1:
-        raise UsageError(f"--data: files of one kind at a time, not {' and '.join(sorted(kinds))}")
-    kind = kinds.pop() if kinds else "text"
-    if kind in ("saved", "splits") and len(arguments.data) > 1:
-        raise UsageError(
-            f"--data: one saved dataset at a time, not {len(arguments.data)}; of files there may be several"
-        )
-    return kind
+    kinds = {name: kind_of_place(name) for name in arguments.data}
+    several, found = len(arguments.data) > 1, sorted(set(kinds.values()))
+    if several and "hub" in found:
+        raise UsageError(f"--data {next(name for name, kind in kinds.items() if kind == 'hub')}: no such file")
+    if len(found) > 1:
+        raise UsageError(f"--data: files of one kind at a time, not {' and '.join(found)}")
+    if several and found[0] in ("saved", "splits"):
+        count = len(arguments.data)
+        raise UsageError(f"--data: one saved dataset at a time, not {count}; of files there may be several")
+    return found[0] if found else "text"
 
 
 def kind_of_place(name: str) -> str:
@@ -360,16 +357,14 @@ def split(
         eval_tokens: number of tokens to hold out.
         seed: of the draw.
     """
-    missing = eval_tokens
     if len(documents) == 1:
-        start, end = (
-            [part_of(documents[0], part, tokenizer)] if len(documents[0].tokens[part]) else []
-            for part in (slice(None, -missing), slice(-missing, None))
-        )
+        parts = (part_of(documents[0], slice(*ends), tokenizer) for ends in ((0, -eval_tokens), (-eval_tokens, None)))
+        start, end = ([part] if len(part.tokens) else [] for part in parts)
         return start, end
     order = list(range(len(documents)))
     random.Random(seed).shuffle(order)
     held_out: list[int] = []
+    missing = eval_tokens
     while order and missing > 0:
         held_out.append(order.pop())
         missing -= len(documents[held_out[-1]].tokens)

@@ -24,7 +24,7 @@ from . import corpus, measurements, models, program
 from .corpus import Document
 from .measurements import HeldOutArguments
 from .models import DeviceArguments, ModelArguments, check_vocabulary, count, load_named
-from .options import Checkpoint, Count, File, UsageError, parse
+from .options import Checkpoint, Count, File, UsageError, as_usage_error, parse
 from .results import Results, origin, write_json
 
 EXAMPLES = """
@@ -79,16 +79,12 @@ def run(arguments: Arguments) -> Results:
     accelerator.print(f"Loading {arguments.model}")
     model = load_named(AutoModelForCausalLM, arguments, dtype=models.dtype_of(arguments))
     if arguments.adapter:
-        try:
+        with as_usage_error(f"--adapter {arguments.adapter}: ", OSError, ValueError):
             model = hf_posenc.load_adapter(model, arguments.adapter).merge_and_unload()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--adapter {arguments.adapter}: {error}") from None
     model.to(device).eval()
     if arguments.memory is not None:
-        try:
+        with as_usage_error("--memory: ", ValueError):
             check_memory(model)
-        except ValueError as error:
-            raise UsageError(f"--memory: {error}") from None
     tokenizer = load_named(AutoTokenizer, arguments)
     with accelerator.main_process_first():
         documents = corpus.documents(tokenizer, arguments, None, arguments.eval_tokens)

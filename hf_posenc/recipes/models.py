@@ -26,7 +26,7 @@ from ..live.state import patch_of, without_adapter
 from ..registry import family_for
 from .corpus import Document, stream
 from .embedded import with_loss
-from .options import Checkpoint, Hyperparameter, Name, Options, UsageError, option
+from .options import Checkpoint, Hyperparameter, Name, Options, UsageError, as_usage_error, option
 from .results import Results
 
 UNPATCHED = "unpatched"
@@ -92,10 +92,8 @@ def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
     Raises:
         UsageError: if the checkpoint does not have it.
     """
-    try:
+    with as_usage_error(f"{option(asked)} {name}: ", OSError, ValueError, hf_posenc.HfPosencError):
         return cls.from_pretrained(hub.checkpoint_name(name), **arguments)
-    except (OSError, ValueError, hf_posenc.HfPosencError) as error:
-        raise UsageError(f"{option(asked)} {name}: {error}") from None
 
 
 def check(arguments: ModelArguments) -> None:
@@ -269,19 +267,15 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
 
 def hyperparameters(pairs: list[str]) -> dict[str, Any]:
     """Return `name=value` words as a scheme's keyword arguments; raise UsageError if one is not of that form."""
-    try:
+    with as_usage_error("", ValueError):
         return command_line.hyperparameters(pairs)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def named_scheme(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
     """Return a scheme by name and hyper-parameters; raise UsageError, naming the option, if there is no such scheme."""
-    try:
+    with as_usage_error(f"{option(asked)} {name}: ", TypeError, ValueError):
         (scheme,) = parse_schemes(name, given)
         return scheme
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{option(asked)} {name}: {error}") from None
 
 
 def patch_and_verify(model: nn.Module, scheme: hf_posenc.Scheme, seed: int) -> str:

@@ -6,6 +6,7 @@ import textwrap
 import types
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, _ArgumentGroup
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -44,6 +45,15 @@ Hyperparameter = Annotated[str, "NAME=VALUE"]
 
 class UsageError(Exception):
     """Arguments, text or model that cannot work. The message says why, and what would work."""
+
+
+@contextmanager
+def as_usage_error(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Context manager that turns these errors into a UsageError, whose message begins with what they are about."""
+    try:
+        yield
+    except errors as error:
+        raise UsageError(f"{what}{str(error).removeprefix('hf_posenc: ')}") from None
 
 
 class Kind(NamedTuple):
@@ -241,10 +251,8 @@ def from_file(cls: type, words: list[str]) -> list[str]:
 
 def words_of(cls: type, path: str) -> Iterator[str]:
     """Yield the options of a YAML file as words of a command line."""
-    try:
+    with as_usage_error(f"--config {path}: ", OSError, UnicodeDecodeError, yaml.YAMLError):
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Once)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path}: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: must be a mapping of options, not {type(content).__name__}")
     known = {field.name: field for field in fields(cls)}

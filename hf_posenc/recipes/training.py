@@ -1,7 +1,7 @@
 """The fine-tuning loop of the recipes, on one process or many.
 
-It does what transformers' Trainer does not. A run has phases of different lengths, and may have a teacher. Processes may
-share a sequence, and their number does not change the windows of a step.
+It does what transformers' Trainer does not. A run has phases of different lengths, and may have a teacher. Processes
+may share a sequence, and their number does not change the windows of a step.
 """
 
 import importlib.util
