@@ -20,7 +20,6 @@ import hf_posenc
 from .. import arguments as command_line
 from ..api import parse_schemes
 from ..checkpoints import files, hub
-from ..errors import UnsupportedModelError
 from ..families.base import base_model_type
 from ..live.state import patch_of, without_adapter
 from ..registry import family_for
@@ -177,14 +176,12 @@ def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: PreTrainedToke
         if accelerator.is_main_process:
             model.save_pretrained(str(output / "adapter"))
         model, weights = model.merge_and_unload(), None
-    if not accelerator.is_main_process:
-        accelerator.wait_for_everyone()
-        return
-    if hf_posenc.is_patched(model):
-        model.save_pretrained(output / "model", state_dict=weights, tokenizer=tokenizer)
-        accelerator.wait_for_everyone()
-    else:
+    if not hf_posenc.is_patched(model):
         save_stock(accelerator, model, tokenizer, output / "model")
+        return
+    if accelerator.is_main_process:
+        model.save_pretrained(output / "model", state_dict=weights, tokenizer=tokenizer)
+    accelerator.wait_for_everyone()
 
 
 def save_stock(
@@ -217,7 +214,7 @@ def position_table(model: nn.Module) -> nn.Module | None:
     stock = without_adapter(model)
     try:
         family = family_for(base_model_type(stock.config))
-    except UnsupportedModelError:  # a model that cannot be patched can still be measured
+    except hf_posenc.UnsupportedModelError:  # a model that cannot be patched can still be measured
         return None
     if family.names.position_table is None:
         return None

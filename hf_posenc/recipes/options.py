@@ -156,7 +156,7 @@ def parser_of(
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         shown = every or known.name in FIRST
-        add(groups[title], known, known_kinds[known.name], said[known.name] if shown else SUPPRESS)
+        add(groups[title], known, known_kinds[known.name], said.get(known.name, "") if shown else SUPPRESS)
     parser.guesses = {option(guess): option(name) for guess, name in guesses(cls).items()}
     if not every:
         titles = textwrap.wrap("; ".join(list(groups)[1:]).lower(), 76, break_on_hyphens=False)
