@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
+import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -68,6 +70,17 @@ def hyperparameters(words: Iterable[str], option: str = "--scheme-args") -> dict
             raise ValueError(f"{option} says {name} twice")
         read = _read(value)
         found[name] = tuple(read) if isinstance(read, list) else read
+    return found
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """Return what the docstrings of a class and of its bases say under `Args:` or `Attributes:`, by name."""
+    found: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        documented = inspect.cleandoc(owner.__doc__ or "")
+        for part in re.findall(r"^(?:Args|Attributes):\n((?:(?:    .*)?\n?)*)", documented, re.MULTILINE):
+            for name, meaning in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", part, re.MULTILINE):
+                found[name] = " ".join(meaning.split())
     return found
 
 

@@ -6,33 +6,18 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .arguments import Parser
 from .errors import HfPosencError
 from .version import VERSION
 
 PLOTS = (
-    "vectors",
-    "similarity",
-    "grid",
-    "decay",
-    "waves",
-    "biases",
-    "wavelengths",
-    "properties",
-    "attention",
-    "order",
-    "equivariance",
-    "expansion",
-    "hessian",
-    "terms",
-    "negative",
-    "table",
-    "statistics",
-    "recurrence",
-    "precision",
+    *("vectors", "similarity", "grid", "decay", "waves", "biases", "wavelengths", "properties", "attention", "order"),
+    *("equivariance", "expansion", "hessian", "terms", "negative", "table", "statistics", "recurrence", "precision"),
 )
 """What `plot` draws."""
 
@@ -40,10 +25,7 @@ LENGTH = 128
 """Tokens that `plot` shows."""
 
 RECIPES = {
-    "extend": (
-        "extend_context",
-        "measure a checkpoint, patch, calibrate, fine-tune, measure again, report",
-    ),
+    "extend": ("extend_context", "measure a checkpoint, patch, calibrate, fine-tune, measure again, report"),
     "compare": ("compare_schemes", "the same for several schemes and seeds on one base: tables and figures"),
     "pretrain": ("pretrain", "train small decoders from scratch, one for each scheme: train short, test long"),
     "evaluate": ("evaluate", "measure perplexity and retrieval of a checkpoint at several context lengths"),
@@ -66,6 +48,150 @@ positions are reversed and everything else stays; `live` the same with the schem
 because a scheme that starts neutral does not respond yet, and a dead one never does; `model` is the change of the
 logits; `order` the change at the last token when two earlier tokens swap places, some of which the causal mask alone
 makes."""
+
+
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+"""Names of an argument, and the keywords of `add_argument`."""
+
+
+def _argument(*names: str, **keywords: Any) -> Argument:
+    """Return an argument of a command."""
+    return names, keywords
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of this file: its help, its arguments, examples, and what `options` holds beside the arguments."""
+
+    help: str
+    arguments: tuple[Argument, ...]
+    examples: tuple[str, ...]
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    description: str | None = None
+
+
+def _scheme_args(said: str) -> tuple[Argument, Argument]:
+    """Return the option, and as 0.1.0 called it."""
+    return (
+        _argument("--scheme-args", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=said),
+        _argument("--set", nargs=1, action="extend", dest="scheme_args", help=argparse.SUPPRESS),
+    )
+
+
+_N: dict[str, Any] = {"type": int, "metavar": "N"}
+_REVISION = _argument("--revision", metavar="NAME", help="branch, tag or commit of a checkpoint on the Hub")
+_DTYPE = _argument(
+    "--dtype",
+    choices=DTYPES,
+    default="auto",
+    metavar="DTYPE",
+    help=f"of the weights: {', '.join(DTYPES)} (default: auto, what they were saved in)",
+)
+
+COMMANDS = {
+    "schemes": Command(
+        "list the schemes, or explain one: equation, options, paper",
+        (_argument("names", nargs="*", metavar="NAME", help="scheme to explain; by default all are listed"),),
+        ("hf-posenc schemes", "hf-posenc schemes alibi"),
+        {"run": "list_schemes"},
+    ),
+    "families": Command(
+        "list the model types that can be patched, and why others cannot",
+        (_argument("model_types", nargs="*", metavar="MODEL_TYPE", help="by default all that are known"),),
+        ("hf-posenc families", "hf-posenc families llama gpt2 mamba"),
+        {"run": "list_families"},
+    ),
+    "inspect": Command(
+        "say what a checkpoint is, without reading its weights",
+        (_argument("checkpoint", help="directory or Hub id"), _REVISION),
+        ("hf-posenc inspect runs/gpt2-alibi/model", "hf-posenc inspect me/gpt2-alibi --revision v1"),
+        {"run": "inspect_checkpoint"},
+    ),
+    "verify": Command(
+        "load a patched checkpoint and ask every layer for its positions",
+        (_argument("checkpoint", help="directory or Hub id of a patched checkpoint"), _REVISION, _DTYPE),
+        ("hf-posenc verify runs/gpt2-alibi/model", "hf-posenc verify me/gpt2-alibi --dtype float32"),
+        {"run": "verify_checkpoint", "explained": VERIFIED},
+        f"Load a patched checkpoint and ask every layer for its positions.\n\n{VERIFIED}",
+    ),
+    "patch": Command(
+        "patch a stock checkpoint and save it",
+        (
+            _argument("checkpoint", help="directory or Hub id of a stock checkpoint"),
+            _argument("scheme", help="its name: `hf-posenc schemes` lists them"),
+            _argument("output", type=Path, help="directory that does not exist yet"),
+            *_scheme_args("hyper-parameters, e.g. max_distance=64; `hf-posenc schemes NAME` explains them"),
+            _argument("--seed", **_N, help="for parameters that start at random"),
+            _REVISION,
+            _DTYPE,
+        ),
+        (
+            "hf-posenc patch gpt2 alibi runs/gpt2-alibi",
+            "hf-posenc patch gpt2 shaw runs/gpt2-shaw --scheme-args max_distance=64 share_heads=false --seed 1",
+        ),
+        {"run": "patch_checkpoint"},
+    ),
+    "plot": Command(
+        "draw what schemes or models do with positions (needs matplotlib)",
+        (
+            _argument("kind", choices=PLOTS, metavar="KIND", help=f"one of {', '.join(PLOTS)}"),
+            _argument("output", type=Path, help="picture to write: png, svg or pdf by its suffix"),
+            _argument(
+                "sources",
+                nargs="+",
+                metavar="SOURCE",
+                help="scheme, checkpoint directory or Hub id; of waves and grid also frequencies: "
+                "10000, t^2, 1,0.1,0.01",
+            ),
+            _argument("--data", type=Path, metavar="FILE", help="text for a model to read; else tokens are drawn"),
+            _argument("--text", type=Path, dest="data", help=argparse.SUPPRESS),  # of 0.1.0
+            *_scheme_args("hyper-parameters of the schemes named"),
+            _argument("--length", **_N, help=f"tokens: positions or distances to show (default: {LENGTH})"),
+            _argument("--trained-length", **_N, help="of a scheme's base, of wavelengths (default: 512)"),
+            _argument(
+                "--positions",
+                **_N | {"metavar": ("M", "N")},
+                nargs=2,
+                help="of the two tokens of an expansion or a Hessian; by default after a third and two thirds of the "
+                "text",
+            ),
+            _argument("--title", metavar="TEXT", help="above the picture; by default the sources"),
+            _argument("--json", type=Path, metavar="FILE", help="file for every number, matplotlib or not"),
+            _argument("--numbers", type=Path, dest="json", help=argparse.SUPPRESS),  # of 0.1.0
+            _REVISION,
+            _DTYPE,
+        ),
+        (
+            "hf-posenc plot biases alibi.png alibi --length 64",
+            "hf-posenc plot order order.png gpt2 runs/gpt2-alibi/model --data book.txt",
+            "hf-posenc plot decay decay.svg rope alibi --json decay.json",
+        ),
+        {"run": "draw", "shown": LENGTH},
+    ),
+    "push": Command(
+        "upload a patched checkpoint to the Hub, in one commit",
+        (
+            _argument("directory", type=Path),
+            _argument("repo_id", help="NAME or ORGANIZATION/NAME"),
+            _argument("--dry-run", action="store_true", help="say what would be uploaded, and upload nothing"),
+            _argument("--private", action="store_true", default=None, help="if the repository is new"),
+            _argument("--revision", metavar="NAME", help="branch; made if it does not exist"),
+            _argument("--message", metavar="TEXT", help="title of the commit"),
+            _argument("--token", help="access token; by default the one that is stored"),
+        ),
+        (
+            "hf-posenc push runs/gpt2-alibi/model me/gpt2-alibi --dry-run",
+            "hf-posenc push runs/gpt2-alibi/model me/gpt2-alibi --private",
+        ),
+        {"run": "push_checkpoint"},
+    ),
+    "completion": Command(
+        "print a script that completes commands and options in a shell (needs shtab)",
+        (_argument("shell", choices=("bash", "zsh", "tcsh"), metavar="SHELL", help="bash, zsh or tcsh"),),
+        ('eval "$(hf-posenc completion bash)"', "hf-posenc completion zsh > ~/.zfunc/_hf-posenc"),
+    ),
+}
+"""Commands that hf_posenc.commands runs, by the name of a function there; `completion` is run here."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,146 +261,27 @@ def _parser(recipes: bool = False) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hf_posenc {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-
-    command = commands.add_parser(
-        "schemes",
-        help="list the schemes, or explain one: equation, options, paper",
-        epilog="examples:\n  hf-posenc schemes\n  hf-posenc schemes alibi",
-    )
-    command.add_argument("names", nargs="*", metavar="NAME", help="scheme to explain; by default all are listed")
-    command.set_defaults(run="list_schemes")
-
-    command = commands.add_parser(
-        "families",
-        help="list the model types that can be patched, and why others cannot",
-        epilog="examples:\n  hf-posenc families\n  hf-posenc families llama gpt2 mamba",
-    )
-    command.add_argument("model_types", nargs="*", metavar="MODEL_TYPE", help="by default all that are known")
-    command.set_defaults(run="list_families")
-
-    command = commands.add_parser(
-        "inspect",
-        help="say what a checkpoint is, without reading its weights",
-        epilog="examples:\n  hf-posenc inspect runs/gpt2-alibi/model\n  hf-posenc inspect me/gpt2-alibi --revision v1",
-    )
-    command.add_argument("checkpoint", help="directory or Hub id")
-    _revision(command)
-    command.set_defaults(run="inspect_checkpoint")
-
-    for name, (module, said) in RECIPES.items():
-        parents = []
-        if recipes:
-            options = importlib.import_module(".recipes.options", __package__)
-            found = importlib.import_module(f".recipes.{module}", __package__)
-            parents = [options.parser_of(found.Arguments, None, prog=f"hf-posenc {name}")]
-        commands.add_parser(name, help=said, add_help=False, parents=parents)
-
-    command = commands.add_parser(
-        "verify",
-        help="load a patched checkpoint and ask every layer for its positions",
-        description=f"Load a patched checkpoint and ask every layer for its positions.\n\n{VERIFIED}",
-        epilog="examples:\n  hf-posenc verify runs/gpt2-alibi/model\n  hf-posenc verify me/gpt2-alibi --dtype float32",
-    )
-    command.add_argument("checkpoint", help="directory or Hub id of a patched checkpoint")
-    _revision(command)
-    _dtype(command)
-    command.set_defaults(run="verify_checkpoint", explained=VERIFIED)
-
-    command = commands.add_parser(
-        "patch",
-        help="patch a stock checkpoint and save it",
-        epilog="examples:\n  hf-posenc patch gpt2 alibi runs/gpt2-alibi\n"
-        "  hf-posenc patch gpt2 shaw runs/gpt2-shaw --scheme-args max_distance=64 share_heads=false --seed 1",
-    )
-    command.add_argument("checkpoint", help="directory or Hub id of a stock checkpoint")
-    command.add_argument("scheme", help="its name: `hf-posenc schemes` lists them")
-    command.add_argument("output", type=Path, help="directory that does not exist yet")
-    _scheme_args(command, "hyper-parameters, e.g. max_distance=64; `hf-posenc schemes NAME` explains them")
-    command.add_argument("--seed", type=int, metavar="N", help="for parameters that start at random")
-    _revision(command)
-    _dtype(command)
-    command.set_defaults(run="patch_checkpoint")
-
-    command = commands.add_parser(
-        "plot",
-        help="draw what schemes or models do with positions (needs matplotlib)",
-        epilog="examples:\n  hf-posenc plot biases alibi.png alibi --length 64\n"
-        "  hf-posenc plot order order.png gpt2 runs/gpt2-alibi/model --data book.txt\n"
-        "  hf-posenc plot decay decay.svg rope alibi --json decay.json",
-    )
-    command.add_argument("kind", choices=PLOTS, metavar="KIND", help=f"one of {', '.join(PLOTS)}")
-    command.add_argument("output", type=Path, help="picture to write: png, svg or pdf by its suffix")
-    command.add_argument(
-        "sources",
-        nargs="+",
-        metavar="SOURCE",
-        help="scheme, checkpoint directory or Hub id; of waves and grid also frequencies: 10000, t^2, 1,0.1,0.01",
-    )
-    command.add_argument("--data", type=Path, metavar="FILE", help="text for a model to read; else tokens are drawn")
-    command.add_argument("--text", type=Path, dest="data", help=argparse.SUPPRESS)  # of 0.1.0
-    _scheme_args(command, "hyper-parameters of the schemes named")
-    command.add_argument(
-        "--length", type=int, metavar="N", help=f"tokens: positions or distances to show (default: {LENGTH})"
-    )
-    command.add_argument(
-        "--trained-length", type=int, metavar="N", help="of a scheme's base, of wavelengths (default: 512)"
-    )
-    command.add_argument(
-        "--positions",
-        type=int,
-        nargs=2,
-        metavar=("M", "N"),
-        help="of the two tokens of an expansion or a Hessian; by default after a third and two thirds of the text",
-    )
-    command.add_argument("--title", metavar="TEXT", help="above the picture; by default the sources")
-    command.add_argument("--json", type=Path, metavar="FILE", help="file for every number, matplotlib or not")
-    command.add_argument("--numbers", type=Path, dest="json", help=argparse.SUPPRESS)  # of 0.1.0
-    _revision(command)
-    _dtype(command)
-    command.set_defaults(run="draw", shown=LENGTH)
-
-    command = commands.add_parser(
-        "push",
-        help="upload a patched checkpoint to the Hub, in one commit",
-        epilog="examples:\n  hf-posenc push runs/gpt2-alibi/model me/gpt2-alibi --dry-run\n"
-        "  hf-posenc push runs/gpt2-alibi/model me/gpt2-alibi --private",
-    )
-    command.add_argument("directory", type=Path)
-    command.add_argument("repo_id", help="NAME or ORGANIZATION/NAME")
-    command.add_argument("--dry-run", action="store_true", help="say what would be uploaded, and upload nothing")
-    command.add_argument("--private", action="store_true", default=None, help="if the repository is new")
-    command.add_argument("--revision", metavar="NAME", help="branch; made if it does not exist")
-    command.add_argument("--message", metavar="TEXT", help="title of the commit")
-    command.add_argument("--token", help="access token; by default the one that is stored")
-    command.set_defaults(run="push_checkpoint")
-
-    command = commands.add_parser(
-        "completion",
-        help="print a script that completes commands and options in a shell (needs shtab)",
-        epilog='examples:\n  eval "$(hf-posenc completion bash)"\n  hf-posenc completion zsh > ~/.zfunc/_hf-posenc',
-    )
-    command.add_argument("shell", choices=("bash", "zsh", "tcsh"), metavar="SHELL", help="bash, zsh or tcsh")
+    for name in ("schemes", "families", "inspect", *RECIPES, "verify", "patch", "plot", "push", "completion"):
+        if name in RECIPES:
+            parents = [_recipe_parser(name)] if recipes else []
+            commands.add_parser(name, help=RECIPES[name][1], add_help=False, parents=parents)
+            continue
+        known = COMMANDS[name]
+        examples = "\n".join(["examples:", *(f"  {line}" for line in known.examples)])
+        command = commands.add_parser(name, help=known.help, description=known.description, epilog=examples)
+        for names, keywords in known.arguments:
+            command.add_argument(*names, **keywords)
+        command.set_defaults(**known.defaults)
     return parser
 
 
-def _scheme_args(command: argparse.ArgumentParser, said: str) -> None:
-    """Add the option, and as 0.1.0 called it."""
-    command.add_argument("--scheme-args", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=said)
-    command.add_argument("--set", nargs=1, action="extend", dest="scheme_args", help=argparse.SUPPRESS)
-
-
-def _revision(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a checkpoint on the Hub")
-
-
-def _dtype(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        metavar="DTYPE",
-        help=f"of the weights: {', '.join(DTYPES)} (default: auto, what they were saved in)",
+def _recipe_parser(name: str) -> Parser:
+    """Return what reads the options of a recipe."""
+    module, options = (
+        importlib.import_module(f".recipes.{module}", __package__) for module in (RECIPES[name][0], "options")
     )
+    parser: Parser = options.parser_of(module.Arguments, None, prog=f"hf-posenc {name}")
+    return parser
 
 
 if __name__ == "__main__":

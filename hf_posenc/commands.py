@@ -1,4 +1,4 @@
-"""What each command of `hf-posenc` does."""
+"""Functions behind the commands of `hf-posenc`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import json
 import os
-import re
 import shlex
 import sys
 import textwrap
@@ -21,7 +20,7 @@ from transformers.utils import logging
 
 from .analysis import plots
 from .api import parse_schemes
-from .arguments import hyperparameters
+from .arguments import hyperparameters, meanings
 from .catalogue import refused_types, served_type
 from .checkpoints import files, hub
 from .checkpoints.inspecting import inspect as read_config
@@ -56,15 +55,10 @@ def list_schemes(options: argparse.Namespace) -> int:
 def _explained(cls: type[Scheme]) -> str:
     """Return what a scheme's docstring says, and each hyper-parameter with its default and its meaning."""
     said = (inspect.getdoc(cls) or "").partition("\n\nArgs:\n")[0]
-    meanings: dict[str, str] = {}
-    for owner in reversed(cls.__mro__):
-        documented = inspect.cleandoc(owner.__doc__ or "")
-        for part in re.findall(r"^(?:Args|Attributes):\n((?:(?:    .*)?\n?)*)", documented, re.MULTILINE):
-            for name, meaning in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", part, re.MULTILINE):
-                meanings[name] = " ".join(meaning.split())
+    said_of = meanings(cls)
     lines = [cls.name, *("    " + line if line else "" for line in said.splitlines()), "", "    Hyper-parameters:"]
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in EVERY_SCHEME):
-        text = f"{field.name}={field.default!r}: {meanings.get(field.name, '')}"
+        text = f"{field.name}={field.default!r}: {said_of.get(field.name, '')}"
         lines += textwrap.wrap(text, 112, initial_indent=" " * 6, subsequent_indent=" " * 10)
     return "\n".join([*lines, ""])
 

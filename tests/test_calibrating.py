@@ -102,7 +102,7 @@ def test_the_default_rate_depends_on_the_start(recipe, tiny_checkpoints, text):
 def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoints, text, monkeypatch, calls, extra):
     """Stopped in the middle of the calibration, and before the first step: the same numbers and weights as in one go."""
     folder = tiny_checkpoints
-    calibrating = importlib.import_module("hf_posenc.recipes.calibrating")
+    calibrating = importlib.import_module("hf_posenc.recipes.calibration_stage")
     common = extra | SWAP | {"steps": 3}
     whole = recipe.main(options(folder, text, folder / "whole", **common))
     words = options(folder, text, folder / "cut", **common)

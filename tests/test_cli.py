@@ -24,7 +24,7 @@ from hf_posenc import commands
 from hf_posenc.calibration.matching import WEIGHTS, Matching
 from hf_posenc.cli import RECIPES, main
 from hf_posenc.evaluation import sliding_window_perplexity
-from hf_posenc.recipes import calibrate, corpus, measuring, options
+from hf_posenc.recipes import calibrate, corpus, measurements, options
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ def test_schemes_explained(capsys):
     assert "choose from alibi" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["extend", "compare", "pretrain", "evaluate", "calibrate"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_help_of_a_recipe(name, recipes, capsys):
     """Grouped, each option once, by one spelling, what is used most first, with examples at the end."""
-    assert main([name, "--help"]) == 0
+    assert main([name, "--help-all"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"usage: hf-posenc {name} [options]\n")
     options = re.findall(r"^  (?:-h, )?(--[\w-]+)", out, re.MULTILINE)
@@ -78,6 +78,22 @@ def test_help_of_a_recipe(name, recipes, capsys):
     assert groups[-1] == "examples"
     assert len(groups) > 4
     assert out.count(f"  hf-posenc {name} ") >= 2
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_fits_on_a_screen(name, recipes, capsys, monkeypatch):
+    """What is used most; it names the groups of the other options, and the option that lists them."""
+    monkeypatch.setenv("COLUMNS", "80")
+    main([name, "--help"])
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 45
+    main([name, "--help-all"])
+    whole = capsys.readouterr().out
+    listed = [set(re.findall(r"^  (?:-h, )?(--[\w-]+)", text, re.MULTILINE)) for text in (short, whole)]
+    assert {"--data", "--help-all"} <= listed[0] < listed[1]
+    titles = re.findall(r"^([a-z].*):$", whole, re.MULTILINE | re.IGNORECASE)[1:-2]
+    said = " ".join(short.split())
+    assert all(title.lower() in said for title in titles)
 
 
 def test_the_bare_command_prints_its_help(capsys):
@@ -92,7 +108,7 @@ def test_the_bare_command_prints_its_help(capsys):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_help_is_about_this_recipe_and_says_every_default(name, recipes, capsys):
-    main([name, "--help"])
+    main([name, "--help-all"])
     listed = {said.split()[0]: " ".join(said.split()) for said in re.split(r"\n  (?=-)", capsys.readouterr().out)}
     assert not [said for said in listed.values() if "where a recipe allows it" in said]
     module = importlib.import_module(f"hf_posenc.recipes.{RECIPES[name][0]}")
@@ -317,7 +333,7 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
         patch.setattr(matching, "_gradients", gradients)
         assert main(readable) == 130
     said = capsys.readouterr().err
-    assert "stopping after this step" in said
+    assert "Stopping after this step" in said
     assert f"{state} has what was done so far: the same command with --resume goes on from there" in said
     assert signal.getsignal(signal.SIGINT) is handler
     assert there(tmp_path) == {*before, state}
@@ -593,14 +609,14 @@ def test_evaluate_says_what_it_does(tmp_path, capsys, tiny_checkpoints, monkeypa
     """Before the first number, and each row as soon as it is measured."""
     text = tmp_path / "a.txt"
     text.write_text("Call me Ishmael. Some years ago, never mind how long precisely, I thought I would sail.")
-    printed, measure = [], measuring.measure_context
+    printed, measure = [], measurements.measure_context
 
     def measured(*arguments, **keywords):
         printed.append(capsys.readouterr())
         assert keywords["progress"]
         return measure(*arguments, **keywords)
 
-    monkeypatch.setattr(measuring, "measure_context", measured)
+    monkeypatch.setattr(measurements, "measure_context", measured)
     words = ["--lengths", "32", "64", "--json", str(tmp_path / "a.json")]
     assert main(["evaluate", "--model", str(tiny_checkpoints / "llama"), "--data", str(text), *words]) == 0
     assert "Measuring 88 tokens on cpu" in printed[0].out

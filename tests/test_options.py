@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 from situations import patched_model
 
-from hf_posenc import cli
+from hf_posenc import Matching, cli
+from hf_posenc.arguments import meanings
 from hf_posenc.checkpoints import hub
 
 SAME: dict = {}
@@ -478,11 +479,12 @@ def test_a_file_says_all_that_the_command_line_says(recipes, recipe, tmp_path):
 
     options = importlib.import_module("hf_posenc.recipes.options")
     arguments = module_of(recipe).Arguments
-    parser = options.parser_of(arguments, "test")
+    parser, kinds = options.parser_of(arguments, "test"), options.kinds(arguments)
     values = {}
     for action in parser._actions:
-        if action.dest not in ("help", "config"):
-            value = True if action.const is True else {int: 7, float: 0.7}.get(action.type, "word")
+        if action.dest not in ("help", "help_all", "config"):
+            value = True if action.const is True else {int: 17, float: 0.7}.get(action.type, "word")
+            value = (*(each for each in kinds[action.dest].choices if each != action.default), value)[0]
             values[action.dest] = [value, value] if action.nargs in ("+", "*") else value
     assert set(values) == {field.name for field in dataclasses.fields(arguments)}
     file = tmp_path / "run.yaml"
@@ -505,10 +507,29 @@ def test_an_option_of_several_recipes_is_one_option(recipes):
     """Of one type, with one help text; defaults differ. What `--output` names differs too: a run, a sweep, a file."""
     declared = {}
     for recipe in ROWS:
-        for field in dataclasses.fields(module_of(recipe).Arguments):
+        arguments = module_of(recipe).Arguments
+        said = meanings(arguments)
+        for field in dataclasses.fields(arguments):
             if field.name != "output":
-                declared.setdefault(field.name, set()).add((field.type, field.metadata["help"]))
+                declared.setdefault(field.name, set()).add((field.type, said[field.name]))
     assert {name: said for name, said in declared.items() if len(said) > 1} == {}
+
+
+@pytest.mark.parametrize("recipe", ROWS)
+def test_numbers_in_a_help_text_are_those_of_the_code(recipes, recipe):
+    """Help is written in docstrings, which cannot name a constant."""
+    calibrating, rates = (
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("calibration_stage", "rates")
+    )
+    said = meanings(module_of(recipe).Arguments)
+    for name, number in (
+        ("calibrate_steps", f"of {Matching.batch_size} windows"),
+        ("calibrate_windows", f", {calibrating.HELD_OUT} of which"),
+        ("calibrate_length", f"{calibrating.LONGEST} at most"),
+        ("find_learning_rate", f"for {rates.TRIAL_STEPS} steps"),
+        ("length", f"{module_of('calibrate').LENGTH} at most"),
+    ):
+        assert number in said.get(name, number), name
 
 
 def default_of(field):

@@ -241,7 +241,7 @@ def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
     assert "The swap was not calibrated: --calibrate none." in card
     run_report.write(tmp_path / "report.html", results)
     report = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "extend --data &#x27;\\udcff.txt&#x27; &#x27;two words&#x27;" in report
+    assert "extend --data &#39;\\udcff.txt&#39; &#39;two words&#39;" in report
 
 
 def test_a_card_a_report_and_a_table_name_no_folder_of_this_machine(tmp_path):
@@ -526,7 +526,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
     )
     arguments, _ = options.parse(recipe.Arguments, ["--config", str(path), "--learning-rate", "1e-3"], "test")
     assert arguments.scheme == "shaw"
-    assert importlib.import_module("hf_posenc.recipes.schemes").hyperparameters(arguments.scheme_args) == {
+    assert importlib.import_module("hf_posenc.recipes.models").hyperparameters(arguments.scheme_args) == {
         "max_distance": 8,
         "values": False,
     }
@@ -845,7 +845,7 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
 def test_a_table_is_of_one_sweep(recipes, tmp_path):
     """Also where it is made from the results alone."""
     many_runs, summary, options = (
-        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("many_runs", "sweep_report", "options")
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("sweep_runs", "sweep_report", "options")
     )
     for seed, steps in ((0, 10), (1, 20)):
         target = many_runs.place(tmp_path, "alibi", seed)
@@ -917,7 +917,8 @@ def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
     assert sorted(name for panel in shown for name in panel[2:]) == sorted(names[:-1])
     assert all(panel[:2] == [figures.BASE, "unpatched"] and len(panel) <= figures.LINES for panel in shown)
     assert any({"rope", "rope-yarn", "rope-linear"} < set(panel) for panel in shown)
-    drawn = figures.plot_by_length(curves, {"trained at": 32, "fine-tuned at": 64}, "runs/$x^$: a path, not a formula")
+    drawn = figures.plot_by_length(curves, {"trained at": 32, "fine-tuned at": 64})
+    figures.entitle(drawn, "runs/$x^$: a path, not a formula")
     drawn.canvas.draw()
     for axes, panel in zip([axes for axes in drawn.axes if axes.get_visible()], shown, strict=True):
         lines = [line for line in axes.lines if not line.get_label().startswith("_")]

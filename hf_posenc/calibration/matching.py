@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -71,27 +71,12 @@ class Matching:
         ValueError: for a choice that does not exist, a number out of range, and a field that would change nothing.
     """
 
-    weights: str | None = field(
-        default=None,
-        metadata={
-            "help": "scheme | query_key: what the steps move beside the closed forms; the latter also the weights that "
-            "make queries and keys"
-        },
-    )
+    weights: str | None = None
     steps: int = 100
     batch_size: int = 4
-    rate: float = field(default=2e-2, metadata={"help": "learning rate of the scheme's parameters"})
-    weight_rate: float = field(
-        default=1e-3, metadata={"help": "learning rate of the weights that make queries and keys"}
-    )
-    loss: str | None = field(
-        default=None,
-        metadata={
-            "help": "attention | outputs: what the steps match, what heads pay or what they read (default: attention, "
-            "then outputs if that predicts worse)",
-            "metavar": "NAME",
-        },
-    )
+    rate: float = 2e-2
+    weight_rate: float = 1e-3
+    loss: str | None = None
     lengths: Sequence[int] | None = None
     seed: int = 0
     state_file: str | os.PathLike[str] | None = None

@@ -7,15 +7,14 @@ This is `hf_posenc.calibrate` from a checkpoint to a checkpoint; extend_context.
 Ctrl-C in the second stage keeps its state beside OUTPUT, and `--resume` goes on from there, to the same weights.
 """
 
-import json
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_posenc
 from hf_posenc import Calibration, Matching
@@ -25,16 +24,13 @@ from ..calibration.calibrate import JUDGES
 from ..calibration.matching import LOSSES
 from ..checkpoints import files
 from ..checkpoints.entry import STAGES
-from ..families.base import base_model_type
+from . import corpus, models, program
 from ..families.served import family_of
-from . import corpus, models, program, schemes
-from .calibrating import Steps
+from .calibration_stage import follow_base
 from .corpus import TextArguments, stream
-from .models import DeviceArguments, ModelArguments
-from .options import UsageError, as_in, at_least, one_of, option, parse, refuse
-from .run_folder import FolderArguments
-from .schemes import SchemeArguments, hyperparameters
-from .training import TrainingArguments
+from .models import DeviceArguments, ModelArguments, SchemeArguments, hyperparameters
+from .options import Count, File, Folder, Length, Name, Positive, UsageError, as_usage_error, option, parse, refuse
+from .results import Results, write_json
 
 EXAMPLES = """
   {prog} --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
@@ -49,51 +45,66 @@ MOVED = ("scheme", "query_key")
 
 @dataclass
 class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments):
-    """This recipe."""
+    """This recipe.
 
-    scheme: str = as_in(SchemeArguments, "scheme", "")
-    output: str = field(default="", metadata={"help": "folder to save in, which does not exist yet", "metavar": "DIR"})
-    json: str = field(default="", metadata={"help": "file for every number", "metavar": "FILE"})
-    plot: str | None = field(
-        default=None,
-        metadata={"help": "picture of every layer to write: png, svg or pdf by its suffix", "metavar": "FILE"},
-    )
-    resume: bool = as_in(FolderArguments, "resume")
-    length: int | None = field(
-        default=None,
-        metadata={
-            "guesses": ("train_length", "calibrate_length"),
-            "help": f"tokens in a window of the text (default: the length the base was trained at, {LENGTH} at most)",
-            "metavar": "N",
-        },
-    )
-    windows: int | None = field(
-        default=None, metadata={"help": "windows to use, held-out ones included; by default all that the text has"}
-    )
-    held_out: int = field(default=8, metadata={"help": "windows that only decide and measure"})
-    stage: str = field(
-        default="attention",
-        metadata={"help": "closed_form | attention: closed forms alone, or then steps that match attention too"},
-    )
-    weights: str = as_in(Matching, "weights", "query_key")
-    steps: int = as_in(TrainingArguments, "steps", Matching.steps)
-    rate: float = as_in(Matching, "rate")
-    weight_rate: float = as_in(Matching, "weight_rate")
-    judge: str = field(
-        default="loss",
-        metadata={
-            "help": "loss | attention: what decides what is kept, the held-out loss or how close attention comes"
-        },
-    )
-    loss: str | None = as_in(Matching, "loss")
-    step_lengths: list[int] = field(
-        default_factory=list,
-        metadata={"help": "tokens in a window of the steps, one length after the other; by default --length"},
-    )
-    seed: int = field(default=Matching.seed, metadata={"help": "seed of everything that is random"})
+    Args:
+        output: folder to save in, which does not exist yet.
+        json: file for every number.
+        plot: picture of every layer to write: png, svg or pdf by its suffix.
+        resume: go on with an interrupted run of the same arguments.
+        length: tokens in a window of the text (default: the length the base was trained at, 512 at most).
+        windows: windows to use, held-out ones included; by default all that the text has.
+        held_out: windows that only decide and measure.
+        stage: closed forms alone, or then steps that match attention too.
+        weights: what the steps move beside the closed forms; the latter also the weights that make queries and keys.
+        steps: optimizer steps.
+        rate: learning rate of the scheme's parameters.
+        weight_rate: learning rate of the weights that make queries and keys.
+        judge: what decides what is kept, the held-out loss or how close attention comes.
+        loss: what the steps match, what heads pay or what they read (default: attention, then outputs if that predicts
+            worse).
+        step_lengths: tokens in a window of the steps, one length after the other; by default --length.
+        seed: seed of everything that is random.
+    """
+
+    scheme: Name = field(default="", metadata=models.GUESSED)
+    output: Folder = ""
+    json: File = ""
+    plot: File | None = None
+    resume: bool = False
+    length: Length | None = field(default=None, metadata={"guesses": ("train_length", "calibrate_length")})
+    windows: Count | None = None
+    held_out: Count = 8
+    stage: Annotated[str, STAGES] = "attention"
+    weights: Annotated[str, MOVED] = "query_key"
+    steps: Count = Matching.steps
+    rate: Positive = Matching.rate
+    weight_rate: Positive = Matching.weight_rate
+    judge: Annotated[str, JUDGES] = "loss"
+    loss: Annotated[str, "NAME", tuple(LOSSES)] | None = None
+    step_lengths: list[int] = field(default_factory=list)
+    seed: int = Matching.seed
+
+    @property
+    def state_file(self) -> Path:
+        """The second stage's state, beside the folder that is going to be saved."""
+        output = Path(self.output)
+        return output.with_name(f"{output.name}.state.safetensors")
+
+    def matching(self) -> Matching | None:
+        """Return the second stage, or None without one."""
+        if self.stage == "closed_form":
+            return None
+        second_stage = {name: getattr(self, name) for name in SECOND_STAGE}
+        with as_usage_error("", ValueError):
+            return Matching(**second_stage, lengths=self.step_lengths or None, state_file=self.state_file)
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+SECOND_STAGE = [known.name for known in fields(Arguments) if known.name in Matching.__dataclass_fields__]
+"""Options that are fields of `Matching`."""
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Calibrate, and return what --json holds."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     with program.ending(parser, "the same command with --resume", lambda: kept(arguments)):
@@ -102,32 +113,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, An
 
 def kept(arguments: Arguments) -> str:
     """Return what to say after an interruption: what there is to go on from."""
-    if state_file(arguments).exists():
-        return f"{state_file(arguments)} has what was done so far: the same command with --resume goes on from there."
+    if arguments.state_file.exists():
+        return f"{arguments.state_file} has what was done so far: the same command with --resume goes on from there."
     return "Nothing was finished that could be kept: the same command begins again."
-
-
-def state_file(arguments: Arguments) -> Path:
-    """Return the path of the second stage's state, beside the folder that is going to be saved."""
-    output = Path(arguments.output)
-    return output.with_name(f"{output.name}.state.safetensors")
-
-
-def second_stage(arguments: Arguments, **more: Any) -> Matching | None:
-    """Return the second stage as the options say it, or None without one.
-
-    Args:
-        arguments: options; those named like a field of `Matching` are taken for it.
-        **more: other fields.
-    """
-    if arguments.stage == "closed_form":
-        return None
-    more |= {each.name: getattr(arguments, each.name) for each in fields(Matching) if hasattr(arguments, each.name)}
-    more |= {"lengths": arguments.step_lengths or None, "state_file": state_file(arguments)}
-    try:
-        return Matching(**more)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
@@ -135,28 +123,15 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
     for name, value in (("model", "DIR_OR_ID"), ("scheme", "NAME"), ("output", "DIR")):
         if not getattr(arguments, name):
             raise UsageError(f"{option(name)} {value} is missing")
-    scheme = schemes.named("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
+    scheme = models.named_scheme("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
     corpus.check(arguments, needs_data=True)
     models.check(arguments)
-    one_of(arguments, "stage", STAGES)
-    one_of(arguments, "weights", MOVED)
-    one_of(arguments, "judge", JUDGES)
-    if arguments.loss is not None:
-        one_of(arguments, "loss", tuple(LOSSES))
-    at_least(arguments, 1, "held_out", "steps")
-    if arguments.length is not None:
-        at_least(arguments, 2, "length")
-    if arguments.windows is not None:
-        at_least(arguments, 1, "windows")
     if arguments.stage == "closed_form":
-        for name in (*(each.name for each in fields(Matching)), "step_lengths", "resume"):
-            if name != "seed" and hasattr(arguments, name):  # the scheme may begin at random, too
+        for name in (*SECOND_STAGE, "step_lengths", "resume"):
+            if name != "seed":  # the scheme may begin at random, too
                 refuse(arguments, name, "changes nothing with --stage closed_form")
     elif arguments.weights == "scheme":
         refuse(arguments, "weight_rate", "changes nothing with --weights scheme")
-    for name in ("rate", "weight_rate"):
-        if not getattr(arguments, name) > 0:
-            raise UsageError(f"{option(name)} must be positive, not {getattr(arguments, name):g}")
     check_lengths(arguments)
     check_files(arguments)
     return scheme
@@ -164,9 +139,7 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
 
 def check_lengths(arguments: Arguments) -> None:
     """Check the lengths of windows against the base's; `--length` gets its default."""
-    base = models.load_named(AutoConfig, arguments)
-    if base.model_type != base_model_type(base):
-        raise UsageError(f"--model {arguments.model} is patched already: give the stock checkpoint it was made from")
+    base = models.stock_config(arguments)
     longest = getattr(base, family_of(base).names.config_length, None)
     if arguments.length is None:
         arguments.length = min(LENGTH, longest or LENGTH)
@@ -179,11 +152,9 @@ def check_lengths(arguments: Arguments) -> None:
         raise UsageError(
             f"--steps {arguments.steps} cannot be divided among {len(arguments.step_lengths)} --step-lengths"
         )
-    if (matching := second_stage(arguments)) is not None:
-        try:
+    if (matching := arguments.matching()) is not None:
+        with as_usage_error("--step-lengths: ", ValueError):
             matching.check_length(arguments.length)
-        except ValueError as error:
-            raise UsageError(f"--step-lengths: {error}") from None
 
 
 def check_files(arguments: Arguments) -> None:
@@ -194,20 +165,16 @@ def check_files(arguments: Arguments) -> None:
         if (path := getattr(arguments, name)) and not Path(path).parent.is_dir():
             raise UsageError(f"{option(name)} {path}: there is no folder {Path(path).parent}")
     if arguments.plot:
-        try:
+        with as_usage_error(f"--plot {arguments.plot}: ", ImportError, ValueError):
             plots.kind_of(Path(arguments.plot))
             plots.check_installed()
-        except (ImportError, ValueError) as error:
-            raise UsageError(f"--plot {arguments.plot}: {error}") from None
-    state = state_file(arguments)
-    if arguments.stage == "attention":
-        if arguments.resume and not state.exists():
-            raise UsageError(f"--resume: there is no {state}")
-        if state.exists() and not arguments.resume:
-            raise UsageError(f"{state} is left of an interrupted calibration: give --resume, or remove it")
+    if arguments.stage == "attention" and arguments.resume is not arguments.state_file.exists():
+        if arguments.resume:
+            raise UsageError(f"--resume: there is no {arguments.state_file}")
+        raise UsageError(f"{arguments.state_file} is left of an interrupted calibration: give --resume, or remove it")
 
 
-def run(arguments: Arguments) -> dict[str, Any]:
+def run(arguments: Arguments) -> Results:
     """Calibrate a stock checkpoint, save it, and return the report, ready for JSON."""
     scheme = check_arguments(arguments)
     accelerator, device = models.placed(arguments)
@@ -215,26 +182,19 @@ def run(arguments: Arguments) -> dict[str, Any]:
     tokenizer = models.load_named(AutoTokenizer, arguments)
     windows = text_windows(arguments, tokenizer, accelerator)
     say(f"Loading {arguments.model} and patching {scheme.name} into it")
-    model = models.load_patched(arguments, scheme, seed=arguments.seed).to(device)
+    model = models.load_named(AutoModelForCausalLM, arguments, dtype=models.dtype_of(arguments))
+    with as_usage_error(f"--model {arguments.model}: ", ValueError, hf_posenc.HfPosencError):
+        model = hf_posenc.patch_model(model, scheme, seed=arguments.seed).to(device)
     say(
         f"Calibrating with {len(windows) - arguments.held_out:,} windows of {arguments.length:,} tokens, and "
         f"{arguments.held_out:,} held out, on {device}; closed forms come first"
     )
-    with Steps(arguments.steps, accelerator) as steps:
-        try:
-            report = hf_posenc.calibrate(
-                model,
-                windows,
-                held_out=arguments.held_out,
-                matching=second_stage(arguments, on_step=steps.made),
-                judge=arguments.judge,
-                progress=accelerator.is_main_process,
-            )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+    matching, held_out, judge = arguments.matching(), arguments.held_out, arguments.judge
+    with as_usage_error("", ValueError):
+        report = follow_base(accelerator, model, windows, held_out=held_out, matching=matching, judge=judge)
     if accelerator.is_main_process:
         write(arguments, model, tokenizer, report)
-        state_file(arguments).unlink(missing_ok=True)
+        arguments.state_file.unlink(missing_ok=True)
     accelerator.wait_for_everyone()
     say(f"{hf_posenc.describe(model)}\n{report}")
     if left := report.unexpressed():
@@ -247,7 +207,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
     return report.to_dict()
 
 
-def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator) -> Tensor:
+def text_windows(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator) -> Tensor:
     """Return windows of the text in its order, (N, T) int64; what does not fill one is left out."""
     length, wanted = arguments.length, arguments.windows
     assert length is not None  # check_arguments has set it
@@ -255,11 +215,9 @@ def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator)
     with accelerator.main_process_first():  # the others find its cache
         tokens = stream(corpus.documents(tokenizer, arguments, None, enough)).tokens
     count = len(tokens) // length
-    if wanted is not None and wanted > count:
-        raise UsageError(
-            f"{corpus.describe(arguments)} has {count} windows of {length} tokens, {wanted} were asked for"
-        )
     used = count if wanted is None else wanted
+    if used > count:
+        raise UsageError(f"{corpus.describe(arguments)} has {count} windows of {length} tokens, {used} were asked for")
     if used <= arguments.held_out:
         raise UsageError(
             f"{used} windows of {length} tokens from {corpus.describe(arguments)} are too few: --held-out takes "
@@ -268,13 +226,14 @@ def text_windows(arguments: Arguments, tokenizer: Any, accelerator: Accelerator)
     return tokens[: used * length].view(used, length)
 
 
-def write(arguments: Arguments, model: Any, tokenizer: Any, report: Calibration) -> None:
+def write(
+    arguments: Arguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, report: Calibration
+) -> None:
     """Write the checkpoint, whole or not at all, and the files that were asked for."""
     with files.new_folder(Path(arguments.output)) as folder:
         model.save_pretrained(folder, tokenizer=tokenizer)
     if arguments.json:
-        with files.replaced(Path(arguments.json)) as partial:
-            partial.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(Path(arguments.json), report.to_dict())
     if arguments.plot:
         title = f"{report.scheme} on {Path(str(arguments.model)).name}"
         plots.save(plots.calibration(report, title=title), Path(arguments.plot))

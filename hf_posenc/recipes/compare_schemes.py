@@ -10,7 +10,6 @@ arguments, another text or another base it refuses.
 import shutil
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
 from transformers import AutoConfig, AutoTokenizer
@@ -19,16 +18,14 @@ import hf_posenc
 
 from ..registry import scheme_class
 from ..spelling import did_you_mean
-from . import many_runs, one_run, program, run_folder, sweep_report, training
-from .calibrating import CalibrationArguments
-from .corpus import read_text
-from .many_runs import SweepArguments
-from .models import load_named
+from . import one_run, program, sweep_report, sweep_runs
+from .calibration_stage import CalibrationArguments
+from .corpus import Text
+from .models import UNPATCHED, load_named
 from .one_run import SharedArguments
-from .options import UsageError, as_in, each_once, parse, refuse
-from .results import last_name
-from .schemes import UNPATCHED
-from .training import RecoveryArguments
+from .options import Folder, NotNegative, UsageError, each_once, parse, refuse
+from .results import Results, last_name
+from .sweep_runs import SweepArguments
 
 EXAMPLES = """
   {prog} --model gpt2 --data book.txt --variants unpatched alibi rope-yarn t5 --seeds 0 1 2
@@ -42,46 +39,36 @@ OPTIONS = ("trainable", "uncalibrated", "distill")
 
 @dataclass
 class Arguments(SweepArguments, SharedArguments):
-    """This recipe."""
+    """This recipe.
+
+    Args:
+        variants: schemes; unpatched; rope-linear, rope-dynamic, rope-yarn (RoPE stretched to --train-length); any of
+            them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain swap) or +distill (KL to
+            the base, weight --distill).
+    """
 
     variants: list[str] = field(
-        default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"],
-        metadata={
-            "guesses": ("schemes", "scheme"),
-            "help": f"schemes; {UNPATCHED}; {', '.join(STRETCHED.values())} (RoPE stretched to "
-            "--train-length); any of them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain "
-            "swap) or +distill (KL to the base, weight --distill)",
-        },
+        default_factory=lambda: [UNPATCHED, "nope", "alibi", "rope-yarn"], metadata={"guesses": ("schemes", "scheme")}
     )
-    distill: float = as_in(RecoveryArguments, "distill", 1.0)
-    output: str = as_in(SweepArguments, "output", "runs/compare_schemes")
+    distill: NotNegative = 1.0
+    output: Folder = "runs/compare_schemes"
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     folder = Path(arguments.output)
-    before: list[dict[str, Any]] = []
 
-    def one(variant: str, seed: int, target: Path) -> None:
-        given = one_run.Sweep(text, identities[variant, seed], before or None)
-        before[:] = one_run.run(run_arguments(arguments, variant, seed, target), given)["before"]
+    def one(variant: str, seed: int, target: Path, text: Text, of: Results) -> None:
+        before = next((runs[0]["before"] for runs in sweep_runs.read(folder).values()), None)
+        one_run.run(run_arguments(arguments, variant, seed, target), one_run.Sweep(text, of, before))
         if not arguments.keep_weights and PartialState().is_main_process:
             shutil.rmtree(target / "model")
 
-    with program.ending(parser, "the same command", lambda: many_runs.KEPT):
+    with program.ending(parser, "the same command", lambda: sweep_runs.KEPT):
         variants = check_arguments(arguments)
-        assert arguments.model is not None  # without one check_arguments has raised
-        accelerator = training.accelerator_for(arguments, folder)
-        tokenizer = load_named(AutoTokenizer, arguments)
-        text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
-        identities = many_runs.identify(arguments, text, variants, accelerator)
-        with run_folder.alone(accelerator, folder):
-            many_runs.check(folder, identities)
-            for runs in many_runs.read(folder).values():
-                before[:] = runs[0]["before"]
-            many_runs.complete(folder, identities, one)
-        summary = sweep_report.summarize(folder, f"Schemes on {last_name(arguments.model)}")
+        sweep_runs.make(arguments, variants, load_named(AutoTokenizer, arguments), one)
+        summary = sweep_report.summarize(folder, f"Schemes on {last_name(str(arguments.model))}")
     print(sweep_report.markdown(summary))
     return summary
 
@@ -93,7 +80,7 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme | None]:
     each_once(arguments, "variants", "seeds")
     schemes = {}
     for variant in arguments.variants:
-        target = many_runs.place(Path(arguments.output), variant, arguments.seeds[0])
+        target = sweep_runs.place(Path(arguments.output), variant, arguments.seeds[0])
         schemes[variant] = one_run.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
     return schemes
 

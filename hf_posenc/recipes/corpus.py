@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeGuard
 
 import datasets
 import jinja2
@@ -17,19 +17,15 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .embedded import library_parts
-from .options import Options, UsageError, at_least, one_of, refuse
+from .options import Count, File, Options, UsageError, refuse
+from .results import Results
 
-FORMATS = {
-    ".txt": "text",
-    ".md": "text",
-    ".py": "text",
-    "": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".parquet": "parquet",
-}
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", "": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".parquet": "parquet"}
+PACKINGS = ("concatenate", "documents")
 READ_OF = {
     "data_name": ("hub",),
     "data_split": ("hub", "splits"),
@@ -47,55 +43,42 @@ Chat = list[dict[str, Any]]
 
 @dataclass
 class TextArguments(Options):
-    """The text."""
+    r"""The text.
 
-    data: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one "
-            "folder of save_to_disk, or one dataset id of the Hub; `extend` without --model, and `pretrain`, have one",
-            "metavar": "FILE",
-        },
-    )
-    data_name: str | None = field(default=None, metadata={"help": "configuration of a dataset of the Hub"})
-    data_split: str = field(default="train", metadata={"help": "split of a dataset that has several"})
-    text_column: str = field(
-        default="text",
-        metadata={
-            "help": "column that holds the text, if not a text file; of chats, e.g. messages, the lists of their "
-            "messages, which the tokenizer's chat template writes out: then only what the assistant says is trained on"
-        },
-    )
-    separator: str = field(
-        default="",
-        metadata={"help": r"what separates documents within a text, e.g. '\n\n'; by default a text is one document"},
-    )
-    streaming: bool = field(
-        default=False, metadata={"help": "read only as many documents as the run needs, instead of downloading all"}
-    )
-    workers: int | None = field(
-        default=None, metadata={"help": "processes that tokenise; by default one, whose tokenizer uses threads"}
-    )
+    Args:
+        data: text (UTF-8), .jsonl or .parquet files, all of one kind, the first two also with .gz; or one folder of
+            save_to_disk, or one dataset id of the Hub; `extend` without --model, and `pretrain`, have one.
+        data_name: configuration of a dataset of the Hub.
+        data_split: split of a dataset that has several.
+        text_column: column that holds the text, if not a text file. A column of chats, e.g. messages, holds lists of
+            messages: the tokenizer's chat template writes them out, and only what the assistant says is trained on.
+        separator: what separates documents within a text, e.g. '\n\n'; by default a text is one document.
+        streaming: read only as many documents as the run needs, instead of downloading all.
+        workers: processes that tokenise; by default one, whose tokenizer uses threads.
+    """
+
+    data: list[File] = field(default_factory=list)
+    data_name: str | None = None
+    data_split: str = "train"
+    text_column: str = "text"
+    separator: str = ""
+    streaming: bool = False
+    workers: Count | None = None
 
 
 @dataclass
 class DataArguments(TextArguments):
-    """Windows of the text."""
+    """Windows of the text.
 
-    packing: str = field(
-        default="concatenate",
-        metadata={
-            "help": "concatenate: documents in a row, each may look at the ones before it in its window; "
-            "documents: positions start again with each and attention stays inside"
-        },
-    )
-    eval_tokens: int = field(
-        default=16384,
-        metadata={
-            "help": "tokens to measure on, at most: whole documents are held out until there are so many, and of the "
-            "last one the beginning is measured"
-        },
-    )
+    Args:
+        packing: how documents fill windows. With concatenate they stand in a row, and each may look at the ones before
+            it in its window. With documents positions start again with each, and attention stays inside.
+        eval_tokens: tokens to measure on, at most: whole documents are held out until there are so many, and of the
+            last one the beginning is measured.
+    """
+
+    packing: Annotated[str, PACKINGS] = "concatenate"
+    eval_tokens: Count = 16384
 
 
 @dataclass
@@ -114,37 +97,29 @@ class Document:
 
 
 def check(arguments: TextArguments, needs_data: bool) -> None:
-    """Raise UsageError for options of the text that cannot work, without reading it."""
-    if arguments.workers is not None:
-        at_least(arguments, 1, "workers")
-        if arguments.streaming:
-            raise UsageError("--workers is not for --streaming, which tokenises one document after the other")
+    """Raise UsageError for options of the text that cannot work together, without reading it."""
+    if arguments.workers is not None and arguments.streaming:
+        raise UsageError("--workers is not for --streaming, which tokenises one document after the other")
     if needs_data and not arguments.data:
         raise UsageError("--model needs --data FILE..., text to fine-tune and measure on")
     kind = kind_of(arguments)
     for name, read_of in READ_OF.items():
         if kind not in read_of:
             refuse(arguments, name, f"is not for text from {describe(arguments)}")
-    if isinstance(arguments, DataArguments):
-        at_least(arguments, 1, "eval_tokens")
-        one_of(arguments, "packing", ("concatenate", "documents"))
 
 
 def kind_of(arguments: TextArguments) -> str:
     """Return the kind of source: `text`, `json` or `parquet` files, a `saved` dataset or its `splits`, or the `hub`."""
-    kinds = set()
-    for name in arguments.data:
-        kinds.add(kind_of_place(name))
-        if "hub" in kinds and len(arguments.data) > 1:
-            raise UsageError(f"--data {name}: no such file")
-    if len(kinds) > 1:
-        raise UsageError(f"--data: files of one kind at a time, not {' and '.join(sorted(kinds))}")
-    kind = kinds.pop() if kinds else "text"
-    if kind in ("saved", "splits") and len(arguments.data) > 1:
-        raise UsageError(
-            f"--data: one saved dataset at a time, not {len(arguments.data)}; of files there may be several"
-        )
-    return kind
+    kinds = {name: kind_of_place(name) for name in arguments.data}
+    several, found = len(arguments.data) > 1, sorted(set(kinds.values()))
+    if several and "hub" in found:
+        raise UsageError(f"--data {next(name for name, kind in kinds.items() if kind == 'hub')}: no such file")
+    if len(found) > 1:
+        raise UsageError(f"--data: files of one kind at a time, not {' and '.join(found)}")
+    if several and found[0] in ("saved", "splits"):
+        count = len(arguments.data)
+        raise UsageError(f"--data: one saved dataset at a time, not {count}; of files there may be several")
+    return found[0] if found else "text"
 
 
 def kind_of_place(name: str) -> str:
@@ -178,7 +153,7 @@ def describe(arguments: TextArguments) -> str:
     return ", ".join(arguments.data) if arguments.data else "the sources of the Python standard library"
 
 
-def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None, enough: int) -> list[Document]:
+def documents(tokenizer: Tokenizer, arguments: TextArguments, files: list[Path] | None, enough: int) -> list[Document]:
     """Read the documents in order and tokenise them, each only once.
 
     A repeated document could end up on both sides of the split.
@@ -192,25 +167,14 @@ def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None
     Raises:
         UsageError: if a file cannot be read, a column is missing, or there is no text.
     """
-    separator = arguments.separator.encode().decode("unicode_escape")
-
-    def parts(text: str | Chat) -> list[str] | list[Chat]:
-        if isinstance(text, str):
-            return text.split(separator) if separator else [text]
-        if separator:
-            raise UsageError("--separator is for text, and these are chats: leave it out")
-        return [text]
-
-    texts = unique(part for text in read(arguments, files) for part in parts(text))
+    texts = unique(read(arguments, files), arguments.separator.encode().decode("unicode_escape"))
+    result: list[Document] = []
     if arguments.streaming:
-        result: list[Document] = []
         with tqdm(total=enough, desc="tokenizing", unit="token", leave=False, disable=enough < LARGE) as bar:
-            for text in texts:
+            while enough > 0 and (text := next(texts, None)) is not None:
                 result += encode(tokenizer, [text])
                 bar.update(len(result[-1].tokens))
                 enough -= len(result[-1].tokens)
-                if enough <= 0:
-                    break
     else:
         result = encode_and_keep(tokenizer, list(texts), arguments.workers)
     if not result:
@@ -220,37 +184,17 @@ def documents(tokenizer: Any, arguments: TextArguments, files: list[Path] | None
 
 def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str | Chat]:
     """Yield the texts, or chats, as they are stored."""
-    paths = [Path(name) for name in arguments.data]
-    kind = kind_of(arguments)
-    if files is not None or kind == "text":
-        for path in paths if files is None else files:
+    if files is not None or kind_of(arguments) == "text":
+        for path in map(Path, arguments.data) if files is None else files:
             try:
-                with (
-                    gzip.open(path, "rt", encoding="utf-8")
-                    if path.suffix == ".gz"
-                    else path.open(encoding="utf-8") as file
-                ):
+                with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
                     yield file.read()
             except (OSError, EOFError, UnicodeDecodeError) as error:
                 if files is None:
                     raise UsageError(f"--data {path}: not readable as UTF-8 text ({error})") from None
         return
     try:
-        if kind in ("saved", "splits"):
-            rows = datasets.load_from_disk(arguments.data[0])
-            if kind == "splits":
-                if arguments.data_split not in rows:
-                    raise UsageError(f"--data-split {arguments.data_split}: {paths[0]} has {', '.join(rows)}")
-                rows = rows[arguments.data_split]
-        elif kind == "hub":
-            rows = datasets.load_dataset(
-                arguments.data[0], arguments.data_name, split=arguments.data_split, streaming=arguments.streaming
-            )
-        else:
-            rows = datasets.load_dataset(
-                kind, data_files=[str(path) for path in paths], split="train", streaming=arguments.streaming
-            )
-        for row in rows:
+        for row in rows_of(arguments):
             value = row.get(arguments.text_column)
             if not (isinstance(value, str) or is_chat(value)):
                 raise UsageError(
@@ -262,22 +206,38 @@ def read(arguments: TextArguments, files: list[Path] | None) -> Iterator[str | C
         raise UsageError(f"--data {describe(arguments)}: {error.__cause__ or error}") from None
 
 
-def is_chat(value: Any) -> bool:
+def rows_of(arguments: TextArguments) -> Iterable[dict[str, Any]]:
+    """Return the rows of a dataset, from disk, from the Hub, or made of files."""
+    kind, name, split = kind_of(arguments), arguments.data[0], arguments.data_split
+    if kind in ("saved", "splits"):
+        saved = datasets.load_from_disk(name)
+        if kind == "splits" and split not in saved:
+            raise UsageError(f"--data-split {split}: {name} has {', '.join(saved)}")
+        return saved[split] if kind == "splits" else saved
+    if kind == "hub":
+        return datasets.load_dataset(name, arguments.data_name, split=split, streaming=arguments.streaming)
+    return datasets.load_dataset(kind, data_files=arguments.data, split="train", streaming=arguments.streaming)
+
+
+def is_chat(value: object) -> TypeGuard[Chat]:
     """Return whether a value is a list of messages."""
     if not (isinstance(value, list) and value):
         return False
     return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
 
 
-def unique(texts: Iterable[str | Chat]) -> Iterator[str | Chat]:
-    """Yield the texts that are not blank, each where it comes first."""
+def unique(texts: Iterable[str | Chat], separator: str) -> Iterator[str | Chat]:
+    """Yield the documents of texts that are not blank, each where it comes first."""
     seen = set()
     for text in texts:
-        text = text.strip("\n") if isinstance(text, str) else text
-        key = hashlib.blake2b(as_string(text).encode(), digest_size=16).digest()
-        if as_string(text).strip() and key not in seen:
-            seen.add(key)
-            yield text
+        if separator and not isinstance(text, str):
+            raise UsageError("--separator is for text, and these are chats: leave it out")
+        for part in text.split(separator) if separator and isinstance(text, str) else [text]:
+            part = part.strip("\n") if isinstance(part, str) else part
+            key = hashlib.blake2b(as_string(part).encode(), digest_size=16).digest()
+            if as_string(part).strip() and key not in seen:
+                seen.add(key)
+                yield part
 
 
 def as_string(text: str | Chat) -> str:
@@ -285,7 +245,7 @@ def as_string(text: str | Chat) -> str:
     return text if isinstance(text, str) else json.dumps(text)
 
 
-def encode(tokenizer: Any, texts: Sequence[str | Chat]) -> list[Document]:
+def encode(tokenizer: Tokenizer, texts: Sequence[str | Chat]) -> list[Document]:
     """Tokenise texts, each between the marks that the tokenizer adds, and chats by the tokenizer's template.
 
     If the tokenizer adds no marks, a text ends with the tokenizer's end-of-text.
@@ -301,7 +261,7 @@ def encode(tokenizer: Any, texts: Sequence[str | Chat]) -> list[Document]:
     ]
 
 
-def encode_chat(tokenizer: Any, chat: Chat) -> Document:
+def encode_chat(tokenizer: Tokenizer, chat: Chat) -> Document:
     """Tokenise a chat as the tokenizer's template writes it; only the assistant's tokens count.
 
     A template can mark the assistant's part (`{% generation %}`). Without marks, it is the text that the template adds
@@ -331,7 +291,7 @@ def encode_chat(tokenizer: Any, chat: Chat) -> Document:
     return Document(tokens, text_bytes(tokens, tokenizer), torch.tensor(counted, dtype=torch.bool))
 
 
-def assistant_spans(tokenizer: Any, chat: Chat, whole: str) -> list[tuple[int, int]]:
+def assistant_spans(tokenizer: Tokenizer, chat: Chat, whole: str) -> list[tuple[int, int]]:
     """Return where the assistant's parts begin and end in a chat that was written out, in characters."""
     spans = []
     for index, message in enumerate(chat):
@@ -349,56 +309,42 @@ def assistant_spans(tokenizer: Any, chat: Chat, whole: str) -> list[tuple[int, i
     return spans
 
 
-def encode_and_keep(tokenizer: Any, texts: Sequence[str | Chat], workers: int | None) -> list[Document]:
+def encode_and_keep(tokenizer: Tokenizer, texts: Sequence[str | Chat], workers: int | None) -> list[Document]:
     """Tokenise texts as `encode` does, or read their tokens from the cache of datasets.
 
     The name in the cache is a digest of every text and of the tokenizer, so that no other text can have it.
     """
     if not texts:
         return []
-    key = hashlib.sha256(
-        tokenizer.backend_tokenizer.to_str().encode() if tokenizer.is_fast else pickle.dumps(tokenizer)
-    )
     chats = not isinstance(texts[0], str)
-    if chats:
-        key.update(f"chats {tokenizer.chat_template}".encode())
-    strings = [as_string(text) for text in texts]
-    for text in strings:
-        key.update(len(text).to_bytes(8, "big") + text.encode())
+    state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(pickle.dumps(tokenizer))
+    made_from = json.dumps([state, tokenizer.chat_template if chats else None, texts])
+    key = hashlib.sha256(made_from.encode()).hexdigest()
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posenc"
     folder.mkdir(parents=True, exist_ok=True)
 
     def columns(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-        documents = encode(tokenizer, [json.loads(text) for text in batch["text"]] if chats else batch["text"])
-        by_name: dict[str, list[Any]] = {
-            "tokens": [document.tokens for document in documents],
-            "bytes": [document.bytes for document in documents],
-        }
-        return by_name | ({"counted": [document.counted for document in documents]} if chats else {})
+        documents = encode(tokenizer, [json.loads(text) for text in batch["text"]])
+        names = ("tokens", "bytes", "counted") if chats else ("tokens", "bytes")
+        return {name: [getattr(document, name) for document in documents] for name in names}
 
-    if sum(map(len, strings)) < LARGE:
-        datasets.disable_progress_bars()
-    else:
-        datasets.enable_progress_bars()
-    rows = datasets.Dataset.from_dict({"text": strings}).map(
+    (datasets.disable_progress_bars if len(made_from) < LARGE else datasets.enable_progress_bars)()
+    rows = datasets.Dataset.from_dict({"text": [json.dumps(text) for text in texts]}).map(
         columns,
         batched=True,
         num_proc=workers,
         remove_columns="text",
         desc="tokenizing",
-        cache_file_name=str(folder / f"{key.hexdigest()}.arrow"),
-        new_fingerprint=key.hexdigest()[:16],
+        cache_file_name=str(folder / f"{key}.arrow"),
+        new_fingerprint=key[:16],
     )
     tensors, counts = rows.with_format("torch")[:], rows[:]["bytes"]
     marks = [mark.bool() for mark in tensors["counted"]] if chats else [None] * len(counts)
-    return [
-        Document(tokens, count, counted)
-        for tokens, count, counted in zip(tensors["tokens"], counts, marks, strict=True)
-    ]
+    return [Document(*columns) for columns in zip(tensors["tokens"], counts, marks, strict=True)]
 
 
 def split(
-    documents: list[Document], tokenizer: Any, eval_tokens: int, seed: int
+    documents: list[Document], tokenizer: Tokenizer, eval_tokens: int, seed: int
 ) -> tuple[list[Document], list[Document]]:
     """Return training and held-out documents. Whole documents are held out, so no text is on both sides.
 
@@ -411,16 +357,14 @@ def split(
         eval_tokens: number of tokens to hold out.
         seed: of the draw.
     """
-    missing = eval_tokens
     if len(documents) == 1:
-        start, end = (
-            [part_of(documents[0], part, tokenizer)] if len(documents[0].tokens[part]) else []
-            for part in (slice(None, -missing), slice(-missing, None))
-        )
+        parts = (part_of(documents[0], slice(*ends), tokenizer) for ends in ((0, -eval_tokens), (-eval_tokens, None)))
+        start, end = ([part] if len(part.tokens) else [] for part in parts)
         return start, end
     order = list(range(len(documents)))
     random.Random(seed).shuffle(order)
     held_out: list[int] = []
+    missing = eval_tokens
     while order and missing > 0:
         held_out.append(order.pop())
         missing -= len(documents[held_out[-1]].tokens)
@@ -428,7 +372,7 @@ def split(
     return [documents[index] for index in sorted(order)], measured
 
 
-def cut(documents: list[Document], tokenizer: Any, tokens: int) -> list[Document]:
+def cut(documents: list[Document], tokenizer: Tokenizer, tokens: int) -> list[Document]:
     """Return the beginning of a text, at most a number of tokens; the last document is cut."""
     kept: list[Document] = []
     for document in documents:
@@ -439,14 +383,14 @@ def cut(documents: list[Document], tokenizer: Any, tokens: int) -> list[Document
     return kept
 
 
-def part_of(document: Document, part: slice, tokenizer: Any) -> Document:
+def part_of(document: Document, part: slice, tokenizer: Tokenizer) -> Document:
     """Return a part of a document."""
     tokens = document.tokens[part]
     counted = None if document.counted is None else document.counted[part]
     return Document(tokens, text_bytes(tokens, tokenizer), counted)
 
 
-def text_bytes(tokens: Tensor, tokenizer: Any) -> int:
+def text_bytes(tokens: Tensor, tokenizer: Tokenizer) -> int:
     """Return the number of bytes of a text, without the marks that the tokenizer added."""
     return len(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False).encode())
 
@@ -472,7 +416,7 @@ class Text:
     train: list[Document]
     held_out: list[Document]
 
-    def to_dict(self, arguments: TextArguments) -> dict[str, Any]:
+    def to_dict(self, arguments: TextArguments) -> Results:
         """Return what the results of a run say of its text."""
         return {
             "description": describe(arguments),
@@ -496,7 +440,11 @@ class Text:
 
 
 def read_text(
-    arguments: DataArguments, tokenizer: Any, accelerator: Accelerator, training_tokens: int, split_seed: int
+    arguments: DataArguments,
+    tokenizer: Tokenizer,
+    accelerator: Accelerator,
+    training_tokens: int,
+    split_seed: int,
 ) -> Text:
     """Read the text that a run trains on and the text that it measures.
 

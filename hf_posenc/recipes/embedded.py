@@ -91,10 +91,7 @@ def decoder(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model = GPT2LMHeadModel(config)
-    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
-    model.loss_type = "ForCausalLM"
-    return model
+    return with_loss(GPT2LMHeadModel(config))
 
 
 def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
@@ -113,10 +110,15 @@ def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
     return model
 
 
-def trained_base() -> GPT2LMHeadModel:
-    """Return the trained base from `FOLDER`, in float32, in eval mode: ready to patch, train and measure."""
-    model = GPT2LMHeadModel.from_pretrained(FOLDER, dtype=torch.float32)
-    model.loss_type = "ForCausalLM"  # as in `decoder`
+def trained_base(folder: Path = FOLDER) -> GPT2LMHeadModel:
+    """Return the trained base from a folder, in float32, in eval mode: ready to patch, train and measure."""
+    return with_loss(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32))
+
+
+def with_loss(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
+    """Set `loss_type`, so that transformers does not warn."""
+    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
+    model.loss_type = "ForCausalLM"
     return model
 
 

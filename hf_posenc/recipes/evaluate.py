@@ -10,20 +10,22 @@ Both perplexities, bits per byte, loss by position and retrieval go to --json an
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from accelerate import Accelerator
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
 
 from ..evaluation import measure_recurrence
 from ..evaluation.recurrence import check_memory
-from . import corpus, measuring, models, program
+from . import corpus, measurements, models, program
 from .corpus import Document
-from .measuring import HeldOutArguments
+from .measurements import HeldOutArguments
 from .models import DeviceArguments, ModelArguments, check_vocabulary, count, load_named
-from .options import UsageError, as_in, at_least, parse
-from .results import origin, write_json
+from .options import Checkpoint, Count, File, UsageError, as_usage_error, parse
+from .results import Results, origin, write_json
 
 EXAMPLES = """
   {prog} --model runs/gpt2-alibi/model --data book.txt --lengths 512 1024 2048
@@ -34,19 +36,21 @@ EXAMPLES = """
 
 @dataclass
 class Arguments(ModelArguments, DeviceArguments, HeldOutArguments):
-    """This recipe."""
+    """This recipe.
 
-    dtype: str = as_in(DeviceArguments, "dtype", "float32")
-    adapter: str | None = field(default=None, metadata={"help": "LoRA adapter to load onto it", "metavar": "DIR_OR_ID"})
-    memory: int | None = field(
-        default=None, metadata={"help": "also read segments of each length, with a memory of so many tokens"}
-    )
-    json: str = field(
-        default="runs/evaluation.json", metadata={"help": "file for every number", "metavar": "FILE", "was": "output"}
-    )
+    Args:
+        adapter: LoRA adapter to load onto it.
+        memory: also read segments of each length, with a memory of so many tokens.
+        json: file for every number.
+    """
+
+    dtype: Annotated[str, models.DTYPES] = "float32"
+    adapter: Checkpoint | None = None
+    memory: Count | None = None
+    json: File = field(default="runs/evaluation.json", metadata={"was": "output"})
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Measure a checkpoint and return the content of `--json`."""
     argv = named(sys.argv[1:] if argv is None else argv)
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
@@ -61,15 +65,13 @@ def named(words: list[str]) -> list[str]:
     return [*given, *words[first:]]
 
 
-def run(arguments: Arguments) -> dict[str, Any]:
+def run(arguments: Arguments) -> Results:
     """Measure a checkpoint on the beginning of the text, at most --eval-tokens of it, and write the numbers."""
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID is missing")
     corpus.check(arguments, needs_data=True)
-    measuring.check(arguments)
+    measurements.check(arguments)
     models.check(arguments)
-    if arguments.memory is not None:
-        at_least(arguments, 1, "memory")
     if Path(arguments.json).is_dir():
         raise UsageError(f"--json {arguments.json} is a folder, name a file")
     accelerator, device = models.placed(arguments)
@@ -77,25 +79,21 @@ def run(arguments: Arguments) -> dict[str, Any]:
     accelerator.print(f"Loading {arguments.model}")
     model = load_named(AutoModelForCausalLM, arguments, dtype=models.dtype_of(arguments))
     if arguments.adapter:
-        try:
+        with as_usage_error(f"--adapter {arguments.adapter}: ", OSError, ValueError):
             model = hf_posenc.load_adapter(model, arguments.adapter).merge_and_unload()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--adapter {arguments.adapter}: {error}") from None
     model.to(device).eval()
     if arguments.memory is not None:
-        try:
+        with as_usage_error("--memory: ", ValueError):
             check_memory(model)
-        except ValueError as error:
-            raise UsageError(f"--memory: {error}") from None
     tokenizer = load_named(AutoTokenizer, arguments)
     with accelerator.main_process_first():
         documents = corpus.documents(tokenizer, arguments, None, arguments.eval_tokens)
     documents = corpus.cut(documents, tokenizer, arguments.eval_tokens)
     check_vocabulary(model, documents)
-    measuring.check_text(documents, arguments)
+    measurements.check_text(documents, arguments)
     tokens = sum(len(document.tokens) for document in documents)
     accelerator.print(f"Measuring {tokens:,} tokens on {device}; every length reads all of them\n{HEAD}")
-    rows = measuring.perplexities(
+    rows = measurements.perplexities(
         model, documents, arguments, accelerator, on_row=lambda row: accelerator.print(line(row), flush=True)
     )
     if arguments.memory is not None:
@@ -109,7 +107,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
             "scheme": " + ".join(scheme.name for scheme in hf_posenc.schemes_of(model)) or None,
         },
         "measured": rows,
-        "retrieval": measuring.retrieval(model, arguments, accelerator),
+        "retrieval": measurements.retrieval(model, arguments, accelerator),
     }
     if accelerator.is_main_process:
         write_json(Path(arguments.json), results)
@@ -118,7 +116,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
 
 
 def with_memory(
-    model: Any, documents: list[Document], arguments: Arguments, accelerator: Any, rows: list[dict[str, Any]]
+    model: nn.Module, documents: list[Document], arguments: Arguments, accelerator: Accelerator, rows: list[Results]
 ) -> None:
     """Add to each row the perplexity of segments, with and without a memory of the segment before."""
     for row in rows:
@@ -145,7 +143,7 @@ def with_memory(
 HEAD = f"{'context':>10}  {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}"
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Results) -> str:
     """Return both perplexities and the bits per byte of a length as a line. Lower is better."""
     if "impossible" in row:
         return f"{row['length']:>10}  - ({row['impossible']})"

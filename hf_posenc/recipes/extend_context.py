@@ -9,11 +9,10 @@ before anything long starts. Ctrl-C saves, and `--resume` goes on exactly where 
 its measurements and its calibration are not made again.
 """
 
-from typing import Any
-
 from . import program, run_folder
 from .one_run import Arguments, run
 from .options import parse
+from .results import Results
 
 EXAMPLES = """
   {prog}                                                     # the embedded base and text: minutes on two cores
@@ -23,7 +22,7 @@ EXAMPLES = """
 """
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make a run and return the content of its results.json."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     with program.ending(parser, run_folder.again(arguments), lambda: run_folder.kept(arguments)):

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from .corpus import Text
 from .models import ModelArguments, revision_of
 from .options import Options, UsageError, option
-from .results import read_json
+from .results import Results, read_json
 
 # Options that change no number. Every other option does, one that somebody adds tomorrow included.
 FREE = (
@@ -33,7 +33,7 @@ OWN = ("variant", "scheme", "seed")
 WEIGHTS = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
 
-def of(arguments: Options, text: Text, **more: Any) -> dict[str, Any]:
+def of(arguments: Options, text: Text, **more: Any) -> Results:
     """Return the identity of a run, as JSON holds it.
 
     Args:
@@ -50,7 +50,7 @@ def of(arguments: Options, text: Text, **more: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(identity | more)))
 
 
-def launched(accelerator: Accelerator) -> dict[str, Any]:
+def launched(accelerator: Accelerator) -> Results:
     """Return what accelerate launch decides: the precision, and the number of processes, which share a batch."""
     return {"mixed_precision": accelerator.mixed_precision, "processes": accelerator.num_processes}
 
@@ -71,7 +71,7 @@ def file_of(folder: Path) -> Path | None:
     return next((folder / name for name in ("results.json", "progress.json") if (folder / name).is_file()), None)
 
 
-def hold(folder: Path, wanted: dict[str, Any], instead: str) -> None:
+def hold(folder: Path, wanted: Results, instead: str) -> None:
     """Raise UsageError, with the differences, if a folder holds a run of another identity.
 
     Args:
@@ -87,7 +87,7 @@ def hold(folder: Path, wanted: dict[str, Any], instead: str) -> None:
         raise UsageError(f"the run in {folder} had other arguments: {different}: {instead}")
 
 
-def differences(earlier: dict[str, Any], now: dict[str, Any]) -> str:
+def differences(earlier: Results, now: Results) -> str:
     """Return what differs between two identities, in words."""
     words = []
     for name in sorted({*earlier, *now}):
@@ -102,6 +102,6 @@ def differences(earlier: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def common(identity: dict[str, Any]) -> dict[str, Any]:
+def common(identity: Results) -> Results:
     """Return the part of an identity that the runs of one sweep share."""
     return {name: value for name, value in identity.items() if name not in OWN}

@@ -1,60 +1,79 @@
-"""Loading and saving of models, and what the recipes have to know of one: its weights, its positions, its token ids."""
+"""Models and the schemes patched into them: options, loading, saving, and what the recipes have to know of one."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import peft
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 import hf_posenc
 
+from .. import arguments as command_line
+from ..api import parse_schemes
 from ..checkpoints import files, hub
-from ..errors import UnsupportedModelError
 from ..families.served import family_of
-from ..live.state import without_adapter
+from ..live.state import patch_of, without_adapter
 from ..registry import family_for
 from .corpus import Document, stream
-from .options import Options, UsageError, one_of, option
-from .schemes import limit_of
+from .embedded import with_loss
+from .options import Checkpoint, Hyperparameter, Name, Options, UsageError, as_usage_error, option
+from .results import Results
 
-DTYPES = ("float32", "bfloat16", "float16")
+UNPATCHED = "unpatched"
+"""In the place of a scheme's name: the base as it is, as a control."""
+GUESSED = {"guesses": ("variants",)}
+"""Metadata of the option `scheme`."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
 class ModelArguments(Options):
-    """The model."""
+    """The model.
 
-    model: str | None = field(
-        default=None,
-        metadata={
-            "help": "checkpoint folder or Hub id; `extend` without it takes the small byte-level GPT-2 of the package",
-            "metavar": "DIR_OR_ID",
-        },
-    )
-    revision: str | None = field(
-        default=None, metadata={"help": "branch, tag or commit of --model, if it is on the Hub", "metavar": "NAME"}
-    )
+    Args:
+        model: checkpoint folder or Hub id; `extend` without it takes the small byte-level GPT-2 of the package.
+        revision: branch, tag or commit of --model, if it is on the Hub.
+    """
+
+    model: Checkpoint | None = None
+    revision: Name | None = None
+
+
+@dataclass
+class SchemeArguments(Options):
+    """The scheme.
+
+    Args:
+        scheme: position encoding to patch in (`hf-posenc schemes` lists them); `extend` also takes unpatched: the base
+            as it is, as a control.
+        scheme_args: its hyper-parameters, e.g. max_distance=64 share_heads=false; see `hf-posenc schemes NAME`.
+    """
+
+    scheme: Name = field(default="alibi", metadata=GUESSED)
+    scheme_args: list[Hyperparameter] = field(default_factory=list)
 
 
 @dataclass
 class DeviceArguments(Options):
-    """Device and precision."""
+    """Device and precision.
 
-    device: str | None = field(
-        default=None, metadata={"help": "for instance cpu or cuda:1; by default an accelerator, where there is one"}
-    )
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "of the weights: " + " | ".join(("auto", *DTYPES)) + "; auto is what they were saved in"},
-    )
+    Args:
+        device: for instance cpu or cuda:1; by default an accelerator, where there is one.
+        dtype: of the weights; auto is what they were saved in.
+    """
+
+    device: str | None = None
+    dtype: Annotated[str, DTYPES] = "auto"
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -72,10 +91,8 @@ def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
     Raises:
         UsageError: if the checkpoint does not have it.
     """
-    try:
+    with as_usage_error(f"{option(asked)} {name}: ", OSError, ValueError, hf_posenc.HfPosencError):
         return cls.from_pretrained(hub.checkpoint_name(name), **arguments)
-    except (OSError, ValueError, hf_posenc.HfPosencError) as error:
-        raise UsageError(f"{option(asked)} {name}: {error}") from None
 
 
 def check(arguments: ModelArguments) -> None:
@@ -83,8 +100,6 @@ def check(arguments: ModelArguments) -> None:
     if arguments.revision is not None and (arguments.model is None or Path(arguments.model).is_dir()):
         what = "the embedded base is none" if arguments.model is None else f"{arguments.model} is a folder"
         raise UsageError(f"--revision is of a checkpoint on the Hub, and {what}: leave it out")
-    if isinstance(arguments, DeviceArguments):
-        one_of(arguments, "dtype", ("auto", *DTYPES))
 
 
 def load_named(cls: Any, arguments: ModelArguments, **more: Any) -> Any:
@@ -93,23 +108,15 @@ def load_named(cls: Any, arguments: ModelArguments, **more: Any) -> Any:
     return load(cls, arguments.model, **revision_of(arguments), **more)
 
 
-def load_patched(arguments: Any, scheme: hf_posenc.Scheme, seed: int) -> Any:
-    """Load the stock checkpoint that `--model` names, in `--dtype`, and patch it; raise UsageError if it cannot be."""
-    model = load_named(AutoModelForCausalLM, arguments, dtype=dtype_of(arguments))
-    try:
-        return hf_posenc.patch_model(model, scheme, seed=seed)
-    except (ValueError, hf_posenc.HfPosencError) as error:
-        raise UsageError(f"--model {arguments.model}: {str(error).removeprefix('hf_posenc: ')}") from None
-
-
 def revision_of(arguments: ModelArguments) -> dict[str, str]:
     """Return the revision as a keyword of `from_pretrained`, if one was given."""
     return {} if arguments.revision is None else {"revision": arguments.revision}
 
 
-def dtype_of(arguments: "DeviceArguments") -> Any:
+def dtype_of(arguments: "DeviceArguments") -> str | torch.dtype:
     """Return `--dtype` as `from_pretrained` takes it."""
-    return "auto" if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    dtype: str | torch.dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    return dtype
 
 
 def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
@@ -134,21 +141,17 @@ def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
     return accelerator, device
 
 
+def stock_config(arguments: ModelArguments) -> PretrainedConfig:
+    """Return the config of the stock checkpoint that `--model` names; raise UsageError for a patched one."""
+    config: PretrainedConfig = load_named(AutoConfig, arguments)
+    if config.model_type != base_model_type(config):
+        raise UsageError(f"--model {arguments.model} is patched already: give the stock checkpoint it was made from")
+    return config
+
+
 def load_base(arguments: ModelArguments) -> PreTrainedModel:
     """Load the stock model that `--model` names for training, in float32 whatever it was saved in."""
     return with_loss(load_named(AutoModelForCausalLM, arguments, dtype=torch.float32))
-
-
-def load_trained_base(folder: Path) -> PreTrainedModel:
-    """Load the embedded base from the folder that a run saved it in."""
-    return with_loss(load(AutoModelForCausalLM, str(folder), dtype=torch.float32))
-
-
-def with_loss(model: PreTrainedModel) -> PreTrainedModel:
-    """Set `loss_type`, so that transformers does not warn."""
-    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
-    model.loss_type = "ForCausalLM"
-    return model
 
 
 @contextmanager
@@ -165,7 +168,7 @@ def loaded_whole(accelerator: Accelerator) -> Iterator[None]:
         set_hf_deepspeed_config(config)
 
 
-def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: Any, output: Path) -> None:
+def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
     """Save weights and tokenizer in `output/model`, and a LoRA adapter alone in `output/adapter`."""
     model = accelerator.unwrap_model(wrapped)
     weights = accelerator.get_state_dict(wrapped)  # gathered, where processes hold parts
@@ -173,17 +176,17 @@ def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: Any, output: P
         if accelerator.is_main_process:
             model.save_pretrained(str(output / "adapter"))
         model, weights = model.merge_and_unload(), None
-    if not accelerator.is_main_process:
-        accelerator.wait_for_everyone()
-        return
-    if hf_posenc.is_patched(model):
-        model.save_pretrained(output / "model", state_dict=weights, tokenizer=tokenizer)
-        accelerator.wait_for_everyone()
-    else:
+    if not hf_posenc.is_patched(model):
         save_stock(accelerator, model, tokenizer, output / "model")
+        return
+    if accelerator.is_main_process:
+        model.save_pretrained(output / "model", state_dict=weights, tokenizer=tokenizer)
+    accelerator.wait_for_everyone()
 
 
-def save_stock(accelerator: Accelerator, model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+def save_stock(
+    accelerator: Accelerator, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
     """Save an unpatched model in place of the folder, whole or not at all."""
     if accelerator.is_main_process:
         with files.new_folder(folder) as partial:
@@ -201,12 +204,17 @@ def count(model: nn.Module, trained: bool = False) -> int:
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad or not trained)
 
 
+def describe(model: PreTrainedModel, trained_length: int) -> dict[str, str | int]:
+    """Return what results.json says of a base, beside its name."""
+    return {"model_type": model.config.model_type, "parameters": count(model), "trained_length": trained_length}
+
+
 def position_table(model: nn.Module) -> nn.Module | None:
     """Return the table of learned positions, the base's own or the scheme's in its place; None without one."""
     stock = without_adapter(model)
     try:
         family = family_of(stock.config)
-    except UnsupportedModelError:  # a model that cannot be patched can still be measured
+    except hf_posenc.UnsupportedModelError:  # a model that cannot be patched can still be measured
         return None
     if family.names.position_table is None:
         return None
@@ -214,13 +222,15 @@ def position_table(model: nn.Module) -> nn.Module | None:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return the number of positions of the scheme or, in a stock model, of its table; None if there is no limit."""
-    if hf_posenc.is_patched(model):
-        return limit_of(model)
+    """Return the number of positions of the scheme or, in a stock model, of its table; None if there is no limit.
+
+    It looks below an adapter of PEFT.
+    """
+    if (patch := patch_of(model)) is not None:
+        return patch.limit
     if (table := position_table(model)) is None:
         return None
-    rows: Any = table.num_embeddings
-    return int(rows) - family_for(model.config.model_type).table_offset
+    return len(table.get_parameter("weight")) - family_for(model.config.model_type).table_offset
 
 
 def check_vocabulary(model: PreTrainedModel, *texts: list[Document]) -> None:
@@ -247,3 +257,40 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     with torch.no_grad():
         one, other = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 2:]
     return torch.allclose(one, other, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- schemes
+
+
+def hyperparameters(pairs: list[str]) -> dict[str, Any]:
+    """Return `name=value` words as a scheme's keyword arguments; raise UsageError if one is not of that form."""
+    with as_usage_error("", ValueError):
+        return command_line.hyperparameters(pairs)
+
+
+def named_scheme(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
+    """Return a scheme by name and hyper-parameters; raise UsageError, naming the option, if there is no such scheme."""
+    with as_usage_error(f"{option(asked)} {name}: ", TypeError, ValueError):
+        (scheme,) = parse_schemes(name, given)
+        return scheme
+
+
+def patch_and_verify(model: nn.Module, scheme: hf_posenc.Scheme, seed: int) -> str:
+    """Patch a model in place and return the report of `verify`.
+
+    Raises:
+        RuntimeError: if a layer does not respond to its positions.
+    """
+    hf_posenc.patch_model(model, scheme, seed=seed)
+    if not (report := hf_posenc.verify(model)):
+        raise RuntimeError(f"the patch does not do what it should:\n{report}")
+    return str(report)
+
+
+def scheme_to_json(*schemes: hf_posenc.Scheme | None) -> Results:
+    """Return schemes with all their hyper-parameters as JSON holds them; None, or no scheme at all, is the base."""
+    entries = [{"name": scheme.name, **scheme.hyperparameters()} for scheme in schemes if scheme is not None]
+    if not entries:
+        return {"name": UNPATCHED}
+    both = {"name": " + ".join(str(entry["name"]) for entry in entries), "schemes": entries}
+    return dict(json.loads(json.dumps(entries[0] if len(entries) == 1 else both)))

@@ -7,78 +7,80 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import peft
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_posenc
 
 from ..analysis import plots
-from ..families.base import base_model_type
 from ..registry import family_for
 from . import (
-    calibrating,
+    calibration_stage,
     corpus,
     identity,
-    measuring,
+    measurements,
     model_card,
     models,
     rates,
     run_folder,
     run_report,
-    schemes,
     training,
 )
-from .calibrating import CalibrationArguments
+from .calibration_stage import CalibrationArguments
 from .corpus import Text, read_text, stream
 from .distillation import Distillation, teacher_of
 from .embedded import CONTEXT, FOLDER, PROMPT, byte_model, byte_tokenizer, sample, train_base, trained_base
-from .measuring import HeldOutArguments, held_out_loss, measure_model
-from .models import ModelArguments, count, load_base, load_named, load_trained_base, position_limit
-from .options import UsageError, as_in, at_least, refuse
-from .results import origin, stopwatch
+from .measurements import HeldOutArguments, held_out_loss, measure_model
+from .models import UNPATCHED, ModelArguments, SchemeArguments
+from .options import Count, Name, Natural, UsageError, refuse
+from .results import Results, origin, stopwatch
 from .run_folder import FolderArguments
-from .schemes import UNPATCHED, SchemeArguments, hyperparameters
-from .training import FineTuningArguments, Phase, TrainingArguments
+from .training import FineTuningArguments, Phase
+
+MEASURED = ("seconds", "before", "retrieval_before", "calibration", "learning_rates")
+"""Results that a run takes from its own progress, or from another run of its sweep."""
 
 
 @dataclass
 class SharedArguments(ModelArguments, HeldOutArguments, CalibrationArguments, FineTuningArguments):
-    """Adapters."""
+    """Adapters.
 
-    lora_rank: int = field(
-        default=0,
-        metadata={
-            "help": "train LoRA of this rank with norms, positions, and embeddings where the swap needs it; 0 trains "
-            "every weight"
-        },
-    )
+    Args:
+        lora_rank: train LoRA of this rank with norms, positions, and embeddings where the swap needs it; 0 trains every
+            weight.
+    """
+
+    lora_rank: Natural = 0
 
 
 @dataclass
 class Arguments(FolderArguments, SchemeArguments, SharedArguments):
-    """This recipe."""
+    """This recipe.
+
+    Args:
+        seed: seed of everything that is random.
+        push_to: repository on the Hub to push the result to.
+        private: make that repository private, if it is new.
+        train_base: without --model: train the small base on the training text, instead of taking the one that comes
+            with the package.
+        base_steps: with --train-base: its optimizer steps.
+        base_seed: with --train-base: seed of its weights and batches.
+    """
 
     # The default: the scheme that calibration brings closest to its base.
-    scheme: str = as_in(SchemeArguments, "scheme", "transformer_xl")
-    steps: int = as_in(TrainingArguments, "steps", 60)
-    seed: int = field(default=0, metadata={"help": "seed of everything that is random"})
-    push_to: str | None = field(default=None, metadata={"help": "repository on the Hub to push the result to"})
-    private: bool = field(default=False, metadata={"help": "make that repository private, if it is new"})
-    train_base: bool = field(
-        default=False,
-        metadata={
-            "help": "without --model: train the small base on the training text, instead of taking the one that comes "
-            "with the package"
-        },
-    )
-    base_steps: int = field(default=1200, metadata={"help": "with --train-base: its optimizer steps"})
-    base_seed: int = field(default=0, metadata={"help": "with --train-base: seed of its weights and batches"})
+    scheme: Name = field(default="transformer_xl", metadata=models.GUESSED)
+    steps: Count = 60
+    seed: int = 0
+    push_to: str | None = None
+    private: bool = False
+    train_base: bool = False
+    base_steps: Count = 1200
+    base_seed: Natural = 0
 
 
 @dataclass
@@ -92,11 +94,11 @@ class Sweep:
     """
 
     text: Text
-    identity: dict[str, Any]
-    before: list[dict[str, Any]] | None = None
+    identity: Results
+    before: list[Results] | None = None
 
 
-def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
+def run(arguments: Arguments, sweep: Sweep | None = None) -> Results:
     """Make a run.
 
     Args:
@@ -125,86 +127,69 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> dict[str, Any]:
 
 def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
     """Read the text and the base, and check that everything works together. Nothing long has started then."""
-    output = Path(arguments.output)
     scheme = check_arguments(arguments)
-    accelerator = training.accelerator_for(arguments, output)
+    accelerator = training.accelerator_for(arguments, Path(arguments.output))
     set_seed(arguments.seed)
     accelerator.print(f"Reading {corpus.describe(arguments)}")
-    tokenizer = load_named(AutoTokenizer, arguments) if arguments.model else byte_tokenizer()
+    tokenizer = models.load_named(AutoTokenizer, arguments) if arguments.model else byte_tokenizer()
     if sweep:
         text, of = sweep.text, sweep.identity
     else:
         text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
-        of = identity.of(arguments, text, scheme=schemes.to_json(scheme), **identity.launched(accelerator))
+        of = identity.of(arguments, text, scheme=models.scheme_to_json(scheme), **identity.launched(accelerator))
     if arguments.model is None and not arguments.train_base:
         of["base"] = identity.digest_of(str(FOLDER))
     earlier = run_folder.earlier(arguments, of)
     with models.loaded_whole(accelerator):
-        model: PreTrainedModel = load_base(arguments) if arguments.model else trained_base()
-    trained_length = position_limit(model) or model.config.max_position_embeddings
-    plan = make_plan(arguments, text, trained_length)
-    check_text(arguments, text, plan, trained_length, accelerator)
+        model: PreTrainedModel = models.load_base(arguments) if arguments.model else trained_base()
+    trained_length = models.position_limit(model) or model.config.max_position_embeddings
+    plan = make_plan(arguments, text, trained_length, accelerator)
     data = text.to_dict(arguments)
     accelerator.print(
         f"  {data['documents']:,} documents; {data['training_tokens']:,} tokens to train on, "
         f"{data['held_out_tokens']:,} held out"
     )
     models.check_vocabulary(model, text.train, text.held_out)
-    if (report := check_patch(model, scheme, arguments)) is not None:
-        accelerator.print(f"The swap, tried before anything long: {report}")
+    check_patch(model, scheme, arguments, accelerator)
     windows = None
     if scheme is not None and arguments.calibrate != "none":
-        calibrating.check_base(model, arguments)
-        windows = calibrating.windows(text.train, trained_length, arguments)
+        calibration_stage.check_base(model, arguments)
+        windows = calibration_stage.windows(text.train, trained_length, arguments, arguments.seed)
+    measured = earlier or ({"before": sweep.before} if sweep and sweep.before else {})
     results = {
         **origin("extend_context", arguments, accelerator),
         "identity": of,
         "seed": arguments.seed,
         "data": data,
-        "base": describe_base(arguments, model, trained_length),
-        **measured_already(earlier, sweep),
+        "base": {
+            "name": arguments.model or "embedded byte-level GPT-2",
+            "on_hub": arguments.model is not None and not Path(arguments.model).exists(),
+            **models.describe(model, trained_length),
+        },
+        "seconds": {},
+        **{name: measured[name] for name in MEASURED if name in measured},
     }
     model.to(accelerator.device)
     resumed = earlier is not None
     return Run(arguments, accelerator, tokenizer, text, scheme, trained_length, plan, windows, resumed, model, results)
 
 
-def make_plan(arguments: Arguments, text: Text, trained_length: int) -> list[Phase]:
-    """Return the phases of the fine-tuning; set the default of `--recovery-steps`."""
+def make_plan(arguments: Arguments, text: Text, trained_length: int, accelerator: Accelerator) -> list[Phase]:
+    """Return the phases of the fine-tuning; set the default of `--recovery-steps`.
+
+    Raises:
+        UsageError: if the text does not suffice to train on and to measure on.
+    """
     if arguments.recovery_steps is None:
         longer = arguments.recovery_length is not None or arguments.train_length > trained_length
         arguments.recovery_steps = arguments.steps // 2 if longer else 0
-    return training.phases(arguments, text.train, trained_length, packing=arguments.packing, seed=arguments.seed)
-
-
-def check_text(
-    arguments: Arguments, text: Text, plan: list[Phase], trained_length: int, accelerator: Accelerator
-) -> None:
-    """Raise UsageError unless the text suffices to train on and to measure on."""
-    measuring.check_text(text.held_out, arguments, trained_length if arguments.eval_every else 0)
+    plan = training.phases(arguments, text.train, trained_length, packing=arguments.packing, seed=arguments.seed)
+    measurements.check_text(text.held_out, arguments, trained_length if arguments.eval_every else 0)
     if arguments.train_base and len(stream(text.train).tokens) <= CONTEXT:
         raise UsageError(f"the training text has no more tokens than the embedded base's context, {CONTEXT}")
     training.check_plan(plan, accelerator)
     rates.check_plan(plan[0], arguments, accelerator)
-
-
-def describe_base(arguments: Arguments, model: PreTrainedModel, trained_length: int) -> dict[str, Any]:
-    """Return what results.json says of the base."""
-    return {
-        "name": arguments.model or "embedded byte-level GPT-2",
-        "on_hub": arguments.model is not None and not Path(arguments.model).exists(),
-        "model_type": model.config.model_type,
-        "parameters": count(model),
-        "trained_length": trained_length,
-    }
-
-
-def measured_already(earlier: dict[str, Any] | None, sweep: Sweep | None) -> dict[str, Any]:
-    """Return the results that an interrupted run, or another run of the sweep, has measured already."""
-    if earlier is not None:
-        known = ("seconds", "before", "retrieval_before", "calibration", "learning_rates")
-        return {key: earlier[key] for key in known if key in earlier}
-    return {"seconds": {}} | ({"before": sweep.before} if sweep and sweep.before else {})
+    return plan
 
 
 @dataclass
@@ -223,7 +208,8 @@ class Run:
         resumed: whether an interrupted run is continued.
         model: the base, then the patched model, on the device.
         results: the content of results.json so far.
-        base_loss: held-out loss of the base, where it is calibrated to.
+        calibration_loss: measures the held-out loss in windows of the calibration's length.
+        base_loss: that of the base, where it is calibrated to.
         teacher: a copy of the base, with `--distill`.
         wrapped: the model as accelerate wrapped it, once it is fine-tuned.
     """
@@ -238,7 +224,8 @@ class Run:
     windows: Tensor | None
     resumed: bool
     model: PreTrainedModel
-    results: dict[str, Any]
+    results: Results
+    calibration_loss: Callable[[nn.Module], float] | None = None
     base_loss: float | None = None
     teacher: nn.Module | None = None
     wrapped: nn.Module | None = None
@@ -248,12 +235,6 @@ class Run:
         """The folder of the run."""
         return Path(self.arguments.output)
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """The time that each step took."""
-        seconds: dict[str, float] = self.results["seconds"]
-        return seconds
-
     def say(self, text: str) -> None:
         """Print on one process."""
         self.accelerator.print(text)
@@ -261,10 +242,11 @@ class Run:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Context manager that stores the time spent inside as `seconds[name]`, and prints it with the memory."""
-        with stopwatch(self.seconds, name):
+        seconds: dict[str, float] = self.results["seconds"]
+        with stopwatch(seconds, name):
             yield
         memory = training.peak_memory(self.accelerator) / 2**30
-        self.say(f"  That took {self.seconds[name]:.1f} s. Most memory so far: {memory:.2f} GiB.")
+        self.say(f"  That took {seconds[name]:.1f} s. Most memory so far: {memory:.2f} GiB.")
 
     def write_progress(self) -> None:
         """Keep the results so far: `--resume` does not make them again."""
@@ -281,10 +263,10 @@ class Run:
         """Train the embedded base, with `--train-base`, or load the one that an interrupted run has trained."""
         arguments, folder = self.arguments, self.output / "base"
         if arguments.train_base and self.resumed and (folder / "config.json").is_file():
-            self.model = load_trained_base(folder).to(self.accelerator.device)
+            self.model = trained_base(folder).to(self.accelerator.device)
         elif arguments.train_base:
             context = self.model.config.n_positions
-            self.say(f"Training the embedded base: {count(self.model):,} weights, context {context}")
+            self.say(f"Training the embedded base: {models.count(self.model):,} weights, context {context}")
             set_seed(arguments.base_seed)
             self.model = byte_model(self.tokenizer).to(self.accelerator.device)
             with self.timed("base"):
@@ -304,51 +286,52 @@ class Run:
         self.write_progress()
         set_seed(self.arguments.seed)  # whatever was made before, and whatever was there already
 
-    def measure(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def measure(self) -> tuple[list[Results], list[Results]]:
         """Measure the model as it is."""
         return measure_model(self.model, self.text.held_out, self.arguments, self.accelerator)
 
     def patch(self) -> None:
         """Patch the model, put on an adapter, and keep a copy of the base where it is the teacher."""
         arguments = self.arguments
-        if self.windows is not None and "calibration" not in self.results:
-            self.base_loss = self.calibration_loss()(self.model)
+        if self.windows is not None:
+            self.calibration_loss = calibration_stage.loss_at(self.text, self.windows.shape[1])
+            if "calibration" not in self.results:
+                self.base_loss = self.calibration_loss(self.model)
         if arguments.distill:
             self.teacher = teacher_of(self.model, share_weights=bool(arguments.lora_rank))
         if self.scheme is not None:
-            self.results["verify"] = schemes.patch(self.model, self.scheme, arguments.seed)
+            self.results["verify"] = models.patch_and_verify(self.model, self.scheme, arguments.seed)
             self.say(f"Patched\n{hf_posenc.describe(self.model)}\n{self.results['verify']}")
-        self.results["scheme"] = schemes.to_json(*hf_posenc.schemes_of(self.model))
+        self.results["scheme"] = models.scheme_to_json(*hf_posenc.schemes_of(self.model))
         if arguments.lora_rank:
             # A copy of the config: PEFT writes into it.
             self.model = peft.get_peft_model(self.model, hf_posenc.lora_config(self.model, r=arguments.lora_rank))
-            trained = count(self.model, trained=True)
-            self.say(f"LoRA of rank {arguments.lora_rank}: {trained:,} of {count(self.model):,} weights are trained")
-
-    def calibration_loss(self) -> Callable[[nn.Module], float]:
-        """Return the function that measures the held-out loss in windows of the calibration's length."""
-        assert self.windows is not None
-        return calibrating.loss_at(self.text, self.windows.shape[1])
+            trained = models.count(self.model, trained=True)
+            self.say(
+                f"LoRA of rank {arguments.lora_rank}: {trained:,} of {models.count(self.model):,} weights are trained"
+            )
 
     def calibrate(self) -> None:
         """Calibrate the model, or read the calibrated weights of an interrupted run."""
         if self.windows is None:
             why = "--calibrate none" if self.arguments.calibrate == "none" else "the base keeps its positions"
-            self.results["calibration"] = calibrating.skipped(why)
+            self.results["calibration"] = calibration_stage.skipped(why)
         elif "calibration" in self.results:
             run_folder.restore_calibrated(self.model, self.output)
-            calibrating.write_down(self.model, self.results["calibration"])
+            calibration_stage.write_down(self.model, self.results["calibration"])
         else:
             assert self.base_loss is not None
+            assert self.calibration_loss is not None
             tokens = self.windows.numel()
             self.say(f"Calibrating with {tokens:,} tokens of the training text; closed forms come first")
             with self.timed("calibration"):
-                self.results["calibration"] = calibrating.calibrate(
+                self.results["calibration"] = calibration_stage.calibrate(
                     self.accelerator,
                     self.model,
                     self.windows,
                     self.arguments,
-                    loss=self.calibration_loss(),
+                    seed=self.arguments.seed,
+                    loss=self.calibration_loss,
                     base_loss=self.base_loss,
                     state_file=self.output / run_folder.CALIBRATING,
                 )
@@ -419,7 +402,7 @@ class Run:
 
 
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
-    """Check all that can be known without reading the text or the weights.
+    """Check all that can be known without reading the text or the weights; set the default of the learning rate.
 
     Returns:
         The scheme; None for a control.
@@ -429,15 +412,32 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     """
     plots.check_installed()  # the report and the card are drawn at the end
     rates.check(arguments)
-    calibrating.check(arguments)
+    if arguments.learning_rate is None:
+        plain = arguments.calibrate == "none"
+        arguments.learning_rate = calibration_stage.PLAIN_RATE if plain else calibration_stage.CALIBRATED_RATE
+    calibration_stage.check(arguments)
     training.check(arguments)
     training.check_recovery(arguments)
     corpus.check(arguments, needs_data=arguments.model is not None)
-    measuring.check(arguments)
+    measurements.check(arguments)
     models.check(arguments)
-    at_least(arguments, 1, "base_steps")
-    at_least(arguments, 0, "base_seed")
-    at_least(arguments, 0, "lora_rank")
+    check_unused(arguments)
+    scheme = None
+    if arguments.scheme != UNPATCHED:
+        scheme = models.named_scheme("scheme", arguments.scheme, models.hyperparameters(arguments.scheme_args))
+    elif arguments.scheme_args or arguments.lora_rank:
+        raise UsageError(
+            f"--scheme {UNPATCHED} takes neither --scheme-args nor --lora-rank; as a control with LoRA patch in the "
+            "base's own scheme (rope, or learned)"
+        )
+    if arguments.model is not None:
+        family_for(models.stock_config(arguments).model_type)  # says which families there are
+    run_folder.check(arguments)
+    return scheme
+
+
+def check_unused(arguments: Arguments) -> None:
+    """Raise UsageError for options that another option leaves without an effect."""
     if arguments.context_parallel > 1 and arguments.distill:
         raise UsageError("--context-parallel is not for --distill: the base is asked for whole windows")
     if arguments.model is not None:
@@ -449,37 +449,21 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
         refuse(arguments, "private", "is of the repository that --push-to names, and there is none")
     elif arguments.scheme == UNPATCHED:
         refuse(arguments, "push_to", f"takes patched models, and --scheme {UNPATCHED} makes none")
-    scheme = None
-    if arguments.scheme != UNPATCHED:
-        scheme = schemes.named("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
-    elif arguments.scheme_args or arguments.lora_rank:
-        raise UsageError(
-            f"--scheme {UNPATCHED} takes neither --scheme-args nor --lora-rank; as a control with LoRA patch in the "
-            "base's own scheme (rope, or learned)"
-        )
-    if arguments.model is not None:
-        config = load_named(AutoConfig, arguments)
-        if config.model_type != base_model_type(config):
-            raise UsageError(
-                f"--model {arguments.model} is patched already: give the stock checkpoint it was made from"
-            )
-        family_for(config.model_type)  # says which families there are
-    run_folder.check(arguments)
-    return scheme
 
 
-def check_patch(model: PreTrainedModel, scheme: hf_posenc.Scheme | None, arguments: Arguments) -> str | None:
+def check_patch(
+    model: PreTrainedModel, scheme: hf_posenc.Scheme | None, arguments: Arguments, accelerator: Accelerator
+) -> None:
     """Patch the model on trial, so that a scheme that does not fit it is refused before anything is measured.
 
-    Returns:
-        The first line of `verify` for the embedded base; None for another base, and for a control.
+    It prints the first line of `verify` for the embedded base.
 
     Raises:
         UsageError: if there are too few positions, or packed documents cannot be kept apart.
     """
     longest = max(arguments.train_length, arguments.lengths[-1])
     with hf_posenc.patched(model, scheme, seed=arguments.seed) if scheme is not None else nullcontext():
-        limit = position_limit(model)
+        limit = models.position_limit(model)
         if scheme is None and limit is not None and limit < arguments.train_length:
             raise UsageError(
                 f"--scheme {UNPATCHED}: the base's table ends at {limit} positions, --train-length is "
@@ -496,4 +480,6 @@ def check_patch(model: PreTrainedModel, scheme: hf_posenc.Scheme | None, argumen
                 "from document to document"
             )
         # With a large model this takes a while on a CPU, and it is done again when the model is patched.
-        return str(hf_posenc.verify(model)).splitlines()[0] if scheme and arguments.model is None else None
+        if scheme and arguments.model is None:
+            report = str(hf_posenc.verify(model)).splitlines()[0]
+            accelerator.print(f"The swap, tried before anything long: {report}")

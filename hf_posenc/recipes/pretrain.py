@@ -10,7 +10,6 @@ refuses runs of other arguments.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import set_seed
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -18,15 +17,14 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import hf_posenc
 
 from ..analysis import plots
-from . import corpus, identity, many_runs, measuring, program, run_folder, schemes, sweep_report, training
-from .corpus import Text, Windows, read_text
+from . import corpus, identity, measurements, models, program, run_folder, sweep_report, sweep_runs, training
+from .corpus import Text, Windows
 from .embedded import byte_tokenizer, decoder
-from .many_runs import SweepArguments
-from .measuring import HeldOutArguments, held_out_loss, measure_model
-from .models import check_vocabulary, count, load, save
-from .options import UsageError, as_in, at_least, each_once, parse
-from .results import origin, stopwatch
-from .schemes import SchemeArguments, hyperparameters
+from .measurements import HeldOutArguments, held_out_loss, measure_model
+from .models import check_vocabulary, count, hyperparameters, load, save
+from .options import Count, Folder, Hyperparameter, Length, Natural, Positive, UsageError, each_once, parse
+from .results import Results, origin, stopwatch
+from .sweep_runs import SweepArguments
 from .training import Phase, TrainingArguments
 
 EXAMPLES = """
@@ -38,46 +36,46 @@ EXAMPLES = """
 
 @dataclass
 class Arguments(SweepArguments, HeldOutArguments, TrainingArguments):
-    """This recipe."""
+    """This recipe.
+
+    Args:
+        schemes: schemes to compare; learned gets a table of --train-length positions, as usual.
+        scheme_args: its hyper-parameters, e.g. max_distance=64 share_heads=false; see `hf-posenc schemes NAME`.
+        tokenizer: folder or Hub id; by default bytes.
+        layers: decoder layers.
+        width: hidden size.
+        heads: attention heads.
+    """
 
     schemes: list[str] = field(
-        default_factory=lambda: ["sinusoidal", "rope", "alibi", "nope"],
-        metadata={
-            "guesses": ("variants", "scheme"),
-            "help": "schemes to compare; learned gets a table of --train-length positions, as usual",
-        },
+        default_factory=lambda: ["sinusoidal", "rope", "alibi", "nope"], metadata={"guesses": ("variants", "scheme")}
     )
-    scheme_args: list[str] = as_in(SchemeArguments, "scheme_args")  # noqa: RUF009 (a field, made anew)
-    tokenizer: str | None = field(default=None, metadata={"help": "folder or Hub id; by default bytes"})
-    layers: int = field(default=4, metadata={"help": "decoder layers"})
-    width: int = field(default=128, metadata={"help": "hidden size"})
-    heads: int = field(default=4, metadata={"help": "attention heads"})
-    train_length: int = as_in(TrainingArguments, "train_length", 256)
-    steps: int = as_in(TrainingArguments, "steps", 1000)
-    batch_size: int = as_in(TrainingArguments, "batch_size", 8)
-    gradient_accumulation: int = as_in(TrainingArguments, "gradient_accumulation", 1)
-    learning_rate: float | None = as_in(TrainingArguments, "learning_rate", 3e-3)
-    warmup_steps: int = as_in(TrainingArguments, "warmup_steps", 50)
-    output: str = as_in(SweepArguments, "output", "runs/pretrain")
+    scheme_args: list[Hyperparameter] = field(default_factory=list)
+    tokenizer: str | None = None
+    layers: Count = 4
+    width: Count = 128
+    heads: Count = 4
+    train_length: Length = 256
+    steps: Count = 1000
+    batch_size: Count = 8
+    gradient_accumulation: Count = 1
+    learning_rate: Positive | None = 3e-3
+    warmup_steps: Natural = 50
+    output: Folder = "runs/pretrain"
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
-    folder = Path(arguments.output)
-    with program.ending(parser, "the same command", lambda: many_runs.KEPT):
+    with program.ending(parser, "the same command", lambda: sweep_runs.KEPT):
         wanted = check_arguments(arguments)
-        accelerator = training.accelerator_for(arguments, folder)
         tokenizer = load(AutoTokenizer, arguments.tokenizer, "tokenizer") if arguments.tokenizer else byte_tokenizer()
-        text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
-        identities = many_runs.identify(arguments, text, dict(wanted), accelerator)
 
-        def one(name: str, seed: int, target: Path) -> None:
-            run(arguments, wanted[name], seed, target, tokenizer, text, identities[name, seed])
+        def one(name: str, seed: int, target: Path, text: Text, of: Results) -> None:
+            run(arguments, wanted[name], seed, target, tokenizer, text, of)
 
-        with run_folder.alone(accelerator, folder):
-            many_runs.complete(folder, identities, one)
-        summary = sweep_report.summarize(folder, f"From scratch, trained at {arguments.train_length}")
+        sweep_runs.make(arguments, wanted, tokenizer, one)
+        summary = sweep_report.summarize(Path(arguments.output), f"From scratch, trained at {arguments.train_length}")
     print(sweep_report.markdown(summary))
     return summary
 
@@ -87,8 +85,7 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
     plots.check_installed()  # the figures are drawn at the end
     training.check(arguments)
     corpus.check(arguments, needs_data=False)
-    measuring.check(arguments)
-    at_least(arguments, 1, "layers", "width", "heads")
+    measurements.check(arguments)
     each_once(arguments, "schemes", "seeds")
     if arguments.width % arguments.heads:
         raise UsageError(f"--width {arguments.width} must be a multiple of --heads {arguments.heads}")
@@ -96,7 +93,7 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
         raise UsageError("--scheme-args is for one scheme, --schemes names several")
     usual = {"learned": {"num_positions": arguments.train_length}}
     given = hyperparameters(arguments.scheme_args)
-    return {name: schemes.named("schemes", name, usual.get(name, {}) | given) for name in arguments.schemes}
+    return {name: models.named_scheme("schemes", name, usual.get(name, {}) | given) for name in arguments.schemes}
 
 
 def run(
@@ -106,9 +103,9 @@ def run(
     output: Path,
     tokenizer: PreTrainedTokenizerBase,
     text: Text,
-    of: dict[str, Any],
-) -> dict[str, Any]:
-    """Make, train and measure one model; return the content of its results.json.
+    of: Results,
+) -> None:
+    """Make, train and measure one model, and write its results.json.
 
     Args:
         arguments: checked.
@@ -123,20 +120,21 @@ def run(
     set_seed(seed)
     windows = Windows(text.train, arguments.train_length, arguments.packing)
     plan = [Phase(windows, arguments.steps, 0, arguments.batch_size, seed)]
-    measuring.check_text(text.held_out, arguments, arguments.train_length if arguments.eval_every else 0)
+    measurements.check_text(text.held_out, arguments, arguments.train_length if arguments.eval_every else 0)
     training.check_plan(plan, accelerator)
     model = untrained(arguments, tokenizer).to(accelerator.device)
     check_vocabulary(model, text.train, text.held_out)
-    base = {"name": "from scratch", "model_type": model.config.model_type}
-    report = schemes.patch(model, scheme, seed)
+    base = {"name": "from scratch", **models.describe(model, arguments.train_length)}
+    report = models.patch_and_verify(model, scheme, seed)
+    base["parameters"] = count(model)  # those of the scheme included
     seconds: dict[str, float] = {}
-    results: dict[str, Any] = {
+    results: Results = {
         **origin("pretrain", arguments, accelerator),
         "identity": of,
         "seed": seed,
         "data": text.to_dict(arguments),
-        "base": base | {"parameters": count(model), "trained_length": arguments.train_length},
-        "scheme": schemes.to_json(*hf_posenc.schemes_of(model)),
+        "base": base,
+        "scheme": models.scheme_to_json(*hf_posenc.schemes_of(model)),
         "verify": report,
         "seconds": seconds,
     }
@@ -156,7 +154,6 @@ def run(
     if accelerator.is_main_process:
         run_folder.finish(output, results)
     accelerator.wait_for_everyone()
-    return results
 
 
 def untrained(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

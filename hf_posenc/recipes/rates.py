@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..evaluation import non_overlapping_perplexity
 from .corpus import order
 from .options import UsageError, each_once
+from .results import Results
 from .training import TRIAL_STEPS, Diverged, FineTuningArguments, Phase
 
 ASIDE = 8192
@@ -67,7 +67,7 @@ def find(
     optimizer: AcceleratedOptimizer,
     one_step: Callable[[int], float],
     say: Callable[[str], None],
-) -> dict[str, Any]:
+) -> Results:
     """Try each rate. Afterwards weights, optimizer and random generators are as before, bit for bit.
 
     Args:

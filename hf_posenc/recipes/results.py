@@ -1,19 +1,22 @@
-"""JSON files of the recipes: safe writing, the circumstances of a run, and removal of this machine's paths."""
+"""Files of the recipes: safe writing, templates, the circumstances of a run, and removal of this machine's paths."""
 
+import base64
+import io
 import json
 import platform
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accelerate
 import datasets
+import jinja2
 import peft
 import torch
 import transformers
@@ -22,7 +25,14 @@ from accelerate import Accelerator
 import hf_posenc
 
 from ..checkpoints import files
+from ..checkpoints.markdown import code, fenced, plain
 from .options import Options
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Results = dict[str, Any]
+"""What a run has measured, or a part of it, as JSON holds it."""
 
 
 def read_json(path: Path) -> Any:
@@ -30,7 +40,7 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def write_json(path: Path, results: dict[str, Any]) -> None:
+def write_json(path: Path, results: Results) -> None:
     """Write a JSON file; an interrupted write leaves the old one."""
     write_text(path, json.dumps(results, indent=2) + "\n")
 
@@ -41,7 +51,53 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> dict[str, Any]:
+def filled(template: str, **values: object) -> str:
+    """Return a template of `templates/` filled with values, which are escaped in HTML; Markdown has filters for that.
+
+    Raises:
+        KeyError: if a value that the template names is missing.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=template.endswith(".html"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "plain": plain,
+        "code": code,
+        "fenced": fenced,
+        "table": table,
+        "png": png,
+        "spread": spread,
+    }
+    try:
+        return environment.get_template(template).render(values)
+    except jinja2.UndefinedError as error:
+        raise KeyError(error.message) from None
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows, the first of which is the header, as a Markdown table."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def png(figure: "Figure") -> str:
+    """Return a matplotlib figure as a PNG in base64."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def spread(value: dict[str, float]) -> str:
+    """Return a mean, and its deviation where there is one."""
+    return f"{value['mean']:.3f}" + (f" ± {value['std']:.3f}" if "std" in value else "")
+
+
+def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> Results:
     """Return what somebody needs to run the same again."""
     here = Path(__file__)
 
@@ -78,7 +134,7 @@ def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> dict[st
     }
 
 
-def without_paths(results: dict[str, Any]) -> dict[str, Any]:
+def without_paths(results: Results) -> Results:
     """Return results with each absolute path replaced by its last name, so that they name no folder of this machine.
 
     Args:

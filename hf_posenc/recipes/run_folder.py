@@ -10,9 +10,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,8 +20,8 @@ from torch import nn
 
 from ..checkpoints import files
 from . import identity, training
-from .options import Options, UsageError
-from .results import read_json, write_json
+from .options import Folder, Options, UsageError
+from .results import Results, read_json, write_json
 
 CALIBRATED = "calibrated.safetensors"
 CALIBRATING = "calibration.state.safetensors"
@@ -30,13 +29,17 @@ CALIBRATING = "calibration.state.safetensors"
 
 @dataclass
 class FolderArguments(Options):
-    """The folder of the run."""
+    """The folder of the run.
 
-    output: str = field(
-        default="runs/extend_context", metadata={"help": "folder to write; must be empty or absent", "metavar": "DIR"}
-    )
-    overwrite: bool = field(default=False, metadata={"help": "write into a folder that is not empty"})
-    resume: bool = field(default=False, metadata={"help": "go on with an interrupted run of the same arguments"})
+    Args:
+        output: folder to write; must be empty or absent.
+        overwrite: write into a folder that is not empty.
+        resume: go on with an interrupted run of the same arguments.
+    """
+
+    output: Folder = "runs/extend_context"
+    overwrite: bool = False
+    resume: bool = False
 
 
 def check(arguments: FolderArguments) -> None:
@@ -80,7 +83,7 @@ def alone(accelerator: Accelerator, folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def earlier(arguments: FolderArguments, of: dict[str, Any]) -> dict[str, Any] | None:
+def earlier(arguments: FolderArguments, of: Results) -> Results | None:
     """Return the progress of an interrupted run of the same identity, if `--resume` asks for it."""
     if not arguments.resume:
         return None
@@ -88,7 +91,7 @@ def earlier(arguments: FolderArguments, of: dict[str, Any]) -> dict[str, Any] | 
     return dict(read_json(Path(arguments.output) / "progress.json"))
 
 
-def begin(accelerator: Accelerator, folder: Path, results: dict[str, Any]) -> None:
+def begin(accelerator: Accelerator, folder: Path, results: Results) -> None:
     """Remove what another run left and this one would go on from, and write the progress."""
     if accelerator.is_main_process:
         (folder / "results.json").unlink(missing_ok=True)
@@ -97,21 +100,21 @@ def begin(accelerator: Accelerator, folder: Path, results: dict[str, Any]) -> No
     write_progress(accelerator, folder, results)
 
 
-def write_progress(accelerator: Accelerator, folder: Path, results: dict[str, Any]) -> None:
+def write_progress(accelerator: Accelerator, folder: Path, results: Results) -> None:
     """Write the identity of an unfinished run and its results so far."""
     if accelerator.is_main_process:
         write_json(folder / "progress.json", results)
     accelerator.wait_for_everyone()
 
 
-def finish(folder: Path, results: dict[str, Any]) -> None:
+def finish(folder: Path, results: Results) -> None:
     """Write the results in place of the progress, and remove every state."""
     write_json(folder / "results.json", results)
     (folder / "progress.json").unlink()
     discard_states(folder)
 
 
-def keep_calibrated(accelerator: Accelerator, model: nn.Module, folder: Path, results: dict[str, Any]) -> None:
+def keep_calibrated(accelerator: Accelerator, model: nn.Module, folder: Path, results: Results) -> None:
     """Write the weights of a calibrated model, which is whole on every process, and then the progress.
 
     The state of the calibration is removed last, so that a kill at any time leaves enough to go on from.

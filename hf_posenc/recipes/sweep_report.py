@@ -6,21 +6,24 @@ A figure has panels of a few lines each, and in every panel the base that all ru
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..analysis import plots
-from ..analysis import style as pen
-from ..checkpoints.markdown import plain
+from ..analysis import plots, style as pen
 from . import identity
-from .many_runs import Runs, read
+from .models import UNPATCHED
 from .options import UsageError
-from .results import without_paths, write_json, write_text
+from .results import Results, filled, without_paths, write_json, write_text
 from .run_report import METHODS, accuracy_by_length
-from .schemes import UNPATCHED
+from .sweep_runs import Runs, read
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Side = Literal["left", "center", "right"]
 LINES = 6
 """Lines of a panel, at most, those of the base among them."""
 BASE = "base, untouched"
@@ -39,7 +42,7 @@ Bins = dict[tuple[int, int], dict[str, float]]
 """Loss by position: (first, last position + 1) -> mean and deviation."""
 
 
-def summarize(folder: Path, title: str) -> dict[str, Any]:
+def summarize(folder: Path, title: str) -> Results:
     """Write summary.json, summary.md and the figures; return the summary."""
     runs = read(folder)
     if not runs:
@@ -71,7 +74,7 @@ def check_one_sweep(folder: Path, runs: Runs) -> None:
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 
-def summarize_variant(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize_variant(runs: list[Results]) -> Results:
     """Return the numbers of a variant, over its seeds."""
     lengths = [row["length"] for row in runs[0]["after"] if "sliding" in row]
     rows = [{row["length"]: row for row in results["after"]} for results in runs]
@@ -98,7 +101,7 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), **({} if math.isnan(deviation) else {"std": deviation})}
 
 
-def by_position(measured: list[list[dict[str, Any]]]) -> Bins:
+def by_position(measured: list[list[Results]]) -> Bins:
     """Return the loss in each bin of the longest windows that were measured, over the seeds; empty if none was.
 
     Args:
@@ -121,7 +124,7 @@ def base_loss(runs: Runs) -> float | None:
     return None
 
 
-def reach_plain(variants: dict[str, Any]) -> None:
+def reach_plain(variants: Results) -> None:
     """Add to each `X+OPTION` after how many tokens it is where plain X ends, also as a share of plain X's tokens."""
     for name, entry in variants.items():
         reference = variants.get(name.partition("+")[0])
@@ -142,51 +145,15 @@ def reach_plain(variants: dict[str, Any]) -> None:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
-def markdown(summary: dict[str, Any]) -> str:
+def markdown(summary: Results) -> str:
     """Return the tables of a summary as Markdown."""
-    variants, base = summary["variants"], summary["base"]
-    lengths = sorted({length for entry in variants.values() for length in entry["sliding"]}, key=int)
-    lines = [
-        f"# {plain(summary['title'])}",
-        "",
-        f"Base: {plain(base['name'])}, {base['parameters']:,} weights, trained at {base['trained_length']} tokens.",
-        "",
-    ]
-    for method, name in METHODS:
-        lines += [
-            f"## Perplexity, {name}",
-            "",
-            "Mean and standard deviation over seeds on held-out text; lower is better.",
-            "",
-            "| | seeds | " + " | ".join(lengths) + " |",
-            "|---|---|" + "---|" * len(lengths),
-        ]
-        if "before" in summary:
-            known = {str(row["length"]): row[method]["perplexity"] for row in summary["before"] if method in row}
-            values = [f"{known[length]:.3f}" if length in known else "-" for length in lengths]
-            lines.append("| base, before | | " + " | ".join(values) + " |")
-        for label, entry in variants.items():
-            values = [shown(entry[method][length]) if length in entry[method] else "-" for length in lengths]
-            lines.append(f"| {plain(label)} | {len(entry['seeds'])} | " + " | ".join(values) + " |")
-        lines.append("")
-    lines += [
-        "## Cost, recovery and retrieval",
-        "",
-        "| | tokens | tokens/s | held-out loss at the end | reaches plain's end at | induction copy, by length |",
-        "|---|---|---|---|---|---|",
-    ]
-    for label, entry in variants.items():
-        end = shown(entry["curve"][-1]) if entry["curve"] else "-"
-        share = f"{entry['reaches_plain_at']['share']:.0%} of its tokens" if "reaches_plain_at" in entry else "-"
-        copied = ", ".join(f"{length}: {value['mean']:.2f}" for length, value in entry["retrieval"].items()) or "-"
-        speed = f"{entry['tokens_per_second']['mean']:,.0f}"
-        lines.append(f"| {plain(label)} | {entry['tokens']:,} | {speed} | {end} | {share} | {copied} |")
-    return "\n".join([*lines, ""])
-
-
-def shown(value: dict[str, float]) -> str:
-    """Return a mean, and its deviation where there is one."""
-    return f"{value['mean']:.3f}" + (f" ± {value['std']:.3f}" if "std" in value else "")
+    lengths = sorted({length for entry in summary["variants"].values() for length in entry["sliding"]}, key=int)
+    untouched = {
+        method: {str(row["length"]): f"{row[method]['perplexity']:.3f}" for row in summary["before"] if method in row}
+        for method, _ in METHODS
+        if "before" in summary
+    }
+    return filled("summary.md", **summary, methods=METHODS, lengths=lengths, untouched=untouched)
 
 
 # -------------------------------------------------------------------------------------------------------------- figures
@@ -212,7 +179,7 @@ class Curve:
         return [(max(mean - deviation, mean / 2), mean + deviation) for mean, deviation in pairs]
 
 
-def draw(folder: Path, runs: Runs, summary: dict[str, Any]) -> None:
+def draw(folder: Path, runs: Runs, summary: Results) -> None:
     """Write the figures: the untouched base, where it was measured, and every variant, with the spread over seeds."""
     first, entries = next(iter(runs.values()))[0], summary["variants"]
     before, trained = first.get("before", []), first["base"]["trained_length"]
@@ -221,26 +188,21 @@ def draw(folder: Path, runs: Runs, summary: dict[str, Any]) -> None:
     most = max(len(entry["seeds"]) for entry in entries.values())
     about = f"mean of {most} seeds; bands are one standard deviation" if most > 1 else "one seed"
 
-    def save(drawn: Any, name: str) -> None:
+    def save(drawn: "Figure", name: str, what: str) -> None:
+        entitle(drawn, f"{summary['title']}: {what}\n{about}")
         plots.save(drawn, folder / f"{name}.png", dpi=110)
 
-    def title(what: str) -> str:
-        return f"{summary['title']}: {what}\n{about}"
-
     for method, name in METHODS:
-        curves = {
-            label: Curve.of({int(length): value for length, value in entry[method].items()})
-            for label, entry in entries.items()
-        }
+        curves = {}
+        for label, entry in entries.items():
+            curves[label] = Curve.of({int(length): value for length, value in entry[method].items()})
         if known := {row["length"]: {"mean": row[method]["perplexity"]} for row in before if method in row}:
             curves[BASE] = Curve.of(known)
-        save(plot_by_length(curves, marks, title(name)), method)
-
+        save(plot_by_length(curves, marks), method, name)
     positions = {label: by_position([run["after"] for run in variant]) for label, variant in runs.items()}
     positions[BASE] = by_position([before])
     positions = {label: bins for label, bins in positions.items() if bins}
-    save(plot_by_position(positions, marks, title("longest windows")), "loss_by_position")
-
+    save(plot_by_position(positions, marks), "loss_by_position", "longest windows")
     recovery = {
         label: Curve.of({point["tokens"]: point for point in entry["curve"]})
         for label, entry in entries.items()
@@ -250,53 +212,41 @@ def draw(folder: Path, runs: Runs, summary: dict[str, Any]) -> None:
         if (loss := base_loss(runs)) is not None:
             places = [place for curve in recovery.values() for place in (curve.places[0], curve.places[-1])]
             recovery[BASE] = Curve([min(places), max(places)], [loss, loss], [0.0, 0.0])
-        save(plot_by_tokens(recovery, title("held-out loss")), "recovery")
+        figure, axes = _figure(recovery, {}, xlabel="tokens", ylabel="loss (nats per token)")
+        pen.thousands(axes.xaxis)
+        save(figure, "recovery", "held-out loss")
 
 
-def plot_by_length(curves: Mapping[str, Curve], marks: Mapping[str, int], title: str) -> Any:
-    """Draw perplexity against the length of the context, as a matplotlib figure; marks: name of a length -> tokens."""
-
-    def finish(axes: Any, drawn: Iterable[Curve]) -> None:
-        drawn = list(drawn)
-        pen.token_axis(axes, {place for curve in drawn for place in curve.places})
-        pen.perplexity_axis(axes, [edge for curve in drawn for edges in curve.band() for edge in edges])
-
-    return _figure(curves, finish, title, xlabel="context length (tokens)", ylabel=pen.PERPLEXITY, marks=marks)
+def entitle(figure: "Figure", title: str) -> None:
+    """Write a title above a figure."""
+    # A path may hold characters that no font has, and two dollar signs, which would be read as a formula.
+    title = title.encode("utf-8", "backslashreplace").decode().replace("$", r"\$")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
 
 
-def plot_by_position(positions: Mapping[str, Bins], marks: Mapping[str, int], title: str) -> Any:
+def plot_by_length(curves: Mapping[str, Curve], marks: Mapping[str, int]) -> "Figure":
+    """Draw perplexity against the length of the context; marks: name of a length -> tokens."""
+    figure, axes = _figure(curves, marks, xlabel="context length (tokens)", ylabel=pen.PERPLEXITY)
+    pen.token_axis(axes, {place for curve in curves.values() for place in curve.places})
+    pen.perplexity_axis(axes, [edge for curve in curves.values() for edges in curve.band() for edge in edges])
+    return figure
+
+
+def plot_by_position(positions: Mapping[str, Bins], marks: Mapping[str, int]) -> "Figure":
     """Draw loss against the position in the window, as steps."""
-    logarithmic = pen.are_uneven([edges for bins in positions.values() for edges in bins])
-    curves = {}
+    edges = [edges for bins in positions.values() for edges in bins]
+    logarithmic, curves = pen.are_uneven(edges), {}
     for name, bins in positions.items():
         places, means = pen.steps([(*edges, value["mean"]) for edges, value in bins.items()], logarithmic)
         _, deviations = pen.steps([(*edges, value.get("std", 0.0)) for edges, value in bins.items()], logarithmic)
         curves[name] = Curve(places, means, deviations)
-
-    def finish(axes: Any, drawn: Iterable[Curve]) -> None:
-        if logarithmic:
-            pen.token_axis(axes, {max(1, edge) for bins in positions.values() for edges in bins for edge in edges})
-        else:
-            pen.thousands(axes.xaxis)
-
-    return _figure(
-        curves,
-        finish,
-        title,
-        xlabel="position in the window (tokens)",
-        ylabel="mean loss (nats per token)",
-        marks=marks,
-        markers=False,
-    )
-
-
-def plot_by_tokens(curves: Mapping[str, Curve], title: str) -> Any:
-    """Draw held-out loss against the tokens that were read."""
-
-    def finish(axes: Any, drawn: Iterable[Curve]) -> None:
+    labels = {"xlabel": "position in the window (tokens)", "ylabel": "mean loss (nats per token)"}
+    figure, axes = _figure(curves, marks, **labels, markers=False)
+    if logarithmic:
+        pen.token_axis(axes, {max(1, edge) for pair in edges for edge in pair})
+    else:
         pen.thousands(axes.xaxis)
-
-    return _figure(curves, finish, title, xlabel="tokens", ylabel="loss (nats per token)", marks={})
+    return figure
 
 
 def panels(names: Iterable[str]) -> list[list[str]]:
@@ -324,16 +274,9 @@ def panels(names: Iterable[str]) -> list[list[str]]:
 
 
 def _figure(
-    curves: Mapping[str, Curve],
-    finish: Callable[[Any, Iterable[Curve]], None],
-    title: str,
-    *,
-    xlabel: str,
-    ylabel: str,
-    marks: Mapping[str, int],
-    markers: bool = True,
-) -> Any:
-    """Draw curves in as many panels as `panels` says; `finish` scales the axes that all of them share."""
+    curves: Mapping[str, Curve], marks: Mapping[str, int], *, xlabel: str, ylabel: str, markers: bool = True
+) -> tuple["Figure", "Axes"]:
+    """Draw curves in as many panels as `panels` says, and return the axes, whose scales all of them share."""
     shown = panels(curves)
     columns = min(2, len(shown))
     rows = math.ceil(len(shown) / columns)
@@ -349,18 +292,14 @@ def _figure(
                 _draw(axes, curves[name], style)
             for name, tokens in marks.items():
                 # The words of two marks stand on the outer sides.
-                side: Any = "center" if len(marks) == 1 else "right" if tokens == min(marks.values()) else "left"
+                side: Side = "center" if len(marks) == 1 else "right" if tokens == min(marks.values()) else "left"
                 pen.mark_length(axes, f"{name} {tokens:,}", tokens, side)
             axes.tick_params(labelbottom=True, labelleft=True)
             axes.set_xlabel(xlabel)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize=9)
         for row in grid:
             row[0].set_ylabel(ylabel)
-        finish(grid[0][0], curves.values())
-        # A path may hold characters that no font has, and two dollar signs, which would be read as a formula.
-        title = title.encode("utf-8", "backslashreplace").decode().replace("$", r"\$")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return figure
+    return figure, grid[0][0]
 
 
 def _styles(names: Sequence[str], markers: bool) -> dict[str, dict[str, Any]]:
@@ -378,7 +317,7 @@ def _styles(names: Sequence[str], markers: bool) -> dict[str, dict[str, Any]]:
     return styles if markers else {name: {**style, "marker": ""} for name, style in styles.items()}
 
 
-def _draw(axes: Any, curve: Curve, style: dict[str, Any]) -> None:
+def _draw(axes: "Axes", curve: Curve, style: dict[str, Any]) -> None:
     """Draw the line of the means, and a band of one standard deviation on both sides."""
     pen.line(axes, curve.places, curve.means, **style)
     if any(curve.deviations):

@@ -1,7 +1,7 @@
 """The fine-tuning loop of the recipes, on one process or many.
 
-It stands beside transformers' Trainer because a run has phases of different lengths, a teacher, and processes that
-share a sequence, and because it resumes to the last bit.
+It does what transformers' Trainer does not. A run has phases of different lengths, and may have a teacher. Processes
+may share a sequence, and their number does not change the windows of a step.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Self, cast
 
 import torch
 from accelerate import Accelerator
@@ -36,7 +36,8 @@ from ..modules import PositionModule
 from .corpus import IGNORED, Document, Windows, order
 from .distillation import Distillation, token_loss
 from .models import position_table
-from .options import Options, UsageError, at_least, one_of, option
+from .options import Count, Length, Natural, NotNegative, Options, Positive, UsageError
+from .results import Results
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup", "warmup_stable_decay")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -48,47 +49,44 @@ FindRate = Callable[[nn.Module, AcceleratedOptimizer, Callable[[int], float]], f
 
 @dataclass
 class TrainingArguments(Options):
-    """Training."""
+    """Training.
 
-    train_length: int = field(default=1024, metadata={"help": "context length to train at, in tokens"})
-    steps: int = field(default=150, metadata={"help": "optimizer steps"})
-    batch_size: int = field(
-        default=1,
-        metadata={"help": "sequences of --train-length per forward and process (shorter ones: as many tokens)"},
-    )
-    gradient_accumulation: int = field(default=2, metadata={"help": "forwards per optimizer step"})
-    learning_rate: float | None = field(
-        default=None,
-        metadata={
-            "help": "peak, after warm-up and before the decay; where a recipe calibrates, by default 3e-4, or 1e-3 "
-            "with --calibrate none"
-        },
-    )
-    schedule: str = field(default="cosine", metadata={"help": " | ".join(SCHEDULES)})
-    warmup_steps: int = field(default=10, metadata={"help": "steps of linear warm-up; at most all of --steps"})
-    weight_decay: float = field(
-        default=0.01, metadata={"help": "on matrices; vectors and position parameters get none"}
-    )
-    max_grad_norm: float = field(default=1.0, metadata={"help": "gradients are clipped to this norm"})
-    mixed_precision: str | None = field(
-        default=None, metadata={"help": "no, bf16 or fp16; by default what accelerate launch says"}
-    )
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "compute activations again in the backward pass instead of keeping them"}
-    )
-    context_parallel: int = field(
-        default=1, metadata={"help": "processes that share each sequence, for contexts that do not fit on one"}
-    )
-    eval_every: int = field(
-        default=0, metadata={"help": "steps between points of the recovery curve (held-out loss); 0 for none"}
-    )
-    save_every: int = field(
-        default=0, metadata={"help": "steps between states that --resume goes on from; 0: only when interrupted"}
-    )
-    tracker: str = field(default="none", metadata={"help": " | ".join(TRACKERS)})
-    split_seed: int = field(
-        default=0, metadata={"help": "which documents are held out; apart from the seed of a run, so that runs compare"}
-    )
+    Args:
+        train_length: context length to train at, in tokens.
+        steps: optimizer steps.
+        batch_size: sequences of --train-length per forward and process (shorter ones: as many tokens).
+        gradient_accumulation: forwards per optimizer step.
+        learning_rate: peak, after warm-up and before the decay; where a recipe calibrates, by default 3e-4, or 1e-3
+            with --calibrate none.
+        schedule: course of the learning rate after warm-up.
+        warmup_steps: steps of linear warm-up; at most all of --steps.
+        weight_decay: on matrices; vectors and position parameters get none.
+        max_grad_norm: gradients are clipped to this norm.
+        mixed_precision: number format of the computation; by default what accelerate launch says.
+        gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
+        context_parallel: processes that share each sequence, for contexts that do not fit on one.
+        eval_every: steps between points of the recovery curve (held-out loss); 0 for none.
+        save_every: steps between states that --resume goes on from; 0: only when interrupted.
+        tracker: where loss and learning rate are also sent.
+        split_seed: which documents are held out; apart from the seed of a run, so that runs compare.
+    """
+
+    train_length: Length = 1024
+    steps: Count = 150
+    batch_size: Count = 1
+    gradient_accumulation: Count = 2
+    learning_rate: Positive | None = None
+    schedule: Annotated[str, SCHEDULES] = "cosine"
+    warmup_steps: Natural = 10
+    weight_decay: NotNegative = 0.01
+    max_grad_norm: Positive = 1.0
+    mixed_precision: Annotated[str, ("no", "bf16", "fp16")] | None = None
+    gradient_checkpointing: bool = False
+    context_parallel: Count = 1
+    eval_every: Natural = 0
+    save_every: Natural = 0
+    tracker: Annotated[str, TRACKERS] = "none"
+    split_seed: int = 0
 
     @property
     def tokens_to_read(self) -> int:
@@ -98,43 +96,33 @@ class TrainingArguments(Options):
 
 @dataclass
 class RateArguments(Options):
-    """Finding a learning rate."""
+    """Finding a learning rate.
 
-    find_learning_rate: list[float] = field(
-        default_factory=list,
-        metadata={
-            "help": f"rates to try for {TRIAL_STEPS} steps each, all from the same start: the one with the lowest "
-            "loss, on training text that none of them trained on, is taken as --learning-rate"
-        },
-    )
+    Args:
+        find_learning_rate: rates to try for 10 steps each, all from the same start. The one with the lowest loss, on
+            training text that none of them trained on, is taken as --learning-rate.
+    """
+
+    find_learning_rate: list[float] = field(default_factory=list)
 
 
 @dataclass
 class RecoveryArguments(Options):
-    """Winning back what the swap costs, with the base at hand."""
+    """Winning back what the swap costs, with the base at hand.
 
-    recovery_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back "
-            "more cheaply; by default half of them, where --train-length is beyond what the base was trained at, or "
-            "with --recovery-length"
-        },
-    )
-    recovery_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "their context length; by default the one the base was trained at, or --train-length if that is "
-            "less"
-        },
-    )
-    distill: float = field(
-        default=0.0,
-        metadata={
-            "help": "weight of the KL divergence from the unpatched base's predictions, inside its trained window, "
-            "beside the text's own loss; 0 turns it off"
-        },
-    )
+    Args:
+        recovery_steps: how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back
+            more cheaply; by default half of them, where --train-length is beyond what the base was trained at, or with
+            --recovery-length.
+        recovery_length: their context length; by default the one the base was trained at, or --train-length if that is
+            less.
+        distill: weight of the KL divergence from the unpatched base's predictions, inside its trained window, beside
+            the text's own loss; 0 turns it off.
+    """
+
+    recovery_steps: Natural | None = None
+    recovery_length: Length | None = None
+    distill: NotNegative = 0.0
 
 
 @dataclass
@@ -143,39 +131,20 @@ class FineTuningArguments(TrainingArguments, RateArguments, RecoveryArguments):
 
 
 def check(arguments: TrainingArguments) -> None:
-    """Raise UsageError for options of the training that cannot work, whatever the text and the model."""
-    at_least(arguments, 1, "steps", "batch_size", "gradient_accumulation", "context_parallel")
-    at_least(arguments, 2, "train_length")
-    at_least(arguments, 0, "warmup_steps", "weight_decay", "eval_every", "save_every")
-    for name in ("learning_rate", "max_grad_norm"):
-        if not getattr(arguments, name) > 0:
-            raise UsageError(f"{option(name)} must be positive, not {getattr(arguments, name)}")
-    one_of(arguments, "mixed_precision", (None, "no", "bf16", "fp16"))
-    one_of(arguments, "schedule", SCHEDULES)
-    one_of(arguments, "tracker", TRACKERS)
-    # Accelerate itself would go on without a tracker that is missing.
+    """Raise UsageError if the tracker is missing: accelerate itself would go on without it."""
     if arguments.tracker != "none" and importlib.util.find_spec(arguments.tracker) is None:
         raise UsageError(f"--tracker {arguments.tracker}: pip install {arguments.tracker}")
 
 
 def check_recovery(arguments: FineTuningArguments) -> None:
-    """Raise UsageError for options of the recovery that cannot work, whatever the text and the model."""
-    at_least(arguments, 0, "distill")
-    if arguments.recovery_steps is not None:
-        at_least(arguments, 0, "recovery_steps")
-    if (arguments.recovery_steps or 0) > arguments.steps:
-        raise UsageError(
-            f"--recovery-steps {arguments.recovery_steps} are the first of all --steps {arguments.steps}, not more"
-        )
-    if arguments.recovery_length is None:
-        return
-    at_least(arguments, 2, "recovery_length")
-    if arguments.recovery_steps == 0:
-        raise UsageError(f"--recovery-length {arguments.recovery_length} is of --recovery-steps, and there are none")
-    if arguments.recovery_length > arguments.train_length:
-        raise UsageError(
-            f"--recovery-length {arguments.recovery_length} is beyond --train-length {arguments.train_length}"
-        )
+    """Raise UsageError for options of the recovery that do not fit to those of the training."""
+    steps, length = arguments.recovery_steps, arguments.recovery_length
+    if (steps or 0) > arguments.steps:
+        raise UsageError(f"--recovery-steps {steps} are the first of all --steps {arguments.steps}, not more")
+    if length is not None and steps == 0:
+        raise UsageError(f"--recovery-length {length} is of --recovery-steps, and there are none")
+    if length is not None and length > arguments.train_length:
+        raise UsageError(f"--recovery-length {length} is beyond --train-length {arguments.train_length}")
 
 
 def accelerator_for(arguments: TrainingArguments, folder: Path) -> Accelerator:
@@ -276,11 +245,11 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     curve: list[dict[str, float]] = field(default_factory=list)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Results:
         """Return the values, for accelerate's save_state."""
         return dict(vars(self))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Results) -> None:
         """Take over saved values, for accelerate's load_state."""
         vars(self).update(state)
 
@@ -309,7 +278,7 @@ def fine_tune(
     distillation: Distillation | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
     find_rate: FindRate | None = None,
-) -> tuple[nn.Module, dict[str, Any]]:
+) -> tuple[nn.Module, Results]:
     """Fine-tune a model in place.
 
     Args:
@@ -341,21 +310,20 @@ def fine_tune(
     return run.wrapped, run.report()
 
 
+@dataclass(eq=False)
 class FineTuning:
     """A model in training: the wrapped model, its optimizer and schedule, and how far they have come."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: PreTrainedModel,
-        plan: list[Phase],
-        arguments: TrainingArguments,
-        folder: Path,
-        distillation: Distillation | None,
-    ):
+    accelerator: Accelerator
+    model: PreTrainedModel
+    plan: list[Phase]
+    arguments: TrainingArguments
+    folder: Path
+    distillation: Distillation | None
+
+    def __post_init__(self) -> None:
         """Make the optimizer and its schedule, and let accelerate wrap the model: see `fine_tune`."""
-        self.accelerator, self.plan, self.arguments = accelerator, plan, arguments
-        self.folder, self.distillation = folder, distillation
+        accelerator, model, arguments = self.accelerator, self.model, self.arguments
         optimizer = torch.optim.AdamW(
             parameter_groups(model, arguments.weight_decay),
             lr=cast(float, arguments.learning_rate),  # a recipe has checked it, and set its default
@@ -372,7 +340,7 @@ class FineTuning:
         if arguments.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if accelerator.distributed_type == "DEEPSPEED":  # there is no DataLoader it could read this from
-            accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = plan[-1].rows
+            accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = self.plan[-1].rows
         self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
         self.sharing = Sharing.of(accelerator, arguments)
         if arguments.tracker != "none":
@@ -398,7 +366,9 @@ class FineTuning:
         progress, save_every = self.progress, self.arguments.save_every
         start = time.perf_counter() - progress.seconds
         self.wrapped.train()
-        with StopRequest() as stop, self.bar() as bar:
+        total, hidden = self.arguments.steps, not self.accelerator.is_main_process
+        bar = tqdm(total=total, initial=progress.step, desc="fine-tuning", unit="step", disable=hidden)
+        with StopRequest() as stop, bar:
             for phase in self.plan:
                 for step in range(max(progress.step, phase.first_step), phase.first_step + phase.steps):
                     if evaluate and step % self.arguments.eval_every == 0:
@@ -423,16 +393,8 @@ class FineTuning:
 
     def step(self, phase: Phase, step: int) -> float:
         """Make one optimizer step; return the mean loss of the text's tokens."""
-        return one_step(
-            self.accelerator,
-            self.wrapped,
-            self.optimizer,
-            phase,
-            step,
-            self.arguments,
-            self.distillation,
-            self.sharing,
-        )
+        how = (self.arguments, self.distillation, self.sharing)
+        return one_step(self.accelerator, self.wrapped, self.optimizer, phase, step, *how)
 
     def count(self, phase: Phase, loss: float, seconds: float) -> None:
         """Add a step to the progress; raise Diverged if its loss is not finite."""
@@ -442,16 +404,6 @@ class FineTuning:
         self.progress.tokens += tokens_per_step(phase, self.arguments, self.accelerator)
         self.progress.losses.append(loss)
         self.progress.seconds = seconds
-
-    def bar(self) -> tqdm:
-        """Return the progress bar, on one process."""
-        return tqdm(
-            total=self.arguments.steps,
-            initial=self.progress.step,
-            desc="fine-tuning",
-            unit="step",
-            disable=not self.accelerator.is_main_process,
-        )
 
     def show(self, bar: tqdm) -> None:
         """Show the last step on the bar and to the tracker."""
@@ -486,7 +438,7 @@ class FineTuning:
             + (f"; {state} is from before" if state else "")
         )
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Results:
         """Return what results.json says of the training."""
         progress = self.progress
         return {
@@ -545,8 +497,7 @@ class Sharing:
         """Return this process's part of a batch."""
         if self.group is None:
             return batch
-        batch = {**batch, "shift_labels": batch["targets"]}
-        del batch["targets"]
+        batch = {name.replace("targets", "shift_labels"): tensor for name, tensor in batch.items()}
         shard = hf_posenc.shard_sequence(batch, self.group)
         shard["targets"] = shard.pop("shift_labels")
         return {name: tensor for name, tensor in shard.items() if name not in ("labels", "num_items_in_batch")}
@@ -674,12 +625,20 @@ def newest_state(folder: Path) -> Path | None:
 class StopRequest:
     """Context manager that notes a first SIGINT or SIGTERM; a second one does what it does elsewhere."""
 
-    def __enter__(self) -> "StopRequest":
+    signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> Self:
         self.received = 0
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {number: signal.getsignal(number) for number in self.signals}
+        self.listen()
         return self
 
-    def note(self, number: int, _: Any) -> None:
+    def listen(self) -> None:
+        """Note the next signal."""
+        for number in self.signals:
+            signal.signal(number, self.note)
+
+    def note(self, number: int, _: object) -> None:
         """Handle the first signal."""
         self.received = number
         print("\nStopping after this step; the state is saved first. Once more to stop at once.", file=sys.stderr)
@@ -691,10 +650,9 @@ class StopRequest:
             return self.received
         return int(accelerator.gather(torch.tensor([self.received], device=accelerator.device)).max())
 
-    def restore(self) -> None:
+    def restore(self, *_: object) -> None:
         """Put back the handlers from before."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def __exit__(self, *_: object) -> None:
-        self.restore()
+    __exit__ = restore

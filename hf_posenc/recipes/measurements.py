@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -11,7 +10,8 @@ from torch import nn
 from ..evaluation import induction_copy, measure_context, non_overlapping_perplexity
 from .corpus import DataArguments, Document, Text, stream
 from .models import position_limit
-from .options import Options, UsageError, at_least
+from .options import Natural, Options, UsageError
+from .results import Results
 from .training import Diverged
 
 SHORTEST_RETRIEVAL = 32
@@ -22,18 +22,17 @@ CURVE_TOKENS = 8192
 
 @dataclass
 class MeasuringArguments(Options):
-    """Measuring."""
+    """Measuring.
 
-    lengths: list[int] = field(
-        default_factory=lambda: [256, 512, 1024, 2048],
-        metadata={"help": "context lengths to measure at, in tokens", "was": "eval_lengths"},
-    )
-    stride: int | None = field(
-        default=None, metadata={"help": "tokens between sliding windows; by default a quarter of each length"}
-    )
-    retrieval_trials: int = field(
-        default=8, metadata={"help": "trials per length and lag of the retrieval test (induction copy); 0 for none"}
-    )
+    Args:
+        lengths: context lengths to measure at, in tokens.
+        stride: tokens between sliding windows; by default a quarter of each length.
+        retrieval_trials: trials per length and lag of the retrieval test (induction copy); 0 for none.
+    """
+
+    lengths: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048], metadata={"was": "eval_lengths"})
+    stride: int | None = None
+    retrieval_trials: Natural = 8
 
 
 @dataclass
@@ -43,7 +42,6 @@ class HeldOutArguments(DataArguments, MeasuringArguments):
 
 def check(arguments: HeldOutArguments) -> None:
     """Raise UsageError for options that cannot work, whatever text and model; sort the lengths, each once."""
-    at_least(arguments, 0, "retrieval_trials")
     if not arguments.lengths or min(arguments.lengths) < 8:
         raise UsageError("--lengths must be at least 8 tokens")
     arguments.lengths = sorted(set(arguments.lengths))
@@ -94,7 +92,7 @@ def held_out_loss(text: Text, length: int) -> Callable[[nn.Module], float]:
 
 def measure_model(
     model: nn.Module, held_out: list[Document], arguments: HeldOutArguments, accelerator: Accelerator
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[list[Results], list[Results]]:
     """Return what `perplexities` measures, a row per length, and `retrieval`, a cell per length and lag."""
     return perplexities(model, held_out, arguments, accelerator), retrieval(model, arguments, accelerator)
 
@@ -104,8 +102,8 @@ def perplexities(
     held_out: list[Document],
     arguments: HeldOutArguments,
     accelerator: Accelerator,
-    on_row: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> list[dict[str, Any]]:
+    on_row: Callable[[Results], None] = lambda _: None,
+) -> list[Results]:
     """Measure both perplexities, bits per byte and loss by position at every length.
 
     Held-out documents are measured in a row, or, where they were packed apart, each on its own.
@@ -148,7 +146,7 @@ def perplexities(
     return rows
 
 
-def retrieval(model: nn.Module, arguments: MeasuringArguments, accelerator: Accelerator) -> list[dict[str, Any]]:
+def retrieval(model: nn.Module, arguments: MeasuringArguments, accelerator: Accelerator) -> list[Results]:
     """Measure how well the model copies a passage it has seen: a cell per lag and per length that it can run at."""
     limit = position_limit(model)
     possible = [length for length in arguments.lengths if limit is None or length <= limit]

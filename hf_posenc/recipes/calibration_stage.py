@@ -2,17 +2,15 @@
 
 import signal
 import statistics
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import peft
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import hf_posenc
@@ -22,8 +20,10 @@ from ..calibration.calibrate import record_calibration
 from ..calibration.report import NOTHING, HeldOutLoss
 from ..registry import family_for
 from .corpus import Document, Text, Windows, order
-from .measuring import held_out_loss
-from .options import UsageError, at_least, one_of, refuse
+from .measurements import held_out_loss
+from .options import Count, Length, Limit, Options, UsageError, refuse
+from .results import Results, stopwatch
+from .training import StopRequest
 
 METHODS = ("attention", "closed_form", "none")
 LONGEST = 256
@@ -39,53 +39,34 @@ UNCHANGED = 1e-5
 
 
 @dataclass
-class CalibrationArguments:
-    """Calibration, between the swap and the fine-tuning."""
+class CalibrationArguments(Options):
+    """Calibration, between the swap and the fine-tuning.
 
-    calibrate: str = field(
-        default="attention",
-        metadata={
-            "help": f"{' | '.join(METHODS)}: before fine-tuning, put into the scheme and into queries and keys what "
-            "the base's positions did, by closed forms and then by matching attention; none is the plain swap"
-        },
-    )
-    calibrate_steps: int = field(
-        default=50, metadata={"help": f"steps that match attention, of {Matching.batch_size} windows each"}
-    )
-    calibrate_windows: int = field(
-        default=400,
-        metadata={
-            "help": f"windows of the training text to calibrate with, {HELD_OUT} of which only decide and measure"
-        },
-    )
-    calibrate_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "tokens of each of these windows: the distances at which attention is matched; beyond them "
-            "transformer_xl starts with little weight (default: the length the base was trained at, "
-            f"{LONGEST} at most)",
-            "metavar": "N",
-        },
-    )
+    Args:
+        calibrate: before fine-tuning, put into the scheme and into queries and keys what the base's positions did, by
+            closed forms and then by matching attention; none is the plain swap.
+        calibrate_steps: steps that match attention, of 4 windows each.
+        calibrate_windows: windows of the training text to calibrate with, 8 of which only decide and measure.
+        calibrate_length: tokens of each of these windows: the distances at which attention is matched; beyond them
+            transformer_xl starts with little weight (default: the length the base was trained at, 256 at most).
+    """
+
+    calibrate: Annotated[str, METHODS] = "attention"
+    calibrate_steps: Count = 50
+    calibrate_windows: Annotated[int, Limit(HELD_OUT + 1)] = 400
+    calibrate_length: Length | None = None
 
 
-def check(arguments: Any) -> None:
-    """Check what can be known without text and model; the learning rate gets its default, if none is given."""
-    one_of(arguments, "calibrate", METHODS)
-    at_least(arguments, 1, "calibrate_steps")
-    at_least(arguments, HELD_OUT + 1, "calibrate_windows")
+def check(arguments: CalibrationArguments) -> None:
+    """Raise UsageError for options of a calibration that is not made."""
     if arguments.calibrate == "none":
         for name in ("calibrate_windows", "calibrate_length"):
             refuse(arguments, name, "is of a calibration, and --calibrate none makes none")
-    if arguments.calibrate_length is not None:
-        at_least(arguments, 2, "calibrate_length")
     if arguments.calibrate != "attention":
         refuse(arguments, "calibrate_steps", f"is of --calibrate attention, not of {arguments.calibrate}")
-    if arguments.learning_rate is None:
-        arguments.learning_rate = PLAIN_RATE if arguments.calibrate == "none" else CALIBRATED_RATE
 
 
-def check_base(model: PreTrainedModel, arguments: Any) -> None:
+def check_base(model: PreTrainedModel, arguments: CalibrationArguments) -> None:
     """Raise a UsageError where nobody sees the scores of the base that the calibration is to follow."""
     if family_for(model.config.model_type).always_replaced:
         raise UsageError(
@@ -94,7 +75,7 @@ def check_base(model: PreTrainedModel, arguments: Any) -> None:
         )
 
 
-def windows(train: list[Document], trained_length: int, arguments: Any) -> Tensor:
+def windows(train: list[Document], trained_length: int, arguments: CalibrationArguments, seed: int) -> Tensor:
     """Return windows of the training text, (N, T), drawn at random, none of them twice.
 
     Raises:
@@ -111,37 +92,59 @@ def windows(train: list[Document], trained_length: int, arguments: Any) -> Tenso
             f"--calibrate {arguments.calibrate}: the training text has {found.total:,} tokens, and {HELD_OUT + 1} "
             f"windows of {length} are the least: give more text, or --calibrate none"
         )
-    count = min(arguments.calibrate_windows, len(found))
-    return found.tokens[order(arguments.seed, len(found), 0, count)]
+    return found.tokens[order(seed, len(found), 0, min(arguments.calibrate_windows, len(found)))]
 
 
-def skipped(why: str) -> dict[str, Any]:
+def skipped(why: str) -> Results:
     """Return the entry of the results where nothing was calibrated."""
     return {"method": "none", "why": why}
 
 
-def loss_at(text: Text, length: int) -> Callable[[PreTrainedModel], float]:
+def loss_at(text: Text, length: int) -> Callable[[nn.Module], float]:
     """Return a function that measures held-out loss in windows of this length, or of all the text if it is shorter."""
     return held_out_loss(text, min(length, sum(len(document.tokens) for document in text.held_out)))
 
 
+def follow_base(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    held_out: int,
+    matching: Matching | None,
+    judge: str = "loss",
+) -> Calibration:
+    """Calibrate in place; Ctrl-C waits for the end of a step. The arguments are those of `hf_posenc.calibrate`."""
+    with Steps(matching.steps if matching else 0, accelerator) as steps:
+        return hf_posenc.calibrate(
+            model,
+            tokens,
+            held_out=held_out,
+            matching=matching and replace(matching, on_step=steps.made),
+            judge=judge,
+            progress=accelerator.is_main_process,
+        )
+
+
 def calibrate(
     accelerator: Accelerator,
-    model: PreTrainedModel,
+    model: nn.Module,
     tokens: Tensor,
-    arguments: Any,
+    arguments: CalibrationArguments,
     *,
-    loss: Callable[[PreTrainedModel], float],
+    seed: int,
+    loss: Callable[[nn.Module], float],
     base_loss: float,
     state_file: Path,
-) -> dict[str, Any]:
+) -> Results:
     """Calibrate in place; every process calls it with the same windows.
 
     Args:
         accelerator: accelerator of the processes.
         model: patched, whole, on the device; PEFT may have wrapped it, and then only what it trains is moved.
         tokens: from `windows`.
-        arguments: options of the calibration, and the seed.
+        arguments: options of the calibration.
+        seed: of the steps.
         loss: from `loss_at`.
         base_loss: what it gives for the base.
         state_file: state of the steps that match attention, from which they go on if it is there.
@@ -152,27 +155,17 @@ def calibrate(
     Raises:
         UsageError: where this model cannot be calibrated.
     """
-    swapped = loss(model)
-    losses = {"length": tokens.shape[1], "base": base_loss, "swapped": swapped}
-    if abs(swapped - base_loss) < UNCHANGED:
+    losses = {"length": tokens.shape[1], "base": base_loss, "swapped": loss(model)}
+    if abs(losses["swapped"] - base_loss) < UNCHANGED:
         return skipped("the model predicts what the base predicts") | {"held_out_loss": losses}
-    steps = arguments.calibrate_steps if arguments.calibrate == "attention" else 0
-    start = time.perf_counter()
-    waiting = Steps(steps, accelerator)
-    matching = None
-    if steps:
-        matching = Matching(
-            steps=steps,
-            batch_size=max(1, Matching.batch_size // accelerator.num_processes),
-            seed=arguments.seed,
-            state_file=state_file,
-            on_step=waiting.made,
-        )
+    steps, matching = 0, None
+    if arguments.calibrate == "attention":
+        steps, batch_size = arguments.calibrate_steps, max(1, Matching.batch_size // accelerator.num_processes)
+        matching = Matching(steps=steps, batch_size=batch_size, seed=seed, state_file=state_file)
+    seconds: dict[str, float] = {}
     try:
-        with waiting:
-            report = hf_posenc.calibrate(
-                model, tokens, held_out=HELD_OUT, matching=matching, progress=accelerator.is_main_process
-            )
+        with stopwatch(seconds, "seconds"):
+            report = follow_base(accelerator, model, tokens, held_out=HELD_OUT, matching=matching)
     except (ValueError, hf_posenc.HfPosencError) as error:
         raise UsageError(f"--calibrate {arguments.calibrate}: {error}; --calibrate none swaps plainly") from None
     adapted = isinstance(model, peft.PeftModel)
@@ -182,7 +175,7 @@ def calibrate(
         "windows": len(tokens),
         "tokens": report.tokens,
         "steps": steps,
-        "seconds": round(time.perf_counter() - start, 1),
+        **seconds,
         **by_layer(report),
         "held_out_loss": losses | {"calibrated": loss(model)},
         "kept": report.kept,
@@ -191,24 +184,20 @@ def calibrate(
     }
 
 
-def by_layer(report: Calibration) -> dict[str, Any]:
+def by_layer(report: Calibration) -> Results:
     """Return each layer's divergences, averaged over heads, and its closed forms; and the means over layers."""
     stages = ("before", "closed", "after")
-    layers = [
-        {
-            "index": each.index,
-            **{name: getattr(each, name).mean().item() for name in stages},
-            "chosen": dict(Counter(each.chosen)),
-        }
-        for each in report.layers
-    ]
+    layers = []
+    for layer in report.layers:
+        means = {name: getattr(layer, name).mean().item() for name in stages}
+        layers.append({"index": layer.index, **means, "chosen": dict(Counter(layer.chosen))})
     return {
         "divergence": {name: statistics.fmean(layer[name] for layer in layers) for name in stages},
         "layers": layers,
     }
 
 
-def write_down(model: PreTrainedModel, found: dict[str, Any]) -> None:
+def write_down(model: PreTrainedModel, found: Results) -> None:
     """Write into the config of a model that was calibrated earlier what its results say.
 
     Args:
@@ -222,7 +211,7 @@ def write_down(model: PreTrainedModel, found: dict[str, Any]) -> None:
     record_calibration(model, stage, found["tokens"], losses)
 
 
-class Steps:
+class Steps(StopRequest):
     """Context manager in which Ctrl-C waits for the end of a calibration step, and for its whole state.
 
     It stops at once, as usual, before the first step, after the last, and the second time; and always among several
@@ -233,26 +222,22 @@ class Steps:
         accelerator: accelerator of the processes.
     """
 
+    signals = (signal.SIGINT,)
+
     def __init__(self, steps: int, accelerator: Accelerator) -> None:
         """Stop at once before the first step."""
-        self.steps, self.waits = steps, accelerator.num_processes == 1
-        self.stopping = False
+        self.steps, self.waits = steps, False
+        self.alone = accelerator.num_processes == 1
 
-    def __enter__(self) -> "Steps":
-        self.before = signal.getsignal(signal.SIGINT)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.before)
+    def listen(self) -> None:
+        """Wait with Ctrl-C only between the first step and the last."""
+        if self.waits:
+            super().listen()
 
     def made(self, step: int, loss: float) -> None:
         """Raise the KeyboardInterrupt that waits, if there is one; called after each step."""
-        if self.stopping:
+        if self.received:
             raise KeyboardInterrupt
-        if self.waits:
-            signal.signal(signal.SIGINT, self.before if step == self.steps else self._wait)
-
-    def _wait(self, *_: object) -> None:
-        self.stopping = True
-        signal.signal(signal.SIGINT, self.before)
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+        self.restore()
+        self.waits = self.alone and step < self.steps
+        self.listen()
