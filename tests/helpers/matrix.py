@@ -71,6 +71,7 @@ def matrix(
     strength: int = 2,
     times: int = 1,
     always: Callable[..., bool] = lambda **_: False,
+    indirect: Sequence[str] = (),
     **axes: Iterable[Any] | None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Parametrize a test by a product (or by `rows`), all but a covering selection of it in the slow tier.
@@ -80,6 +81,7 @@ def matrix(
         strength: 2: the default tier has every pair of values of two axes. 1: every value.
         times: it has each at least so many times, where there are as many.
         always: says of a row, by keywords, that it is in the default tier in any case.
+        indirect: axes whose values go to the fixture of that name.
         axes: values by the name of the test's argument.
     """
     names = list(axes)
@@ -93,7 +95,7 @@ def matrix(
             pytest.param(*row, marks=[] if n in default else [pytest.mark.slow], id="-".join(map(shown, row)))
             for n, row in enumerate(found)
         ]
-        return pytest.mark.parametrize(names, values)(test)
+        return pytest.mark.parametrize(names, values, indirect=list(indirect))(test)
 
     return mark
 

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny, tokens
-from test_calibration_recovery import LENGTH, positioned
+from positioned import positioned
 
 from hf_posenc import UnsupportedModelError, patch_model
 from hf_posenc.theory import position_scores, scores_between
+
+LENGTH = 16
 
 
 def factors(scores):

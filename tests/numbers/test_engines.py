@@ -8,148 +8,48 @@ import re
 
 import pytest
 import torch
+from calls import (
+    FORMLESS,
+    HEAD_DIM,
+    MODULES,
+    SCALING,
+    SITUATIONS,
+    build,
+    call_of,
+    compare,
+    inputs,
+    left_padded,
+    never_short,
+    randomized,
+    seeded,
+    windowed,
+)
 from families import FAMILIES, tiny, tokens
 from matrix import matrix
 from situations import SCORE_CASES, SCORE_SCHEMES, assert_same, patched_model, randomize
-
-# The situations once more: here every call goes to the fastest engine that can carry it, however short it is.
-from test_situations import (  # noqa: F401
-    check_family,
-    test_autocast,
-    test_bfloat16_is_close_to_float32,
-    test_every_way_equals_the_full_forward,
-    test_gapped_position_ids_are_honoured,
-    test_generation_of_prompts_of_different_lengths,
-    test_gradient_checkpointing,
-    test_gradients_of_a_padded_batch,
-    test_output_attentions,
-    test_packed_by_a_mask_of_the_users,
-    test_packed_documents_equal_separate_ones,
-    test_two_forwards_before_one_backward,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import NotPatchedError, engines, patch_model, which_engine
-from hf_posenc.call import Call
-from hf_posenc.engines import banded, chunked, clipped, decode, dispatch, reference, rescaled, sdpa, skewed, toeplitz
+from hf_posenc.engines import banded, chunked, decode, dispatch, reference, toeplitz
 from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.engines.spans import SpanEngine
 from hf_posenc.layer_state import STATE, OnAttention, use_engine
 from hf_posenc.modules import WithoutPositions
-from hf_posenc.positions import Positions, pack, unpack
+from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import Dims
 
 FLOORS = {engine: engine.floors for engine in dispatch.ENGINES}
-HEAD_DIM = 16
-SCALING = HEAD_DIM**-0.5
 
 
 @pytest.fixture(autouse=True)
-def never_short(monkeypatch):
-    for engine in dispatch.ENGINES:
-        monkeypatch.setattr(engine, "floors", {})
-    monkeypatch.setattr(toeplitz, "ROWS", 32)
-    monkeypatch.setattr(toeplitz, "MANY_ROWS", 48)
-    monkeypatch.setattr(toeplitz, "LONG", 96)
-    for engine in (clipped, rescaled, skewed):
-        monkeypatch.setattr(engine, "ROWS", 32)
-    monkeypatch.setattr(chunked, "SCORES", 2**12)
-    monkeypatch.setattr(sdpa, "WHOLE", 0)
-    monkeypatch.setattr(sdpa, "ROWS", 32)
-    monkeypatch.setattr(decode, "SHORT", 0)
+def every_call_by_the_fastest(monkeypatch):
+    never_short(monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------------ against the reference
 
 
-def build(scheme, heads, **hyperparameters):
-    dims = Dims(heads, heads, HEAD_DIM, 32, 2)
-    return randomized(scheme_class(scheme).parse(hyperparameters).build(dims))
-
-
-def randomized(module):
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.rand(p.shape, generator=generator) + 0.1)
-    return module
-
-
-def left_padded(length, padding):
-    index = torch.arange(length)[None]
-    valid = torch.stack([torch.ones(length, dtype=torch.bool), index[0] >= padding])
-    counted = valid.cumsum(-1) - 1
-    return unpack(
-        pack(
-            index,
-            index,
-            query_positions=counted,
-            key_positions=counted,
-            query_valid=valid,
-            key_valid=valid,
-        ),
-        length,
-    ), valid
-
-
-def packed(lengths):
-    index = torch.arange(sum(lengths))[None]
-    segment = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
-    place = torch.cat([torch.arange(n) for n in lengths])[None]
-    channel = pack(index, index, query_positions=place, key_positions=place, query_segment=segment, key_segment=segment)
-    return unpack(channel, sum(lengths)), None
-
-
-def windowed(length, window):
-    index = torch.arange(length)[None]
-    return unpack(pack(index, index, window=window), length), None
-
-
-def static_cache(queries, filled, size, window=None):
-    query_index = torch.arange(filled - queries, filled)[None]
-    return unpack(pack(query_index, torch.arange(size)[None], window=window), queries), None
-
-
-def padded_cache(queries, length):
-    positions, _ = left_padded(length, 13)
-    return chunked.cut(positions, slice(length - queries, length), slice(0, length)), None
-
-
-def far_apart(queries, length):
-    index = torch.arange(length)[None]
-    channel = pack(index[:, -queries:], index, query_positions=5 * index[:, -queries:], key_positions=5 * index)
-    return unpack(channel, queries)
-
-
-SITUATIONS = {
-    "causal": lambda: (Positions.causal(100), None),
-    "one chunk": lambda: (Positions.causal(7), None),
-    "chunked prefill": lambda: (Positions.causal(40, 130), None),
-    "one query": lambda: (Positions.causal(1, 90), None),
-    "left-padded": lambda: left_padded(90, 13),
-    "packed": lambda: packed([40, 3, 50]),
-    "sliding window": lambda: windowed(100, 9),
-    "static cache": lambda: static_cache(20, 70, 128),
-    "padded cache": lambda: padded_cache(5, 60),
-    "one query, static cache with a window": lambda: static_cache(1, 70, 128, window=30),
-    "distances beyond the number of keys": lambda: (far_apart(4, 60), None),
-}
-MODULES = {
-    "alibi": lambda h: build("alibi", h),
-    "alibi-trainable": lambda h: build("alibi", h, trainable=True),
-    "t5": lambda h: build("t5", h, num_buckets=8, max_distance=30),
-    "kerple": lambda h: build("kerple", h),
-    "kerple-power": lambda h: build("kerple", h, variant="power"),
-    "shaw": lambda h: build("shaw", h, max_distance=7),
-    "shaw-per-head": lambda h: build("shaw", h, max_distance=40, share_heads=False),
-    "shaw-keys-only": lambda h: build("shaw", h, max_distance=1, values=False),
-    "transformer_xl": lambda h: build("transformer_xl", h),
-    "da_transformer": lambda h: build("da_transformer", h),
-    "da_transformer-signed": lambda h: build("da_transformer", h, relu=False),
-    "cope": lambda h: build("cope", h, num_positions=20),
-}
-FORMLESS = ("cope",)
 SHAW = ("shaw", "shaw-per-head", "shaw-keys-only")
 ENGINES = {
     "banded": ("alibi", "alibi-trainable"),
@@ -178,19 +78,6 @@ CACHED = (
 )
 
 
-def inputs(positions, heads, groups, dtype, batch=2):
-    queries, keys = positions.query_index.shape[-1], positions.key_index.shape[-1]
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((batch, heads, queries, HEAD_DIM), (batch, heads // groups, keys, HEAD_DIM))
-    q, k, v = (torch.randn(shape, generator=generator) for shape in (shapes[0], shapes[1], shapes[1]))
-    return [each.to(dtype).requires_grad_() for each in (q, k, v)]
-
-
-def call_of(module, q, k, v, positions, **options):
-    """A call that has reached a scheme's module."""
-    return Call(q, k, v, positions, **{"scaling": SCALING, **options}, module=module, form=module.form(q))
-
-
 def results(engine, module, positions, tensors, shown, weight):
     """Return output and the gradients of inputs and parameters."""
     q, k, v = tensors
@@ -207,16 +94,6 @@ def results(engine, module, positions, tensors, shown, weight):
         output = output * shown[:, :, None, None]
     leaves = [*tensors, *module.parameters()]
     return [output, *torch.autograd.grad((output.double() * weight).sum(), leaves)]
-
-
-def seeded(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-
-
-def compare(actual, expected, relative):
-    for number, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        scale = max(1.0, e.abs().max().item())
-        assert (a.double() - e.double()).abs().max().item() <= relative * scale, number
 
 
 @matrix(row=ROWS, situation=SITUATIONS, heads_and_groups=[(4, 1), (6, 3), (5, 5)])
@@ -773,12 +650,6 @@ def test_every_family_by_its_engine_equals_the_reference(case, family):
         if isinstance(getattr(module, STATE, None), OnAttention):
             use_engine(module, "reference")
     assert_same(fast, model(ids, use_cache=False).logits)
-
-
-@torch.no_grad()
-@matrix(case=SCORE_SCHEMES, family=FAMILIES, strength=1, times=3)
-def test_every_family(case, family):
-    check_family(case, family)
 
 
 @pytest.mark.parametrize("case", SCORE_CASES)

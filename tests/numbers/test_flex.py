@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from calls import HEAD_DIM, MODULES, SCALING, SITUATIONS, call_of, compare, inputs, seeded
 from families import tiny, tokens
 from matrix import matrix
 from situations import randomize
-from test_engines import HEAD_DIM, MODULES, SCALING, SITUATIONS, call_of, compare, inputs, seeded
 from torch.nn.attention import flex_attention as upstream
 
 from hf_posenc import patch_model

@@ -1,11 +1,11 @@
 """Files of the package import only from their left, the core knows no transformers, nobody asks a scheme what it is."""
 
 import ast
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
+from source_imports import imported_names
 
 from hf_posenc import forms
 from hf_posenc.placement import Placement
@@ -59,32 +59,6 @@ CORE = {
     "families": set(),
     "schemes": {"transformers.initialization"},
 }
-
-
-def imports_at_run_time(tree):
-    """All import statements of a syntax tree, in functions too, but none below `if TYPE_CHECKING:`."""
-    pending = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield node
-        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            pending.extend(node.orelse)
-        else:
-            pending.extend(ast.iter_child_nodes(node))
-
-
-def imported_names(source, module, is_package):
-    """Dotted names that a source imports, absolute; `from a import b` counts as `a.b`."""
-    package = module if is_package else module.rpartition(".")[0]
-    names = set()
-    for node in imports_at_run_time(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        else:
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            names |= {f"{base}.{alias.name}" for alias in node.names}
-    return names
 
 
 def part_of(name):

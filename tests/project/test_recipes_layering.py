@@ -5,7 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from test_layering import imported_names
+from source_imports import imported_names
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "hf_posenc.recipes"

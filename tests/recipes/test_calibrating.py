@@ -13,9 +13,9 @@ import time
 
 import pytest
 import torch
+from recipe_runs import Stop, assert_same_weights, in_process, metrics, options
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_training import Stop, assert_same_weights, in_process, metrics, options
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
 
 import hf_posenc

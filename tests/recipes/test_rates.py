@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from test_training import Stop, assert_same_weights, in_process, metrics, options
+from recipe_runs import Stop, assert_same_weights, in_process, metrics, options
 from transformers import GPT2LMHeadModel
 
 import hf_posenc

@@ -6,10 +6,12 @@ it. At the end the guard: what would be found if the scheme did nothing.
 """
 
 import copy
+import itertools
 import pickle
 
 import pytest
 import torch
+from calls import never_short
 from families import FAMILIES, WINDOWED, tiny, tokens
 from matrix import matrix
 from situations import (
@@ -46,6 +48,24 @@ each_scheme = pytest.mark.parametrize("case", SCHEMES)
 each_score_scheme = pytest.mark.parametrize("case", SCORE_SCHEMES)
 each_base = pytest.mark.parametrize("family", BASES)
 each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def engines(request, monkeypatch):
+    """Engines as they are chosen for calls as short as these, or every call by the fastest that can carry it."""
+    if getattr(request, "param", "chosen") == "fastest":
+        never_short(monkeypatch)
+
+
+def by_engines(*, strength=2, times=1, **axes):
+    """Parametrize a test by axes and engines; to schemes that have no engines both would be the same test."""
+    names = [*axes, "engines"]
+    rows = [
+        row
+        for row in itertools.product(*axes.values(), ["chosen", "fastest"])
+        if row[-1] == "chosen" or row[names.index("case")] in SCORE_CASES
+    ]
+    return matrix(rows, strength=strength, times=times, indirect=["engines"], **dict.fromkeys(names))
 
 
 # ----------------------------------------------------------------------------------------------------- ways to run it
@@ -146,7 +166,7 @@ def skip_if_stock_does_otherwise(way, case, family):
 
 
 @torch.no_grad()
-@matrix(way=WAYS, case=CASES, family=BASES)
+@by_engines(way=WAYS, case=CASES, family=BASES)
 def test_every_way_equals_the_full_forward(case, family, way):
     skip_if_stock_does_otherwise(way, case, family)
     model, ids = patched_model(case, family), tokens(2, LENGTH)
@@ -163,19 +183,14 @@ def test_ways_agree_to_the_last_digits_in_float64(case, family):
         assert_same(way(model, ids), expected, way.__name__)
 
 
-def check_family(case, family):
+@torch.no_grad()
+@by_engines(case=SCHEMES, family=FAMILIES)
+def test_every_family(case, family):
     # Twenty tokens: families with a window of eight have keys outside of it, and their caches drop them.
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     expected = full(model, ids)
     for way in (token_by_token, chunked, static, left_padded, left_padded_in_chunks):
         assert_same(way(model, ids), expected, way.__name__)
-
-
-@torch.no_grad()
-@each_family
-@each_scheme
-def test_every_family(case, family):
-    check_family(case, family)
 
 
 @torch.no_grad()
@@ -200,7 +215,7 @@ def packed(ids):
 
 
 @torch.no_grad()
-@matrix(case=SCHEMES, family=FAMILIES, strength=1, times=3)
+@by_engines(case=SCHEMES, family=FAMILIES, strength=1, times=3)
 def test_packed_documents_equal_separate_ones(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     row, position_ids = packed(ids)
@@ -224,8 +239,7 @@ def test_stock_opt_does_not_detect_packing_either():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", [*BASES, "opt"])
-@each_scheme
+@by_engines(case=SCHEMES, family=[*BASES, "opt"])
 def test_packed_by_a_mask_of_the_users(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     row, position_ids = packed(ids)
@@ -267,7 +281,7 @@ def test_greedy_generation(case, family, how):
 
 
 @torch.no_grad()
-@matrix(how=["dynamic", "static"], case=CASES, family=BASES)
+@by_engines(how=["dynamic", "static"], case=CASES, family=BASES)
 def test_generation_of_prompts_of_different_lengths(case, family, how):
     model, ids = patched_model(case, family), tokens(2, 10)
     padded = torch.stack([ids[0], torch.cat([torch.zeros(4, dtype=torch.long), ids[1, :6]])])
@@ -335,7 +349,7 @@ def enable_checkpointing(model, **options):
     enable(options)
 
 
-@matrix(case=SCHEMES, family=FAMILIES, strength=1, times=3)
+@by_engines(case=SCHEMES, family=FAMILIES, strength=1, times=3)
 def test_gradient_checkpointing(case, family):
     model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
     expected = gradients(model, ids)
@@ -357,8 +371,7 @@ def test_every_position_parameter_has_a_gradient(case, family):
     assert all(gradient.abs().max() > 1e-6 for gradient in found.values())
 
 
-@each_base
-@each_scheme
+@by_engines(case=SCHEMES, family=BASES)
 def test_gradients_of_a_padded_batch(case, family):
     model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
     expected = gradients(model, ids)
@@ -371,8 +384,7 @@ def test_gradients_of_a_padded_batch(case, family):
     assert_same_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
 
 
-@each_base
-@each_scheme
+@by_engines(case=SCHEMES, family=BASES)
 def test_two_forwards_before_one_backward(case, family):
     model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
     padded, mask, position_ids = pad_left(tokens(2, 9, seed=4), 3)
@@ -390,8 +402,7 @@ def test_two_forwards_before_one_backward(case, family):
 
 
 @torch.no_grad()
-@each_base
-@each_case
+@by_engines(case=CASES, family=BASES)
 def test_output_attentions(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     if case not in SCORE_CASES:  # sdpa has no weights to return; the schemes that keep the stock attention have eager
@@ -485,8 +496,7 @@ def test_a_stock_teacher_beside_a_patched_student(case, family):
 
 
 @torch.no_grad()
-@each_base
-@each_case
+@by_engines(case=CASES, family=BASES)
 def test_bfloat16_is_close_to_float32(case, family):
     model, ids = patched_model(case, family).bfloat16(), tokens(2, LENGTH)
     low = full(model, ids)
@@ -507,8 +517,7 @@ def test_float64_is_close_to_float32(case, family):
 
 
 @torch.no_grad()
-@each_base
-@each_score_scheme
+@by_engines(case=SCORE_SCHEMES, family=BASES)
 def test_autocast(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     exact = full(model, ids)
@@ -523,8 +532,7 @@ GAPPED = torch.tensor([0, 1, 2, 6, 7, 11, 12, 13, 20, 29])
 
 
 @torch.no_grad()
-@each_base
-@each_case
+@by_engines(case=CASES, family=BASES)
 def test_gapped_position_ids_are_honoured(case, family):
     model, ids = patched_model(case, family), tokens(2, 30)
     # The same tokens among others that nobody can see: the mask says so, and positions are those of the slots.
