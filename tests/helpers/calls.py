@@ -1,6 +1,9 @@
 """Calls of attention that engines are compared on, by module and situation."""
 
+from functools import partial
+
 import torch
+from rows import named
 
 from hf_posenc.call import Call
 from hf_posenc.engines import chunked, clipped, decode, dispatch, rescaled, sdpa, skewed, toeplitz
@@ -100,20 +103,10 @@ SITUATIONS = {
     "distances beyond the number of keys": lambda: (far_apart(4, 60), None),
 }
 MODULES = {
-    "alibi": lambda h: build("alibi", h),
-    "alibi-trainable": lambda h: build("alibi", h, trainable=True),
-    "t5": lambda h: build("t5", h, num_buckets=8, max_distance=30),
-    "kerple": lambda h: build("kerple", h),
-    "kerple-power": lambda h: build("kerple", h, variant="power"),
-    "shaw": lambda h: build("shaw", h, max_distance=7),
-    "shaw-per-head": lambda h: build("shaw", h, max_distance=40, share_heads=False),
-    "shaw-keys-only": lambda h: build("shaw", h, max_distance=1, values=False),
-    "transformer_xl": lambda h: build("transformer_xl", h),
-    "da_transformer": lambda h: build("da_transformer", h),
-    "da_transformer-signed": lambda h: build("da_transformer", h, relu=False),
-    "cope": lambda h: build("cope", h, num_positions=20),
+    name: partial(build, scheme, **hyperparameters) for name, (scheme, hyperparameters) in named("modules").items()
 }
-FORMLESS = ("cope",)
+FORMS = {name: type(module(4).form(torch.zeros(1, 4, 1, HEAD_DIM))) for name, module in MODULES.items()}
+FORMLESS = tuple(name for name, form in FORMS.items() if form is type(None))
 
 
 def inputs(positions, heads, groups, dtype, batch=2):

@@ -99,6 +99,6 @@ def _serve(pipe: Any, rank: int, size: int, port: int, environment: dict[str, st
         function, args, kwargs = pipe.recv()
         try:
             answer = (function(*args, **kwargs), None)
-        except Exception:
+        except Exception:  # whatever a job raises: the process lives on for the next test, `run` raises it in this one
             answer = (None, traceback.format_exc())
         pipe.send(answer)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from families import tiny
+from rows import ROWS, named
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,35 +19,15 @@ from hf_posenc.placement import OnHidden
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import PositionModule, ScoreScheme
 
-# case -> (scheme, hyper-parameters); the first row of a scheme stands for it where not every row is run
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "nope": ("nope", {}),
-    "sinusoidal": ("sinusoidal", {}),
-    "sinusoidal-trainable": ("sinusoidal", {"trainable": True}),
-    "sinusoidal-every_layer": ("sinusoidal", {"placement": "every_layer", "layout": "split"}),
-    "learned": ("learned", {"num_positions": 64}),
-    "learned-every_layer": ("learned", {"num_positions": 64, "placement": "every_layer"}),
-    "learned-per_layer": ("learned", {"num_positions": 64, "placement": "every_layer", "share_layers": False}),
-    "rope": ("rope", {"rope_theta": 100.0}),
-    "transformer_xl": ("transformer_xl", {}),
-    "transformer_xl-shared": ("transformer_xl", {"share_biases": True}),
-    "shaw": ("shaw", {"max_distance": 5}),
-    "shaw-shared": ("shaw", {"max_distance": 5, "share_layers": True, "share_heads": False}),
-    "alibi": ("alibi", {}),
-    "alibi-trainable": ("alibi", {"trainable": True}),
-    "da_transformer": ("da_transformer", {}),
-    "t5": ("t5", {"num_buckets": 8, "max_distance": 16}),
-    "kerple": ("kerple", {}),
-    "kerple-power": ("kerple", {"variant": "power", "share_layers": False}),
-    "cope": ("cope", {"num_positions": 6}),
-}
+# case -> (scheme, hyper-parameters); the case named as the scheme stands for it where not every one is run
+CASES = named("variants")
 SCHEMES = tuple(case for case in CASES if "-" not in case)
 SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if issubclass(scheme_class(scheme), ScoreScheme))
 SCORE_SCHEMES = tuple(case for case in SCORE_CASES if case in SCHEMES)
 EMBEDDING_SCHEMES = tuple(
     scheme for scheme in available_schemes() if isinstance(scheme_class(scheme)().acts_on, OnHidden)
 )
-ORDER_ONLY = ("nope", "cope")
+ORDER_ONLY = tuple(scheme for scheme, row in ROWS.items() if not row.spacing)
 """Schemes to which the order of positions matters at most, not how far apart they are."""
 BASES = ("gpt2", "llama")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from decoders import decoder
 from families import tiny
+from rows import ROWS
 from situations import randomize
 from torch.testing import assert_close
 
@@ -29,27 +30,11 @@ def test_linear_map_of_sinusoids(layout):
         linear_map(waves, 1, size=7)
 
 
-EXPECTED = {
-    #                  unique linear generalises deterministic dimensions
-    "nope": ("no", "not applicable", "not applicable", "yes", "not applicable"),
-    "sinusoidal": ("yes", "yes", "no", "yes", "yes"),
-    "learned": ("no", "no", "no", "no", "no"),
-    "rope": ("yes", "yes", "no", "yes", "yes"),
-    "transformer_xl": ("yes", "not applicable", "no", "yes", "yes"),
-    "shaw": ("no", "not applicable", "yes", "no", "no"),
-    "alibi": ("yes", "not applicable", "yes", "yes", "yes"),
-    "da_transformer": ("no", "not applicable", "yes", "yes", "no"),
-    "t5": ("no", "not applicable", "yes", "no", "no"),
-    "kerple": ("yes", "not applicable", "yes", "yes", "yes"),
-    "cope": ("no", "not applicable", "yes", "no", "no"),
-}
-
-
 @pytest.mark.parametrize("scheme", available_schemes())
 def test_five_properties(scheme):
     arguments = {"initialization": "normal"} if scheme == "learned" else {}
     found = properties(scheme, trained_length=256, dims=DIMS, **arguments)
-    assert tuple(row.verdict for row in found.rows) == EXPECTED[scheme], str(found)
+    assert tuple(row.verdict for row in found.rows) == ROWS[scheme].properties, str(found)
     assert all(row.evidence for row in found.rows)
     assert [row["name"] for row in found.to_dict()["rows"]] == [row.name for row in found.rows]
 
@@ -115,8 +100,8 @@ def test_five_properties_of_a_model(scheme):
     arguments = {"num_positions": 64} if scheme == "learned" else {}
     model = randomize(patch_model(tiny("llama"), scheme, **arguments))
     found = properties(model, trained_length=64, layer=1)
-    assert verdicts(found)["deterministic"] == EXPECTED[scheme][3]
-    assert verdicts(found)["dimensions"] == {"da_transformer": "yes"}.get(scheme, EXPECTED[scheme][4])
+    assert verdicts(found)["deterministic"] == ROWS[scheme].properties[3]
+    assert verdicts(found)["dimensions"] == {"da_transformer": "yes"}.get(scheme, ROWS[scheme].properties[4])
     assert found.scheme == "PosEncLlamaForCausalLM"
     assert not found.untrained
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from calls import (
     FORMLESS,
+    FORMS,
     HEAD_DIM,
     MODULES,
     SCALING,
@@ -26,6 +27,7 @@ from calls import (
 )
 from families import FAMILIES, tiny, tokens
 from matrix import matrix
+from rows import named
 from situations import SCORE_CASES, SCORE_SCHEMES, assert_same, patched_model, randomize
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -50,13 +52,11 @@ def every_call_by_the_fastest(monkeypatch):
 # ------------------------------------------------------------------------------------------------ against the reference
 
 
-SHAW = ("shaw", "shaw-per-head", "shaw-keys-only")
 ENGINES = {
-    "banded": ("alibi", "alibi-trainable"),
-    "toeplitz": ("alibi", "alibi-trainable", "t5", "kerple", "kerple-power"),
-    "clipped": SHAW,
-    "rescaled": ("da_transformer", "da_transformer-signed"),
-    "skewed": ("transformer_xl",),
+    **{
+        engine: tuple(name for name, form in FORMS.items() if form in find_engine(engine).forms)
+        for engine in ("banded", "toeplitz", "clipped", "rescaled", "skewed")
+    },
     "chunked": tuple(MODULES),
 }
 EXPECTED_REFUSALS = {
@@ -244,7 +244,11 @@ def test_an_engine_without_sinks_leaves_them_to_one_that_has(engine):
         *((*row, situation, 10) for row in ROWS for situation in SITUATIONS if row[0] != "clipped"),
         *(("clipped", "shaw-keys-only", situation, 10) for situation in SITUATIONS),
         *((*row, 24) for row in itertools.product(["chunked"], MODULES, SITUATIONS)),
-        *((*row, size) for row in itertools.product(["decode"], ["alibi", *SHAW], CACHED) for size in (10, 24)),
+        *(
+            (*row, size)
+            for row in itertools.product(["decode"], ["alibi", *ENGINES["clipped"]], CACHED)
+            for size in (10, 24)
+        ),
     ],
     engine=None,
     case=None,
@@ -255,9 +259,8 @@ def test_values_of_another_size(engine, case, situation, size):
     """As in latent attention: V is smaller than D as a rule."""
     positions, shown = SITUATIONS[situation]()
     dims = Dims(4, 4, HEAD_DIM, 32, 2, value_dim=size)
-    name, _, kind = case.partition("-")
-    options = {"max_distance": 7, "values": kind != "keys-only"} if name == "shaw" else {}
-    module = MODULES[case](4) if name != "shaw" else randomized(scheme_class(name).parse(options).build(dims))
+    scheme, hyperparameters = named("modules")[case]
+    module = randomized(scheme_class(scheme).parse(hyperparameters).build(dims))
     q, k, v = inputs(positions, 4, 1, torch.float32)
     v = torch.randn(*v.shape[:-1], size, generator=torch.Generator().manual_seed(5)).requires_grad_()
     given = call_of(module, q, k, v, positions)

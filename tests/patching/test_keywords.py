@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from families import tiny, tokens
+from rows import ROWS
 from situations import randomize
 
 import hf_posenc
@@ -26,45 +27,7 @@ from hf_posenc.registry import scheme_class
 
 # -------------------------------------------------------------------------------------------------------- hyper-parameters
 
-# Two values of each; the second is not the default.
-VALUES = {
-    "nope": {},
-    "alibi": {"slopes": (None, [0.5, 0.1, 0.2, 0.3]), "trainable": (False, True)},
-    "cope": {"num_positions": (64, 5), "share_layers": (False, True)},
-    "da_transformer": {"relu": (True, False)},
-    "kerple": {"variant": ("log", "power"), "share_layers": (True, False)},
-    "learned": {
-        "num_positions": (None, 32),
-        "placement": ("input", "every_layer"),
-        "share_layers": (True, False),
-        "initialization": (None, "normal"),
-    },
-    "rope": {
-        "rope_theta": (None, 50.0),
-        "layout": ("half", "interleaved"),
-        "partial_rotary_factor": (None, 0.5),
-        "scaling": (None, {"rope_type": "linear", "factor": 3.0}),
-    },
-    "shaw": {
-        "max_distance": (32, 3),
-        "share_heads": (True, False),
-        "share_layers": (False, True),
-        "values": (True, False),
-    },
-    "sinusoidal": {
-        "base": (10000.0, 50.0),
-        "layout": ("interleaved", "split"),
-        "frequencies": ("exponential", "power"),
-        "alpha": (2.0, 3.0),
-        "trainable": (False, True),
-        "placement": ("input", "every_layer"),
-        "scale": ("match", 0.5),
-    },
-    "t5": {"num_buckets": (32, 8), "max_distance": (128, 18), "share_layers": (True, False)},
-    "transformer_xl": {"share_biases": (False, True)},
-}
-for values in VALUES.values():
-    values |= {"layers": (None, (1,)), "window": (None, 18)}
+VALUES = {scheme: row.values for scheme, row in ROWS.items()}
 
 
 def made(family, scheme, **hyperparameters):

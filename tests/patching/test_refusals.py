@@ -13,6 +13,7 @@ import transformers
 from families import FAMILIES as ALL_FAMILIES
 from families import LENGTH, tiny, tokens
 from matrix import matrix
+from rows import ROWS
 from snapshots import assert_same, logits, snapshot
 from torch import nn
 
@@ -99,63 +100,7 @@ def test_an_unknown_hyperparameter(scheme):
     refused(tiny("gpt2"), scheme, TypeError, scheme, "max_dist", *known, max_dist=3)
 
 
-NAN, INF = float("nan"), float("inf")
-# (scheme, hyper-parameter, wrong value, error, what the message says)
-WRONG = [
-    *[("cope", "num_positions", value, ValueError, ["positive"]) for value in (0, -3)],
-    ("cope", "num_positions", 1, ValueError, ["at least 2"]),
-    *[("cope", "num_positions", value, TypeError, ["integer"]) for value in (2.5, "64", True, None)],
-    *[("cope", "share_layers", value, TypeError, ["True or False"]) for value in (1, "no")],
-    *[("t5", "num_buckets", value, ValueError, ["positive"]) for value in (0, -2)],
-    ("t5", "num_buckets", 7, ValueError, ["even"]),
-    ("t5", "num_buckets", 8.0, TypeError, ["integer"]),
-    ("t5", "max_distance", 16, ValueError, ["above num_buckets / 2 = 16"]),
-    ("t5", "max_distance", "128", TypeError, ["integer"]),
-    ("t5", "share_layers", 1, TypeError, ["True or False"]),
-    *[("kerple", "variant", value, ValueError, ["log", "power"]) for value in ("logarithmic", None, 2)],
-    *[("kerple", "share_layers", value, TypeError, ["True or False"]) for value in (1, "no")],
-    *[("sinusoidal", "base", value, ValueError, ["positive"]) for value in (0, -2.0, INF, NAN)],
-    *[("sinusoidal", "base", value, TypeError, ["number"]) for value in ("10000", None, True)],
-    ("sinusoidal", "layout", "half", ValueError, ["interleaved", "split", "'half'"]),
-    ("sinusoidal", "frequencies", "linear", ValueError, ["exponential", "power"]),
-    *[("sinusoidal", "alpha", value, ValueError, ["positive"]) for value in (0, -1, NAN)],
-    ("sinusoidal", "alpha", "2", TypeError, ["number"]),
-    *[("sinusoidal", "trainable", value, TypeError, ["True or False"]) for value in (1, "yes", None)],
-    ("sinusoidal", "placement", "output", ValueError, ["input", "every_layer"]),
-    *[("sinusoidal", "scale", value, ValueError, ["positive"]) for value in (0, -1.0, NAN)],
-    ("sinusoidal", "scale", "auto", ValueError, ["match", "positive"]),
-    *[("sinusoidal", "scale", value, TypeError, ["number"]) for value in (True, None)],
-    *[("learned", "num_positions", value, ValueError, ["positive"]) for value in (0, -1)],
-    *[("learned", "num_positions", value, TypeError, ["integer"]) for value in (2.5, "64", True)],
-    ("learned", "placement", "all", ValueError, ["input", "every_layer"]),
-    *[("learned", "share_layers", value, TypeError, ["True or False"]) for value in (1, "no")],
-    ("learned", "initialization", "random", ValueError, ["native", "interpolated", "hierarchical", "sinusoidal", "normal"]),
-    *[("rope", "rope_theta", value, ValueError, ["positive"]) for value in (0, -1, INF, NAN)],
-    *[("rope", "rope_theta", value, TypeError, ["number"]) for value in ("1e4", True)],
-    ("rope", "layout", "split", ValueError, ["half", "interleaved"]),
-    *[("rope", "partial_rotary_factor", value, ValueError, []) for value in (0, -0.5, 1.5, NAN)],
-    ("rope", "partial_rotary_factor", "0.5", TypeError, ["number"]),
-    ("rope", "scaling", "linear", TypeError, ["dict"]),
-    *[
-        ("rope", "scaling", value, ValueError, ["linear", "dynamic", "yarn", "longrope", "llama3"])
-        for value in ({}, {"factor": 2.0}, {"rope_type": "ntk"}, {"rope_type": "default"})
-    ],
-    ("rope", "scaling", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0}, ValueError, ["beside"]),
-    *[
-        ("rope", "scaling", value, ValueError, ["factor"])
-        for value in ({"rope_type": "linear"}, {"rope_type": "yarn"}, {"rope_type": "llama3"}, {"rope_type": "longrope"})
-    ],
-    ("rope", "scaling", {"rope_type": "linear", "factor": "two"}, ValueError, ["factor"]),
-    *[("transformer_xl", "share_biases", value, TypeError, ["True or False"]) for value in (1, "yes", None)],
-    ("shaw", "max_distance", -4, ValueError, ["0 or more"]),
-    *[("shaw", "max_distance", value, TypeError, ["integer"]) for value in (2.5, "8", True, None)],
-    *[("shaw", name, 1, TypeError, ["True or False"]) for name in ("share_heads", "share_layers", "values")],
-    *[("alibi", "slopes", value, TypeError, ["per head"]) for value in (0.5, "half", [0.1, "x", 0.2, 0.3], [True] * 4)],
-    *[("alibi", "slopes", [0.1, value, 0.1, 0.1], ValueError, ["not negative"]) for value in (-0.5, INF, NAN)],
-    *[("alibi", "slopes", [0.1] * count, ValueError, [str(count), "4 heads"]) for count in (0, 3, 5)],
-    ("alibi", "trainable", 1, TypeError, ["True or False"]),
-    *[("da_transformer", "relu", value, TypeError, ["True or False"]) for value in (0, None, "no")],
-]  # fmt: skip
+WRONG = [(scheme, *wrong) for scheme, row in ROWS.items() for wrong in row.wrong]
 
 
 @pytest.mark.parametrize("row", WRONG, ids=[f"{scheme}-{name}={value}" for scheme, name, value, *_ in WRONG])

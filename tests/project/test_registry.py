@@ -44,12 +44,10 @@ def test_what_a_new_scheme_lacks(monkeypatch):
     found = "\n".join(lacks("fire"))
     for place in (
         "fire.py: a line of the docstring that starts with 'Equation'",
-        "cases.py: a row, and above it the formula",
-        "VALUES: two values of threshold",
-        "WRONG: a wrong value of threshold",
-        "situations.py",
-        "test_every_decoder.py",
-        "EXPECTED: its five properties",
+        "cases.py: a case, and above it the formula",
+        "rows.py: a row",
+        "values: two of threshold",
+        "wrong: a value of threshold",
         "README.md",
         "docs/schemes.md",
     ):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases import CASES
 from decoders import WITHOUT_TEMPERATURE, decoder
+from rows import ROWS
 from situations import randomize
 from stock_attention import LOWEST, formula, pairs, scheme_in
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
@@ -40,19 +41,7 @@ PREFIX = 14  # tokens that the oracle computes, whose formulas go through all pa
 # What the stock model has already: with it patched, nothing changes.
 NATIVE = {"bloom": "alibi", "mpt": "alibi", "jamba": "nope", "kimi_linear": "nope", "nemotron_h": "nope"}
 
-SCHEMES = {
-    "alibi": {},
-    "nope": {},
-    "rope": {"rope_theta": 50.0},
-    "t5": {"num_buckets": 8, "max_distance": 16},
-    "kerple": {},
-    "sinusoidal": {},
-    "learned": {"num_positions": 64},
-    "shaw": {"max_distance": 5},
-    "transformer_xl": {},
-    "da_transformer": {},
-    "cope": {},
-}
+SCHEMES = {scheme: row.variants[""] for scheme, row in ROWS.items()}
 
 RUNS_ITSELF = ("nope", "rope", "sinusoidal", "learned")
 """Schemes under which a type attends by itself."""
