@@ -16,7 +16,7 @@ from families import FAMILIES, LEARNED, tiny, tokens
 from matrix import matrix
 from packaging.version import Version
 from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
-from situations import CASES, SCHEMES, assert_same, distance, patched_model
+from situations import CASES, EMBEDDING_SCHEMES, SCHEMES, assert_same, distance, patched_model
 
 import hf_posenc
 from hf_posenc import (
@@ -101,7 +101,7 @@ def test_what_is_trained(case, family):
     )
     embeddings = model.get_input_embeddings().weight.numel()
     # A table is taken from the input, or vectors are new there: gpt2, opt, and the two schemes that add some.
-    needed = family in LEARNED or case.split("-")[0] in ("learned", "sinusoidal")
+    needed = family in LEARNED or CASES[case][0] in EMBEDDING_SCHEMES
 
     def whole(**options):
         model = patched_model(case, family)

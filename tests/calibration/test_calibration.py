@@ -10,6 +10,7 @@ import pytest
 import torch
 from decoders import decoder
 from families import tiny, tokens
+from situations import EMBEDDING_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS
 from snapshots import assert_same, snapshot
 from tqdm.auto import tqdm
 
@@ -278,9 +279,7 @@ def test_a_base_that_the_scheme_can_express_is_recovered():
     assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize(
-    "scheme", ["t5", "kerple", "shaw", "transformer_xl", "da_transformer", "alibi", "nope", "cope"]
-)
+@pytest.mark.parametrize("scheme", [*SCORE_SCHEMES, *WITHOUT_POSITIONS])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_attention_comes_closer_to_the_bases(scheme, family):
     options = {"t5": {"share_layers": False}, "kerple": {"share_layers": False}, "alibi": {"trainable": True}}
@@ -387,7 +386,7 @@ def test_rows_of_a_table_are_those_of_the_table():
         assert torch.allclose(each.at(distances), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("scheme", ["learned", "sinusoidal"])
+@pytest.mark.parametrize("scheme", EMBEDDING_SCHEMES)
 def test_vectors_at_the_input_reach_the_attention_of_every_layer(scheme):
     """On a base that rotates: the closed form turns queries, the second stage moves the table by all layers."""
     model = patch_model(tiny("llama"), scheme, seed=0)

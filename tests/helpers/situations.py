@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import available_schemes, patch_model
-from hf_posenc.placement import OnHidden
+from hf_posenc.placement import Nowhere, OnHidden, OnRotary, Placement
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import PositionModule, ScoreScheme
 
@@ -24,9 +24,14 @@ CASES = named("variants")
 SCHEMES = tuple(case for case in CASES if "-" not in case)
 SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if issubclass(scheme_class(scheme), ScoreScheme))
 SCORE_SCHEMES = tuple(case for case in SCORE_CASES if case in SCHEMES)
-EMBEDDING_SCHEMES = tuple(
-    scheme for scheme in available_schemes() if isinstance(scheme_class(scheme)().acts_on, OnHidden)
-)
+
+
+def placed(placement: type[Placement]) -> tuple[str, ...]:
+    """Return the schemes that act there."""
+    return tuple(scheme for scheme in available_schemes() if isinstance(scheme_class(scheme)().acts_on, placement))
+
+
+EMBEDDING_SCHEMES, ROTARY_SCHEMES, WITHOUT_POSITIONS = placed(OnHidden), placed(OnRotary), placed(Nowhere)
 ORDER_ONLY = tuple(scheme for scheme, row in ROWS.items() if not row.spacing)
 """Schemes to which the order of positions matters at most, not how far apart they are."""
 BASES = ("gpt2", "llama")

@@ -97,8 +97,7 @@ def test_a_table_is_linear_only_if_it_was_trained_to_be():
 @pytest.mark.parametrize("scheme", available_schemes())
 def test_five_properties_of_a_model(scheme):
     """A table has numbers of its own for a position, whatever they are; what is generated has not."""
-    arguments = {"num_positions": 64} if scheme == "learned" else {}
-    model = randomize(patch_model(tiny("llama"), scheme, **arguments))
+    model = randomize(patch_model(tiny("llama"), scheme, **ROWS[scheme].variants[""]))
     found = properties(model, trained_length=64, layer=1)
     assert verdicts(found)["deterministic"] == ROWS[scheme].properties[3]
     assert verdicts(found)["dimensions"] == {"da_transformer": "yes"}.get(scheme, ROWS[scheme].properties[4])

@@ -5,10 +5,11 @@ import functools
 import decoders
 import pytest
 import torch
+from situations import EMBEDDING_SCHEMES
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from hf_posenc import patch_model
+from hf_posenc import available_schemes, patch_model
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.evaluation import measure_recurrence, non_overlapping_perplexity
 from hf_posenc.evaluation.recurrence import check_memory, memory_cache
@@ -16,7 +17,7 @@ from hf_posenc.registry import supported_model_types
 from hf_posenc.schemes.t5 import T5
 
 VOCABULARY = 61
-RELATIVE = ("alibi", "transformer_xl", "shaw", "t5", "da_transformer", "kerple", "cope", "nope", "rope")
+RELATIVE = tuple(scheme for scheme in available_schemes() if scheme not in EMBEDDING_SCHEMES)
 # Float64 models. Rotary angles, and what turns by them, are float32 in transformers whatever the model's dtype.
 TOLERANCE = {"rope": 1e-5}
 EXACT = 1e-10
@@ -179,7 +180,7 @@ def refused(words):
     return pytest.raises(UnsupportedModelError, match=words)
 
 
-@pytest.mark.parametrize("scheme", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("scheme", EMBEDDING_SCHEMES)
 def test_position_vectors_are_refused(scheme):
     model = make_model(None)
     patch_model(model, scheme)

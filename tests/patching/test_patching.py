@@ -15,6 +15,7 @@ from decoders import decoder
 from families import FAMILIES, LENGTH, tiny, tokens
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from matrix import matrix
+from situations import ROTARY_SCHEMES
 from snapshots import assert_same, logits, snapshot
 from transformers import AutoModelForCausalLM
 
@@ -376,7 +377,7 @@ def test_unpatch_after_a_cast_is_the_stock_model_cast(family, scheme):
     # The base's own rotary module was kept aside, in the precision it had: as when a model is loaded in bfloat16.
     # `rope` as the base has it leaves the module in its place.
     for name, buffer in tiny(family).named_buffers():
-        if name.endswith("inv_freq") and scheme != "rope":
+        if name.endswith("inv_freq") and scheme not in ROTARY_SCHEMES:
             owner, _, leaf = name.rpartition(".")
             setattr(expected.get_submodule(owner), leaf, buffer)
     assert {key: value.dtype for key, value in model.state_dict().items()} == {

@@ -14,6 +14,7 @@ from families import FAMILIES as ALL_FAMILIES
 from families import LENGTH, tiny, tokens
 from matrix import matrix
 from rows import ROWS
+from situations import ROTARY_SCHEMES
 from snapshots import assert_same, logits, snapshot
 from torch import nn
 
@@ -527,7 +528,7 @@ def test_what_only_calls_the_forward_through_is_no_obstacle(family, scheme):
     expected = logits(patch_model(tiny(family), scheme, seed=0))
     model = tiny(family)
     stock = logits(model)
-    changed = family == "gpt2" and scheme == "rope"
+    changed = family == "gpt2" and scheme in ROTARY_SCHEMES
     for module in model.modules():
         if not (changed and module in attentions(model)):
             hook(module)

@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from families import tiny
+from situations import EMBEDDING_SCHEMES, ROTARY_SCHEMES, WITHOUT_POSITIONS
 from snapshots import assert_same, snapshot
 from transformers.models.llama import modeling_llama
 
@@ -58,7 +59,7 @@ def test_a_working_patch_is_ok(family, variant):
     assert report.scheme == scheme
     assert [layer.index for layer in report.layers] == list(range(len(parts(model).layers)))
     assert all(layer.ok for layer in report.layers)
-    assert report.answers_through == ("mask" if scheme == "nope" else "positions")
+    assert report.answers_through == ("mask" if scheme in WITHOUT_POSITIONS else "positions")
     assert report.order_response > 0
 
 
@@ -244,7 +245,7 @@ def test_a_layer_without_its_scheme_cannot_run(scheme):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scheme", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("scheme", EMBEDDING_SCHEMES)
 def test_a_layer_whose_hook_was_removed_is_caught(family, scheme):
     model = patch_model(tiny(family), scheme, placement="every_layer", seed=0)
     layer = parts(model).layers[1]
@@ -256,7 +257,7 @@ def test_a_layer_whose_hook_was_removed_is_caught(family, scheme):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("scheme", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("scheme", EMBEDDING_SCHEMES)
 def test_an_input_embedding_whose_hook_was_removed_is_caught(family, scheme):
     model = patch_model(tiny(family), scheme, seed=0)
     layer = parts(model).layers[0]
@@ -268,7 +269,7 @@ def test_an_input_embedding_whose_hook_was_removed_is_caught(family, scheme):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-@pytest.mark.parametrize("scheme", ["sinusoidal", "learned"])
+@pytest.mark.parametrize("scheme", EMBEDDING_SCHEMES)
 def test_a_table_of_zeros_is_caught(family, scheme):
     model = patch_model(tiny(family), scheme, seed=0)
     parts(model).position_table.embed = lambda ids: torch.zeros(*ids.shape, 32)
@@ -297,10 +298,10 @@ def test_a_rotation_that_stands_still_is_caught(family):
     assert report.answers_through == "mask"
 
 
-NATIVE = [scheme for scheme in available_schemes() if scheme != "rope"]
+REPLACES_ROTATION = [scheme for scheme in available_schemes() if scheme not in ROTARY_SCHEMES]
 
 
-@pytest.mark.parametrize("scheme", NATIVE)
+@pytest.mark.parametrize("scheme", REPLACES_ROTATION)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_native_rotation_left_in_place_is_caught(family, scheme):
     stock = tiny(family)
@@ -312,7 +313,7 @@ def test_a_native_rotation_left_in_place_is_caught(family, scheme):
     assert any("own rotary embedding is still there" in problem for problem in report.problems)
 
 
-@pytest.mark.parametrize("scheme", ["nope", "rope", *SCORES])
+@pytest.mark.parametrize("scheme", [scheme for scheme in available_schemes() if scheme not in EMBEDDING_SCHEMES])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_a_native_table_left_in_place_is_caught(family, scheme):
     stock = tiny(family)

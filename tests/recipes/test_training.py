@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from recipe_runs import Stop, assert_same_weights, in_process, metrics, options
+from rows import ROWS
 from transformers import AutoModelForCausalLM
 
 import hf_posenc
@@ -488,7 +489,7 @@ def test_two_processes_equal_one(recipe, recipes, tiny_checkpoints, text, scheme
     """The same windows in the same steps, whoever takes them or shares them: equal losses, weights, measurements."""
     folder = tiny_checkpoints
     common = {"packing": "documents", "scheme": scheme}
-    if scheme == "learned":
+    if "num_positions" in ROWS[scheme].values:
         common["scheme_args"] = "num_positions=64"
     how = dict(how)
     file = how.pop("launch_file", None)

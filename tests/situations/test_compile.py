@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+from calls import FORMS
 from families import FAMILIES, WINDOWED, tiny, tokens
 from matrix import matrix
 from situations import (
@@ -26,6 +27,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from transformers import StaticCache
 
 from hf_posenc import patch_model
+from hf_posenc.forms import RelativeKeys
 
 LENGTH = 20
 PROMPT = 8
@@ -114,6 +116,9 @@ def test_padded_and_packed_batches(case):
     assert_same(compiled(ids[:1], **packed).logits, eager)
 
 
+KEY_PER_DISTANCE = tuple(case for case in SCORE_SCHEMES if FORMS[case] is RelativeKeys)
+
+
 def gapped(ids):
     """Ten tokens at positions up to three times as far apart as there are keys."""
     places = torch.tensor([[0, 1, 2, 6, 7, 11, 12, 13, 20, 29]])
@@ -127,7 +132,7 @@ def gapped(ids):
     }
 
 
-@pytest.mark.parametrize("case", [case for case in SCORE_SCHEMES if case != "transformer_xl"])
+@pytest.mark.parametrize("case", [case for case in SCORE_SCHEMES if case not in KEY_PER_DISTANCE])
 def test_gapped_position_ids(case):
     model = patched_model(case, "llama", num_hidden_layers=1).train()
     batch = gapped(tokens(2, LENGTH))
@@ -145,8 +150,9 @@ def test_gapped_position_ids(case):
 
 
 @torch.no_grad()
-def test_gapped_position_ids_with_a_key_for_each_distance():
-    model, batch = patched_model("transformer_xl", "llama"), gapped(tokens(2, LENGTH))
+@pytest.mark.parametrize("case", KEY_PER_DISTANCE)
+def test_gapped_position_ids_with_a_key_for_each_distance(case):
+    model, batch = patched_model(case, "llama"), gapped(tokens(2, LENGTH))
     model(**batch)  # uncompiled they run
     with pytest.raises(RuntimeError, match="a key for each distance"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(**batch)

@@ -13,10 +13,11 @@ from unittest import mock
 
 import pytest
 import torch
+from calls import FORMS
 from cases import CASES
 from decoders import WITHOUT_TEMPERATURE, decoder
 from rows import ROWS
-from situations import randomize
+from situations import EMBEDDING_SCHEMES, ROTARY_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS, randomize
 from stock_attention import LOWEST, formula, pairs, scheme_in
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
@@ -27,6 +28,7 @@ from hf_posenc import patch_model, unpatch_model, verify
 from hf_posenc.checkpoints.building import PosEncMixin
 from hf_posenc.engines import dispatch
 from hf_posenc.families.base import resolve
+from hf_posenc.forms import Bias, Slopes
 from hf_posenc.layer_state import STATE, OnAttention, use_engine
 from hf_posenc.modules import PositionEmbedding, PositionModule
 from hf_posenc.registry import family_for, supported_model_types
@@ -43,8 +45,8 @@ NATIVE = {"bloom": "alibi", "mpt": "alibi", "jamba": "nope", "kimi_linear": "nop
 
 SCHEMES = {scheme: row.variants[""] for scheme, row in ROWS.items()}
 
-RUNS_ITSELF = ("nope", "rope", "sinusoidal", "learned")
-"""Schemes under which a type attends by itself."""
+BIASES = tuple(scheme for scheme in SCORE_SCHEMES if FORMS[scheme] in (Bias, Slopes))
+"""Schemes that add a number to a score, whatever is compared."""
 COUNTS_SLOTS = {"llama4_text"}
 """Types whose own factor on queries counts the tokens of the row, padding and other documents too. What replaces
 rotation replaces the factor."""
@@ -114,9 +116,9 @@ def oracle(model_type, scheme, patched=None, change=lambda model: model):
         Logits of the first `PREFIX` tokens. None for `rope` where the base rotates nothing; and for schemes whose term
         depends on queries and keys where a type attends in code of its own, which takes no term but a bias.
     """
-    stock = decoder(model_type, **(WITHOUT_TEMPERATURE.get(model_type, {}) if scheme != "rope" else {}))
+    stock = decoder(model_type, **(WITHOUT_TEMPERATURE.get(model_type, {}) if scheme not in ROTARY_SCHEMES else {}))
     family, ids = family_for(model_type), tokens()[:, :PREFIX]
-    if scheme == "rope":
+    if scheme in ROTARY_SCHEMES:
         if family.rotation.rotary is None:
             return None
         own = copy.deepcopy(stock.config.rope_parameters)
@@ -130,7 +132,7 @@ def oracle(model_type, scheme, patched=None, change=lambda model: model):
             tensor.zero_()
     window = getattr(stock.config, "sliding_window", None)
     assert not window or window >= PREFIX, "the oracle's mask has no window"
-    if scheme in ("sinusoidal", "learned"):
+    if scheme in EMBEDDING_SCHEMES:
         added = vectors_at_the_input(scheme, patched)
         resolved.layers[0].register_forward_pre_hook(lambda layer, args: (args[0] + added, *args[1:]))
         scheme = "nope"
@@ -149,7 +151,7 @@ def oracle(model_type, scheme, patched=None, change=lambda model: model):
     if all(hasattr(sys.modules[type(module).__module__], "eager_attention_forward") for module in paths):
         with scheme_in(list(paths), scheme, SCHEMES[scheme], parameters):
             return without_rotation(stock)(ids, use_cache=False).logits
-    if scheme not in ("nope", "alibi", "t5", "kerple"):
+    if scheme not in (*WITHOUT_POSITIONS, *BIASES):
         return None
     masks = {}
     for attention in paths:
@@ -235,7 +237,11 @@ def hyperparameters(model_type, scheme):
     if scheme == "rope" and family_for(model_type).rotation.slices_rotary:
         # More than the one pair that a quarter of 8 dimensions is, whose angle is 1 for every base of frequencies.
         return {**SCHEMES[scheme], "partial_rotary_factor": 0.5}
-    if scheme in ("t5", "kerple") and family_for(model_type).names.attention_heads is not None:
+    if (
+        scheme in BIASES
+        and "share_layers" in ROWS[scheme].values
+        and family_for(model_type).names.attention_heads is not None
+    ):
         return {**SCHEMES[scheme], "share_layers": False}  # their numbers are as many as heads
     return SCHEMES[scheme]
 
@@ -298,7 +304,7 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
     with torch.no_grad():
         before = model(ids, use_cache=False).logits
     stock = copy.deepcopy(model.state_dict())
-    if scheme == "rope" and model_type in CANNOT_ROTATE:
+    if scheme in ROTARY_SCHEMES and model_type in CANNOT_ROTATE:
         with pytest.raises(hf_posenc.UnsupportedModelError, match="rotates nothing"):
             patch_model(model, scheme)
         return
@@ -312,11 +318,15 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
         assert same == (relative(full, before) < 1e-3)
         expected = oracle(model_type, scheme, model)
         family = family_for(model_type)
-        assert expected is not None or family.always_replaced or (scheme == "rope" and family.rotation.rotary is None)
+        assert (
+            expected is not None
+            or family.always_replaced
+            or (scheme in ROTARY_SCHEMES and family.rotation.rotary is None)
+        )
         if expected is not None:
             assert same == (relative(expected, before[:, :PREFIX]) < 1e-3)
             assert relative(full[:, :PREFIX], expected) <= EXACT
-        if scheme not in RUNS_ITSELF:
+        if scheme in SCORE_SCHEMES:
             for module in model.modules():
                 if isinstance(getattr(module, STATE, None), OnAttention):
                     use_engine(module, "chunked")
@@ -325,7 +335,7 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
                 if isinstance(getattr(module, STATE, None), OnAttention):
                     use_engine(module, "auto")
         assert relative(by_steps(model), full) <= EXACT
-        counts_slots = model_type in COUNTS_SLOTS and scheme == "rope"
+        counts_slots = model_type in COUNTS_SLOTS and scheme in ROTARY_SCHEMES
         if not counts_slots:
             assert relative(left_padded(model), full) <= EXACT
         if not counts_slots and model_type not in JOINS_DOCUMENTS:

@@ -21,9 +21,11 @@ from situations import (
     DIFFERENT,
     EMBEDDING_SCHEMES,
     ORDER_ONLY,
+    ROTARY_SCHEMES,
     SCHEMES,
     SCORE_CASES,
     SCORE_SCHEMES,
+    WITHOUT_POSITIONS,
     assert_same,
     distance,
     patched_model,
@@ -578,7 +580,7 @@ def silence(model):
 
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if name == "rotary_emb" and patch_of(model).name == "rope":
+            if name == "rotary_emb" and patch_of(model).name in ROTARY_SCHEMES:
                 base = parent.rotary_emb if hasattr(parent.rotary_emb, "inv_freq") else parent.rotary_emb.rotary
                 silent = IdentityRotary(base)
             elif isinstance(child, PositionEmbedding) and any(True for _ in child.modules()):
@@ -598,7 +600,7 @@ def assert_acts(model, family):
     """Fail unless the model computes something else than the stock one, and than one without positions."""
     ids = tokens(2, LENGTH)
     assert distance(full(model, ids), full(tiny(family), ids)) > DIFFERENT, "stock"
-    if patch_of(model) is None or patch_of(model).name != "nope":
+    if patch_of(model) is None or patch_of(model).name not in WITHOUT_POSITIONS:
         assert distance(full(model, ids), full(patch_model(tiny(family), "nope"), ids)) > DIFFERENT, "nope"
 
 
@@ -626,7 +628,7 @@ def test_schemes_differ_from_each_other():
 
 @torch.no_grad()
 @each_base
-@pytest.mark.parametrize("case", [case for case in SCHEMES if case != "nope"])
+@pytest.mark.parametrize("case", [case for case in SCHEMES if case not in WITHOUT_POSITIONS])
 def test_a_silent_scheme_is_found(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     assert verify(model).ok
