@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import tiny
+from matrix import matrix
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from snapshots import assert_same, snapshot
@@ -51,8 +52,7 @@ def loss(model, windows):
 # ----------------------------------------------------------------------------------------------------- what decides
 
 
-@pytest.mark.parametrize("scheme", ["t5", "alibi", "kerple", "transformer_xl", "nope", "sinusoidal"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@matrix(scheme=["t5", "alibi", "kerple", "transformer_xl", "nope", "sinusoidal"], family=["llama", "gpt2"], strength=1)
 def test_no_model_predicts_worse_than_its_swap(scheme, family, written):
     windows = written(family)
     options = {"alibi": {"trainable": True}}.get(scheme, {})
@@ -229,7 +229,9 @@ def test_trained_weights_are_no_teacher(dtype, written):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
-@pytest.mark.parametrize("scheme", ["t5", "alibi", "transformer_xl", "nope"])
+@pytest.mark.parametrize(
+    "scheme", ["t5", "nope", *(pytest.param(name, marks=pytest.mark.slow) for name in ("alibi", "transformer_xl"))]
+)
 def test_an_adapter_holds_all_that_calibration_moved(scheme, written, tmp_path):
     from peft import get_peft_model
 
@@ -258,8 +260,7 @@ def test_an_adapter_holds_all_that_calibration_moved(scheme, written, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
-@pytest.mark.parametrize("put", ["wrapped", "inside"])
-@pytest.mark.parametrize("scheme", ["t5", "shaw", "alibi"])
+@matrix(put=["wrapped", "inside"], scheme=["t5", "shaw", "alibi"], strength=1)
 def test_an_adapter_that_saves_the_schemes_modules_by_name(scheme, put, written):
     """Also one that transformers put inside the model, with no wrapper around: nothing else moves then."""
     from peft import LoraConfig, get_peft_model

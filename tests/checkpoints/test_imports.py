@@ -69,7 +69,7 @@ FIRST = [
 
 @pytest.mark.parametrize(
     "first",
-    [first if number < 2 else pytest.param(first, marks=pytest.mark.slow) for number, first in enumerate(FIRST)],
+    [FIRST[0], *(pytest.param(first, marks=pytest.mark.slow) for first in FIRST[1:])],
 )
 @pytest.mark.parametrize(
     "before", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["package-first", "it-first"]

@@ -81,24 +81,19 @@ def saved(installed, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "loading",
-    [
-        "import hf_posenc; load = hf_posenc.from_pretrained",
-        "import hf_posenc; load = AutoModelForCausalLM.from_pretrained",
-        # As who knows nothing of hf_posenc: the file beside the checkpoint imports it.
-        "load = lambda folder: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)",
-    ],
-    ids=["hf_posenc", "auto", "trusted"],
-)
-def test_a_new_process_loads_what_was_saved(installed, saved, loading):
+def test_a_new_process_loads_what_was_saved(installed, saved):
+    """First as one who knows nothing of hf_posenc: the file beside the checkpoint imports it."""
     code = f"""
-    {loading}
-    model = load({str(saved / "hyperclovax")!r})
-    assert type(model).__name__ == "PosEncHyperCLOVAXForCausalLM"
-    assert torch.equal(model(tokens).logits, torch.load({str(saved / "logits")!r}))
+    def check(model):
+        assert type(model).__name__ == "PosEncHyperCLOVAXForCausalLM"
+        assert torch.equal(model(tokens).logits, torch.load({str(saved / "logits")!r}))
+
+    folder = {str(saved / "hyperclovax")!r}
+    check(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True))
     import hf_posenc
-    print(hf_posenc.inspect({str(saved / "hyperclovax")!r}))
+    check(hf_posenc.from_pretrained(folder))
+    check(AutoModelForCausalLM.from_pretrained(folder))
+    print(hf_posenc.inspect(folder))
     """
     assert "root_penalty(start=0.25)" in python(code, installed)
 

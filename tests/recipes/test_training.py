@@ -97,7 +97,14 @@ def test_position_parameters_get_no_weight_decay(
     assert decayed == stock - {"transformer.wpe.weight"}
 
 
-@pytest.mark.parametrize("extra", [{}, {"distill": 1}, {"lora_rank": 2}], ids=["plain", "distill", "lora"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"distill": 1}, id="distill", marks=pytest.mark.slow),
+        pytest.param({"lora_rank": 2}, id="lora"),
+    ],
+)
 def test_resuming_is_exact(recipe, training, tiny_checkpoints, text, monkeypatch, extra):
     """Stopped at any step and started again: the same losses, curve, metrics and weights to the last bit."""
     folder = tiny_checkpoints
@@ -161,7 +168,10 @@ def test_resuming_needs_the_same_arguments(recipe, training, tiny_checkpoints, t
     assert "has ended" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    "signum",
+    [pytest.param(signal.SIGINT, id="ctrl-c", marks=pytest.mark.slow), pytest.param(signal.SIGTERM, id="sigterm")],
+)
 def test_a_signal_saves_first(recipe, training, tiny_checkpoints, text, monkeypatch, capsys, signum):
     folder = tiny_checkpoints
     whole = recipe.main(options(folder, text, folder / "whole"))
@@ -182,7 +192,7 @@ def test_a_signal_saves_first(recipe, training, tiny_checkpoints, text, monkeypa
     assert_same_weights(folder / "whole", folder / "cut")
 
 
-@pytest.mark.parametrize("rank", [0, 2], ids=["all", "lora"])
+@pytest.mark.parametrize("rank", [pytest.param(0, id="all"), pytest.param(2, id="lora", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
 def test_ctrl_c_outside_the_training_says_what_is_kept(
     recipe, training, tiny_checkpoints, text, monkeypatch, capsys, rank
@@ -246,6 +256,7 @@ def test_ctrl_c_outside_the_training_says_what_is_kept(
     assert_same_weights(folder / "whole", out)
 
 
+@pytest.mark.slow
 def test_a_base_of_another_run_is_not_taken(recipe, tiny_checkpoints, text, monkeypatch):
     """A run that is written over leaves nothing that the new one could go on with."""
     folder = tiny_checkpoints
@@ -414,6 +425,7 @@ def test_a_full_disk_keeps_the_state_before(recipe, training, tiny_checkpoints, 
     assert metrics(resumed) == metrics(whole)
 
 
+@pytest.mark.slow
 def test_kill_and_resume(recipe, training, recipes, tiny_checkpoints, text):
     """SIGKILL in the middle of the training; the same command with --resume ends as if nothing had happened."""
     folder = tiny_checkpoints

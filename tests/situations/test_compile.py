@@ -34,10 +34,6 @@ PROMPT = 8
 # A sliding-window cache counts its tokens in a Python integer: every step is another graph, of the stock model as well.
 COMPILES_ONCE = tuple(family for family in FAMILIES if family not in WINDOWED)
 
-# Compiling takes seconds each: by default every row of a scheme and every family is compiled once, in the slow tier
-# every row in one family and every scheme in all.
-ROWS = [(case, family) for family in FAMILIES for case in (CASES if family == "llama" else SCHEMES)]
-
 
 def slower(cases, first):
     """Return all cases, marked as slow but for the first ones."""
@@ -60,8 +56,7 @@ def assert_same_gradients(found, wanted):
         assert distance(found[name] / scale, gradient / scale) <= TOLERANCE[torch.float32], name
 
 
-@matrix(ROWS, case=None, family=None, strength=1)
-def test_trains_in_one_graph(case, family):
+def check_training(case, family):
     model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
     labels = ids.clone()  # one tensor given twice is guarded as such, and the next batch would be another graph
     expected = model(ids, labels=labels, use_cache=False)
@@ -76,6 +71,18 @@ def test_trains_in_one_graph(case, family):
     assert_same_gradients(gradients(model), wanted)
     compiled(tokens(2, LENGTH, seed=3), labels=labels, use_cache=False)
     assert counter.frame_count == 1
+
+
+# Compiling takes seconds each: by default every scheme and every family is compiled once.
+@matrix(case=SCHEMES, family=FAMILIES, strength=1)
+def test_trains_in_one_graph(case, family):
+    check_training(case, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SCHEMES])
+def test_every_option_trains_in_one_graph(case):
+    check_training(case, "llama")
 
 
 def decode(model, step, ids, positions_of_steps=True):
@@ -100,7 +107,7 @@ def test_decoding_is_one_graph(case, family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", slower(SCHEMES, ("rope", "alibi", "transformer_xl")))
+@pytest.mark.parametrize("case", slower(SCHEMES, ("rope", "alibi")))
 def test_padded_and_packed_batches(case):
     model, ids = patched_model(case, "llama", num_hidden_layers=1), tokens(2, LENGTH)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -132,7 +139,9 @@ def gapped(ids):
     }
 
 
-@pytest.mark.parametrize("case", [case for case in SCORE_SCHEMES if case not in KEY_PER_DISTANCE])
+@pytest.mark.parametrize(
+    "case", slower([case for case in SCORE_SCHEMES if case not in KEY_PER_DISTANCE], ("alibi", "cope"))
+)
 def test_gapped_position_ids(case):
     model = patched_model(case, "llama", num_hidden_layers=1).train()
     batch = gapped(tokens(2, LENGTH))
@@ -159,7 +168,7 @@ def test_gapped_position_ids_with_a_key_for_each_distance(case):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["alibi", "transformer_xl"])
+@pytest.mark.parametrize("case", slower(["alibi", "transformer_xl"], ("alibi",)))
 def test_lengths_may_vary_without_a_graph_for_each(case):
     model = patched_model(case, "llama", num_hidden_layers=1)
     counter = CompileCounter()
@@ -171,7 +180,7 @@ def test_lengths_may_vary_without_a_graph_for_each(case):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["alibi", "rope"])
+@pytest.mark.parametrize("case", slower(["alibi", "rope"], ("alibi",)))
 def test_generate_compiles_by_itself(case):
     """With a static cache `generate` compiles the decoding step where it thinks it pays (not on a CPU): forced here."""
     from transformers import CompileConfig

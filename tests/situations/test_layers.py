@@ -9,6 +9,7 @@ from matrix import matrix
 from situations import CASES, SCHEMES, assert_same, patched_model
 
 from hf_posenc import AlreadyPatchedError, UnsupportedModelError, from_pretrained, patch_model, unpatch_model
+from hf_posenc.registry import scheme_class
 
 IDS = tokens(2, 20)
 
@@ -50,7 +51,7 @@ def owns_the_positions(model, index):
     return index == 0 and "posenc" in layers_of(model)[0]._modules and "posenc" not in layers_of(model)[1]._modules
 
 
-@matrix(case=CASES, family=["gpt2", "llama"], index=[0, 2], change=[drop, double])
+@matrix(case=CASES, family=["gpt2", "llama"], index=[0, 2], change=[drop, double], strength=1)
 def test_a_layer_less_or_more(case, family, index, change, tmp_path):
     model = patched_model(case, family, num_hidden_layers=3)
     refused = owns_the_positions(model, index)
@@ -133,7 +134,13 @@ def test_unpatching_with_fewer_layers_and_with_copies(case):
     assert logits(unpatch_model(model)).equal(logits(stock))
 
 
-@matrix(case=SCHEMES, way=["wrapped", "in place"], strength=1)
+EACH_PLACEMENT = {type(scheme_class(scheme)().acts_on): scheme for scheme in SCHEMES}.values()
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in EACH_PLACEMENT else pytest.param(case, marks=pytest.mark.slow) for case in SCHEMES]
+)
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
 def test_layers_that_were_compiled_one_by_one_before(case, way, tmp_path):
     model, (scheme, hyperparameters) = tiny("llama"), CASES[case]
     for index, layer in enumerate(model.model.layers):
@@ -153,7 +160,9 @@ def test_layers_that_were_compiled_one_by_one_before(case, way, tmp_path):
     assert_same(logits(unpatch_model(model)), logits(tiny("llama")))
 
 
-@pytest.mark.parametrize("case", ["alibi", "sinusoidal", "rope"])
+@pytest.mark.parametrize(
+    "case", ["alibi", *(pytest.param(case, marks=pytest.mark.slow) for case in ("sinusoidal", "rope"))]
+)
 def test_compiled_models_notice_too(case):
     model = patched_model(case, "llama")
     compiled = torch.compile(model, backend="eager", fullgraph=True)

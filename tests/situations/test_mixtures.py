@@ -126,7 +126,7 @@ def through(model, ids, index, hidden=None):
     return seen["in"], seen["out"]
 
 
-@over_pairs
+@over_some_pairs
 def test_each_layer_is_that_of_a_model_with_one_scheme(family, name):
     """A layer that has a scheme computes what it does where all have it; a layer that nobody names is the base's own."""
     ids, mixture = tokens(2, 20), mixed(family, name)
@@ -345,7 +345,7 @@ def test_a_compiled_mixture(name):
     model = mixed("llama", name)
     ids = tokens(2, 12)
     expected = model(ids, use_cache=False).logits
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_same(compiled(ids, use_cache=False).logits, expected)
 
 

@@ -121,9 +121,18 @@ def test_p_rope_where_attention_slices_by_its_own_number(model_type, tmp_path):
         export_stock(model, tmp_path / "stock")
 
 
+CHUNKED = [Alibi(), Alibi(layers=[0]), Alibi(window=5)]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("scheme", [Alibi(), Alibi(layers=[0]), Alibi(window=5)])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "compiled"),
+    [
+        *((scheme, False) for scheme in CHUNKED),
+        (CHUNKED[0], True),
+        *(pytest.param(scheme, True, marks=pytest.mark.slow) for scheme in CHUNKED[1:]),
+    ],
+)
 def test_chunks_of_attention_with_a_static_cache(scheme, compiled):
     """Queries see keys of their own chunk only, also where a compiled step cannot look into the mask's closure."""
     model = patch_model(decoder("llama4_text", attention_chunk_size=8), scheme)

@@ -97,7 +97,7 @@ def test_a_stock_backend_without_weights_is_still_refused():
 
 def generated(model, ids, **options):
     """Tokens and logits of a greedy generation, (B, T) and (steps, B, V)."""
-    defaults = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    defaults = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     out = model.generate(ids, **{**defaults, **options})
     return out.sequences, torch.stack(out.logits)
 
@@ -163,8 +163,8 @@ def test_generation_goes_on_from_a_cache(family, case):
     model, ids = patched_model(case, family), tokens(2, 10)
     expected, _ = generated(model, ids, attention_mask=torch.ones_like(ids))
     cache = DynamicCache(config=model.config)
-    half, _ = generated(model, ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=5)
-    rest, _ = generated(model, half, attention_mask=torch.ones_like(half), past_key_values=cache, max_new_tokens=7)
+    half, _ = generated(model, ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=3)
+    rest, _ = generated(model, half, attention_mask=torch.ones_like(half), past_key_values=cache, max_new_tokens=3)
     assert rest.equal(expected)
 
 
