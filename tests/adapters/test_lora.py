@@ -63,7 +63,7 @@ def trained(case, family, folder, **options):
     return wrapped, before
 
 
-@matrix(case=CASES, family=SAVED, strength=1, times=2)
+@matrix(case=CASES, family=SAVED, strength=1)
 def test_an_adapter_comes_back(case, family, tmp_path):
     wrapped, before = trained(case, family, tmp_path)
     expected = logits(wrapped)
@@ -90,7 +90,7 @@ def test_a_config_is_made_before_the_first_adapter():
             lora_config(adapted)
 
 
-@matrix(case=SCHEMES, family=FAMILIES, strength=1, times=3)
+@matrix(case=SCHEMES, family=FAMILIES, strength=1)
 def test_what_is_trained(case, family):
     model = patched_model(case, family)
     owned = sum(
@@ -134,8 +134,7 @@ def test_an_adapter_refuses_another_base(case, family, tmp_path):
     assert entry["position_encoding"]["schemes"][0]["scheme"] == case
 
 
-@pytest.mark.parametrize("family", LEARNED)
-@pytest.mark.parametrize("case", SCHEMES)
+@matrix(family=LEARNED, case=SCHEMES, strength=1)
 def test_peft_itself_refuses_a_stock_base_that_has_a_table(case, family, tmp_path):
     """GPT-2 and OPT: the adapter names their table, and has nothing (or another table) for it."""
     trained(case, family, tmp_path)

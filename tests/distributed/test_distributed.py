@@ -286,8 +286,7 @@ def assert_trained_alike(answers, tolerance=1e-10):
     assert "weights" in answers[0]
 
 
-@pytest.mark.parametrize("how", WRAPPED)
-@pytest.mark.parametrize("case", SCHEMES)
+@matrix(how=WRAPPED, case=SCHEMES, strength=1)
 def test_trains_as_one_process_does(pair, case, how, tmp_path):
     answers = pair.run(compare_training, "llama", case, how, folder=str(tmp_path / "model"))
     assert_trained_alike(answers)
@@ -391,7 +390,7 @@ def zero():
 # ---------------------------------------------------------------------------------------------------------- calibration
 
 
-@pytest.mark.parametrize("case", ["kerple", "shaw", "nope"])
+@pytest.mark.parametrize("case", ["kerple", "nope", pytest.param("shaw", marks=pytest.mark.slow)])
 def test_calibrates_as_one_process_with_all_windows_does(pair, case):
     answers = pair.run(compare_calibration, case)
     assert len({answer["digest"] for answer in answers}) == 1  # to the last bit: nothing else keeps the ranks together

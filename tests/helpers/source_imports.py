@@ -1,7 +1,11 @@
 """What Python sources import, read from their syntax trees."""
 
 import ast
+import functools
 import importlib.util
+
+parse = functools.cache(ast.parse)
+"""The syntax tree of a source, made once; nobody changes it."""
 
 
 def imports_at_run_time(tree):
@@ -21,7 +25,7 @@ def imported_names(source, module, is_package):
     """Dotted names that a source imports, absolute; `from a import b` counts as `a.b`."""
     package = module if is_package else module.rpartition(".")[0]
     names = set()
-    for node in imports_at_run_time(ast.parse(source)):
+    for node in imports_at_run_time(parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         else:

@@ -53,7 +53,12 @@ def test_the_unpatched_model_has_the_perplexity_that_was_published(model, all_to
     assert measured.perplexity == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.parametrize("scheme", available_schemes())
+QUICK = ("alibi", "rope", "learned")  # on scores, on queries and keys, on hidden states
+
+
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in available_schemes()]
+)
 def test_generates_trains_and_is_restored(model, tokens, scheme):
     long = tokens[:640][None]  # 128 tokens past the trained context
     with torch.no_grad():

@@ -49,7 +49,7 @@ def extrapolated(difference, step=0.4):
     return rows[-1][-1]
 
 
-@pytest.mark.parametrize("initializer_range", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("initializer_range", [0.1, *(pytest.param(x, marks=pytest.mark.slow) for x in (0.02, 0.3))])
 def test_six_terms_and_the_residual_are_those_of_finite_differences(initializer_range):
     model, ids = tiny("gpt2", initializer_range=initializer_range).double(), tokens(1, 9)[0]
 
@@ -169,7 +169,14 @@ def test_families(family):
     assert not any(module._forward_hooks for module in vectors.sources(model))
 
 
-@pytest.mark.parametrize(("scheme", "family"), [(None, "gpt2"), (None, "llama"), ("shaw", "llama"), ("alibi", "gpt2")])
+@pytest.mark.parametrize(
+    ("scheme", "family"),
+    [
+        (None, "gpt2"),
+        ("shaw", "llama"),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(None, "llama"), ("alibi", "gpt2")]),
+    ],
+)
 def test_hessian_block_is_that_of_finite_differences(scheme, family):
     """Where the model is used, with its positions."""
     model = tiny(family).double()

@@ -19,6 +19,7 @@ from cases import (
     turn,
 )
 from families import tiny, tokens
+from matrix import matrix
 from torch import nn
 
 from hf_posenc import patch_model
@@ -712,13 +713,15 @@ def own_parameters(*modules) -> dict[str, torch.Tensor]:
     }
 
 
-IN_MODELS = [(case, family) for case in CASES for family in case.bases]
+BY_ID = {case.id: case for case in CASES}
+IN_MODELS = [(case.id, family) for case in CASES for family in case.bases]
 
 
-@pytest.mark.parametrize(("case", "family"), IN_MODELS, ids=[f"{case.id}-{family}" for case, family in IN_MODELS])
+@matrix(IN_MODELS, case=None, family=None, strength=1)
 @torch.no_grad()
 def test_a_patched_model_computes_it_in_every_layer(case, family):
     """Each layer's attention and input, recorded in a running model, are what the formula says, with nothing native."""
+    case = BY_ID[case]
     model = small(family, case.num_heads)
     replaced = model.transformer.wpe if family == "gpt2" else model.model.embed_tokens
     match = replaced.weight.double().square().mean().sqrt().item()

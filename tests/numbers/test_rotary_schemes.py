@@ -9,6 +9,7 @@ import pytest
 import torch
 from decoders import decoder
 from families import tiny, tokens
+from matrix import matrix
 from peft import get_peft_model
 from situations import DIFFERENT, assert_same, distance, randomize
 from torch import nn
@@ -273,7 +274,7 @@ def test_it_verifies_and_decodes_with_a_cache(family, case):
 
 
 @torch.no_grad()
-@each
+@matrix(family=FAMILIES, case=CASES, strength=1, times=2)
 def test_it_is_saved_loaded_and_undone(family, case, tmp_path):
     ids = tokens(2, 20)
     stock = full(base(family), ids)
@@ -314,8 +315,7 @@ def test_trained_frequencies_get_gradients(family, case):
         torch.testing.assert_close(found[1][name], gradient)
 
 
-@pytest.mark.parametrize("case", ["trainable", "partial", "one-layer", "two"])
-@pytest.mark.parametrize("family", FAMILIES)
+@matrix(case=["trainable", "partial", "one-layer", "two"], family=FAMILIES, strength=1)
 def test_peft_trains_and_saves_the_frequencies(family, case, tmp_path):
     model = patched(family, case)
     wrapped = get_peft_model(model, lora_config(model, r=2)).train()

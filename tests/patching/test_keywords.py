@@ -49,9 +49,10 @@ OWN_ROTATION = ("llama", "rope", "layers", "")
 """`rope` without hyper-parameters is what this base does by itself, in every layer: naming some changes nothing."""
 
 
+@pytest.mark.parametrize("paired", [("gpt2",), pytest.param(("gpt2", "llama"), marks=pytest.mark.slow)], ids="+".join)
 @pytest.mark.parametrize("scheme", VALUES)
-def test_each_hyperparameter_counts_whatever_the_others_are(scheme):
-    """Beside the other value of each other one it changes the model or is refused, and somewhere it is not refused."""
+def test_each_hyperparameter_counts_whatever_the_others_are(scheme, paired):
+    """Alone and, on `paired`, beside the other value of each other one it changes the model or is refused."""
     values, results, silent, counted = VALUES[scheme], {}, [], set()
 
     def outcome(family, **hyperparameters):
@@ -61,7 +62,7 @@ def test_each_hyperparameter_counts_whatever_the_others_are(scheme):
         return results[key]
 
     for family, name, other in itertools.product(("gpt2", "llama"), values, ("", *values)):
-        if other == name or (family, scheme, name, other) == OWN_ROTATION:
+        if other == name or (other and family not in paired) or (family, scheme, name, other) == OWN_ROTATION:
             continue
         beside = {other: values[other][1]} if other else {}
         first, second = (outcome(family, **beside, **{name: value}) for value in values[name])

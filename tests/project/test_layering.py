@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from source_imports import imported_names
+from source_imports import imported_names, parse
 
 from hf_posenc import forms
 from hf_posenc.placement import Placement
@@ -176,7 +176,7 @@ def asks_what_a_scheme_is(source, module):
     if part_of(module) == "schemes":
         return []
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Name)
@@ -200,7 +200,7 @@ def asks_what_a_form_is(source, module):
     if part_of(module) == "forms":
         return []
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         parts = list(ast.walk(node))
         words = {part.id for part in parts if isinstance(part, ast.Name)}
         words |= {part.attr for part in parts if isinstance(part, ast.Attribute)}
@@ -221,14 +221,14 @@ def names_an_architecture(source, module):
     types = set(supported_model_types())
     return [
         f"{module}:{node.lineno} names {node.value}"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parse(source))
         if part_of(module) != "families" and isinstance(node, ast.Constant) and node.value in types
     ]
 
 
 def keeps_state(source, module):
     """Names of a module that its functions change, or that remember calls, in words."""
-    tree = ast.parse(source)
+    tree = parse(source)
     own = {
         target.id
         for node in tree.body
@@ -254,7 +254,7 @@ def reads_a_flag_of_a_placement(source, module):
     """Lines that read a plain attribute of a placement: it decides by methods, so that nobody else has to."""
     return [
         f"{module}:{node.lineno} reads acts_on.{node.attr}, which is no method"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(parse(source))
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Attribute)
         and node.value.attr == "acts_on"

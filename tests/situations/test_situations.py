@@ -432,7 +432,7 @@ def pickled(model):
 
 
 @torch.no_grad()
-@matrix(copied=[copy.deepcopy, pickled], case=SCHEMES, family=FAMILIES)
+@matrix(copied=[copy.deepcopy, pickled], case=SCHEMES, family=FAMILIES, strength=1, times=3)
 def test_a_copy_lives_its_own_life(case, family, copied):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     stock, expected = full(tiny(family), ids), full(model, ids)
