@@ -1,6 +1,5 @@
 """The selections of the default tier are complete, small, the same everywhere, and leave nothing out of both tiers."""
 
-import fnmatch
 import itertools
 import math
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from matrix import covering, matrix
+from source_imports import imported_names
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 SIZES = [(2, 2), (5, 3), (17, 5, 2, 2), (9, 5, 3), (21, 11, 3), (17, 2, 2, 2), (1, 7, 1), (4, 4, 4, 4)]
@@ -75,9 +75,18 @@ def test_what_is_not_in_the_default_tier_is_in_the_slow_one():
     assert mark.args[1][0].id == "a-0-True"
 
 
-def test_every_file_of_tests_has_its_place_in_the_readme():
-    here = HELPERS.parent
-    named = re.findall(r"`(test_\S+\.py)`", (here / "README.md").read_text(encoding="utf-8"))
-    files = [path.name for path in here.rglob("test_*.py")]
-    assert not [file for file in files if not any(fnmatch.fnmatch(file, pattern) for pattern in named)]
-    assert not [pattern for pattern in named if not fnmatch.filter(files, pattern)]
+TESTS = HELPERS.parent
+FILES = sorted(TESTS.rglob("test_*.py"))
+
+
+def test_every_folder_of_tests_has_its_row_in_the_readme():
+    named = re.findall(r"^\| `(\w+)/` \|", (TESTS / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {path.parent for path in FILES} == {TESTS / name for name in named}
+
+
+def test_no_test_file_imports_another():
+    files = {path.stem for path in FILES}
+    assert len(files) == len(FILES), "two of one name"
+    for path in FILES:
+        names = imported_names(path.read_text(encoding="utf-8"), path.stem, False)
+        assert not {name.partition(".")[0] for name in names} & files, path
