@@ -10,6 +10,7 @@ import pytest
 import torch
 from decoders import decoder
 from families import tiny, tokens
+from matrix import matrix
 from situations import EMBEDDING_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS
 from snapshots import assert_same, snapshot
 from tqdm.auto import tqdm
@@ -279,8 +280,7 @@ def test_a_base_that_the_scheme_can_express_is_recovered():
     assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("scheme", [*SCORE_SCHEMES, *WITHOUT_POSITIONS])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@matrix(scheme=[*SCORE_SCHEMES, *WITHOUT_POSITIONS], family=["llama", "gpt2"], strength=1)
 def test_attention_comes_closer_to_the_bases(scheme, family):
     options = {"t5": {"share_layers": False}, "kerple": {"share_layers": False}, "alibi": {"trainable": True}}
     model = tiny(family)

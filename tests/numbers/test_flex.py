@@ -72,7 +72,7 @@ def _with_gradients(module, output, tensors, shown, weight):
     return [output, *torch.autograd.grad((output.double() * weight).sum(), leaves)]
 
 
-@matrix(case=CASES, situation=SITUATIONS, strength=1, times=2)  # each is traced anew
+@matrix(case=CASES, situation=SITUATIONS, strength=1)  # each is traced anew
 def test_against_the_reference(case, situation, dense):
     groups = 1 if situation in ("causal", "packed") else 2
     positions, shown = SITUATIONS[situation]()
