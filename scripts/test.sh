@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All checks, from a bare clone: environment, lint, format, spelling, types, tests.
 #
-#   bash scripts/test.sh [PYTEST ARGUMENTS]     e.g. bash scripts/test.sh tests/test_readme.py -k table -n 0
+#   bash scripts/test.sh [PYTEST ARGUMENTS]     e.g. bash scripts/test.sh tests/project/test_readme.py -k table -n 0
 #
 # With CI=true also the slow tests, the documentation site among them, and the tests on the oldest supported versions.
 set -euo pipefail

@@ -18,8 +18,9 @@ fi
 
 export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 if [ "$#" -eq 0 ]; then
-    set -- tests/test_contract.py tests/test_checkpoints.py tests/test_guards.py tests/test_all_types.py tests/test_every_decoder.py \
-        tests/test_own_forwards.py tests/test_hub.py tests/test_lora.py tests/test_corpus.py tests/test_accelerate_configs.py \
-        tests/test_distributed.py::test_trains_alike_on_shared_sequences
+    set -- tests/patching/test_contract.py tests/patching/test_all_types.py tests/checkpoints/test_checkpoints.py tests/checkpoints/test_guards.py \
+        tests/checkpoints/test_hub.py tests/situations/test_every_decoder.py tests/situations/test_own_forwards.py tests/adapters/test_lora.py \
+        tests/recipes/test_corpus.py tests/recipes/test_accelerate_configs.py \
+        tests/distributed/test_distributed.py::test_trains_alike_on_shared_sequences
 fi
 exec "$ENV_PYTHON" -m pytest "$@"

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 HEADINGS = ("Equation", "Beyond the training length", "Deviations", "Source")
 """Lines that the docstring of a scheme must have."""
@@ -34,14 +34,10 @@ def lacks(name: str) -> list[str]:
 
 def _of_scheme(name: str) -> Iterator[str]:
     import cases
-    import situations
-    import test_analysis_properties
-    import test_every_decoder
-    import test_keywords
-    import test_refusals
+    import rows
 
     from hf_posenc.registry import scheme_class
-    from hf_posenc.schemes.base import EVERY_SCHEME
+    from hf_posenc.schemes.base import EVERY_SCHEME, ScoreScheme
 
     own = [field.name for field in fields(scheme_class(name)) if field.name not in EVERY_SCHEME]
     text = inspect.getdoc(scheme_class(name)) or ""
@@ -49,24 +45,21 @@ def _of_scheme(name: str) -> Iterator[str]:
     for heading in HEADINGS:
         if not any(line.startswith((f"{heading}:", f"{heading}s ", f"{heading} ")) for line in lines):
             yield f"hf_posenc/schemes/{name}.py: a line of the docstring that starts with {heading!r}"
-    rows = [case.hyperparameters for case in cases.CASES if case.scheme == name]
-    if not rows:
-        yield "tests/cases.py: a row, and above it the formula in float64, straight from the paper"
-    for field in own:
-        if rows and not any(field in row for row in rows):
-            yield f"tests/cases.py: a row that sets {field}"
-        if len(set(map(repr, test_keywords.VALUES.get(name, {}).get(field, ())))) < 2:
-            yield f"tests/test_keywords.py, VALUES: two values of {field} that differ"
-        if not any((scheme, other) == (name, field) for scheme, other, *_ in test_refusals.WRONG):
-            yield f"tests/test_refusals.py, WRONG: a wrong value of {field}, and words of its error"
-    if name not in test_keywords.VALUES:
-        yield "tests/test_keywords.py, VALUES: an entry"
-    if name not in {scheme for scheme, _ in situations.CASES.values()}:
-        yield "tests/situations.py, CASES: a row, for caches, padding, packing, compiling, checkpoints and PEFT"
-    if name not in test_every_decoder.SCHEMES:
-        yield "tests/test_every_decoder.py, SCHEMES: hyper-parameters for tiny models of every type"
-    if name not in test_analysis_properties.EXPECTED:
-        yield "tests/test_analysis_properties.py, EXPECTED: its five properties"
+    formulas = [case.hyperparameters for case in cases.CASES if case.scheme == name]
+    if not formulas:
+        yield "tests/helpers/cases.py: a case, and above it the formula in float64, straight from the paper"
+    row = rows.ROWS.get(name)
+    if row is None:
+        yield "tests/helpers/rows.py: a row"
+    for hyperparameter in own:
+        if formulas and not any(hyperparameter in case for case in formulas):
+            yield f"tests/helpers/cases.py: a case that sets {hyperparameter}"
+        if len(set(map(repr, row.values.get(hyperparameter, ()) if row else ()))) < 2:
+            yield f"tests/helpers/rows.py, values: two of {hyperparameter} that differ"
+        if not row or not any(hyperparameter == wrong for wrong, *_ in row.wrong):
+            yield f"tests/helpers/rows.py, wrong: a value of {hyperparameter}, and words of its error"
+    if row and issubclass(scheme_class(name), ScoreScheme) and not row.modules:
+        yield "tests/helpers/rows.py, modules: hyper-parameters that engines are compared with"
     for page in ("README.md", "docs/schemes.md"):
         if f"`{name}`" not in (ROOT / page).read_text(encoding="utf-8"):
             yield f"{page}: its row, by python scripts/make_scheme_table.py"
@@ -84,7 +77,7 @@ def _of_type(name: str) -> Iterator[str]:
     try:
         decoder(name)
     except Exception as error:  # whatever its config or model class raises
-        yield f"tests/decoders.py: sizes by which a tiny model of it can be built ({type(error).__name__}: {error})"
+        yield f"tests/helpers/decoders.py: sizes by which a tiny model of it can be built ({type(error).__name__}: {error})"
 
 
 if __name__ == "__main__":

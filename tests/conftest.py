@@ -18,20 +18,6 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 PROGRAMS = Path(__file__).parents[1] / "hf_posenc" / "recipes"
 
 
-def pytest_collection_modifyitems(config, items):
-    """Runs the situations by forced engines for the schemes that have engines; to the others it would be the same test."""
-    from situations import SCORE_CASES
-
-    def is_again(item):
-        again = item.module.__name__ == "test_engines" and item.function.__module__ == "test_situations"
-        return again and item.callspec.params.get("case", SCORE_CASES[0]) not in SCORE_CASES
-
-    left_out = [item for item in items if is_again(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not is_again(item)]
-
-
 @pytest.fixture(autouse=True, scope="session")
 def no_waiting_for_the_disk():
     """Flushing is for power cuts, which no test makes; every save would wait for it. It still takes open files only.

@@ -1,0 +1,985 @@
+"""Calibration: what a base's positions did is found, put into the scheme, and nothing else is changed."""
+
+import copy
+import dataclasses
+import json
+import math
+import sys
+
+import pytest
+import torch
+from decoders import decoder
+from families import tiny, tokens
+from matrix import matrix
+from situations import EMBEDDING_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS
+from snapshots import assert_same, snapshot
+from tqdm.auto import tqdm
+
+import hf_posenc
+from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, patch_model, unpatch_model
+from hf_posenc.calibration.candidates import hold_tails
+from hf_posenc.calibration.closed_forms import RIDGE, Averages, Target, coefficients, fit, mean_rotation_of, target_of
+from hf_posenc.calibration.matching import Matching, output_error
+from hf_posenc.calibration.observe import attending, observe
+from hf_posenc.calibration.pair import Pair
+from hf_posenc.live.state import patch_of
+from hf_posenc.modules import Shared
+from hf_posenc.schemes.t5 import T5
+
+LENGTH = 24
+
+
+def calibrate(model, tokens, **given):
+    """Judged by attention, since models with random weights predict nothing; those that do are in test_judging.py."""
+    return hf_posenc.calibrate(model, tokens, **({"judge": "attention"} | given))
+
+
+def calibrate_with(model, tokens, given):
+    """Of these arguments some are fields of `Matching`."""
+    fields = {field.name for field in dataclasses.fields(Matching)} & given.keys()
+    matching = {"matching": Matching(**{name: given[name] for name in fields})} if fields else {}
+    return calibrate(model, tokens, **matching, **{name: given[name] for name in given.keys() - fields})
+
+
+def windows(count=12, length=LENGTH):
+    return tokens(count, length, seed=3)
+
+
+def logits(model, ids=None):
+    with torch.no_grad():
+        return model(windows(2) if ids is None else ids, use_cache=False).logits
+
+
+def pair_of(model, base=None, count=6, held=2):
+    return Pair(model, patch_of(model), base, windows(count), held)
+
+
+# --------------------------------------------------------------------------------------------- the base under the patch
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3", "phi3", "smollm3"])
+@pytest.mark.parametrize("scheme", ["alibi", "nope", "sinusoidal", "t5", "rope"])
+def test_a_patch_can_be_suspended(family, scheme):
+    options = {"rope_theta": 50.0} if scheme == "rope" else {}
+    model = tiny(family)
+    stock = logits(model)
+    patch_model(model, scheme, seed=0, **options)
+    before, patched = snapshot(model), logits(model)
+    assert not patched.equal(stock)
+    for _ in range(2):
+        with patch_of(model).undo.suspended():
+            assert logits(model).equal(stock)
+            assert type(model) is type(tiny(family))
+        assert_same(snapshot(model), before)
+        assert logits(model).equal(patched)
+    with pytest.raises(ZeroDivisionError), patch_of(model).undo.suspended():
+        raise ZeroDivisionError
+    assert logits(model).equal(patched)
+    assert logits(unpatch_model(model)).equal(stock)
+
+
+def test_hooks_of_others_stay_in_their_order():
+    model, seen = patch_model(tiny("llama"), "alibi"), []
+    handle = model.model.register_forward_pre_hook(lambda *_: seen.append("mine"))
+    with patch_of(model).undo.suspended():
+        logits(model)
+    logits(model)
+    assert seen == ["mine", "mine"]
+    handle.remove()
+    logits(model)
+    assert seen == ["mine", "mine"]
+
+
+# ----------------------------------------------------------------------------------------------------- brute force
+
+
+def by_hand(model, ids):
+    """Scores of the first layer of a LLaMA in float64, rotated and not, (B, H, T, T) each."""
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
+        q, k = (p(x).view(*ids.shape, -1, 8).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+        k = k.repeat_interleave(2, 1)
+        angles = torch.arange(ids.shape[1])[:, None] * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+
+        def turned(v):
+            z = torch.complex(v[..., :4], v[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
+            return torch.cat([z.real, z.imag], -1)
+
+        return turned(q) @ turned(k).mT * 8**-0.5, q @ k.mT * 8**-0.5
+
+
+def exact(model):
+    """A model in float64, whose rotation is computed in float64 too."""
+    model = model.double()
+    frequencies = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+
+    def forward(x, position_ids):
+        angles = position_ids[..., None].double() * frequencies
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos(), angles.sin()
+
+    model.model.rotary_emb.forward = forward
+    return model
+
+
+@pytest.mark.parametrize("scheme", ["t5", "da_transformer"])
+def test_averages_are_those_over_all_pairs(scheme):
+    model, ids = exact(tiny("llama")), windows()[:4]
+    rotated, plain = by_hand(model, ids)
+    patch_model(model, scheme)
+    factors = scheme == "da_transformer"  # which clips what is negative
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    found = pair.averages(4)[0]
+    lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    weights = rotated.masked_fill(lag < 0, -torch.inf).softmax(-1)
+    for distance in range(LENGTH):
+        here = lag == distance
+        assert found.pairs[distance] == 4 * here.sum()
+        for sums, values in (
+            (found.difference, rotated - plain),
+            (found.product, rotated * plain.clamp(min=0) * factors),
+            (found.square, plain.clamp(min=0) ** 2 * factors),
+            (found.mass, weights),
+        ):
+            expected = values[:, :, here].sum((0, 2))
+            assert (sums[:, distance] - expected).abs().max() <= 1e-10 * max(1.0, expected.abs().max())
+    assert found.by_query is None
+    assert found.moment is None
+
+
+@pytest.mark.parametrize("scheme", ["shaw", "transformer_xl"])
+def test_vectors_solve_the_normal_equations_of_all_pairs(scheme):
+    model, ids = exact(tiny("llama")), windows()[:4]
+    rotated, plain = by_hand(model, ids)
+    attention, layer = model.model.layers[0].self_attn, model.model.layers[0]
+    with torch.no_grad():
+        x = layer.input_layernorm(model.model.embed_tokens(ids))
+        query = attention.q_proj(x).view(*ids.shape, -1, 8).transpose(1, 2) * 8**-0.5
+    query = torch.cat([query, torch.full_like(query[..., :1], 8**-0.5)], -1)
+    patch_model(model, scheme)
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    found = target_of(pair.module(0), pair.like(0), pair.averages(4)[0])
+    for head in range(4):
+        pairs = [(b, i, j) for b in range(4) for i in range(LENGTH) for j in range(i + 1)]
+        moment = sum(torch.outer(query[b, head, i], query[b, head, i]) for b, i, _ in pairs) / len(pairs)
+        ridged = moment + RIDGE * moment.diagonal().mean() * torch.eye(9, dtype=torch.float64)
+        assert torch.allclose(found.metric[head], ridged, rtol=1e-10, atol=1e-10 * moment.abs().max())
+        for distance in (0, 1, 7, LENGTH - 1):
+            here = [pair for pair in pairs if pair[1] - pair[2] == distance]
+            added = sum(query[b, head, i] * (rotated - plain)[b, head, i, j] for b, i, j in here) / len(here)
+            assert (ridged @ found.values[head, distance] - added).abs().max() <= 1e-10 * added.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("scheme", ["shaw", "transformer_xl"])
+def test_vectors_are_fitted_up_to_what_the_softmax_does_not_see(scheme):
+    """Scores by another module's vectors, plus a number of each query, give attention back; values get nothing added."""
+    torch.manual_seed(5)
+    modules = []
+    for seed in range(2):
+        model = patch_model(tiny("llama").double(), scheme, seed=seed)
+        modules.append(model.model.layers[0].self_attn.posenc)
+    found, other = modules
+    with torch.no_grad():
+        for p in other.parameters():
+            p.normal_()
+    like = torch.empty(0, dtype=torch.float64)
+    wanted = coefficients(other, like, torch.arange(LENGTH), 4).detach()
+    constant = torch.randn(4, 1, 9, dtype=torch.float64)
+    root = torch.randn(4, 9, 9, dtype=torch.float64)
+    metric = root @ root.mT + torch.eye(9, dtype=torch.float64)
+    fit(found, like, [Target(wanted + constant, torch.ones(4, LENGTH, dtype=torch.float64), metric)])
+    off = coefficients(found, like, torch.arange(LENGTH), 4).detach() - wanted
+    assert (off - off.mean(1, keepdim=True)).square().mean() <= 1e-3 * wanted.var()  # the guessed tail weighs a little
+    if scheme == "shaw":
+        assert found.form(like).values.abs().max() <= 1e-6
+
+
+def test_the_mean_rotation_goes_into_the_queries():
+    model = exact(tiny("llama"))
+    query = model.model.layers[0].self_attn.q_proj
+    weight = query.weight.detach().clone()
+    patch_model(model, "nope")
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    mass = pair.averages(4)[0].mass
+    with pair.as_base() as stock:
+        turn = mean_rotation_of(pair.base_model, 0, pair.projections[0], stock.model.rotary_emb, mass, None)
+    assert turn.projection is query
+    heads = torch.tensor([True, False, True, True])
+    turn.apply(heads)
+    angles = torch.arange(LENGTH)[:, None] * 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    share = mass / mass.sum(-1, keepdim=True)
+    for head in range(4):
+        rows = weight.view(4, 8, -1)[head]
+        z = torch.complex(rows[:4], rows[4:])
+        if heads[head]:
+            z = z * torch.complex(share[head] @ angles.cos(), share[head] @ angles.sin())[:, None]
+        expected = torch.cat([z.real, z.imag])
+        assert (query.weight.view(4, 8, -1)[head] - expected).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("model_type", "given", "found"),
+    [
+        ("olmo", {}, True),
+        ("olmo", {"clip_qkv": 0.1}, False),
+        ("qwen3", {}, False),  # a norm behind the projection
+        ("phi3", {}, False),  # one projection for queries, keys and values
+    ],
+)
+def test_a_projection_is_known_by_what_it_makes(model_type, given, found):
+    pair = pair_of(patch_model(decoder(model_type, **given), "nope"))
+    attentions = [layer.self_attn for layer in pair.model.model.layers]
+    assert list(pair.projections.values()) == [each.q_proj if found else None for each in attentions]
+
+
+def test_no_rows_beyond_a_part(monkeypatch):
+    """The same numbers whatever number of rows is computed at once."""
+    from hf_posenc.calibration import observe as watching
+
+    def found():
+        model = patch_model(tiny("llama").double(), "t5", share_layers=False, seed=0)
+        pair = pair_of(model)
+        return pair.divergence(), pair.averages(4)
+
+    divergence, averages = found()
+    monkeypatch.setattr(watching, "SCORES", 700)
+    again, others = found()
+    for index in divergence:
+        assert torch.allclose(divergence[index].double(), again[index].double(), rtol=1e-6)
+        for name in ("pairs", "difference", "product", "square", "mass"):
+            assert torch.allclose(getattr(averages[index], name), getattr(others[index], name), rtol=1e-12)
+
+
+def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from hf_posenc.calibration import observe as watching
+
+    monkeypatch.setattr(watching, "SCORES", 4 * 400 * 8)
+
+    class Largest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.most = max(self.most, result.numel())
+            return result
+
+    model = patch_model(tiny("llama", max_position_embeddings=400), "t5", share_layers=False)
+    with Largest() as largest:
+        calibrate(model, tokens(3, 400), matching=Matching(steps=1, batch_size=1), held_out=1)
+    assert largest.most < 2 * 400 * 400  # a head alone has 400 * 400 scores, of four
+
+
+# --------------------------------------------------------------------------------------------------- what it comes to
+
+
+def test_a_base_that_the_scheme_can_express_is_recovered():
+    base = patch_model(tiny("llama").double(), T5(share_layers=False), seed=1)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for layer in base.model.layers:
+            for p in layer.self_attn.posenc.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+    model = patch_model(tiny("llama").double(), T5(share_layers=False), seed=0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for p in layer.self_attn.posenc.parameters():
+                p.zero_()
+    expected = logits(base)
+    assert (logits(model) - expected).norm() > 0.05 * expected.norm()
+    report = calibrate(model, windows(), matching=None, base=base)
+    assert all(each.chosen == ("fitted",) * 4 for each in report.layers)
+    assert all(each.before.mean() > 1e-2 and each.closed.max() < 1e-10 for each in report.layers)
+    assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
+
+
+@matrix(scheme=[*SCORE_SCHEMES, *WITHOUT_POSITIONS], family=["llama", "gpt2"], strength=1)
+def test_attention_comes_closer_to_the_bases(scheme, family):
+    options = {"t5": {"share_layers": False}, "kerple": {"share_layers": False}, "alibi": {"trainable": True}}
+    model = tiny(family)
+    patch_model(model, scheme, seed=0, **options.get(scheme, {}))
+    others = {n: p.clone() for n, p in model.named_parameters() if not moves(n)}
+    flags = {n: p.requires_grad for n, p in model.named_parameters()}
+    seen = []
+    report = calibrate(
+        model, windows(56), matching=Matching(steps=40, weight_rate=3e-3, on_step=lambda *said: seen.append(said))
+    )
+    assert [step for step, _ in seen] == list(range(1, 41))
+    before, closed, after = (
+        sum(getattr(each, name).mean().item() for each in report.layers) for name in ("before", "closed", "after")
+    )
+    assert closed <= before
+    assert after < closed
+    assert sum(value for _, value in seen[-5:]) < sum(value for _, value in seen[:5])
+    assert all(p.equal(others[n]) for n, p in model.named_parameters() if not moves(n))
+    assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
+    assert all(p.grad is None for p in model.parameters())
+    assert len([line for line in str(report).splitlines() if line[2:].lstrip()[:1].isdigit()]) == 2  # a line each
+    drawn = torch.Generator().manual_seed(0)
+    read = {i for _ in range(40) for i in torch.randint(48, (1, 4), generator=drawn).flatten().tolist()}
+    assert report.tokens == (len(read | set(range(24))) + 8) * LENGTH
+    assert report.unexpressed(0.0) == (0, 1)
+    assert report.unexpressed(100.0) == ()
+
+
+def moves(name):
+    return "posenc" in name or any(part in name for part in ("q_proj", "k_proj", "c_attn", "rotary_emb", "wte"))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_bigcode", "biogpt"])
+def test_the_mean_of_a_table_stays(family):
+    """In the token embeddings, where it enters the model as before: biogpt multiplies them on the way."""
+    model = decoder(family)
+    found = hf_posenc.families.base.resolve(hf_posenc.registry.family_for(model.config.model_type), model)
+    ids, entering = windows(1), {}
+
+    def note(name):
+        with found.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: entering.update({name: args[0] if args else kwargs["hidden_states"]}),
+            with_kwargs=True,
+        ):
+            logits(model, ids)
+
+    note("stock")
+    weight = next(found.token_embedding.parameters())
+    stock = weight.detach().clone()
+    patch_model(model, "t5", share_layers=False, seed=0)
+    note("swapped")
+    with torch.no_grad():
+        calibrate(model, windows(), matching=None)
+    note("calibrated")
+    expected = (entering["stock"] - entering["swapped"]).mean(1, keepdim=True)
+    assert expected.norm() > 1e-3
+    assert torch.allclose(
+        entering["calibrated"] - entering["swapped"], expected.expand_as(entering["stock"]), atol=1e-5
+    )
+    added = weight.detach() - stock
+    assert torch.allclose(added, added[:1].expand_as(added), atol=1e-6)
+    with pytest.raises(ValueError, match="give the base"):  # its embeddings are no longer the base's
+        calibrate(model, windows(), matching=None)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", None), ("gpt2", [0])])
+def test_embeddings_stay_where_no_table_is_gone(family, layers):
+    model = tiny(family)
+    embeddings = model.get_input_embeddings().weight.detach().clone()
+    patch_model(model, "alibi", layers=layers, trainable=True)
+    calibrate(model, windows(), matching=None)
+    assert model.get_input_embeddings().weight.equal(embeddings)
+
+
+def test_vectors_beyond_what_windows_reach_are_settled():
+    """What they add to a score falls there as twice the logarithm of the distance, and stays what it was before."""
+    model = patch_model(tiny("llama"), "transformer_xl", seed=0)
+    pair = pair_of(model)
+    module, like, distances = pair.module(0), torch.empty(0), torch.arange(16 * LENGTH)
+    with torch.no_grad():
+        module.position_projection.normal_(std=0.3)
+    before = coefficients(module, like, distances, 4).detach()
+    hold_tails(pair, 4)
+    after = coefficients(module, like, distances, 4).detach()
+    moved = (after - before)[:, :LENGTH].mean(1, keepdim=True)  # which the softmax does not see
+    moved_by = (after - before - moved)[:, :LENGTH].norm()
+    assert moved_by < 0.1 * before[:, :LENGTH].norm()
+    end = before[:, LENGTH * 3 // 4 : LENGTH].mean(1, keepdim=True)
+    query = 8**-0.5 * torch.cat([torch.zeros(8), torch.ones(1)])  # the average one: see `coefficients`
+    for times in (2, 4, 8):
+        fallen = (after - moved - end)[:, times * LENGTH] @ query
+        assert (fallen + 2 * math.log(times)).abs().max() < 0.7
+        assert ((before - end)[:, times * LENGTH] @ query + 2 * math.log(times)).abs().min() > 0.7
+
+
+def test_rows_of_a_table_are_those_of_the_table():
+    """For distances in any order, those beside a cut into parts among them; also where a form has nothing but a table."""
+    module = patch_model(tiny("llama"), "transformer_xl", seed=0).model.layers[0].self_attn.posenc
+    form, distances = module.form(torch.empty(0)), torch.tensor([4097, 0, 4095, 4096, 5])
+    expected = form.table(4098)[:, distances]
+    assert form.rows is not None
+    for each in (form, dataclasses.replace(form, rows=None)):
+        assert torch.allclose(each.at(distances), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", EMBEDDING_SCHEMES)
+def test_vectors_at_the_input_reach_the_attention_of_every_layer(scheme):
+    """On a base that rotates: the closed form turns queries, the second stage moves the table by all layers."""
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    pair = pair_of(model)
+    _, inputs = pair.seen(windows(2))
+    (before, _), (entering, _) = inputs[0], inputs[1]
+    with pair.as_base() as base:
+        stock = observe(base, windows(2), [0, 1])
+    assert before.equal(stock[0].layer.hidden_states)  # its own hook adds them
+    vectors = model.model.layers[0].posenc(torch.arange(LENGTH)[None]).to(before)
+    assert torch.allclose(entering, stock[1].layer.hidden_states + vectors, rtol=1e-6)
+    assert entering.requires_grad is (scheme == "learned")
+    report = calibrate(model, windows(), matching=Matching(steps=30, rate=5e-3, weight_rate=3e-3))
+    assert all(each.after.mean() < 0.9 * each.before.mean() for each in report.layers)
+
+
+def test_the_base_stays_what_it_was():
+    """It shares its weights with the model: those that are moved are not the base's."""
+    model = tiny("llama")
+    stock = copy.deepcopy(model)
+    patch_model(model, "t5", share_layers=False, seed=0)
+    pair = pair_of(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.add_(1.0)
+    with pair.as_base() as base:
+        assert logits(base).equal(logits(stock))
+    theirs = observe(stock, windows(2), [0, 1])
+    with pair.as_base() as base:
+        ours = observe(base, windows(2), [0, 1])
+    for index in theirs:
+        assert ours[index].call.query.equal(theirs[index].call.query)
+        assert ours[index].layer.hidden_states.equal(theirs[index].layer.hidden_states)
+
+
+def test_the_second_stage_moves_what_it_is_told_to():
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    calibrate(model, windows(), matching=None)
+    kept = {n: p.clone() for n, p in model.named_parameters()}
+    # Outputs are not put back if attention ends a little further away.
+    matching = Matching(weights="scheme", steps=3, rate=1e-3, loss="outputs")
+    calibrate(model, windows(), matching=matching, base=tiny("llama"))
+    moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
+    queries = {n for n in moved if "q_proj" in n}  # by the closed forms, once more
+    assert moved - queries == {n for n in kept if "posenc" in n}
+
+
+def test_a_mixture_is_calibrated_where_it_was_swapped():
+    model = tiny("llama")
+    patch_model(model, T5(layers=(1,), share_layers=False), seed=0)
+    kept = {n: p.clone() for n, p in model.named_parameters()}
+    report = calibrate(model, windows(), matching=Matching(steps=3))
+    assert [each.index for each in report.layers] == [1]
+    moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
+    assert moved
+    assert all("layers.1.self_attn" in n for n in moved)
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    def found(seed):
+        model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+        calibrate(model, windows(), matching=Matching(steps=4, seed=seed, rate=1e-3, weight_rate=1e-4))
+        return logits(model)
+
+    assert found(0).equal(found(0))
+    assert not found(0).equal(found(1))
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("llama", "t5"), ("llama", "nope"), ("gpt2", "t5")])
+def test_bars_count_to_their_ends(family, scheme, monkeypatch, tmp_path):
+    """With queries that turn and a curve, with one of both, and resumed; no more windows are counted than there are."""
+    ended = []
+
+    class Bar(tqdm):
+        def __exit__(self, *raised):
+            ended.append((self.desc, self.n, self.total, self.initial))
+            super().__exit__(*raised)
+
+    for name in ("calibrate", "candidates"):
+        monkeypatch.setattr(sys.modules[f"hf_posenc.calibration.{name}"], "tqdm", Bar)
+
+    def run(on_step=None):
+        ended.clear()
+        model = patch_model(tiny(family), scheme, seed=0)
+        state = tmp_path / "state.safetensors"
+        calibrate(
+            model, windows(), matching=Matching(steps=3, state_file=state, on_step=on_step), held_out=2, progress=True
+        )
+        return ended
+
+    fits = 2 * (scheme == "t5") + (family == "llama" and scheme == "t5")  # of the one module that all layers share
+    reads = 10 + 10 * (family == "llama" and scheme == "t5") + 2 * 2 + 2 * (scheme == "t5")
+    with pytest.raises(ZeroDivisionError):
+        run(lambda step, _: 1 // (2 - step))
+    assert run() == [("calibrating", 3, 3, 2)]
+    (tmp_path / "state.safetensors").unlink()
+    assert run() == [("fitting", 1, 1, 0)] * fits + [("closed forms", reads, reads, 0), ("calibrating", 3, 3, 0)]
+
+
+def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
+    """Of the first layer of a LLaMA, in float64, with Shaw's vectors beside values; whatever is computed at once."""
+    from hf_posenc.calibration import observe as watching
+
+    model, ids = exact(tiny("llama")), windows()[:4]
+    rotated, plain = by_hand(model, ids)
+    patch_model(model, "shaw", max_distance=3, share_layers=False, seed=0)
+    layer = model.model.layers[0]
+    vectors = dict(layer.self_attn.posenc.named_parameters())
+    lag = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).clamp(0, 3)
+    with torch.no_grad():
+        x = layer.input_layernorm(model.model.embed_tokens(ids))
+        q, v = (p(x).view(*ids.shape, -1, 8).transpose(1, 2) for p in (layer.self_attn.q_proj, layer.self_attn.v_proj))
+        v = v.repeat_interleave(2, 1)
+        a, b = (vectors[name][..., lag, :].double() for name in ("key_embeddings", "value_embeddings"))
+
+        def weights(scores):
+            hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+            return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+        theirs = weights(rotated) @ v
+        w = weights(plain + torch.einsum("bhid,ijd->bhij", q, a) * 8**-0.5)
+        ours = w @ v + torch.einsum("bhij,ijd->bhid", w, b)
+        expected = (theirs - ours).square().mean() / v.square().mean()
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    seen, inputs = pair.seen(ids)
+    for scores in (watching.SCORES, 700):
+        monkeypatch.setattr(watching, "SCORES", scores)
+        with attending(model, pair.base_model):
+            found = output_error(seen[0].call, pair.call(0, *inputs[0]))
+        assert abs(found.item() - expected.item()) <= 1e-6 * expected.item()  # a relative error in float32
+
+
+def test_outputs_come_closer_to_the_bases():
+    """And the vectors that Shaw's scheme puts beside values, which no attention tells of, are moved too."""
+    model, seen = patch_model(tiny("llama"), "shaw", seed=0), []
+    kept = {n: p.clone() for n, p in model.named_parameters()}
+    calibrate(
+        model,
+        windows(),
+        matching=Matching(loss="outputs", steps=20, weight_rate=3e-3, on_step=lambda *said: seen.append(said[1])),
+    )
+    assert sum(seen[-5:]) < 0.9 * sum(seen[:5])
+    moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
+    assert any(n.endswith("posenc.value_embeddings") for n in moved)
+    assert all(moves(n) for n in moved)
+
+
+def test_each_length_gets_its_share_of_the_steps(monkeypatch):
+    """Short windows are pieces of long ones: the tokens that are read are the same, whatever the lengths."""
+    from hf_posenc.calibration import matching
+
+    def read(lengths):
+        seen = []
+        monkeypatch.setattr(matching, "_gradients", lambda pair, drawn, *_: seen.append(drawn) or 0.0)
+        calibrate(
+            patch_model(tiny("llama"), "nope"),
+            windows(),
+            matching=Matching(steps=7, batch_size=2, seed=1, lengths=lengths),
+        )
+        return seen
+
+    plain, cut = read(None), read((4, 12, 24))
+    assert [tuple(each.shape) for each in plain] == [(2, 24)] * 7
+    assert [tuple(each.shape) for each in cut] == [(12, 4)] * 3 + [(4, 12)] * 2 + [(2, 24)] * 2
+    for whole, pieces in zip(plain, cut, strict=True):
+        assert torch.cat(list(pieces)).equal(torch.cat(list(whole)))
+
+
+# ------------------------------------------------------------------------------------------------ going on from a state
+
+
+class Stopped(Exception):
+    """Raised in the middle of a second stage."""
+
+
+def calibrated_until(stop, path, case, **changes):
+    """A model that is patched anew and calibrated, its report, and the steps that were made."""
+    (scheme, hyperparameters), more = case
+    made = []
+
+    def on_step(step, value):
+        made.append((step, value))
+        if step == stop:
+            raise Stopped
+
+    model = patch_model(tiny("llama"), scheme, seed=0, **hyperparameters)
+    given = (
+        {"steps": 5, "seed": 2, "weight_rate": 1e-3, "rate": 2e-3, "state_file": path, "on_step": on_step}
+        | more
+        | changes
+    )
+    if given.get("weights") == "scheme":
+        del given["weight_rate"]
+    try:
+        return model, calibrate(model, windows(), matching=Matching(**given)), made
+    except Stopped:
+        return model, None, made
+
+
+def same_parameters(model, other):
+    """To the last bit."""
+    theirs = dict(other.named_parameters())
+    return all(p.equal(theirs.pop(n)) for n, p in model.named_parameters()) and not theirs
+
+
+@pytest.mark.parametrize(
+    ("stop", "case"),
+    [
+        (3, (("nope", {}), {"batch_size": 2, "lengths": (6, 12, 24)})),
+        (1, (("shaw", {}), {"weights": "scheme"})),  # the closed forms have turned weights as well
+        (3, (("nope", {}), {"weight_rate": 9.0})),  # ends further away, and is put back to what the closed forms found
+    ],
+)
+def test_goes_on_exactly_where_it_was(stop, case, tmp_path):
+    """In a new process as well: nothing but the file is left of the first half."""
+    whole, expected, made = calibrated_until(None, None, case)
+    put_back = all(each.after.equal(each.closed) for each in expected.layers)
+    assert put_back is ("weight_rate" in case[1])
+    path = tmp_path / "state.safetensors"
+    _, report, first = calibrated_until(stop, path, case)
+    assert report is None
+    resumed, report, rest = calibrated_until(None, path, case)
+    assert [step for step, _ in rest] == list(range(stop + 1, 6))
+    assert first + rest == made
+    assert same_parameters(resumed, whole)
+    assert report.to_dict() == expected.to_dict()
+    ended, report, none = calibrated_until(None, path, case)  # there is one after the last step too
+    assert none == []
+    assert same_parameters(ended, whole)
+    assert report.to_dict() == expected.to_dict()
+
+
+def test_a_state_is_written_every_so_many_steps(tmp_path, monkeypatch):
+    from hf_posenc.calibration.state import StateFile
+
+    written = []
+    monkeypatch.setattr(StateFile, "save", lambda _, step, *others: written.append(step))
+    calibrated_until(None, tmp_path / "state", (("nope", {}), {"steps": 7, "save_every": 3}))
+    assert written == [0, 3, 6, 7]
+    calibrated_until(4, tmp_path / "state", (("nope", {}), {"steps": 7, "save_every": 3}))
+    assert written == [0, 3, 6, 7, 0, 3, 4]
+
+
+def test_a_state_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    from hf_posenc.calibration import state
+
+    def fails(tensors, place, metadata):
+        place.write_bytes(b"half")
+        raise OSError("no space left")
+
+    case, path = (("nope", {}), {"save_every": 1}), tmp_path / "state"
+    calibrated_until(2, path, case)
+    before = path.read_bytes()
+    monkeypatch.setattr(state, "save_file", fails)
+    with pytest.raises(OSError, match="no space left"):
+        calibrated_until(None, path, case)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_state_of_something_else_is_refused(tmp_path):
+    case, path = (("kerple", {}), {}), tmp_path / "state"
+    calibrated_until(1, path, case)
+
+    def patched(seed=0, config=None, **hyperparameters):
+        return patch_model(tiny("llama", **(config or {})), "kerple", seed=seed, **hyperparameters)
+
+    given = {"steps": 5, "seed": 2, "weight_rate": 1e-3, "rate": 2e-3, "state_file": path}
+    for changes, message in (
+        ({"steps": 6}, "another calibration: steps was 5 and is 6$"),
+        ({"weights": "adapter"}, "number of parameters that move was .*weights was query_key and is adapter"),
+        ({"tokens": windows(13)}, "another calibration: tokens was 12 x 24, .* and is 13 x 24, "),
+        ({"tokens": windows().flip(0)}, "another calibration: tokens was 12 x 24, "),
+        ({"base": tiny("llama")}, "another calibration: digest of the base was that of the model and is "),
+        ({"closed_windows": 3}, "another calibration: closed_windows was 24 and is 3$"),
+    ):
+        model = patched()
+        if "weights" in changes:
+            model.model.layers[0].self_attn.q_proj.requires_grad_(False)
+        before = snapshot(model)
+        with pytest.raises(CheckpointError, match=message):
+            calibrate_with(model, changes.pop("tokens", windows()), given | changes)
+        assert_same(snapshot(model), before)
+    for other, message in (
+        (patched(config={"rope_theta": 500.0}), "another calibration: digest of the model was"),
+        (patched(seed=1), "another calibration: digest of the model was"),
+        (patched(variant="power"), "scheme was kerple.* and is kerple"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            calibrate_with(other, windows(), given)
+    model = patched()
+    for wrong in (b"", b"no state", path.read_bytes()[:-9]):
+        (tmp_path / "wrong").write_bytes(wrong)
+        with pytest.raises(CheckpointError, match="wrong is not the state of a calibration"):
+            calibrate_with(model, windows(), given | {"state_file": tmp_path / "wrong"})
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        calibrate_with(model, windows(), given | {"state_file": tmp_path / "nowhere" / "state"})
+
+
+def test_what_was_calibrated_is_written_down(tmp_path):
+    """The last one, in the config, from where a checkpoint, its description and its card have it."""
+    model = patch_model(tiny("llama"), "t5", seed=0)
+    model.save_pretrained(tmp_path / "plain")
+    assert hf_posenc.inspect(tmp_path / "plain").calibration is None
+    assert "\n  calibrated  no\n" in str(hf_posenc.inspect(tmp_path / "plain"))
+    assert "The swap was not calibrated." in (tmp_path / "plain" / "README.md").read_text()
+    calibrate(model, windows(), matching=None, held_out=2)
+    matching = Matching(steps=1, rate=1e-3, weight_rate=1e-4)
+    report = calibrate(model, windows(), held_out=2, base=tiny("llama"), matching=matching)
+    with patch_of(model).undo.suspended():
+        assert not hasattr(model.config, "position_encoding")
+    model.save_pretrained(tmp_path / "calibrated")
+    said = hf_posenc.inspect(tmp_path / "calibrated")
+    assert said.calibration["stage"] == "attention"
+    assert said.calibration["tokens"] == 12 * LENGTH
+    losses = dataclasses.asdict(report.held_out_loss)
+    assert said.calibration["held_out_loss"] == {name: round(loss, 6) for name, loss in losses.items()}
+    assert f"\n  calibrated  with {12 * LENGTH} tokens, stage attention" in str(said)
+    card = (tmp_path / "calibrated" / "README.md").read_text()
+    assert f"The swap was calibrated to its base with {12 * LENGTH} tokens, stage `attention`" in card
+    loaded = hf_posenc.from_pretrained(tmp_path / "calibrated")
+    loaded.save_pretrained(tmp_path / "again")
+    assert hf_posenc.inspect(tmp_path / "again").calibration == said.calibration
+    with pytest.warns(UserWarning, match="calibration has moved"):
+        unpatch_model(model)
+    assert "calibration" not in patch_model(model, "t5", seed=0).config.position_encoding
+
+
+def test_a_loaded_model_needs_its_base(tmp_path):
+    stock = tiny("llama")
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    model.save_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    with pytest.raises(NotPatchedError, match="give the base"):
+        calibrate(loaded, windows())
+    mine = calibrate(loaded, windows(), matching=Matching(steps=3), base=stock)
+    theirs = calibrate(model, windows(), matching=Matching(steps=3))
+    for a, b in zip(mine.layers, theirs.layers, strict=True):
+        assert a.chosen == b.chosen
+        assert torch.allclose(a.after, b.after, rtol=1e-4)
+    assert logits(stock).equal(logits(tiny("llama")))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "factor"), [("alibi", False), ("kerple", False), ("da_transformer", True), ("shaw", None)]
+)
+def test_the_report_has_the_curves_and_goes_to_json(scheme, factor):
+    """Also of a scheme that has nothing to train; a scheme whose scores are no curve has none."""
+    model = patch_model(tiny("llama"), scheme, seed=0)
+    report = calibrate(model, windows(), matching=None)
+    written = json.loads(json.dumps(report.to_dict()))
+    assert written["scheme"] == scheme
+    assert [each["index"] for each in written["layers"]] == [0, 1]
+    for layer, said in zip(report.layers, written["layers"], strict=True):
+        assert set(said) == {field.name for field in dataclasses.fields(layer)}
+        assert layer.base_curve.shape == (4, LENGTH)
+        assert said["after"] == layer.after.tolist()
+        assert said["multiplies"] is bool(factor)
+        if factor is None:
+            assert said["scheme_curve"] is layer.scheme_curve is None
+        else:
+            placed = model.model.layers[layer.index].self_attn.posenc
+            owner = placed.owner() if isinstance(placed, Shared) else placed
+            assert layer.scheme_curve.equal(owner.form(torch.empty(0)).table(LENGTH).detach())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
+def test_adapters_and_dtypes():
+    from peft import get_peft_model
+
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    adapted = get_peft_model(model, hf_posenc.lora_config(model, r=2))
+    kept = {n: p.clone() for n, p in adapted.named_parameters()}
+    report = calibrate(adapted, windows(56), matching=Matching(steps=40, weight_rate=3e-3))
+    assert report.layers[0].after.mean() < report.layers[0].before.mean()
+    moved = {n for n, p in adapted.named_parameters() if not p.equal(kept[n])}
+    trained = {n for n, p in adapted.named_parameters() if p.requires_grad}
+    assert moved == {n for n in trained if "posenc" in n or "q_proj" in n or "k_proj" in n}
+    half = patch_model(tiny("llama").bfloat16(), "t5", share_layers=False, seed=0)
+    report = calibrate(half, windows(56), matching=Matching(steps=2))
+    assert all(each.after.isfinite().all() for each in report.layers)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"matching": "attention"}, "matching must be a Matching, or None for closed forms alone, not 'attention'"),
+        ({"weights": "everything"}, "weights must be one of scheme, query_key, adapter, not 'everything'"),
+        ({"tokens": torch.zeros(3, 8)}, "tokens must be integers"),
+        ({"tokens": windows().short()}, "tokens must be integers .*, not .* of torch.int16"),
+        ({"tokens": windows().bool()}, "tokens must be integers .*, not .* of torch.bool"),
+        ({"tokens": windows().numpy()}, "tokens must be integers .*, not a ndarray"),
+        ({"tokens": ["a text", "another"]}, "tokens must be integers .*, not a list. From a text: tokenizer"),
+        ({"steps": 2.5}, "steps must be an integer, not 2.5"),
+        ({"batch_size": "4"}, "batch_size must be an integer, not '4'"),
+        ({"held_out": 2.5}, "held_out must be an integer, not 2.5"),
+        ({"closed_windows": 1e1}, "closed_windows must be an integer, not 10.0"),
+        ({"held_out": True}, "held_out must be an integer, not True"),
+        ({"seed": "a"}, "seed must be an integer, not 'a'"),
+        ({"lengths": "8"}, "lengths must be an integer, not '8'"),
+        ({"rate": "fast"}, "rate must be a number, not 'fast'"),
+        ({"tokens": windows() + 97}, "tokens hold the id .*, and the model's vocabulary has the ids 0 to 96"),
+        ({"tokens": -1 - windows()}, "tokens hold the id -97, and the model's vocabulary"),
+        ({"judge": "me"}, "judge must be one of loss, attention, not 'me'"),
+        ({"tokens": torch.zeros(8, dtype=torch.int64)}, r"tokens must be integers \(windows, length\)"),
+        ({"held_out": 12}, "12 windows are too few: 12 are held out"),
+        ({"held_out": 0}, "held_out must be positive, not 0"),
+        ({"steps": 0}, "steps must be positive, not 0"),
+        ({"rate": float("nan")}, "rate must be positive, not nan"),
+        ({"loss": "relations"}, "loss must be one of attention, outputs, not 'relations'"),
+        ({"lengths": (5, 24)}, "windows of 24 tokens cannot be cut into windows of 5: lengths must divide 24"),
+        ({"lengths": (1, 24)}, "cannot be cut into windows of 1"),
+        ({"lengths": ()}, "100 steps cannot be divided among the 0 lengths"),
+        ({"lengths": (6, 12, 24), "steps": 2}, "2 steps cannot be divided among the 3 lengths"),
+        ({"save_every": 3}, "save_every changes nothing without a state_file"),
+        ({"state_file": "a", "save_every": 0}, "save_every must be positive, not 0"),
+        ({"weights": "scheme", "weight_rate": 2e-3}, "weight_rate changes nothing with weights='scheme': leave it out"),
+        ({"tokens": tokens(12, 65)}, "windows of 65 tokens are longer than the 64 the base was made for"),
+    ],
+)
+def test_wrong_arguments(changes, message):
+    model = patch_model(tiny("llama"), "t5", seed=0)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        calibrate_with(model, changes.pop("tokens", windows()), changes)
+    assert_same(snapshot(model), before)
+
+
+def test_a_second_stage_with_nothing_to_move():
+    model = patch_model(tiny("llama"), "alibi")
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="leaves nothing to move: alibi has no parameters"):
+        calibrate(model, windows(), matching=Matching(weights="scheme"))
+    assert_same(snapshot(model), before)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "message"),
+    [
+        ("steps", r"steps is a field of Matching: matching=Matching\(steps=...\)"),
+        ("learning_rate", r"rate is a field of Matching: matching=Matching\(rate=...\)"),
+        ("stage", "matching=None leaves the second stage out"),
+        ("heldout", "unexpected keyword argument 'heldout'. Did you mean held_out?"),
+    ],
+)
+def test_a_keyword_that_does_not_exist_says_where_it_is(keyword, message):
+    with pytest.raises(TypeError, match=message):
+        calibrate(patch_model(tiny("llama"), "t5", seed=0), windows(), **{keyword: 3})
+
+
+def test_what_is_matched_one_after_the_other():
+    assert Matching().trials("loss") == ("attention", "outputs")
+    assert Matching().trials("attention") == ("attention",)
+
+
+def test_a_base_whose_weights_have_moved_is_not_followed():
+    def weights(model):
+        return [p.clone() for n, p in model.named_parameters() if "posenc" not in n]
+
+    given = {"matching": Matching(weights="scheme", steps=1)}
+    model = patch_model(tiny("gpt2"), "t5", share_layers=False, layers=[0], seed=0)
+    stock = weights(model)
+    for _ in range(2):  # no rotation goes into the queries, no mean of a table into the tokens: it is still the base
+        calibrate(model, windows(), **given)
+        assert all(a.equal(b) for a, b in zip(weights(model), stock, strict=True))
+    model = patch_model(tiny("gpt2"), "t5", share_layers=False, seed=0)
+    calibrate(model, windows(), **given)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"weights of this model have moved .* calibrate\(model, tokens, base=...\)"):
+        calibrate(model, windows(), **given)
+    assert_same(snapshot(model), before)
+    calibrate(model, windows(), **given, base=tiny("gpt2"))
+
+
+def test_what_was_interrupted_has_moved_the_base_too():
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+
+    def stop(step, value):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, windows(), matching=Matching(on_step=stop))
+    with pytest.raises(ValueError, match="give the base"):
+        calibrate(model, windows())
+    assert model.config.position_encoding["calibration"]["stage"] == "attention"  # what is saved now says so
+    given = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    calibrate(given, windows(), matching=Matching(steps=1), base=tiny("llama"))
+    with pytest.raises(ValueError, match="give the base"):
+        calibrate(given, windows())
+
+
+def test_models_that_cannot_be():
+    with pytest.raises(NotPatchedError, match="nothing to calibrate"):
+        calibrate(tiny("llama"), windows())
+    from decoders import decoder
+
+    model = patch_model(decoder("bloom"), "t5", seed=0)
+    with pytest.raises(UnsupportedModelError, match="cannot be the base of a calibration"):
+        calibrate(model, windows())
+    with pytest.raises(UnsupportedModelError, match="a PosEncLlamaModel predicts none"):
+        calibrate(patch_model(tiny("llama").model, "t5", seed=0), windows())
+    with pytest.raises(UnsupportedModelError, match="a LlamaModel predicts none"):
+        calibrate(patch_model(tiny("llama"), "t5", seed=0), windows(), base=tiny("llama").model)
+    with torch.inference_mode():
+        model = tiny("llama").double().float()
+    with pytest.raises(ValueError, match="take no gradients: make it outside"):
+        calibrate(patch_model(model, "t5", seed=0), windows())
+
+
+def test_tokens_of_either_integer_type():
+    found = []
+    for dtype in (torch.int32, torch.int64):
+        model = patch_model(tiny("llama"), "t5", seed=0)
+        found.append(calibrate(model, windows().to(dtype), matching=Matching(steps=1)).to_dict())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_error_of_the_first_stage_changes_nothing(family, monkeypatch):
+    """Weights that are no numbers, and Ctrl-C behind the last of the closed forms."""
+    model = patch_model(tiny(family), "t5", share_layers=False, seed=0)
+    before = snapshot(model)
+
+    def stopped(pair):
+        assert [n for n, p in model.named_parameters() if not p.equal(dict(before.values)[n])]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pair, "divergence", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(model, windows(), matching=None)
+    assert_same(snapshot(model), before)
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if moves(n) and "wte" not in n and p.ndim == 2).view(-1)[3] = (
+            torch.nan
+        )
+    kept = {n: p.clone() for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"attention of layer 0.* is no number"):
+        calibrate(model, windows(), matching=None)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.isnan(), kept[name].isnan())
+        assert p.nan_to_num().equal(kept[name].nan_to_num())
+
+
+def test_a_second_stage_that_runs_off_is_put_back():
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+    report = calibrate(model, windows(), matching=Matching(steps=3, rate=1e30, weight_rate=1e30))
+    assert all(each.after.equal(each.closed) for each in report.layers)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_an_error_half_way_leaves_the_patch():
+    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
+
+    def stop(step, value):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, windows(), matching=Matching(on_step=stop))
+    assert hf_posenc.verify(model).ok
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.warns(UserWarning, match="moved weights of this LlamaForCausalLM"):
+        unpatch_model(model)
+
+
+def test_averages_over_nothing():
+    empty = Averages.empty(2, 3, torch.device("cpu"))
+    assert empty.mean_difference.equal(torch.zeros(2, 3, dtype=torch.float64))
+
+
+def test_attention_of_a_stock_model_is_seen_and_left_as_it_was():
+    model = tiny("llama")
+    before, expected = snapshot(model), logits(model)
+    from hf_posenc.live.base_model import BaseModel
+
+    with attending(model, BaseModel.of(model)):
+        assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
+    assert_same(snapshot(model), before)

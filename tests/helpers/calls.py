@@ -1,0 +1,132 @@
+"""Calls of attention that engines are compared on, by module and situation."""
+
+from functools import partial
+
+import torch
+from rows import named
+
+from hf_posenc.call import Call
+from hf_posenc.engines import chunked, clipped, decode, dispatch, rescaled, sdpa, skewed, toeplitz
+from hf_posenc.positions import Positions, pack, unpack
+from hf_posenc.registry import scheme_class
+from hf_posenc.schemes.base import Dims
+
+HEAD_DIM = 16
+SCALING = HEAD_DIM**-0.5
+
+
+def never_short(monkeypatch):
+    """Send every call to the fastest engine that can carry it, however short it is, and cut it in many pieces."""
+    for engine in dispatch.ENGINES:
+        monkeypatch.setattr(engine, "floors", {})
+    monkeypatch.setattr(toeplitz, "ROWS", 32)
+    monkeypatch.setattr(toeplitz, "MANY_ROWS", 48)
+    monkeypatch.setattr(toeplitz, "LONG", 96)
+    for engine in (clipped, rescaled, skewed):
+        monkeypatch.setattr(engine, "ROWS", 32)
+    monkeypatch.setattr(chunked, "SCORES", 2**12)
+    monkeypatch.setattr(sdpa, "WHOLE", 0)
+    monkeypatch.setattr(sdpa, "ROWS", 32)
+    monkeypatch.setattr(decode, "SHORT", 0)
+
+
+def build(scheme, heads, **hyperparameters):
+    dims = Dims(heads, heads, HEAD_DIM, 32, 2)
+    return randomized(scheme_class(scheme).parse(hyperparameters).build(dims))
+
+
+def randomized(module):
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.rand(p.shape, generator=generator) + 0.1)
+    return module
+
+
+def left_padded(length, padding):
+    index = torch.arange(length)[None]
+    valid = torch.stack([torch.ones(length, dtype=torch.bool), index[0] >= padding])
+    counted = valid.cumsum(-1) - 1
+    return unpack(
+        pack(
+            index,
+            index,
+            query_positions=counted,
+            key_positions=counted,
+            query_valid=valid,
+            key_valid=valid,
+        ),
+        length,
+    ), valid
+
+
+def packed(lengths):
+    index = torch.arange(sum(lengths))[None]
+    segment = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None]
+    place = torch.cat([torch.arange(n) for n in lengths])[None]
+    channel = pack(index, index, query_positions=place, key_positions=place, query_segment=segment, key_segment=segment)
+    return unpack(channel, sum(lengths)), None
+
+
+def windowed(length, window):
+    index = torch.arange(length)[None]
+    return unpack(pack(index, index, window=window), length), None
+
+
+def static_cache(queries, filled, size, window=None):
+    query_index = torch.arange(filled - queries, filled)[None]
+    return unpack(pack(query_index, torch.arange(size)[None], window=window), queries), None
+
+
+def padded_cache(queries, length):
+    positions, _ = left_padded(length, 13)
+    return chunked.cut(positions, slice(length - queries, length), slice(0, length)), None
+
+
+def far_apart(queries, length):
+    index = torch.arange(length)[None]
+    channel = pack(index[:, -queries:], index, query_positions=5 * index[:, -queries:], key_positions=5 * index)
+    return unpack(channel, queries)
+
+
+SITUATIONS = {
+    "causal": lambda: (Positions.causal(100), None),
+    "one chunk": lambda: (Positions.causal(7), None),
+    "chunked prefill": lambda: (Positions.causal(40, 130), None),
+    "one query": lambda: (Positions.causal(1, 90), None),
+    "left-padded": lambda: left_padded(90, 13),
+    "packed": lambda: packed([40, 3, 50]),
+    "sliding window": lambda: windowed(100, 9),
+    "static cache": lambda: static_cache(20, 70, 128),
+    "padded cache": lambda: padded_cache(5, 60),
+    "one query, static cache with a window": lambda: static_cache(1, 70, 128, window=30),
+    "distances beyond the number of keys": lambda: (far_apart(4, 60), None),
+}
+MODULES = {
+    name: partial(build, scheme, **hyperparameters) for name, (scheme, hyperparameters) in named("modules").items()
+}
+FORMS = {name: type(module(4).form(torch.zeros(1, 4, 1, HEAD_DIM))) for name, module in MODULES.items()}
+FORMLESS = tuple(name for name, form in FORMS.items() if form is type(None))
+
+
+def inputs(positions, heads, groups, dtype, batch=2):
+    queries, keys = positions.query_index.shape[-1], positions.key_index.shape[-1]
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((batch, heads, queries, HEAD_DIM), (batch, heads // groups, keys, HEAD_DIM))
+    q, k, v = (torch.randn(shape, generator=generator) for shape in (shapes[0], shapes[1], shapes[1]))
+    return [each.to(dtype).requires_grad_() for each in (q, k, v)]
+
+
+def call_of(module, q, k, v, positions, **options):
+    """A call that has reached a scheme's module."""
+    return Call(q, k, v, positions, **{"scaling": SCALING, **options}, module=module, form=module.form(q))
+
+
+def seeded(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+
+
+def compare(actual, expected, relative):
+    for number, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        scale = max(1.0, e.abs().max().item())
+        assert (a.double() - e.double()).abs().max().item() <= relative * scale, number

@@ -1,0 +1,245 @@
+"""One row per scheme: what the tests know of it beside its formula, which is in cases.py.
+
+Nothing here imports hf_posenc. `python tests/asked.py NAME` says what the row of a new scheme still lacks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+NAN, INF = float("nan"), float("inf")
+Wrong = tuple[str, Any, type[Exception], list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What the tests know of a scheme.
+
+    Attributes:
+        variants: hyper-parameters that situations, checkpoints and adapters run it with, for tiny models. The first, named
+            "", stands for the scheme where not every variant is run.
+        values: two values of each hyper-parameter; the second is not the default.
+        wrong: (hyper-parameter, wrong value, error, what the message says).
+        properties: verdicts of `analysis.properties`: unique, linear, generalises, deterministic, several dimensions.
+        spacing: whether it matters to the scheme how far apart positions are, not only which comes first.
+        modules: hyper-parameters that engines are compared with, for schemes on scores; named as `variants`.
+    """
+
+    variants: dict[str, dict[str, Any]]
+    values: dict[str, tuple[Any, Any]]
+    wrong: list[Wrong]
+    properties: tuple[str, str, str, str, str]
+    spacing: bool = True
+    modules: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def no_switch(name: str, *values: Any) -> list[Wrong]:
+    return [(name, value, TypeError, ["True or False"]) for value in values or (1, "no")]
+
+
+def no_number(name: str, *values: Any) -> list[Wrong]:
+    return [(name, value, TypeError, ["number"]) for value in values]
+
+
+def no_integer(name: str, *values: Any) -> list[Wrong]:
+    return [(name, value, TypeError, ["integer"]) for value in values]
+
+
+def not_positive(name: str, *values: Any) -> list[Wrong]:
+    return [(name, value, ValueError, ["positive"]) for value in values]
+
+
+ROWS: dict[str, Row] = {
+    "nope": Row(
+        variants={"": {}},
+        values={},
+        wrong=[],
+        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
+        spacing=False,
+    ),
+    "sinusoidal": Row(
+        variants={
+            "": {},
+            "trainable": {"trainable": True},
+            "every_layer": {"placement": "every_layer", "layout": "split"},
+        },
+        values={
+            "base": (10000.0, 50.0),
+            "layout": ("interleaved", "split"),
+            "frequencies": ("exponential", "power"),
+            "alpha": (2.0, 3.0),
+            "trainable": (False, True),
+            "placement": ("input", "every_layer"),
+            "scale": ("match", 0.5),
+        },
+        wrong=[
+            *not_positive("base", 0, -2.0, INF, NAN),
+            *no_number("base", "10000", None, True),
+            ("layout", "half", ValueError, ["interleaved", "split", "'half'"]),
+            ("frequencies", "linear", ValueError, ["exponential", "power"]),
+            *not_positive("alpha", 0, -1, NAN),
+            *no_number("alpha", "2"),
+            *no_switch("trainable", 1, "yes", None),
+            ("placement", "output", ValueError, ["input", "every_layer"]),
+            *not_positive("scale", 0, -1.0, NAN),
+            ("scale", "auto", ValueError, ["match", "positive"]),
+            *no_number("scale", True, None),
+        ],
+        properties=("yes", "yes", "no", "yes", "yes"),
+    ),
+    "learned": Row(
+        variants={
+            "": {"num_positions": 64},
+            "every_layer": {"num_positions": 64, "placement": "every_layer"},
+            "per_layer": {"num_positions": 64, "placement": "every_layer", "share_layers": False},
+        },
+        values={
+            "num_positions": (None, 32),
+            "placement": ("input", "every_layer"),
+            "share_layers": (True, False),
+            "initialization": (None, "normal"),
+        },
+        wrong=[
+            *not_positive("num_positions", 0, -1),
+            *no_integer("num_positions", 2.5, "64", True),
+            ("placement", "all", ValueError, ["input", "every_layer"]),
+            *no_switch("share_layers"),
+            (
+                "initialization",
+                "random",
+                ValueError,
+                ["native", "interpolated", "hierarchical", "sinusoidal", "normal"],
+            ),
+        ],
+        properties=("no", "no", "no", "no", "no"),
+    ),
+    "rope": Row(
+        variants={"": {"rope_theta": 100.0}},
+        values={
+            "rope_theta": (None, 50.0),
+            "layout": ("half", "interleaved"),
+            "partial_rotary_factor": (None, 0.5),
+            "scaling": (None, {"rope_type": "linear", "factor": 3.0}),
+        },
+        wrong=[
+            *not_positive("rope_theta", 0, -1, INF, NAN),
+            *no_number("rope_theta", "1e4", True),
+            ("layout", "split", ValueError, ["half", "interleaved"]),
+            *[("partial_rotary_factor", value, ValueError, []) for value in (0, -0.5, 1.5, NAN)],
+            *no_number("partial_rotary_factor", "0.5"),
+            ("scaling", "linear", TypeError, ["dict"]),
+            *[
+                ("scaling", value, ValueError, ["linear", "dynamic", "yarn", "longrope", "llama3"])
+                for value in ({}, {"factor": 2.0}, {"rope_type": "ntk"}, {"rope_type": "default"})
+            ],
+            ("scaling", {"rope_type": "linear", "factor": 2.0, "rope_theta": 1.0}, ValueError, ["beside"]),
+            *[
+                ("scaling", {"rope_type": name}, ValueError, ["factor"])
+                for name in ("linear", "yarn", "llama3", "longrope")
+            ],
+            ("scaling", {"rope_type": "linear", "factor": "two"}, ValueError, ["factor"]),
+        ],
+        properties=("yes", "yes", "no", "yes", "yes"),
+    ),
+    "transformer_xl": Row(
+        variants={"": {}, "shared": {"share_biases": True}},
+        values={"share_biases": (False, True)},
+        wrong=no_switch("share_biases", 1, "yes", None),
+        properties=("yes", "not applicable", "no", "yes", "yes"),
+        modules={"": {}},
+    ),
+    "shaw": Row(
+        variants={
+            "": {"max_distance": 5},
+            "shared": {"max_distance": 5, "share_layers": True, "share_heads": False},
+        },
+        values={
+            "max_distance": (32, 3),
+            "share_heads": (True, False),
+            "share_layers": (False, True),
+            "values": (True, False),
+        },
+        wrong=[
+            ("max_distance", -4, ValueError, ["0 or more"]),
+            *no_integer("max_distance", 2.5, "8", True, None),
+            *no_switch("share_heads", 1),
+            *no_switch("share_layers", 1),
+            *no_switch("values", 1),
+        ],
+        properties=("no", "not applicable", "yes", "no", "no"),
+        modules={
+            "": {"max_distance": 7},
+            "per-head": {"max_distance": 40, "share_heads": False},
+            "keys-only": {"max_distance": 1, "values": False},
+        },
+    ),
+    "alibi": Row(
+        variants={"": {}, "trainable": {"trainable": True}},
+        values={"slopes": (None, [0.5, 0.1, 0.2, 0.3]), "trainable": (False, True)},
+        wrong=[
+            *[("slopes", value, TypeError, ["per head"]) for value in (0.5, "half", [0.1, "x", 0.2, 0.3], [True] * 4)],
+            *[("slopes", [0.1, value, 0.1, 0.1], ValueError, ["not negative"]) for value in (-0.5, INF, NAN)],
+            *[("slopes", [0.1] * count, ValueError, [str(count), "4 heads"]) for count in (0, 3, 5)],
+            *no_switch("trainable", 1),
+        ],
+        properties=("yes", "not applicable", "yes", "yes", "yes"),
+        modules={"": {}, "trainable": {"trainable": True}},
+    ),
+    "da_transformer": Row(
+        variants={"": {}},
+        values={"relu": (True, False)},
+        wrong=no_switch("relu", 0, None, "no"),
+        properties=("no", "not applicable", "yes", "yes", "no"),
+        modules={"": {}, "signed": {"relu": False}},
+    ),
+    "t5": Row(
+        variants={"": {"num_buckets": 8, "max_distance": 16}},
+        values={"num_buckets": (32, 8), "max_distance": (128, 18), "share_layers": (True, False)},
+        wrong=[
+            *not_positive("num_buckets", 0, -2),
+            ("num_buckets", 7, ValueError, ["even"]),
+            *no_integer("num_buckets", 8.0),
+            ("max_distance", 16, ValueError, ["above num_buckets / 2 = 16"]),
+            *no_integer("max_distance", "128"),
+            *no_switch("share_layers", 1),
+        ],
+        properties=("no", "not applicable", "yes", "no", "no"),
+        modules={"": {"num_buckets": 8, "max_distance": 30}},
+    ),
+    "kerple": Row(
+        variants={"": {}, "power": {"variant": "power", "share_layers": False}},
+        values={"variant": ("log", "power"), "share_layers": (True, False)},
+        wrong=[
+            *[("variant", value, ValueError, ["log", "power"]) for value in ("logarithmic", None, 2)],
+            *no_switch("share_layers"),
+        ],
+        properties=("yes", "not applicable", "yes", "yes", "yes"),
+        modules={"": {}, "power": {"variant": "power"}},
+    ),
+    "cope": Row(
+        variants={"": {"num_positions": 6}},
+        values={"num_positions": (64, 5), "share_layers": (False, True)},
+        wrong=[
+            *not_positive("num_positions", 0, -3),
+            ("num_positions", 1, ValueError, ["at least 2"]),
+            *no_integer("num_positions", 2.5, "64", True, None),
+            *no_switch("share_layers"),
+        ],
+        properties=("no", "not applicable", "yes", "no", "no"),
+        spacing=False,
+        modules={"": {"num_positions": 20}},
+    ),
+}
+# What every scheme has.
+for row in ROWS.values():
+    row.values.update(layers=(None, (1,)), window=(None, 18))
+
+
+def named(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return (scheme, hyper-parameters) of all `variants` or `modules`, named `scheme` or `scheme-variant`."""
+    return {
+        f"{scheme}-{name}".removesuffix("-"): (scheme, hyperparameters)
+        for scheme, row in ROWS.items()
+        for name, hyperparameters in getattr(row, kind).items()
+    }

@@ -1,0 +1,89 @@
+"""What the tests of situations, of torch.compile and of PEFT share: schemes, patched tiny models, tolerances.
+
+The position parameters are drawn at random after patching: several schemes start neutral on purpose (DA-Transformer's
+factor is 1), and a neutral scheme would agree with itself in any situation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from families import tiny
+from rows import ROWS, named
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc import available_schemes, patch_model
+from hf_posenc.modules import PositionModule
+from hf_posenc.placement import Nowhere, OnHidden, OnRotary, Placement
+from hf_posenc.registry import scheme_class
+from hf_posenc.schemes.base import ScoreScheme
+
+# case -> (scheme, hyper-parameters); the case named as the scheme stands for it where not every one is run
+CASES = named("variants")
+SCHEMES = tuple(case for case in CASES if "-" not in case)
+SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if issubclass(scheme_class(scheme), ScoreScheme))
+SCORE_SCHEMES = tuple(case for case in SCORE_CASES if case in SCHEMES)
+
+
+def placed(placement: type[Placement]) -> tuple[str, ...]:
+    """Return the schemes that act there."""
+    return tuple(scheme for scheme in available_schemes() if isinstance(scheme_class(scheme)().acts_on, placement))
+
+
+EMBEDDING_SCHEMES, ROTARY_SCHEMES, WITHOUT_POSITIONS = placed(OnHidden), placed(OnRotary), placed(Nowhere)
+ORDER_ONLY = tuple(scheme for scheme, row in ROWS.items() if not row.spacing)
+"""Schemes to which the order of positions matters at most, not how far apart they are."""
+BASES = ("gpt2", "llama")
+
+# Two ways of computing one thing in the same dtype differ by the order of sums only. Logits of these models are of the
+# order of 10, a few hundred float32 roundings of 1e-6 each; in float64 the same, nine decimal digits further down.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+# bfloat16 keeps 8 bits: 0.4 % per rounding, accumulating over two layers of weights ten times the usual size. Relative
+# norm of the difference to float32.
+BFLOAT16 = 0.08
+# What counts as another result: hundreds of times the tolerance, far below what any of these schemes does.
+DIFFERENT = 1e-2
+
+
+def randomize(model: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
+    """Draw every position parameter at random, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, PositionModule):
+                for parameter in module.parameters(recurse=False):
+                    parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def patched_model(case: str, family: str, **config: Any) -> PreTrainedModel:
+    """Return a tiny model patched with a row of `CASES`, its position parameters at random, in eval mode."""
+    scheme, hyperparameters = CASES[case]
+    model = tiny(family, **config)
+    model.generation_config.eos_token_id = None  # sequences of equal length
+    return randomize(patch_model(model, scheme, seed=0, **hyperparameters))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest absolute difference."""
+    return (a - b).abs().max().item()
+
+
+def assert_same(actual: Tensor, expected: Tensor, what: str = "") -> None:
+    """Compare within the tolerance of the dtype."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert distance(actual, expected) <= TOLERANCE[expected.dtype], what
+
+
+def position_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the gradients of the position parameters by name."""
+    return {
+        f"{name}.{key}": p.grad
+        for name, module in model.named_modules()
+        if isinstance(module, PositionModule)
+        for key, p in module.named_parameters(recurse=False)
+        if p.grad is not None
+    }

@@ -1,0 +1,103 @@
+"""The adaptor to lm_eval: it takes verified models, and where definitions coincide the numbers are ours."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from families import tiny
+
+import hf_posenc
+from hf_posenc.evaluation import harness_model, sliding_window_perplexity
+
+INSTALLED = importlib.util.find_spec("lm_eval") is not None
+needs_lm_eval = pytest.mark.skipif(not INSTALLED, reason="pip install lm_eval, which is an extra, runs this")
+# What lm_eval and its dependencies say of themselves.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def model(tiny_checkpoints):
+    from transformers import LlamaForCausalLM
+
+    return hf_posenc.patch_model(LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama"), "alibi").eval()
+
+
+@pytest.fixture
+def tokenizer(tiny_checkpoints):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")
+
+
+def test_without_lm_eval_it_is_named(monkeypatch, model, tokenizer):
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
+    with pytest.raises(ImportError, match="pip install 'lm_eval"):
+        harness_model(model, tokenizer)
+
+
+@needs_lm_eval
+def test_a_model_that_does_not_answer_is_refused(monkeypatch, tokenizer):
+    model = hf_posenc.patch_model(tiny("llama"), "alibi")
+    for layer in model.model.layers:  # what a silent no-op looks like
+        monkeypatch.setattr(layer.self_attn.posenc, "form", lambda like: None)
+    with pytest.raises(hf_posenc.HfPosencError, match="does not pass verify"):
+        harness_model(model, tokenizer)
+    learned = hf_posenc.patch_model(tiny("gpt2"), "learned", num_positions=40)
+    with pytest.raises(ValueError, match="beyond the 40 positions"):
+        harness_model(learned, tokenizer, max_length=41)
+
+
+@needs_lm_eval
+def test_rolling_likelihood_is_ours_where_the_text_is_one_window(model, tokenizer):
+    """The harness puts the end-of-text token in front and scores everything after it."""
+    from lm_eval.api.instance import Instance
+
+    text = "Call me Ishmael. Some years ago."
+    adapted = harness_model(model, tokenizer, max_length=64)
+    (theirs,) = adapted.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+    tokens = torch.tensor([tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids])
+    ours = sliding_window_perplexity(model, tokens, length=len(tokens), stride=1)
+    assert -theirs == pytest.approx(ours.nll, rel=1e-5)
+    stock = hf_posenc.unpatch_model(model)
+    assert -theirs != pytest.approx(
+        sliding_window_perplexity(stock, tokens, length=len(tokens), stride=1).nll, rel=1e-3
+    )
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("max_length", [5, 8, 16])
+def test_rolling_likelihood_is_a_sliding_window_of_the_longest_stride(model, tokenizer, max_length):
+    """The harness feeds `max_length` tokens and has the token after them predicted as well: our windows have one more.
+
+    Its windows share one token, the last one reaches back a full length, and so do ours with a stride of all but one.
+    """
+    from lm_eval.api.instance import Instance
+
+    text = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse."
+    adapted = harness_model(model, tokenizer, max_length=max_length)
+    (theirs,) = adapted.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+    tokens = torch.tensor([tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids])
+    assert len(tokens) > 2 * max_length + 1
+    ours = sliding_window_perplexity(model, tokens, length=max_length + 1, stride=max_length)
+    assert ours.tokens == len(tokens) - 1
+    assert -theirs == pytest.approx(ours.nll, rel=1e-5)
+
+
+@needs_lm_eval
+def test_the_example_task_runs_offline(recipes, tiny_checkpoints, monkeypatch, model, tokenizer):
+    model.save_pretrained(tiny_checkpoints / "patched", tokenizer=tokenizer)
+    monkeypatch.syspath_prepend(str(recipes / "harness"))
+    results = importlib.import_module("run").main([str(tiny_checkpoints / "patched"), "--max-length", "512"])
+    accuracy = results["results"]["hf_posenc_last_word"]["acc,none"]
+    assert accuracy * 8 == round(accuracy * 8)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "no_such_device"])
+def test_a_device_that_cannot_be_used_is_a_usage_error(recipes, tiny_checkpoints, device, monkeypatch, capsys):
+    """In one line, whether there is no CUDA at all or not so many devices, and before anything is loaded."""
+    monkeypatch.syspath_prepend(str(recipes / "harness"))
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module("run").main([str(tiny_checkpoints / "gpt2"), "--device", device])
+    assert stop.value.code == 2
+    assert f"error: --device {device} cannot be used here: " in capsys.readouterr().err.splitlines()[-1]

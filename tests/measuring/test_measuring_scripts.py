@@ -1,0 +1,187 @@
+"""What scripts measure is what the functions of the package say, and what is committed is of that kind."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_posenc import patch_model, theory
+from hf_posenc.evaluation import measure_recurrence, sliding_window_perplexity
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """`(name, *arguments)`: run scripts/name.py on a command line, and return its module."""
+
+    def run(name, *arguments):
+        monkeypatch.syspath_prepend(ROOT / "scripts")
+        specification = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+        module = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        assert module.main() == 0
+        return module
+
+    return run
+
+
+def shape_of(value):
+    """Keys of dictionaries, down to what is in a list or no dictionary."""
+    return {key: shape_of(each) for key, each in value.items()} if isinstance(value, dict) else None
+
+
+def test_calibrations_are_checked(script, tiny_checkpoints, capsys):
+    """Losses of the script are those of the model that calibrate leaves; a row that is there is not made again."""
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("\n\n".join("It was a bright cold day in April, and the clocks were striking." for _ in range(40)))
+    arguments = (text, "--length", 24, "--windows", 12, "--unseen", 3, "--steps", 1, "--json", found, "--schemes", "t5")
+    script("check_calibration", tiny_checkpoints / "llama", *arguments)
+    (row,) = json.loads(found.read_text())["rows"].values()
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama"), "t5", seed=0).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")
+    ids = [i for part in text.read_text().split("\n\n") for i in tokenizer(part).input_ids]
+    windows = torch.tensor(ids[: 15 * 24]).view(15, 24)
+    with torch.no_grad():
+        swapped = [model(each, labels=each).loss.item() for each in (windows[4:12], windows[12:])]
+    assert [row["held_out"]["swapped"], row["unseen"]["swapped"]] == pytest.approx(swapped, abs=1e-3)
+    committed = json.loads((ROOT / "docs/measured/check_stories260K.json").read_text())
+    assert shape_of(row) == shape_of(committed["rows"]["t5"]) | {"put_back": shape_of(row["put_back"])}
+    capsys.readouterr()
+    script("check_calibration", tiny_checkpoints / "llama", *arguments)
+    assert f"| t5 | {row['held_out']['swapped']:.3f} |" in capsys.readouterr().out
+
+
+def test_decay(script, tiny_checkpoints):
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 20)
+    arguments = ("--text", text, "--length", 24, "--windows", 3, "--json", found)
+    script("measure_decay", f"tiny={tiny_checkpoints / 'llama'}", *arguments)
+    measured = json.loads(found.read_text())["tiny"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    ids = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")(text.read_text())["input_ids"]
+    expected = theory.rotary_weights(model, torch.tensor(ids[:72]).view(3, 24)).decay(measured["distances"]).scores
+    torch.testing.assert_close(torch.tensor(measured["sum"]).double(), expected, rtol=1e-3, atol=1e-5)
+    assert measured["mean"] == pytest.approx(expected.mean((0, 1)).tolist(), rel=1e-3, abs=1e-5)
+    assert measured["heads"] == 4
+    assert torch.tensor(measured["integral"]).shape == expected.shape
+    committed = json.loads((ROOT / "docs/measured/rotary_decay.json").read_text())
+    assert {name: each["heads_lower_at_128_than_at_0"] for name, each in committed.items()} == {
+        name: sum(head[13] < head[5] for layer in each["sum"] for head in layer) for name, each in committed.items()
+    }
+    for each in committed.values():
+        assert shape_of(each) == shape_of(measured)
+    with pytest.raises(SystemExit):
+        script(
+            "measure_decay", f"tiny={tiny_checkpoints / 'llama'}", *arguments[:-4], "--windows", 900, *arguments[-2:]
+        )
+
+
+def test_embeddings(script, tiny_checkpoints, monkeypatch):
+    found, table = tiny_checkpoints / "found.json", tiny_checkpoints / "table.safetensors"
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "gpt2")
+    positions = model.transformer.wpe.weight.detach()
+    save_file({"rows": positions.clone()}, table)
+    sources = [f"gpt2={tiny_checkpoints / 'gpt2'}", f"llama={tiny_checkpoints / 'llama'}", f"table={table}:rows"]
+    script("measure_embeddings", *sources, "--json", found)
+    measured = json.loads(found.read_text())
+    assert measured["gpt2"]["norms"]["16"] == pytest.approx(positions[16].norm().item(), rel=1e-4)
+    steps = (positions[1:] - positions[:-1]).norm(dim=-1)
+    assert measured["gpt2"]["neighbour_distances"]["largest"] == [
+        pytest.approx(steps.max().item(), rel=1e-4),
+        int(steps.argmax()),
+    ]
+    of_table = {"positions", "distance_share", "norms", "neighbour_distances"}
+    assert measured["table"] == {key: measured["gpt2"][key] for key in of_table}
+    assert measured["llama"]["positions"] is None
+    monkeypatch.setattr("hf_posenc.recipes.embedded.standard_library", lambda: [ROOT / "CONTRIBUTING.md"])
+    script("measure_embeddings", "--steps", 1, "--json", found)
+    trained = json.loads(found.read_text())
+    assert set(trained) == {*measured, "embedded GPT-2", "embedded GPT-2, as it starts"}
+    assert trained["embedded GPT-2"]["positions"]["count"] == 256
+    assert trained["embedded GPT-2"] != trained["embedded GPT-2, as it starts"]
+
+
+def test_the_table_of_statistics_is_what_was_measured():
+    page = (ROOT / "docs/theory.md").read_text()
+    measured = json.loads((ROOT / "docs/measured/embeddings.json").read_text())
+    rows = 0
+    for name, each in measured.items():
+        for what in ("tokens", "positions"):
+            if (found := each.get(what)) is None:
+                continue
+            positions = what == "positions"
+            cells = (
+                name if name.endswith(what) else f"{name}, {what}",
+                f"{found['count']:,}",
+                f"{found['mean_norm']:.2f}",
+                f"{each['ratio']:.2f}" if positions and each.get("ratio") else "",
+                f"{found['diagonal_share']:.2f} ({found['independent_share']:.2f})",
+                f"{found['correlation']:.2f}",
+                f"{found['dimensions']:.1f}",
+                f"{each['distance_share']:.2f}" if positions else "",
+            )
+            assert "| " + " | ".join(cells) + " |" in page
+            rows += 1
+    assert rows == 9
+
+
+def test_recurrence(script, tiny_checkpoints):
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("It was a bright cold day in April.\n\nAnd the clocks were striking thirteen. " * 20)
+    arguments = ("--train", text, "--windows", 9, "--length", 16, "--tokens", 70, "--segments", 8, "--spans", 16)
+    run = (tiny_checkpoints / "llama", text, *arguments, "--json", found)
+    module = script("measure_recurrence", *run, "--schemes")
+    measured = json.loads(found.read_text())
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    tokens = module.document(AutoTokenizer.from_pretrained(tiny_checkpoints / "llama"), [text], 70)
+    plain, kept = measured["found"]["stock"]
+    assert (plain["memory"], kept["memory"]) == (0, 8)
+    for row in (plain, kept):
+        expected = measure_recurrence(model, [tokens], segment=8, memory=row["memory"])
+        assert row["loss"] == pytest.approx(expected.perplexity.loss, abs=1e-4)
+    sliding = sliding_window_perplexity(model, tokens, length=16, stride=8)
+    assert kept["sliding"]["loss"] == pytest.approx(sliding.loss, abs=1e-4)
+    script("measure_recurrence", *run, "--schemes", "transformer_xl", "--steps", 2, "--batch-size", 2)
+    trained = json.loads(found.read_text())
+    assert trained["found"]["stock"][0]["loss"] < plain["loss"] - 0.01
+    committed = json.loads((ROOT / "docs/measured/recurrence_books.json").read_text())
+    assert committed.keys() == trained.keys()
+    assert committed["found"].keys() == trained["found"].keys()
+    assert {row.keys() == kept.keys() for rows in committed["found"].values() for row in rows} == {True}
+    with pytest.raises(ValueError, match="were asked for"):
+        script("measure_recurrence", *run, "--tokens", 10**6)
+
+
+@pytest.mark.slow
+def test_training(tmp_path):
+    """A run that is there is not made again, and runs of other settings stay apart."""
+    text, found = tmp_path / "text.txt", tmp_path / "found.json"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 20)
+    few = ["--steps", 2, "--batch", 512, "--width", 16, "--layers", 1, "--measured", 600, "--seeds", 0]
+    command = [sys.executable, ROOT / "scripts/measure_training.py", text, "--held-out", text, "--json", found, *few]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def run(*more):
+        words = [str(word) for word in (*command, *more)]
+        return subprocess.run(words, capture_output=True, text=True, env=environment)
+
+    done = run("--claims", "factors multiply")
+    assert done.returncode == 0, done.stderr
+    runs = json.loads(found.read_text())["runs"]
+    assert set(runs) == {f"{name}, seed 0" for name in ("multiplied, relu", "multiplied, no relu", "added")}
+    for each in runs.values():
+        assert set(each["loss"]) == {"128", "512"}
+        assert 0 < each["negative_products"] < 1
+        assert each["tokens_per_cpu_second"] > 0
+    assert "seed" not in run("--claims", "factors multiply").stderr
+    assert "other settings" in run("--width", 32).stderr
+    assert json.loads(found.read_text())["runs"] == runs

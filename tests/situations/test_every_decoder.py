@@ -1,0 +1,477 @@
+"""Every model type that is served: what it computes, in every situation, against its own eager attention.
+
+The oracle is the stock model with its rotation stubbed, running its own eager attention with the scheme inside, from the
+formulas of `cases.py`: whatever is special about a type (norms, caps, sinks, experts, windows) is in it.
+"""
+
+import copy
+import inspect
+import pickle
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from calls import FORMS
+from cases import CASES
+from decoders import WITHOUT_TEMPERATURE, decoder
+from rows import ROWS
+from situations import EMBEDDING_SCHEMES, ROTARY_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS, randomize
+from stock_attention import LOWEST, formula, pairs, scheme_in
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_posenc
+from hf_posenc import patch_model, unpatch_model, verify
+from hf_posenc.checkpoints.building import PosEncMixin
+from hf_posenc.engines import dispatch
+from hf_posenc.families.base import resolve
+from hf_posenc.forms import Bias, Slopes
+from hf_posenc.layer_state import OnAttention, STATE, on_attention, use_engine
+from hf_posenc.live.base_model import BaseModel
+from hf_posenc.modules import PositionEmbedding, PositionModule
+from hf_posenc.registry import family_for, supported_model_types
+from hf_posenc.upstream.derived import stock_class
+
+README = Path(__file__).parents[2] / "README.md"
+SERVED = tuple(t for t in supported_model_types() if t in CONFIG_MAPPING)  # an older one does not have all of them
+EXACT = 2e-4  # relative norm of a difference in float32: two ways of adding up the same numbers
+LENGTH = 20
+PREFIX = 14  # tokens that the oracle computes, whose formulas go through all pairs one by one
+
+# What the stock model has already: with it patched, nothing changes.
+NATIVE = {"bloom": "alibi", "mpt": "alibi", "jamba": "nope", "kimi_linear": "nope", "nemotron_h": "nope"}
+
+SCHEMES = {scheme: row.variants[""] for scheme, row in ROWS.items()}
+
+BIASES = tuple(scheme for scheme in SCORE_SCHEMES if FORMS[scheme] in (Bias, Slopes))
+"""Schemes that add a number to a score, whatever is compared."""
+COUNTS_SLOTS = {"llama4_text"}
+"""Types whose own factor on queries counts the tokens of the row, padding and other documents too. What replaces
+rotation replaces the factor."""
+JOINS_DOCUMENTS = {
+    "afmoe",
+    "bailing_hybrid",
+    "bamba",
+    "biogpt",
+    "falcon",
+    "falcon_h1",
+    "gpt_oss",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "minimax",
+    "nemotron_h",
+    "olmo_hybrid",
+    "opt",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+}
+"""Types in which documents of one row see each other, stock or not: a state runs on, or masks get no position ids."""
+
+
+CANNOT_ROTATE = {"kimi_linear"}
+"""Types that rotate nothing, and whose queries and keys (latent attention) nothing from outside can turn."""
+
+
+PARTED_BY_US = {"bloom", "mpt", "xglm"}
+"""Types in which they do so in a stock model only."""
+
+
+def relative(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+def without_rotation(model):
+    """Stub the modules that make cosines and sines, in place: of any shape, the angle is 0."""
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+
+            def forward(*args, stock=module.forward, **kwargs):
+                turned = stock(*args, **kwargs)
+                if isinstance(turned, torch.Tensor):  # complex numbers
+                    return torch.ones_like(turned)
+                return torch.ones_like(turned[0]), torch.zeros_like(turned[1])
+
+            module.forward = forward
+    return model
+
+
+@torch.no_grad()
+def oracle(model_type, scheme, patched=None, change=lambda model: model):
+    """Return the logits that a scheme must give, from the stock model and the formulas of `cases.py`.
+
+    Args:
+        model_type: of transformers.
+        scheme: its name.
+        patched: a patched model, whose position parameters are taken; None where the scheme has none.
+        change: what is done to the stock model before.
+
+    Returns:
+        Logits of the first `PREFIX` tokens. None for `rope` where the base rotates nothing; and for schemes whose term
+        depends on queries and keys where a type attends in code of its own, which takes no term but a bias.
+    """
+    stock = decoder(model_type, **(WITHOUT_TEMPERATURE.get(model_type, {}) if scheme not in ROTARY_SCHEMES else {}))
+    family, ids = family_for(model_type), tokens()[:, :PREFIX]
+    if scheme in ROTARY_SCHEMES:
+        if family.rotation.rotary is None:
+            return None
+        own = copy.deepcopy(stock.config.rope_parameters)
+        for each in own.values() if all(isinstance(value, dict) for value in own.values()) else [own]:
+            each.update(hyperparameters(model_type, scheme))
+        return decoder(model_type, rope_parameters=own)(ids, use_cache=False).logits
+    change(stock).set_attn_implementation("eager")
+    resolved = resolve(family, stock)
+    if (table := resolved.position_table) is not None:
+        for tensor in (*table.parameters(), *table.buffers()):
+            tensor.zero_()
+    window = getattr(stock.config, "sliding_window", None)
+    assert not window or window >= PREFIX, "the oracle's mask has no window"
+    if scheme in EMBEDDING_SCHEMES:
+        added = vectors_at_the_input(scheme, patched)
+        resolved.layers[0].register_forward_pre_hook(lambda layer, args: (args[0] + added, *args[1:]))
+        scheme = "nope"
+
+    paths = {module: f"{path}." for path, module in stock.named_modules() if module in resolved.attentions}
+
+    def parameters(attention):
+        """Return what a layer's scheme reads: the parameters in its attention, and those that are in none."""
+        elsewhere = tuple(path for module, path in paths.items() if module is not attention)
+        return {
+            name.rpartition(".")[2]: parameter.detach().double()
+            for name, parameter in (patched.named_parameters() if patched is not None else ())
+            if ".posenc." in name and not name.startswith(elsewhere)
+        }
+
+    if all(hasattr(sys.modules[type(module).__module__], "eager_attention_forward") for module in paths):
+        with scheme_in(list(paths), scheme, SCHEMES[scheme], parameters):
+            return without_rotation(stock)(ids, use_cache=False).logits
+    if scheme not in (*WITHOUT_POSITIONS, *BIASES):
+        return None
+    masks = {}
+    for attention in paths:
+        same = torch.zeros(1, stock.config.num_attention_heads, PREFIX, 1)
+        bias, _ = pairs(formula(scheme), same, same, same, parameters(attention), softmax_scale=1.0, **SCHEMES[scheme])
+        masks[attention] = bias.clamp(min=LOWEST).float()
+    if model_type in OWN_ORACLES:
+        mask, *others = masks.values()
+        assert all(other.equal(mask) for other in others), "these oracles put one bias into all layers"
+        return OWN_ORACLES[model_type](stock, ids, mask[0].masked_fill(mask[0] == LOWEST, 0), mask)
+
+    def see(attention, args, kwargs):
+        """Forward pre-hook of the stock attention, which gets the scheme as a float mask."""
+        given = inspect.signature(attention.forward).bind(*args, **kwargs)
+        assert "attention_mask" in given.arguments
+        given.arguments["attention_mask"] = masks[attention]
+        return given.args, given.kwargs
+
+    for attention in paths:
+        attention.register_forward_pre_hook(see, with_kwargs=True)
+    return without_rotation(stock)(ids, use_cache=False).logits
+
+
+def vectors_at_the_input(scheme, patched):
+    """Return the vectors (PREFIX, E) that a scheme adds to what enters the first layer.
+
+    How large sinusoids are is asked of the patched model; test_special_types.py says how large they have to be.
+    """
+    table = next(case.table for case in CASES if case.scheme == scheme)
+    module = next(module for module in patched.modules() if isinstance(module, PositionEmbedding))
+    size = patched.config.hidden_size
+    keywords = {**SCHEMES[scheme], "match": None, "scale": getattr(module, "scale", None)}
+    return table(range(PREFIX), size, dict(module.named_parameters()), **keywords).float()
+
+
+def at_position_zero(stock, ids, bias, mask):
+    """Where the angle is 0: the rotation is in the attention's own code."""
+    return stock(ids, attention_mask=mask, position_ids=torch.zeros_like(ids), use_cache=False).logits
+
+
+def divided_at_position_zero(stock, ids, bias, mask):
+    """As `at_position_zero`, where the mask is divided by the square root of the size of a head, as the scores are."""
+    root = (stock.config.hidden_size // stock.config.num_attention_heads) ** 0.5
+    return at_position_zero(stock, ids, bias, torch.where(mask > -1e30, mask * root, mask))
+
+
+def with_alibi_of_zeros(stock, ids, bias, mask):
+    """The mask is added to scores that have no bias of the model's own."""
+    heads = stock.config.num_attention_heads
+    stock.base_model.build_alibi_tensor = lambda *args, **kwargs: torch.zeros(heads, 1, PREFIX)
+    return stock(ids, attention_mask=mask, use_cache=False).logits
+
+
+def with_bias_for_alibi(stock, ids, bias, mask):
+    """The mask is turned into bools, so the bias goes in where the model's own is made."""
+    bias = bias.expand(stock.config.num_attention_heads, -1, -1)
+    stock.base_model.build_mpt_alibi_tensor = lambda *args, **kwargs: bias
+    return stock(ids, use_cache=False).logits
+
+
+def with_bias_on_products(stock, ids, bias, mask):
+    """The mask has to be the same for all heads, so the bias is added where the scores are made."""
+    multiply = torch.bmm
+
+    def biased(a, b):
+        product = multiply(a, b)
+        return product + bias if product.shape[1:] == bias.shape[1:] else product
+
+    with mock.patch("torch.bmm", biased):
+        return stock(ids, use_cache=False).logits
+
+
+OWN_ORACLES = {
+    "xglm": with_bias_on_products,
+    "gptj": at_position_zero,
+    "codegen": divided_at_position_zero,
+    "bloom": with_alibi_of_zeros,
+    "mpt": with_bias_for_alibi,
+}
+
+
+def hyperparameters(model_type, scheme):
+    if scheme == "rope" and family_for(model_type).rotation.slices_rotary:
+        # More than the one pair that a quarter of 8 dimensions is, whose angle is 1 for every base of frequencies.
+        return {**SCHEMES[scheme], "partial_rotary_factor": 0.5}
+    if (
+        scheme in BIASES
+        and "share_layers" in ROWS[scheme].values
+        and family_for(model_type).names.attention_heads is not None
+    ):
+        return {**SCHEMES[scheme], "share_layers": False}  # their numbers are as many as heads
+    return SCHEMES[scheme]
+
+
+def tokens():
+    return torch.arange(3, 3 + LENGTH)[None]
+
+
+def by_steps(model):
+    """Return the logits of a prompt and of generation, token by token, with the model's own cache."""
+    ids, positions = tokens(), torch.arange(LENGTH)[None]
+    found = model(ids[:, :12], position_ids=positions[:, :12], use_cache=True)
+    steps = [found.logits]
+    for n in range(12, LENGTH):
+        step = slice(n, n + 1)
+        found = model(
+            ids[:, step], position_ids=positions[:, step], past_key_values=found.past_key_values, use_cache=True
+        )
+        steps.append(found.logits)
+    return torch.cat(steps, 1)
+
+
+def left_padded(model):
+    """Return the logits of the tokens behind some padding."""
+    ids = tokens()
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (4, 0))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = torch.nn.functional.pad(ids, (4, 0))
+    return model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 4:]
+
+
+def packed(model):
+    """Return the logits of two documents in one row, whose positions start again."""
+    ids = tokens()
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    logits = model(torch.cat([ids[:, :8], ids[:, :12]], 1), position_ids=positions, use_cache=False).logits
+    return logits[:, :8], logits[:, 8:]
+
+
+def from_config(folder, cls):
+    built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    built.load_state_dict(cls.from_pretrained(folder).state_dict())
+    return built.eval()
+
+
+LOADERS = (
+    lambda folder, cls: hf_posenc.from_pretrained(folder),
+    lambda folder, cls: AutoModelForCausalLM.from_pretrained(folder),
+    lambda folder, cls: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True),
+    lambda folder, cls: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"),
+    lambda folder, cls: cls.from_pretrained(folder),
+    from_config,
+    lambda folder, cls: pickle.loads(pickle.dumps(cls.from_pretrained(folder))),
+)
+"""The ways to load a checkpoint that give back the model, says the README."""
+
+
+def check(model_type, scheme, tmp_path, loaders=LOADERS):
+    ids, model = tokens(), decoder(model_type)
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+    stock = copy.deepcopy(model.state_dict())
+    if scheme in ROTARY_SCHEMES and model_type in CANNOT_ROTATE:
+        with pytest.raises(hf_posenc.UnsupportedModelError, match="rotates nothing"):
+            patch_model(model, scheme)
+        return
+    patch_model(model, scheme, seed=0, **hyperparameters(model_type, scheme))
+    randomize(model)
+    report = verify(model)
+    assert report.ok, report
+    with torch.no_grad():
+        full = model(ids, use_cache=False).logits
+        same = NATIVE.get(model_type) == scheme
+        assert same == (relative(full, before) < 1e-3)
+        expected = oracle(model_type, scheme, model)
+        family = family_for(model_type)
+        assert (
+            expected is not None
+            or family.always_replaced
+            or (scheme in ROTARY_SCHEMES and family.rotation.rotary is None)
+        )
+        if expected is not None:
+            assert same == (relative(expected, before[:, :PREFIX]) < 1e-3)
+            assert relative(full[:, :PREFIX], expected) <= EXACT
+        if scheme in SCORE_SCHEMES:
+            for module in model.modules():
+                if isinstance(getattr(module, STATE, None), OnAttention):
+                    use_engine(module, "chunked")
+            assert relative(model(ids, use_cache=False).logits, full) <= EXACT
+            for module in model.modules():
+                if isinstance(getattr(module, STATE, None), OnAttention):
+                    use_engine(module, "auto")
+        assert relative(by_steps(model), full) <= EXACT
+        counts_slots = model_type in COUNTS_SLOTS and scheme in ROTARY_SCHEMES
+        if not counts_slots:
+            assert relative(left_padded(model), full) <= EXACT
+        if not counts_slots and model_type not in JOINS_DOCUMENTS:
+            first, second = packed(model)
+            assert relative(first, full[:, : first.shape[1]]) <= EXACT
+            assert relative(second, full[:, : second.shape[1]]) <= EXACT
+    model.train()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model.eval()
+    for owner in [module for module in model.modules() if isinstance(module, PositionModule)]:
+        assert all(p.grad is not None and p.grad.norm() > 0 for p in owner.parameters())
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        for load in loaders:
+            loaded = load(tmp_path, type(model))
+            assert type(loaded) is type(model)
+            # Experts lie elsewhere in memory, and one of the loaders asks for another attention.
+            assert relative(loaded(ids, use_cache=False).logits, full) <= 1e-5
+    with pytest.raises(Exception, match="hf_posenc"):  # of several types: of transformers, or of what it validates with
+        stock_class(type(model), PosEncMixin).from_pretrained(tmp_path, attn_implementation="eager")
+    unpatch_model(model)
+    assert all(value.equal(stock[key]) for key, value in model.state_dict().items())
+    with torch.no_grad():
+        assert model(ids, use_cache=False).logits.equal(before)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", SERVED)
+def test_what_a_stock_model_cannot_do(model_type):
+    """The exceptions above are those of the stock model, in the situations in which ours are excused."""
+    model = decoder(model_type)
+    full = model(tokens(), use_cache=False).logits
+    assert relative(by_steps(model), full) <= EXACT
+    assert (relative(left_padded(model), full) > EXACT) == (model_type in COUNTS_SLOTS)
+    _, second = packed(model)
+    assert (relative(second, full[:, : second.shape[1]]) > EXACT) == (
+        model_type in JOINS_DOCUMENTS | COUNTS_SLOTS | PARTED_BY_US
+    )
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_a_type_carries_what_it_says(model_type, tmp_path):
+    """ALiBi everywhere, and the other schemes in turn."""
+    others, number = [scheme for scheme in SCHEMES if scheme != "alibi"], SERVED.index(model_type)
+    check(model_type, "alibi", tmp_path / "alibi", [LOADERS[number % len(LOADERS)]])
+    other = others[number % len(others)]
+    check(model_type, other, tmp_path / other, LOADERS[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SERVED)
+def test_a_type_carries_every_scheme(model_type, tmp_path):
+    for scheme in SCHEMES:
+        check(model_type, scheme, tmp_path / scheme)
+
+
+def query_at(model, position):
+    """Return the query (H, D) of one token at a position, as it arrives at the first attention function."""
+    seen = []
+
+    def record(module, query, key, value, attention_mask, **kwargs):
+        seen.append(query[0, :, 0])
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("records", record)
+    AttentionMaskInterface.register("records", sdpa_mask)
+    try:
+        model.config._attn_implementation_internal = "records"
+        model(torch.tensor([[5]]), position_ids=torch.tensor([[position]]), use_cache=False)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping["records"]
+        del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["records"]
+    return seen[0]
+
+
+def turns_whole_heads(model_type):
+    family = family_for(model_type)
+    facts = family.rotation
+    whole = facts.rotary is not None and not facts.slices_rotary and facts.attention_part is None
+    return whole and not family.always_replaced and model_type != "lfm3"  # whose layers differ in the share they turn
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", [t for t in SERVED if turns_whole_heads(t)])
+def test_the_pairs_that_a_type_turns(model_type):
+    """Seen from outside: half of the pairs of a head are turned, and the dimensions that change say which those are."""
+    model = patch_model(decoder(model_type), "rope", partial_rotary_factor=0.5, rope_theta=10.0)
+    moved = (query_at(model, 3) - query_at(model, 0)).abs().amax(0) > 1e-6
+    pairs = family_for(model_type).rotation.pairs
+    assert moved.nonzero()[:, 0].tolist() == ([0, 1, 2, 3] if pairs == "interleaved" else [0, 1, 4, 5])
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="in its own code"):
+        patch_model(decoder(model_type), "rope", layout="half" if pairs == "interleaved" else "interleaved")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", [t for t in ("gpt_oss", "flint", "mimo_v2_flash") if t in SERVED])
+def test_sinks_in_every_engine(model_type, monkeypatch):
+    """With sinks that hold about half of each row: every engine that `auto` could choose, whatever the length."""
+
+    def with_large_sinks(model):
+        generator = torch.Generator().manual_seed(2)
+        for module in model.modules():
+            if (sinks := getattr(module, "sinks", None)) is not None:
+                sinks.copy_(2.0 + torch.randn(sinks.shape, generator=generator))
+        return model
+
+    stock = decoder(model_type)
+    assert any(getattr(module, "sinks", None) is not None for module in stock.modules())
+    without = oracle(model_type, "alibi")
+    expected = oracle(model_type, "alibi", change=with_large_sinks)
+    assert relative(without, expected) > 0.05  # what leaving them out would cost
+    model = patch_model(with_large_sinks(stock), "alibi")
+    for floors in ({}, None):
+        for engine in dispatch.ENGINES if floors is not None else ():
+            monkeypatch.setattr(engine, "floors", floors)
+        assert relative(model(tokens(), use_cache=False).logits[:, :PREFIX], expected) <= EXACT
+        assert relative(by_steps(model)[:, :PREFIX], expected) <= EXACT
+    for engine in ("reference", "chunked"):
+        for module in model.modules():
+            if isinstance(getattr(module, STATE, None), OnAttention):
+                use_engine(module, engine)
+        assert relative(model(tokens(), use_cache=False).logits[:, :PREFIX], expected) <= EXACT
+    assert verify(model).ok
+
+
+def test_the_readme_counts_them():
+    assert f"{len(supported_model_types())} model types" in README.read_text(encoding="utf-8")
+
+
+def test_a_window_is_for_the_layers_with_attention():
+    model = decoder("lfm2")
+    attentions = BaseModel.of(model).found.attention_of
+    assert 0 < len(attentions) < model.config.num_hidden_layers
+    without = next(layer for layer in range(model.config.num_hidden_layers) if layer not in attentions)
+    with pytest.raises(ValueError, match=f"window=3 cannot act in layer {without}, which has no attention"):
+        patch_model(model, "sinusoidal", placement="every_layer", layers=[without], window=3)
+    patch_model(model, "sinusoidal", placement="every_layer", window=3)
+    assert {on_attention(attention).window for attention in attentions.values()} == {3}

@@ -1,0 +1,173 @@
+"""Layers that are dropped, copied or appended after patching: they work, or the model refuses to run and to be saved."""
+
+import copy
+
+import pytest
+import torch
+from families import tiny, tokens
+from matrix import matrix
+from situations import CASES, SCHEMES, assert_same, patched_model
+
+from hf_posenc import AlreadyPatchedError, UnsupportedModelError, from_pretrained, patch_model, unpatch_model
+from hf_posenc.registry import scheme_class
+
+IDS = tokens(2, 20)
+
+
+@torch.no_grad()
+def logits(model, **options):
+    return model(IDS, **{"use_cache": False, **options}).logits
+
+
+def layers_of(model):
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def renumber(model):
+    """What a recipe that prunes or deepens a model has to do on any model of transformers."""
+    layers = layers_of(model)
+    setattr(model.config, model.config.attribute_map.get("num_hidden_layers", "num_hidden_layers"), len(layers))
+    for index, layer in enumerate(layers):
+        (layer.attn if hasattr(layer, "attn") else layer.self_attn).layer_idx = index
+
+
+def drop(model, index):
+    del layers_of(model)[index]
+    renumber(model)
+
+
+def double(model, index):
+    layers_of(model).insert(index, copy.deepcopy(layers_of(model)[index]))
+    renumber(model)
+
+
+def append_stock(model, family):
+    layers_of(model).append(layers_of(tiny(family, seed=9))[0])
+    renumber(model)
+
+
+def owns_the_positions(model, index):
+    """Whether this layer is the one whose hook adds positions to the input of a base that has no table."""
+    return index == 0 and "posenc" in layers_of(model)[0]._modules and "posenc" not in layers_of(model)[1]._modules
+
+
+@matrix(case=CASES, family=["gpt2", "llama"], index=[0, 2], change=[drop, double], strength=1)
+def test_a_layer_less_or_more(case, family, index, change, tmp_path):
+    model = patched_model(case, family, num_hidden_layers=3)
+    refused = owns_the_positions(model, index)
+    change(model, index)
+    if refused:
+        for action in (lambda: logits(model), lambda: model.save_pretrained(tmp_path)):
+            with pytest.raises(UnsupportedModelError, match="the first layer, which adds the position vectors"):
+                action()
+        assert not list(tmp_path.iterdir())
+        return
+    # A stock model whose layers were changed before it was patched, with the same values.
+    expected = tiny(family, num_hidden_layers=3)
+    change(expected, index)
+    scheme, hyperparameters = CASES[case]
+    patch_model(expected, scheme, **hyperparameters)
+    expected.load_state_dict(model.state_dict())
+    assert_same(logits(model), logits(expected))
+    assert_same(logits(model, use_cache=True), logits(model))
+    assert (logits(model) - logits(patched_model(case, family, num_hidden_layers=3))).abs().max() > 1e-2
+    model.save_pretrained(tmp_path)
+    assert logits(from_pretrained(tmp_path)).equal(logits(model))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("case", CASES)
+def test_an_appended_stock_layer_is_refused(case, family, tmp_path):
+    model = patched_model(case, family)
+    append_stock(model, family)
+    for action in (lambda: logits(model), lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(UnsupportedModelError, match=r"layer 2 of .* is not patched"):
+            action()
+    assert not list(tmp_path.iterdir())
+    del layers_of(model)[2]
+    renumber(model)
+    assert logits(model).equal(logits(patched_model(case, family)))
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_layer_of_a_patched_model_in_another_one(copied):
+    """Two models that share a layer: the second patch would change what the first one computes."""
+    first, second = patched_model("shaw", "llama"), tiny("llama", seed=3)
+    before = logits(first)
+    layer = first.model.layers[1]
+    second.model.layers[1] = copy.deepcopy(layer) if copied else layer
+    with pytest.raises(
+        AlreadyPatchedError, match=r"model\.layers\.1 of this LlamaForCausalLM is a layer of another model"
+    ):
+        patch_model(second, "alibi")
+    assert logits(first).equal(before)
+
+
+def test_an_attention_that_was_replaced_is_noticed():
+    model = patched_model("rope", "gpt2")
+    layers_of(model)[1].attn = layers_of(tiny("gpt2"))[1].attn
+    with pytest.raises(UnsupportedModelError, match="layer 1 of PosEncGPT2Model is not patched"):
+        logits(model)
+
+
+def test_the_config_must_say_how_many_layers_there_are(tmp_path):
+    model = patched_model("alibi", "llama")
+    del layers_of(model)[1]
+    with pytest.raises(UnsupportedModelError, match=r"set config\.num_hidden_layers = 1"):
+        model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["alibi", "shaw-shared", "rope", "learned"])
+def test_unpatching_with_fewer_layers_and_with_copies(case):
+    scheme, hyperparameters = CASES[case]
+    model, stock = tiny("gpt2", num_hidden_layers=3), tiny("gpt2", num_hidden_layers=3)
+    patch_model(model, scheme, **hyperparameters)
+    drop(model, 1)
+    drop(stock, 1)
+    assert logits(unpatch_model(model)).equal(logits(stock))
+    patch_model(model, scheme, **hyperparameters)
+    double(model, 1)
+    with pytest.raises(UnsupportedModelError, match=r"transformer\.h\.1 is a copy of a patched layer"):
+        unpatch_model(model)
+    del layers_of(model)[1]
+    renumber(model)
+    assert logits(unpatch_model(model)).equal(logits(stock))
+
+
+EACH_PLACEMENT = {type(scheme_class(scheme)().acts_on): scheme for scheme in SCHEMES}.values()
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in EACH_PLACEMENT else pytest.param(case, marks=pytest.mark.slow) for case in SCHEMES]
+)
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+def test_layers_that_were_compiled_one_by_one_before(case, way, tmp_path):
+    model, (scheme, hyperparameters) = tiny("llama"), CASES[case]
+    for index, layer in enumerate(model.model.layers):
+        if way == "wrapped":
+            model.model.layers[index] = torch.compile(layer, backend="eager")
+        else:
+            layer.compile(backend="eager", fullgraph=True)
+    logits(model)  # compiled without the scheme
+    patch_model(model, scheme, seed=0, **hyperparameters)
+    assert_same(logits(model), logits(patch_model(tiny("llama"), scheme, seed=0, **hyperparameters)))
+    if way == "in place":
+        model.save_pretrained(tmp_path)
+        assert_same(logits(from_pretrained(tmp_path)), logits(model))
+    else:
+        with pytest.raises(UnsupportedModelError, match="has put a wrapper around a part of this model"):
+            model.save_pretrained(tmp_path)
+    assert_same(logits(unpatch_model(model)), logits(tiny("llama")))
+
+
+@pytest.mark.parametrize(
+    "case", ["alibi", *(pytest.param(case, marks=pytest.mark.slow) for case in ("sinusoidal", "rope"))]
+)
+def test_compiled_models_notice_too(case):
+    model = patched_model(case, "llama")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert_same(compiled(IDS, use_cache=False).logits, logits(model))
+        append_stock(model, "llama")
+        with pytest.raises(Exception, match="is not patched"):  # dynamo wraps what is raised while it traces
+            compiled(IDS, use_cache=False)

@@ -1,0 +1,471 @@
+"""Schemes in some of a model's layers, several in one model, and sliding windows: computed, moved, saved and undone.
+
+The reference runs the layers of the stock model one by one, by transformers' own eager attention, with masks and
+rotations written out here.
+"""
+
+import copy
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from families import tiny, tokens
+from matrix import matrix
+from situations import assert_same, distance, randomize
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+
+import hf_posenc
+from hf_posenc import CheckpointError, UnsupportedModelError, patch_model, schemes_of, unpatch_model, verify
+from hf_posenc.schemes.alibi import Alibi, alibi_slopes
+from hf_posenc.schemes.learned import Learned
+from hf_posenc.schemes.nope import Nope
+from hf_posenc.schemes.rope import Rope
+from hf_posenc.schemes.shaw import Shaw
+from hf_posenc.schemes.sinusoidal import Sinusoidal
+from hf_posenc.schemes.t5 import T5
+from hf_posenc.schemes.transformer_xl import TransformerXL
+
+LAYERS = 4
+
+MIXTURES = {
+    "nope-every-4th": lambda: [Nope(layers="3::4")],
+    "alibi-half": lambda: [Alibi(layers="0::2")],
+    "alibi-and-nope": lambda: [Alibi(layers="0::2"), Nope(layers="1::2")],
+    "rope-and-alibi": lambda: [Rope(rope_theta=50.0, layers=[0, 3]), Alibi(layers=[1])],
+    "two-ropes": lambda: [Rope(rope_theta=50.0, layers=[0]), Rope(rope_theta=900.0, layers=[1, 2, 3])],
+    "two-alibis": lambda: [Alibi(layers=[0, 1]), Alibi(slopes=(0.5, 0.1, 0.0, 1.0), layers=[3])],
+    "two-that-share": lambda: [
+        Shaw(max_distance=3, share_layers=True, layers=[0, 1]),
+        TransformerXL(share_biases=True, layers=[2, 3]),
+    ],
+    "hidden-and-scores": lambda: [
+        Sinusoidal(placement="every_layer", scale=0.5, layers=[1, 2]),
+        T5(num_buckets=8, max_distance=16, layers=[0, 3]),
+    ],
+    "learned-in-two": lambda: [Learned(num_positions=64, placement="every_layer", share_layers=False, layers=[0, 2])],
+    "windows": lambda: [Nope(window=5, layers=[0]), Rope(rope_theta=70.0, window=7, layers=[1]), Alibi(layers=[2])],
+    "a-window-alone": lambda: [Rope(window=6)],
+}
+FAMILIES = ("gpt2", "opt", "llama", "gpt_neox", "gemma3", "phi", "smollm3")
+NOTHING_TO_DO = {("nope-every-4th", "gpt2"), ("nope-every-4th", "opt")}
+NO_PLACE = {("learned-in-two", family) for family in FAMILIES if family not in ("gpt2", "opt")}
+
+
+# What a family lists by layer; and for GPT-NeoX more than the one pair that a quarter of 8 dimensions is.
+BY_LAYER = {
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1]},
+    "gpt_neox": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+}
+
+
+def base(family):
+    return tiny(family, num_hidden_layers=LAYERS, **BY_LAYER.get(family, {}))
+
+
+def mixed(family, name):
+    schemes = MIXTURES[name]()
+    if (name, family) in NO_PLACE:
+        schemes = [Learned(num_positions=64, placement="every_layer", share_layers=False, layers=[0, 2])]
+    model = base(family)
+    model.generation_config.eos_token_id = None
+    return randomize(patch_model(model, schemes, seed=0))
+
+
+PAIRS = [
+    (family, name) for family, name in itertools.product(FAMILIES, MIXTURES) if (name, family) not in NOTHING_TO_DO
+]
+over_pairs = pytest.mark.parametrize(("family", "name"), PAIRS)
+over_some_pairs = matrix(PAIRS, family=None, name=None, strength=1, times=3)
+
+
+# --------------------------------------------------------------------------------------------------- what each layer does
+
+
+def layers_of(model):
+    decoder = model.base_model
+    for name in ("decoder", "h", "layers"):
+        decoder = getattr(decoder, name, decoder)
+    return list(decoder)
+
+
+def attention_of(layer):
+    return next(getattr(layer, name) for name in ("attn", "self_attn", "attention") if hasattr(layer, name))
+
+
+@torch.no_grad()
+def through(model, ids, index, hidden=None):
+    """Run a model and return what entered and left one layer; with `hidden`, that is what enters it."""
+    seen = {}
+
+    def enter(module, args, kwargs):
+        given = args[0] if args else kwargs["hidden_states"]
+        seen["in"] = given if hidden is None else hidden
+        if args:
+            return (seen["in"], *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": seen["in"]}
+
+    def leave(module, args, output):
+        seen["out"] = output[0] if isinstance(output, tuple) else output
+
+    layer = layers_of(model)[index]
+    handles = [
+        layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        layer.register_forward_hook(leave),
+    ]
+    try:
+        model(ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen["in"], seen["out"]
+
+
+@over_some_pairs
+def test_each_layer_is_that_of_a_model_with_one_scheme(family, name):
+    """A layer that has a scheme computes what it does where all have it; a layer that nobody names is the base's own."""
+    ids, mixture = tokens(2, 20), mixed(family, name)
+    of_layer = {}
+    for scheme in schemes_of(mixture):
+        for index in range(LAYERS) if scheme.layers is None else scheme.layers:
+            of_layer[index] = scheme
+    for index in range(LAYERS):
+        entering, leaving = through(mixture, ids, index)
+        alike = base(family)
+        stock = through(alike, ids, index, entering)[1]
+        if index in of_layer:
+            scheme = of_layer[index]
+            patch_model(alike, replace(scheme, layers=None), seed=0)
+            ours, theirs = layers_of(mixture)[index], layers_of(alike)[index]
+            for one, other in ((ours, theirs), (attention_of(ours), attention_of(theirs))):
+                if "posenc" in one._modules:
+                    other.posenc = one.posenc
+            if hasattr(attention_of(theirs), "use_rope"):  # a layer that is named is turned, though the base may not
+                attention_of(theirs).use_rope = attention_of(ours).use_rope
+            expected = through(alike, ids, index, entering)[1]
+        else:
+            expected = stock
+        torch.testing.assert_close(leaving, expected, atol=1e-4, rtol=1e-4)
+        turned = family not in ("gpt2", "opt") and not (family == "smollm3" and index == 1)
+        if index in of_layer and (turned or of_layer[index].name != "nope" or of_layer[index].window):
+            assert distance(leaving, stock) > 1e-3, "the stock layer computes the same"
+
+
+@pytest.mark.parametrize("layers", ["3::4", [3], [-1]])
+def test_nope_in_every_fourth_layer_of_a_llama_is_smollm3(layers):
+    sizes = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "tie_word_embeddings": False,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    smollm3 = SmolLM3ForCausalLM(SmolLM3Config(**sizes, use_sliding_window=False)).eval()
+    assert smollm3.config.no_rope_layers == [1, 1, 1, 0]
+    smollm3.load_state_dict(llama.state_dict())
+    ids = tokens(2, 30)
+    assert distance(llama(ids).logits, smollm3(ids).logits) > 0.01
+    patch_model(llama, "nope", layers=layers)
+    assert llama(ids).logits.equal(smollm3(ids).logits)
+    padded = torch.ones_like(ids)
+    padded[0, :5] = 0
+    assert llama(ids, attention_mask=padded).logits.equal(smollm3(ids, attention_mask=padded).logits)
+    unpatch_model(llama)
+    patch_model(smollm3, "rope", layers=[3])  # named, so turned: now it is the llama again
+    assert smollm3(ids).logits.equal(llama(ids).logits)
+
+
+def test_alibi_in_half_of_gpt2s_layers_from_the_formula():
+    """GPT-2 written out in float64: learned positions at the input, ALiBi in layers 0 and 2."""
+    model = patch_model(base("gpt2").double(), "alibi", layers="0::2")
+    ids = tokens(1, 17)
+    weights = {key.removeprefix("transformer."): value for key, value in model.state_dict().items()}
+    hidden = weights["wte.weight"][ids[0]] + weights["wpe.weight"][torch.arange(17)]
+    heads, size = 4, 8
+    slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float64)
+    i, j = torch.arange(17)[:, None], torch.arange(17)[None]
+
+    def norm(x, name):
+        return torch.nn.functional.layer_norm(x, (32,), weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+    def project(x, name):
+        return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    for n in range(LAYERS):
+        q, k, v = project(norm(hidden, f"h.{n}.ln_1"), f"h.{n}.attn.c_attn").split(32, -1)
+        q, k, v = (each.view(17, heads, size).transpose(0, 1) for each in (q, k, v))
+        scores = q @ k.mT / size**0.5
+        if n in (0, 2):
+            scores = scores - slopes[:, None, None] * (i - j)
+        mixed_values = scores.masked_fill(j > i, -torch.inf).softmax(-1) @ v
+        hidden = hidden + project(mixed_values.transpose(0, 1).reshape(17, 32), f"h.{n}.attn.c_proj")
+        inner = torch.nn.functional.gelu(project(norm(hidden, f"h.{n}.ln_2"), f"h.{n}.mlp.c_fc"), approximate="tanh")
+        hidden = hidden + project(inner, f"h.{n}.mlp.c_proj")
+    expected = norm(hidden, "ln_f") @ weights["wte.weight"].T
+    actual = model(ids).logits[0]
+    assert distance(actual, expected) < 1e-9
+    unpatch_model(model)
+    assert distance(model(ids).logits[0], expected) > 0.01
+
+
+def test_a_window_from_its_definition():
+    """One layer, ALiBi: what is further than the window is not there, and what is inside is as without one."""
+    model = patch_model(tiny("llama", num_hidden_layers=1), "alibi", window=3)
+    ids = tokens(1, 12)
+    assert_same(model(ids).logits[:, :3], patch_model(tiny("llama", num_hidden_layers=1), "alibi")(ids).logits[:, :3])
+    changed = ids.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 97
+    moved = (model(changed).logits - model(ids).logits).abs().amax(-1)[0]
+    assert moved[:5].max() == 0
+    assert moved[5:8].min() > 1e-4
+    assert moved[8:].max() == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- situations
+
+
+@over_some_pairs
+def test_a_mixture_is_what_it_says(family, name):
+    """verify, cached and padded forward passes, generation, gradients, copies."""
+    model = mixed(family, name)
+    report = verify(model)
+    assert report.ok, report
+    ids = tokens(2, 20)
+    whole = model(ids, use_cache=False).logits
+    cache = DynamicCache(config=model.config)
+    first = model(ids[:, :13], past_key_values=cache, use_cache=True).logits
+    rest = [model(ids[:, n : n + 1], past_key_values=cache, use_cache=True).logits for n in range(13, 20)]
+    assert_same(torch.cat([first, *rest], 1), whole)
+    padded = torch.nn.functional.pad(ids, (4, 0), value=0)
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (4, 0))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    assert_same(model(padded, attention_mask=mask, position_ids=positions).logits[:, 4:], whole)
+    if family != "opt":  # which never hands its position ids to the mask, see test_situations.py
+        packed = torch.cat([ids[:1, :8], ids[:1, :12]], 1)
+        restarts = torch.cat([torch.arange(8), torch.arange(12)])[None]
+        logits = model(packed, position_ids=restarts, use_cache=False).logits
+        assert_same(logits[:, :8], whole[:1, :8])
+        assert_same(logits[:, 8:], whole[:1, :12])
+    if True:
+        greedy = model.generate(ids, max_new_tokens=6, do_sample=False)
+        again = ids
+        for _ in range(6):
+            again = torch.cat([again, model(again, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        assert greedy.equal(again)
+
+    assert_same(copy.deepcopy(model)(ids, use_cache=False).logits, whole)
+    model.train()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    ours = {n: p for n, p in model.named_parameters() if "posenc" in n}
+    assert all(expected[n].norm() > 0 for n in ours), "a position parameter has no gradient"
+    model.zero_grad()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    for n, p in model.named_parameters():
+        if p.grad is not None:
+            assert_same(p.grad, expected[n], n)
+
+
+@over_some_pairs
+def test_a_mixture_is_saved_loaded_and_undone(family, name, tmp_path):
+    model = base(family)
+    ids, before = tokens(2, 18), base(family)(tokens(2, 18)).logits
+    stock = {key: value.clone() for key, value in model.state_dict().items()}
+    settings = model.config.to_dict()
+    patch_model(model, mixed_schemes(family, name), seed=0)
+    randomize(model)
+    expected = model(ids).logits
+    assert distance(expected, before) > 1e-3
+    said = hf_posenc.describe(model)
+    model.save_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert schemes_of(loaded) == schemes_of(model)
+    assert loaded(ids).logits.equal(expected)
+    assert verify(loaded).ok
+    again = hf_posenc.describe(loaded)
+    assert (again.schemes, again.kept, again.limit) == (said.schemes, said.kept, said.limit)
+    for scheme in said.schemes:
+        assert scheme.name in str(said)
+    assert [each["scheme"] for each in hf_posenc.inspect(tmp_path).schemes] == [each.name for each in said.schemes]
+    card = (tmp_path / "README.md").read_text()
+    assert all(f"`{scheme.name}`" in card for scheme in said.schemes)
+    unpatch_model(model)
+    assert model(ids).logits.equal(before)
+    assert {**model.config.to_dict(), "dtype": None} == settings  # which transformers writes into it when saving
+    assert model.state_dict().keys() == stock.keys()
+    assert all(value.equal(stock[key]) for key, value in model.state_dict().items())
+    assert not hf_posenc.is_patched(model)
+
+
+def mixed_schemes(family, name):
+    if (name, family) in NO_PLACE:
+        return [Learned(num_positions=64, placement="every_layer", share_layers=False, layers=[0, 2])]
+    return MIXTURES[name]()
+
+
+# PEFT reads an attribute that transformers has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", MIXTURES)
+def test_an_adapter_on_a_mixture(name, tmp_path):
+    from peft import get_peft_model
+
+    model = mixed("llama", name)
+    wrapped = get_peft_model(model, hf_posenc.lora_config(model, r=2))
+    randomize(wrapped, seed=8)
+    with torch.no_grad():
+        for key, parameter in wrapped.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.1)
+    ids = tokens(2, 15)
+    expected = wrapped(ids).logits
+    wrapped.save_pretrained(tmp_path)
+    loaded = hf_posenc.load_adapter(mixed("llama", name), tmp_path)
+    assert_same(loaded(ids).logits, expected)
+    other = [Alibi(layers="1::2")]
+    with pytest.raises(CheckpointError, match="was trained on"):
+        hf_posenc.load_adapter(patch_model(base("llama"), other), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nope-every-4th",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("rope-and-alibi", "hidden-and-scores")),
+    ],
+)
+def test_a_compiled_mixture(name):
+    model = mixed("llama", name)
+    ids = tokens(2, 12)
+    expected = model(ids, use_cache=False).logits
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_same(compiled(ids, use_cache=False).logits, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("family", "schemes", "error", "message"),
+    [
+        ("llama", [Alibi(layers="0::2"), Nope(layers=[2])], ValueError, "alibi and nope both name layer 2"),
+        ("llama", [Alibi(), Nope(layers=[2])], ValueError, "both name layer 2"),
+        ("llama", [Alibi(layers=[4])], ValueError, "no layer 4: the model has 4, counted from 0"),
+        ("llama", [Alibi(layers=[1, -3])], ValueError, "names a layer twice"),
+        ("llama", [Alibi(layers="9:")], ValueError, "selects none of the 4 layers"),
+        ("llama", [Alibi(layers=[])], ValueError, "selects none of the 4 layers"),
+        ("llama", [Alibi(layers="even")], ValueError, "neither a layer type of this model nor a slice"),
+        ("gemma3", [Alibi(layers="full")], ValueError, "full_attention, sliding_attention, or a slice"),
+        ("llama", [Alibi(layers="::0")], ValueError, "neither a layer type"),
+        ("llama", [Alibi(layers=[1.0])], TypeError, "layers must be a list of indices"),
+        ("llama", [Alibi(layers=2)], TypeError, "layers must be a list of indices"),
+        ("llama", [Alibi(layers=[True])], TypeError, "layers must be a list of indices"),
+        ("llama", [Alibi(layers=np.array([0.0]))], TypeError, "layers must be a list of indices"),
+        ("llama", [Sinusoidal(layers=[1])], ValueError, "layers is for placement='every_layer'"),
+        ("gpt2", [Nope(layers=[1])], UnsupportedModelError, "positions of gpt2 enter at the input"),
+        ("llama", [Alibi(window=0)], ValueError, "window must be at least 1"),
+        ("llama", [Alibi(window=True)], TypeError, "window must be a number of tokens"),
+        ("llama", [Alibi(window="8")], TypeError, "window must be a number of tokens"),
+        ("llama", [Alibi(window=2.0)], TypeError, "window must be a number of tokens"),
+        ("llama", [Alibi(window=2**31 - 1)], ValueError, "below 2147483647"),
+        ("mistral", [Alibi(window=8)], ValueError, "would change nothing in layer 0, which has a sliding window of 8"),
+        ("llama", [], TypeError, "a list of Schemes"),
+        ("llama", ["alibi"], TypeError, "a list of Schemes"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_changed(family, schemes, error, message):
+    model = base(family)
+    before = [(key, id(module), type(module)) for key, module in model.named_modules()]
+    with pytest.raises(error, match=message):
+        patch_model(model, schemes)
+    assert before == [(key, id(module), type(module)) for key, module in model.named_modules()]
+    assert not hf_posenc.is_patched(model)
+
+
+def test_layer_types_are_selected_by_name():
+    model = patch_model(base("gemma3"), "alibi", layers="full_attention")
+    assert schemes_of(model)[0].layers == (1, 3)
+    assert hf_posenc.describe(model).kept == (0, 2)
+
+
+@pytest.mark.parametrize("layers", [[np.int64(0), 2], np.array([0, 2]), range(0, 4, 2), torch.tensor([0, 2]), (0, -2)])
+def test_any_integers_select_layers_and_are_written_as_numbers(layers, tmp_path):
+    model = patch_model(base("llama"), "alibi", layers=layers, window=np.int64(4))
+    assert repr((schemes_of(model)[0].layers, schemes_of(model)[0].window)) == "((0, 2), 4)"
+    expected = patch_model(base("llama"), "alibi", layers=[0, 2], window=4)
+    model.save_pretrained(tmp_path)
+    expected.load_state_dict(model.state_dict())
+    ids = tokens()
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert loaded(ids).logits.equal(expected(ids).logits)
+
+
+def test_a_window_beyond_all_lags_is_refused_at_load(tmp_path):
+    patch_model(base("llama"), "alibi", window=4).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    del written["hf_posenc_digests"]
+    written["position_encoding"]["schemes"][0]["window"] = 2**31
+    file.write_text(json.dumps(written))
+    with pytest.raises(CheckpointError, match="below 2147483647"):
+        hf_posenc.from_pretrained(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # torch.jit reads every attribute
+@pytest.mark.parametrize("schemes", [[Nope(window=5)], [Alibi(layers=[0])], [Rope(window=3, layers=[1])]])
+def test_torch_jit_traces_layers_without_a_scheme_on_their_scores(schemes):
+    model, ids = patch_model(base("llama"), schemes), tokens(1, 12)
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(ids, use_cache=False).logits
+
+    traced = torch.jit.trace(Logits(), ids)
+    other = tokens(1, 12, seed=5)
+    assert_same(traced(other), model(other, use_cache=False).logits)
+
+
+def test_all_layers_named_is_no_selection():
+    model = patch_model(base("llama"), "alibi", layers=":")
+    assert schemes_of(model)[0].layers is None
+
+
+@pytest.mark.parametrize("change", ["drop", "append", "swap"])
+def test_layers_that_change_afterwards_are_noticed(change, tmp_path):
+    model = patch_model(base("llama"), [Alibi(layers=[0, 1]), Nope(layers=[2])])
+    layers = model.model.layers
+    if change == "drop":
+        del layers[0]
+    elif change == "append":
+        layers.append(copy.deepcopy(layers[0]))
+    else:
+        layers[0], layers[2] = layers[2], layers[0]
+    model.config.num_hidden_layers = len(layers)
+    with pytest.raises(UnsupportedModelError, match="then patch it again"):
+        model(tokens(), use_cache=False)
+    with pytest.raises(UnsupportedModelError, match="then patch it again"):
+        model.save_pretrained(tmp_path)
+
+
+def test_a_mixture_is_exported_where_a_stock_class_has_it(tmp_path):
+    model = patch_model(base("llama"), "nope", layers="1::2")
+    hf_posenc.export_stock(model, tmp_path)
+    stock = SmolLM3ForCausalLM.from_pretrained(tmp_path)
+    assert stock.config.no_rope_layers == [1, 0, 1, 0]
+    ids = tokens(2, 30)
+    assert stock(ids).logits.equal(model(ids).logits)
+    for schemes in ([Alibi(layers=[0])], [Rope(rope_theta=3.0, layers=[0])], [Nope(window=5)]):
+        with pytest.raises(UnsupportedModelError, match="no stock class computes"):
+            hf_posenc.export_stock(patch_model(base("llama"), schemes), tmp_path / "no")

@@ -1,0 +1,240 @@
+"""What is special about some model types, in the situations in which it could be lost; see `tests/situations/test_every_decoder.py`."""
+
+import copy
+
+import pytest
+import torch
+from decoders import decoder
+from transformers import CONFIG_MAPPING, StaticCache
+
+import hf_posenc
+from hf_posenc import export_stock, from_pretrained, patch_model, verify
+from hf_posenc.analysis.probe import position_vectors
+from hf_posenc.layer_state import STATE, OnAttention, use_engine
+from hf_posenc.live.base_model import BaseModel
+from hf_posenc.registry import family_for, supported_model_types
+from hf_posenc.schemes.alibi import Alibi
+from hf_posenc.schemes.learned import Learned
+from hf_posenc.schemes.nope import Nope
+from hf_posenc.schemes.rope import Rope
+
+LENGTH = 20
+EXACT = 2e-4  # relative norm of a difference in float32: two ways of adding up the same numbers
+
+
+def tokens():
+    return torch.arange(3, 3 + LENGTH)[None]
+
+
+@torch.no_grad()
+def logits(model, **arguments):
+    return model(tokens(), use_cache=False, **arguments).logits
+
+
+def relative(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [1, 2, 1]}
+"""Pairs for time, height and width; the type's own section would leave the pairs of a tiny head where they are."""
+
+
+def coordinates(*, alike, axes, step=1):
+    """Return positions (axes, 1, T); the first of four axes is that of the text."""
+    time = torch.arange(LENGTH) * step
+    seen = [time, time, time] if alike else [time, time // 2, time % 5]
+    return torch.stack([time, *seen][-axes:])[:, None]
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize(
+    "scheme", [Alibi(), Learned(num_positions=64), Alibi(layers=[1]), Rope(layers=[1], rope_theta=9)]
+)
+def test_several_coordinates_are_refused_where_one_number_counts(scheme, axes):
+    """And where they are all alike, they are that number, gaps included."""
+    kinds = ["full_attention", "full_attention"]
+    model = patch_model(decoder("qwen3_5_text", layer_types=kinds, rope_parameters=MROPE), scheme, seed=0)
+    for step in (1, 3):
+        alike = coordinates(alike=True, axes=axes, step=step)
+        assert logits(model, position_ids=alike).equal(logits(model, position_ids=alike[0]))
+    with pytest.raises(ValueError, match="several coordinates"):
+        logits(model, position_ids=coordinates(alike=False, axes=axes))
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+def test_several_coordinates_turn_what_the_base_turns(axes, tmp_path):
+    """A rotation of the whole model keeps how the base divides the pairs, also in a checkpoint and exported."""
+    section = [3, 1, 0]
+    given = coordinates(alike=False, axes=axes)
+    expected = logits(decoder("qwen3_5_text", rope_parameters=MROPE | {"rope_theta": 50.0}), position_ids=given)
+    other = logits(
+        decoder("qwen3_5_text", rope_parameters=MROPE | {"rope_theta": 50.0, "mrope_section": section}),
+        position_ids=given,
+    )
+    assert relative(other, expected) > 1e-2
+    for number, (divided, wanted) in enumerate(((MROPE["mrope_section"], expected), (section, other))):
+        parameters = MROPE | {"mrope_section": divided}
+        model = patch_model(decoder("qwen3_5_text", rope_parameters=parameters), "rope", rope_theta=50.0)
+        assert logits(model, position_ids=given).equal(wanted)
+        model.save_pretrained(tmp_path / f"{number}")
+        assert logits(from_pretrained(tmp_path / f"{number}"), position_ids=given).equal(wanted)
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    stock = decoder("qwen3_5_text", rope_parameters=MROPE | scaled)
+    before = logits(stock, position_ids=given)
+    assert logits(patch_model(stock, "rope"), position_ids=given).equal(before)
+
+
+def test_a_copied_layer_loses_its_temperature_too():
+    """A layer that was copied has a config of its own, which says how queries grow with the position."""
+    expected = logits(patch_model(decoder("ministral3"), "alibi"))
+    model = decoder("ministral3")
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+    own = model.model.layers[1].self_attn.config
+    assert own is not model.config
+    before = logits(model)
+    assert logits(patch_model(model, "alibi")).equal(expected)
+    hf_posenc.unpatch_model(model)
+    assert logits(model).equal(before)
+
+
+def test_a_temperature_of_all_layers_is_kept_or_not():
+    """One part of the layers that is turned, and would lose it, is refused; without it there is nothing to lose."""
+    mixtures = ([Alibi(layers=[0]), Rope(layers=[1], rope_theta=10.0)], [Alibi(layers=[0])], [Nope(layers=[1])])
+    own = decoder("ministral3").config.rope_parameters
+    for mixture in mixtures:
+        with pytest.raises(hf_posenc.UnsupportedModelError, match="in all layers or in none"):
+            patch_model(decoder("ministral3"), mixture)
+        model = decoder("ministral3", rope_parameters=own | {"llama_4_scaling_beta": 0.0})
+        assert verify(patch_model(model, mixture)).ok
+
+
+@pytest.mark.parametrize("model_type", ["phi", "persimmon", "stablelm"])
+def test_p_rope_where_attention_slices_by_its_own_number(model_type, tmp_path):
+    """What is loaded computes what was saved; the stock class, which would take fewer dimensions, is refused."""
+    model = patch_model(
+        decoder(model_type), "rope", scaling={"rope_type": "proportional"}, partial_rotary_factor=0.75, rope_theta=50.0
+    )
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "patched")
+    assert logits(from_pretrained(tmp_path / "patched")).equal(expected)
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="no stock class computes rope"):
+        export_stock(model, tmp_path / "stock")
+
+
+CHUNKED = [Alibi(), Alibi(layers=[0]), Alibi(window=5)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("scheme", "compiled"),
+    [
+        *((scheme, False) for scheme in CHUNKED),
+        (CHUNKED[0], True),
+        *(pytest.param(scheme, True, marks=pytest.mark.slow) for scheme in CHUNKED[1:]),
+    ],
+)
+def test_chunks_of_attention_with_a_static_cache(scheme, compiled):
+    """Queries see keys of their own chunk only, also where a compiled step cannot look into the mask's closure."""
+    model = patch_model(decoder("llama4_text", attention_chunk_size=8), scheme)
+    expected, ids, positions = logits(model), tokens(), torch.arange(LENGTH)[None]
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 4)
+    found = [model(ids[:, :6], position_ids=positions[:, :6], past_key_values=cache).logits]
+    step = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    for n in range(6, LENGTH):
+        here = slice(n, n + 1)
+        found.append(step(ids[:, here], position_ids=positions[:, here], past_key_values=cache).logits)
+    assert relative(torch.cat(found, 1), expected) <= EXACT
+
+
+def own_mask(*, kind, window=None):
+    """Return a mask of the user's own, (1, 1, T, T): key 2 hidden from later tokens, and perhaps beyond a window.
+
+    A float mask adds something to the scores, too.
+    """
+    lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None]
+    seen = (lag >= 0) & ((torch.arange(LENGTH) != 2)[None] | (lag == 0))
+    if window is not None:
+        seen &= lag < window
+    if kind == "bool":
+        return seen[None, None]
+    added = torch.randn(LENGTH, LENGTH, generator=torch.Generator().manual_seed(0))
+    return added.masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("scheme", [Alibi, Nope, Rope])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "deepseek_v3", "cohere2"])
+def test_a_window_under_a_mask_of_ones_own(model_type, scheme, kind):
+    """The window of the scheme hides what the same window in the mask hides."""
+    windowed = patch_model(decoder(model_type), scheme(window=5))
+    wide = patch_model(decoder(model_type), scheme(window=LENGTH))  # the same attention function, and nothing hidden
+    found = logits(windowed, attention_mask=own_mask(kind=kind))
+    assert relative(found, logits(wide, attention_mask=own_mask(kind=kind, window=5))) <= EXACT
+    assert relative(found, logits(wide, attention_mask=own_mask(kind=kind))) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "cohere2"])
+def test_a_mixture_under_a_float_mask_of_ones_own(model_type, dtype):
+    """Layers that keep what they have add it as those with a scheme do; the first tokens are seen by nobody."""
+    mask, ids = own_mask(kind="float"), tokens()
+    mask[..., :4] = torch.finfo(torch.float32).min
+    model = patch_model(decoder(model_type).to(dtype), [Alibi(layers=[0], window=7)])
+    found = logits(model, attention_mask=mask)[:, 4:]
+    for module in model.modules():
+        if isinstance(getattr(module, STATE, None), OnAttention):
+            use_engine(module, "reference")
+    assert found.isfinite().all()
+    limit = EXACT if dtype == torch.float32 else 1e-2  # float16 has 11 bits, and scores are rounded to them
+    assert relative(found.float(), logits(model, attention_mask=mask)[:, 4:].float()) <= limit
+    hidden = torch.cat([ids[:, :4].flip(1), ids[:, 4:]], 1)
+    with torch.no_grad():
+        assert (
+            relative(model(hidden, attention_mask=mask, use_cache=False).logits[:, 4:].float(), found.float()) <= limit
+        )
+
+
+SCALED = {
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "granite": {"embedding_multiplier": 12.0},
+    "nanochat": {},
+    "minicpm3": {"scale_emb": 12.0},
+    "falcon_h1": {"embedding_multiplier": 5.0},
+    "llama": {},
+}
+"""Types that scale or normalise their token embeddings on the way to the first layer, and how much; LLaMA does not."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", SCALED)
+def test_the_size_of_what_enters_the_first_layer(model_type):
+    """Seen from outside, by a hook: vectors that are added start at that size, measured over the whole vocabulary."""
+    model = decoder(model_type, **SCALED[model_type])
+    entering = []
+    layer = model.model.layers[0]
+    handle = layer.register_forward_pre_hook(
+        lambda module, args, kwargs: entering.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    model(torch.arange(model.config.vocab_size)[None], use_cache=False)
+    handle.remove()
+    wanted = entering[0].double().square().mean().sqrt().item()
+    table = model.get_input_embeddings().weight.double().square().mean().sqrt().item()
+    assert (abs(wanted / table - 1) > 0.5) == (model_type != "llama")
+    assert BaseModel.of(model).native().token_rms == pytest.approx(wanted, rel=1e-5)
+    vectors = position_vectors(patch_model(model, "sinusoidal"), 64)
+    assert vectors.square().mean().sqrt().item() == pytest.approx(wanted, rel=1e-3)
+
+
+TURNED = [t for t in supported_model_types() if t in CONFIG_MAPPING and family_for(t).rotation.rotary is not None]
+
+
+@pytest.mark.parametrize("model_type", TURNED)
+def test_a_share_of_each_head_is_a_share(model_type):
+    """No type's own module of angles reads the share from somewhere else, or not at all."""
+    half, whole = (
+        logits(patch_model(decoder(model_type), "rope", partial_rotary_factor=share, rope_theta=10.0, scaling="none"))
+        for share in (0.5, 1.0)
+    )
+    assert relative(half, whole) > 1e-4
