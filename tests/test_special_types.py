@@ -1,6 +1,7 @@
 """What is special about some model types, in the situations in which it could be lost; see `tests/test_every_decoder.py`."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.learned import Learned
 from hf_posenc.schemes.nope import Nope
 from hf_posenc.schemes.rope import Rope
+from hf_posenc.schemes.sinusoidal import Sinusoidal
 
 LENGTH = 20
 EXACT = 2e-4  # relative norm of a difference in float32: two ways of adding up the same numbers
@@ -101,15 +103,49 @@ def test_a_copied_layer_loses_its_temperature_too():
     assert logits(model).equal(before)
 
 
-def test_a_temperature_of_all_layers_is_kept_or_not():
-    """One part of the layers that is turned, and would lose it, is refused; without it there is nothing to lose."""
-    mixtures = ([Alibi(layers=[0]), Rope(layers=[1], rope_theta=10.0)], [Alibi(layers=[0])], [Nope(layers=[1])])
-    own = decoder("ministral3").config.rope_parameters
-    for mixture in mixtures:
-        with pytest.raises(hf_posenc.UnsupportedModelError, match="in all layers or in none"):
-            patch_model(decoder("ministral3"), mixture)
-        model = decoder("ministral3", rope_parameters=own | {"llama_4_scaling_beta": 0.0})
-        assert verify(patch_model(model, mixture)).ok
+TEMPERED = ("ministral3", "mistral4")
+MIXTURES = {
+    "beside a rotation": [Alibi(layers=[0]), Rope(layers=[1], rope_theta=10.0)],
+    "beside the base's own": [Alibi(layers=[0])],
+    "the last": [Nope(layers=[1])],
+    "vectors": [Sinusoidal(placement="every_layer", layers=[0])],
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("model_type", TEMPERED)
+def test_a_temperature_goes_with_the_rotation_of_a_layer(model_type, mixture, tmp_path):
+    """Queries of layers that rotate go on growing with the position, those of the others do not."""
+    schemes = MIXTURES[mixture]
+    silent = schemes[0].layers[0]
+    stock = decoder(model_type)
+    before, ids = logits(stock), tokens()
+    own = stock.config.rope_parameters
+    expected = patch_model(decoder(model_type, rope_parameters=own | {"llama_4_scaling_beta": 0.0}), schemes)
+    for layer, decoder_layer in enumerate(expected.model.layers):  # from outside: another config of that layer alone
+        if layer != silent:
+            decoder_layer.self_attn.config = copy.deepcopy(expected.config)
+            decoder_layer.self_attn.config.rope_parameters = own
+    wrong = logits(patch_model(decoder(model_type, rope_parameters=own | {"llama_4_scaling_beta": 0.0}), schemes))
+    wanted = logits(expected)
+    assert relative(wrong, wanted) > 1e-3
+    model = patch_model(stock, schemes)
+    assert logits(model).equal(wanted)
+    assert verify(model).ok
+    first = model(ids[:, :12], use_cache=True)
+    rest = model(ids[:, 12:], past_key_values=first.past_key_values, use_cache=True).logits
+    assert relative(torch.cat([first.logits, rest], 1), wanted) <= EXACT
+    assert logits(copy.deepcopy(model)).equal(wanted)
+    assert logits(pickle.loads(pickle.dumps(model))).equal(wanted)
+    assert (
+        relative(torch.compile(model, fullgraph=model_type == "ministral3", backend="eager")(ids).logits, wanted)
+        <= EXACT
+    )
+    model.save_pretrained(tmp_path)
+    assert logits(from_pretrained(tmp_path)).equal(wanted)
+    hf_posenc.unpatch_model(model)
+    assert logits(model).equal(before)
 
 
 @pytest.mark.parametrize("model_type", ["phi", "persimmon", "stablelm"])

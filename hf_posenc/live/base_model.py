@@ -18,6 +18,7 @@ from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream.attention import SPLIT_HEADS
 from .eval_mode import evaluation
+from .layer_config import LayerConfig
 from .rotation import BaseRotation
 from .state import patch_of
 from .watch import entering
@@ -66,7 +67,8 @@ class BaseModel:
     @property
     def configs(self) -> list[Any]:
         """The model's config, and those of its attentions: a layer that was copied (copy.deepcopy) has its own."""
-        of_attentions = (module.config for module in self.found.attentions if "config" in module.__dict__)
+        own = (module.config for module in self.found.attentions if "config" in module.__dict__)
+        of_attentions = (each.whole if isinstance(each, LayerConfig) else each for each in own)
         return list({id(config): config for config in (self.config, *of_attentions)}.values())
 
     @property
