@@ -84,11 +84,13 @@ JOINS_DOCUMENTS = {
 """Types in which documents of one row see each other, stock or not: a state runs on, or masks get no position ids."""
 
 
+WITHOUT_CACHE = {"openai-gpt"}
+"""Types that compute everything anew at each step."""
 CANNOT_ROTATE = {"kimi_linear"}
 """Types that rotate nothing, and whose queries and keys (latent attention) nothing from outside can turn."""
 
 
-PARTED_BY_US = {"bloom", "mpt", "xglm"}
+PARTED_BY_US = {"bloom", "mpt", "openai-gpt", "xglm"}
 """Types in which they do so in a stock model only."""
 
 
@@ -256,8 +258,10 @@ def tokens():
 
 
 def by_steps(model):
-    """Return the logits of a prompt and of generation, token by token, with the model's own cache."""
+    """Return the logits of a prompt and of generation, token by token, with the model's own cache, if it has one."""
     ids, positions = tokens(), torch.arange(LENGTH)[None]
+    if base_model_type(model.config) in WITHOUT_CACHE:
+        return torch.cat([out(model(ids[:, : n + 1], use_cache=True))[:, n:] for n in range(LENGTH)], 1)
     found = model(ids[:, :12], position_ids=positions[:, :12], use_cache=True)
     steps = [out(found)]
     for n in range(12, LENGTH):

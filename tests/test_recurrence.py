@@ -242,7 +242,7 @@ def test_wrong_values(wrong, words):
 REFUSED = {  # stock models; a scheme changes the first three
     "position vectors": {"biogpt", "gpt2", "gpt_bigcode", "opt"},
     "attention interface": {
-        "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "xglm",
+        "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "xglm",
     },
     "grows with the position": {"llama4_text", "ministral3", "mistral4"},
     "something else of the past": {

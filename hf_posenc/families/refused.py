@@ -215,7 +215,6 @@ REFUSALS = (
             "gemma4_text",
             "gemma4_unified_text",
             "hyperclovax",  # left to the package that is the example of how to serve one from outside
-            "openai-gpt",
             "recurrent_gemma",
         ),
         reason=_NOT_YET,

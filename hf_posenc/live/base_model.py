@@ -193,14 +193,15 @@ def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims
     heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)
     keys = names.attention_key_value_heads
     own = None if keys is None else int(getattr(attention, keys))
-    size = getattr(attention, names.attention_head_dim)
+    dim = names.attention_head_dim
+    size = config.hidden_size // heads if dim is None else getattr(attention, dim)
     return Dims(
         num_heads=heads,
         num_key_value_heads=own or getattr(config, "num_key_value_heads", None) or heads,
         head_dim=size,
         hidden_size=config.hidden_size,
         num_layers=num_layers,
-        value_dim=getattr(attention, names.attention_value_dim or names.attention_head_dim),
+        value_dim=size if names.attention_value_dim is None else getattr(attention, names.attention_value_dim),
     )
 
 

@@ -170,8 +170,9 @@ class BaseRotation:
         attention: Any = self.found.attention_of[layer]
         config = copy.deepcopy(self.config)
         config.rope_parameters = parameters
+        index = getattr(attention, str(self.family.names.attention_layer_index))
         with torch.device("meta"):
-            return float(type(attention)(config, getattr(attention, self.family.names.attention_layer_index)).scaling)
+            return float(type(attention)(config, index).scaling)
 
     @property
     def _name(self) -> str:
