@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -181,6 +182,9 @@ def decoder(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(0.2 * torch.randn(parameter.shape))
+            for module in model.modules() if model_type == "openai-gpt" else ():
+                if isinstance(module, Conv1D):  # which start at 0.02, whatever the config says
+                    module.weight.mul_(10)
     return model
 
 
