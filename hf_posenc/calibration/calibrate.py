@@ -72,7 +72,7 @@ def calibrate(
     Raises:
         TypeError: for a keyword that does not exist.
         NotPatchedError: if the model is not patched, or no `base` is given and the model was loaded patched.
-        UnsupportedModelError: if it is wrapped, sharded, offloaded or quantised, or nobody sees the base's scores.
+        UnsupportedModelError: if it is wrapped, sharded, offloaded or quantised, or predicts no tokens.
         ValueError: for choices that do not exist, numbers out of range; tokens that are no integers of the vocabulary,
             too few windows, or windows longer than the base was made for; a base that is the model itself or another
             kind of model; none given, where the model's own weights have moved since it was patched; under an adapter,

@@ -15,7 +15,9 @@ from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type, resolve
 from ..modules import Native, WithoutPositions
 from ..registry import family_for
+from ..schemes.alibi import Alibi, alibi_slopes
 from ..schemes.base import Dims, RotaryScheme, Scheme
+from ..schemes.rope import Rope
 from ..upstream.attention import SPLIT_HEADS
 from .eval_mode import evaluation
 from .layer_config import LayerConfig
@@ -131,6 +133,16 @@ class BaseModel:
         """Return the layers of a patched model that have a scheme on their attention scores."""
         modules = {index: attention._modules.get("posenc") for index, attention in self.found.attention_of.items()}
         return tuple(index for index, module in modules.items() if not isinstance(module, WithoutPositions | None))
+
+    def own_scheme(self, layers: tuple[int, ...]) -> Scheme | None:
+        """Return what the attention of a base does in some layers by code of its own, as a scheme; None for nothing."""
+        own = self.family.attention
+        if own is None:
+            return None
+        if (factor := own.alibi(self.found.attentions[0])) is not None:
+            slopes = tuple(factor * slope for slope in alibi_slopes(self.dims.num_heads))
+            return Alibi(slopes=slopes, layers=layers)
+        return self.fit_rotation(Rope(layers=layers)) if own.rope_parameters(self.config) else None
 
     def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
         """Return a rotary scheme with all that was not given taken from the base, see `BaseRotation.fit`."""

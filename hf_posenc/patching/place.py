@@ -306,6 +306,9 @@ def operate(undo: Undo, plan: Plan) -> list[PositionModule]:
             for layer in site.layers:
                 attention = plan.base.found.attention_of[layer]
                 keep(undo, attention, on_attention(attention), window=site.scheme.window)
+    if (own := plan.own) is not None:
+        sites.append(ModelSite(undo, plan, own, owners, KEPT))
+        own.acts_on.put(own, sites[-1])
     if plan.attends:
         attend_through_us(undo, plan.base, plan.attention)
         add_pre_hook(undo, plan.base.found.decoder, require_attention)

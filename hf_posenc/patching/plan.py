@@ -57,6 +57,11 @@ class Plan:
         named = {layer for scheme in self.schemes for layer in self.layers_of(scheme)}
         return tuple(layer for layer in self.base.sizes if layer not in named)
 
+    @property
+    def own(self) -> Scheme | None:
+        """What the base does in layers that nobody names, where their attention is replaced all the same."""
+        return self.base.own_scheme(self.kept) if self.kept and self.base.family.always_replaced else None
+
     def rotated_by_base(self) -> tuple[int, ...]:
         """Return the layers that the base's own rotary module goes on turning."""
         layers = [layer for layer in self.kept if self.base.rotated[layer]]
@@ -181,12 +186,6 @@ def _check_layers(schemes: Sequence[Scheme], base: BaseModel) -> set[int]:
                     "in [Alibi(layers='0::2'), Nope(layers='1::2')]"
                 )
         _check_window(scheme, base)
-    if base.family.always_replaced and len(scheme_in) < base.num_layers:
-        raise UnsupportedModelError(
-            f"{_names(schemes)} in some layers: the attention of {base.name} never calls transformers' attention "
-            "interface, so that layers which keep what the base has cannot run beside those that are replaced. Give "
-            "every layer a scheme"
-        )
     return set(scheme_in)
 
 

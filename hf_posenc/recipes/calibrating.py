@@ -20,7 +20,6 @@ from hf_posenc import Calibration, Matching
 
 from ..calibration.calibrate import record_calibration
 from ..calibration.report import NOTHING, HeldOutLoss
-from ..registry import family_for
 from .corpus import Document, Text, Windows, order
 from .measuring import held_out_loss
 from .options import UsageError, at_least, one_of, refuse
@@ -83,15 +82,6 @@ def check(arguments: Any) -> None:
         refuse(arguments, "calibrate_steps", f"is of --calibrate attention, not of {arguments.calibrate}")
     if arguments.learning_rate is None:
         arguments.learning_rate = PLAIN_RATE if arguments.calibrate == "none" else CALIBRATED_RATE
-
-
-def check_base(model: PreTrainedModel, arguments: Any) -> None:
-    """Raise a UsageError where nobody sees the scores of the base that the calibration is to follow."""
-    if family_for(model.config.model_type).always_replaced:
-        raise UsageError(
-            f"--calibrate {arguments.calibrate}: a stock {type(model).__name__} computes its attention in code of its "
-            "own, and nobody sees the scores to follow: --calibrate none swaps plainly"
-        )
 
 
 def windows(train: list[Document], trained_length: int, arguments: Any) -> Tensor:

@@ -154,7 +154,6 @@ def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
         accelerator.print(f"The swap, tried before anything long: {report}")
     windows = None
     if scheme is not None and arguments.calibrate != "none":
-        calibrating.check_base(model, arguments)
         windows = calibrating.windows(text.train, trained_length, arguments)
     results = {
         **origin("extend_context", arguments, accelerator),
