@@ -30,7 +30,8 @@ _INDEXER = (
     "a learned indexer chooses the keys that each query may see, by rotated scores of its own that no scheme reaches"
 )
 _THREE_POSITIONS = (
-    "a token has three positions there (time, height and width of a picture), where schemes are defined for one"
+    "a token has three positions there (time, height and width of a picture), and nobody has yet tested how one number "
+    "in their place reaches its layers"
 )
 _SEES_FORWARD = (
     "image tokens see each other in both directions, and every scheme is defined for keys at or before the query"
