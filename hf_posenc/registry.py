@@ -219,7 +219,7 @@ def reason_around(reason: str, text: str) -> str:
     if text in supported_model_types():
         return (
             f"{reason}; its language model is of type {text!r}, which is served: copy it into an "
-            "AutoModelForCausalLM.from_config(config.text_config) and patch that"
+            "AutoModelForCausalLM.from_config(config.text_config), or an AutoModel where it has no head, and patch that"
         )
     why = reason_against(text)
     return f"{reason}; and its language model, of type {text!r}, is not served either" + (f": {why}" if why else "")

@@ -21,7 +21,7 @@ from .live.state import Patch, patch_of, without_adapter
 from .live.undo import Keep, SetAttribute, SetModule, Undo
 from .live.watch import LayerCall, first, recorded
 from .live.wrappers import check_in_place, check_unwrapped
-from .modules import PositionModule, WithoutPositions
+from .modules import PositionEmbedding, PositionModule, WithoutPositions
 from .patching.hooks import require_attention
 from .upstream import NAME
 from .upstream.channel import as_channel
@@ -269,7 +269,8 @@ def _problems_of_rotation(patch: Patch, base: BaseModel) -> Iterator[str]:
 
 def _answering(patch: Patch, base: BaseModel) -> list[bool]:
     """Return for each layer whether it must answer to its positions."""
-    expected = list(base.rotated)  # layers that keep what the base has
+    own = base.family.always_replaced and base.own_scheme(tuple(base.sizes)) is not None
+    expected = [own or rotated for rotated in base.rotated]  # layers that keep what the base has
     for scheme in patch.schemes:
         for layer in base.layers_of(scheme):
             expected[layer] = scheme.acts_on.answers(layer, base)
@@ -279,7 +280,7 @@ def _answering(patch: Patch, base: BaseModel) -> list[bool]:
 def _answers_at_input(patch: Patch, base: BaseModel) -> bool:
     """Return whether the hidden states that enter the first layer must answer to positions."""
     kept = all(scheme.layers is not None for scheme in patch.schemes)
-    if kept and isinstance(base.found.position_table, nn.Embedding):
+    if kept and not isinstance(base.found.position_table, PositionEmbedding | None):
         return True
     return any(scheme.acts_on.answers_at_input(base) for scheme in patch.schemes)
 

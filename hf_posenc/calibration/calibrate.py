@@ -67,7 +67,7 @@ def calibrate(
     Raises:
         TypeError: for a keyword that does not exist.
         NotPatchedError: if the model is not patched, or no `base` is given and the model was loaded patched.
-        UnsupportedModelError: if it is wrapped, sharded, offloaded or quantised, or nobody sees the base's scores.
+        UnsupportedModelError: if it is wrapped, sharded, offloaded or quantised, or predicts no tokens.
         ValueError: for an argument out of range, and for tokens, a base or an adapter that do not fit the model. Also
             under `torch.inference_mode`, where the second stage has nothing to move, where no base is given and the
             model's own weights have moved since it was patched, and for attention that is NaN or infinite. Nothing has

@@ -17,14 +17,18 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..call import Call
+from ..checkpoints.building import model_class
+from ..checkpoints.config import stock_config
 from ..engines.chunked import cut
 from ..errors import UnsupportedModelError
 from ..forms import Content
 from ..live.attend import AttendThroughUs
 from ..live.base_model import BaseModel
-from ..live.undo import Undo
+from ..live.undo import SetClass, Undo
 from ..live.watch import LayerCall, recorded
 from ..modules import owner_of
+from ..patching.place import place
+from ..patching.plan import Plan
 from ..positions import Positions
 
 SCORES = 2**21
@@ -138,13 +142,13 @@ def _complete(module: nn.Module, call: Call) -> Call:
 @contextmanager
 def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
     """Let all attention of a model, also of a stock one, go through the attention function of this package."""
-    if base.hides_attention:
-        raise UnsupportedModelError(
-            f"the attention of a stock {type(model).__name__} never calls transformers' attention interface, so that "
-            "nobody sees its scores: it cannot be the base of a calibration"
-        )
     undo = Undo()
     try:
+        if base.hides_attention:  # patched by no scheme: every layer keeps what the base has
+            undo.make(*place(Plan(replace(base, keeps_table=base.has_table), (), "auto")).made)
+            if base.positions_in_mask:
+                decoder = base.model.base_model
+                undo.make(SetClass(decoder, model_class(type(decoder), stock_config(decoder.config))))
         undo.make(AttendThroughUs(base))
         yield
     finally:

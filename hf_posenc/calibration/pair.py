@@ -292,7 +292,9 @@ class Pair:
         """Return sums by distance over some windows."""
         found = {}
         with self.as_base() as followed:
-            rotates = BaseModel.of(followed).found.rotary is not None  # else nothing reads where the base attends
+            base_model = BaseModel.of(followed)
+            # Else nothing reads where the base attends.
+            rotates = base_model.found.rotary is not None or base_model.own_scheme(tuple(base_model.sizes)) is not None
         with attending(self.model, self.base_model):
             for batch in self._batches(self.train[:windows]):
                 theirs, inputs = self.seen(batch)

@@ -18,7 +18,8 @@ class OwnAttention:
 
     Two kinds of base have them, neither with a rotary module. In one, the attention calls transformers' attention
     interface, and is replaced in layers that are to rotate. In the other it does not (`bypasses_interface`), and is
-    replaced in every layer under every scheme, so that no layer keeps what the base has.
+    replaced in every layer under every scheme; layers that keep what the base has get it from `alibi` and
+    `rope_parameters`.
 
     Methods get the stock attention module first.
 
@@ -76,9 +77,13 @@ class OwnAttention:
         """Return the layer's sliding window in tokens, its query's own included, where the mask does not have it."""
         return None
 
-    def also_returns(self, attention: Any) -> tuple[Any, ...]:
-        """Return what the stock attention returns behind its output and its weights."""
-        return ()
+    def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
+        """Return what the stock attention returns, from its output (B, T, E) and its weights."""
+        return output, weights
+
+    def alibi(self, attention: Any) -> float | None:
+        """Return the factor on ALiBi's slopes that gives the base's own bias by distance; `None` if it has none."""
+        return None
 
     def rope_parameters(self, config: Any) -> dict[str, Any]:
         """Return the base's own rotation as transformers' `rope_parameters`, empty if it rotates nothing."""

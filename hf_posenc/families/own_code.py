@@ -49,6 +49,9 @@ class _Bloom(_Dense):
         merged = super().merge_heads(attention, output, arguments)
         return arguments["residual"] + dropout(merged, p=attention.hidden_dropout, training=attention.training)
 
+    def alibi(self, attention: Any) -> float | None:
+        return 1.0
+
     def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments with a bias of zeros, (B * H, 1, L)."""
         batch, keys = arguments["residual"].shape[0], arguments["attention_mask"].shape[-1]
@@ -73,6 +76,9 @@ class _Mpt(OwnAttention):
     def scaling(self, attention: Any) -> float:
         return attention.softmax_scale
 
+    def alibi(self, attention: Any) -> float | None:
+        return 1.0
+
     def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments without a bias, and with a mask that is True for keys that are not seen."""
         return {**arguments, "position_bias": None, "attention_mask": arguments["attention_mask"] < 0}
@@ -96,6 +102,9 @@ class _Falcon(_Dense):
     def dropout(self, attention: Any) -> float:
         return attention.attention_dropout.p if attention.config.alibi else 0.0  # never in a model that rotates
 
+    def alibi(self, attention: Any) -> float | None:
+        return attention.inv_norm_factor if attention.config.alibi else None
+
     def rope_parameters(self, config: Any) -> dict[str, Any]:
         return {} if config.alibi else config.rope_parameters
 
@@ -112,8 +121,8 @@ class _GptNeoxJapanese(_Dense):
     def scaling(self, attention: Any) -> float:
         return 1.0 / attention.norm_factor
 
-    def also_returns(self, attention: Any) -> tuple[Any, ...]:
-        return (attention.dense_bias,)  # of the last attention, which its layer adds
+    def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
+        return output, weights, attention.dense_bias  # of the last attention, which its layer adds
 
     def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return _without_angles(arguments)

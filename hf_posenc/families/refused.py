@@ -30,7 +30,8 @@ _INDEXER = (
     "a learned indexer chooses the keys that each query may see, by rotated scores of its own that no scheme reaches"
 )
 _THREE_POSITIONS = (
-    "a token has three positions there (time, height and width of a picture), where schemes are defined for one"
+    "a token has three positions there (time, height and width of a picture), and nobody has yet tested how one number "
+    "in their place reaches its layers"
 )
 _SEES_FORWARD = (
     "image tokens see each other in both directions, and every scheme is defined for keys at or before the query"
@@ -110,7 +111,15 @@ REFUSALS = (
     ),
     # ---------------------------------------------------------------------------------------- other kinds of attention
     Refusal(
-        model_types=("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"),
+        model_types=(
+            "axk2",
+            "deepseek_v32",
+            "dots3_note_text",
+            "glm_moe_dsa",
+            "hy_v4",
+            "minimax_m3_vl_text",
+            "qwen4_exp_text",
+        ),
         reason=_INDEXER,
     ),
     Refusal(
@@ -196,24 +205,17 @@ REFUSALS = (
             "hunyuan_vl_text",
             "paddleocr_vl_text",
             "qwen2_5_omni_text",
-            "qwen2_5_vl_text",
-            "qwen2_vl_text",
             "qwen3_omni_moe_text",
-            "qwen3_vl_moe_text",
-            "qwen3_vl_text",
         ),
         reason=_THREE_POSITIONS,
     ),
     # ------------------------------------------------------------------------------------------------- not served yet
     Refusal(
         model_types=(
-            "dbrx",
             "gemma3n_text",
             "gemma4_text",
             "gemma4_unified_text",
             "hyperclovax",  # left to the package that is the example of how to serve one from outside
-            "minimax_m3_vl_text",
-            "openai-gpt",
             "recurrent_gemma",
         ),
         reason=_NOT_YET,

@@ -16,9 +16,12 @@ from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type, resolve
 from ..families.served import family_of
 from ..modules import Native, WithoutPositions
+from ..schemes.alibi import Alibi, alibi_slopes
 from ..schemes.base import RotaryScheme, Scheme
+from ..schemes.rope import Rope
 from ..upstream.attention import SPLIT_HEADS
 from .eval_mode import evaluation
+from .layer_config import LayerConfig
 from .rotation import BaseRotation
 from .state import patch_of
 from .watch import entering
@@ -67,7 +70,8 @@ class BaseModel:
     @property
     def configs(self) -> list[PreTrainedConfig]:
         """The model's config, and those of its attentions: a layer that was copied (copy.deepcopy) has its own."""
-        of_attentions = (module.config for module in self.found.attentions if "config" in module.__dict__)
+        own = (module.config for module in self.found.attentions if "config" in module.__dict__)
+        of_attentions = (each.whole if isinstance(each, LayerConfig) else each for each in own)
         return list({id(config): config for config in (self.config, *of_attentions)}.values())
 
     @property
@@ -138,6 +142,16 @@ class BaseModel:
         modules = {index: attention._modules.get("posenc") for index, attention in self.found.attention_of.items()}
         return tuple(index for index, module in modules.items() if not isinstance(module, WithoutPositions | None))
 
+    def own_scheme(self, layers: tuple[int, ...]) -> Scheme | None:
+        """Return what the attention of a base does in some layers by code of its own, as a scheme; None for nothing."""
+        own = self.family.attention
+        if own is None:
+            return None
+        if (factor := own.alibi(self.found.attentions[0])) is not None:
+            slopes = tuple(factor * slope for slope in alibi_slopes(self.dims.num_heads))
+            return Alibi(slopes=slopes, layers=layers)
+        return self.fit_rotation(Rope(layers=layers)) if own.rope_parameters(self.config) else None
+
     def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
         """Return a rotary scheme with all that was not given taken from the base, see `BaseRotation.fit`."""
         return self.rotation.fit(scheme, self.layers_of(scheme))
@@ -201,14 +215,15 @@ def _sizes(family: Family, config: PreTrainedConfig, attention: Any, num_layers:
     heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)
     keys = names.attention_key_value_heads
     own = None if keys is None else int(getattr(attention, keys))
-    size = getattr(attention, names.attention_head_dim)
+    dim = names.attention_head_dim
+    size = config.hidden_size // heads if dim is None else getattr(attention, dim)
     return Dims(
         num_heads=heads,
         num_key_value_heads=own or getattr(config, "num_key_value_heads", None) or heads,
         head_dim=size,
         hidden_size=config.hidden_size,
         num_layers=num_layers,
-        value_dim=getattr(attention, names.attention_value_dim or names.attention_head_dim),
+        value_dim=size if names.attention_value_dim is None else getattr(attention, names.attention_value_dim),
     )
 
 

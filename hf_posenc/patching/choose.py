@@ -17,7 +17,7 @@ def choose_layers(schemes: Sequence[Scheme], base: BaseModel) -> tuple[Scheme, .
     """Return schemes whose layers are indices and whose windows are numbers of Python, each where it can act.
 
     Raises:
-        UnsupportedModelError: if a scheme cannot act in a layer, or the base serves all layers or none.
+        UnsupportedModelError: if a scheme cannot act in a layer.
         TypeError: if `layers` or `window` is of a wrong type.
         ValueError: if there are no such layers, two schemes name one layer, or a window changes nothing.
     """
@@ -40,7 +40,7 @@ def _check_layers(schemes: Sequence[Scheme], base: BaseModel) -> None:
     """Check that each scheme can act in its layers.
 
     Raises:
-        UnsupportedModelError: if a scheme cannot act in a layer, or the base serves all layers or none.
+        UnsupportedModelError: if a scheme cannot act in a layer.
         ValueError: if two schemes name one layer.
     """
     scheme_in: dict[int, Scheme] = {}
@@ -57,12 +57,6 @@ def _check_layers(schemes: Sequence[Scheme], base: BaseModel) -> None:
                     f"{other.name} and {scheme.name} both name layer {layer}: give each of them layers of its own, as "
                     "in [Alibi(layers='0::2'), Nope(layers='1::2')]"
                 )
-    if base.family.always_replaced and len(scheme_in) < base.num_layers:
-        raise UnsupportedModelError(
-            f"{names_of(schemes)} in some layers: the attention of {base.name} never calls transformers' attention "
-            "interface, so that layers which keep what the base has cannot run beside those that are replaced. Give "
-            "every layer a scheme"
-        )
 
 
 def _check_window(scheme: Scheme, base: BaseModel) -> None:

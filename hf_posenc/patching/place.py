@@ -15,6 +15,7 @@ from ..dims import Dims
 from ..errors import UnsupportedModelError
 from ..layer_state import STATE, on_attention, on_decoder, on_layer
 from ..live.attend import AttendThroughUs
+from ..live.layer_config import LayerConfig
 from ..live.undo import AddBuffer, AddPreHook, Change, Keep, SetAttribute, SetClass, SetModule
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared
 from ..placement import RopeParameters
@@ -149,9 +150,8 @@ class ModelSite:
             if layer in found.attention_of:
                 for name, value in rotation.attention_temperature.items():
                     self.changes.add(SetAttribute(found.attention_of[layer], name, value))
-        for config in self.base.configs if rotation.parameter_temperature else ():
-            off = {**config.rope_parameters, rotation.parameter_temperature[0]: 0.0}
-            self.changes.add(SetAttribute(config, "rope_parameters", off))
+        if rotation.parameter_temperature:
+            self._silence_temperature(rotation.parameter_temperature[0])
         if found.rotary is None:
             return
         identity = IdentityRotary(found.rotary, rotation.angles)
@@ -161,6 +161,17 @@ class ModelSite:
             give_rotation(self, still, takes_layer_type=len(identity.pairs) > 1)
         else:
             self.changes.put(found.decoder, str(rotation.rotary), identity)
+
+    def _silence_temperature(self, strength: str) -> None:
+        """Switch off a factor of queries by its key of `rope_parameters`; by layer where other layers rotate."""
+        if not self.plan.rotated_by_base and not any(self.plan.rotating):
+            for config in self.base.configs:
+                off = {**config.rope_parameters, strength: 0.0}
+                self.changes.add(SetAttribute(config, "rope_parameters", off))
+            return
+        for layer in self.layers:
+            attention: Any = self.base.found.attention_of[layer]
+            self.changes.add(SetAttribute(attention, "config", LayerConfig(attention.config, **{strength: 0.0})))
 
     def share(self, module: nn.Module) -> Reference:
         """Let the decoder own a module that the layers share."""
@@ -308,6 +319,9 @@ def place(plan: Plan) -> Changes:
             for layer in site.layers:
                 if (attention := plan.base.found.attention_of.get(layer)) is not None:
                     changes.add(Keep(attention, on_attention, {"window": site.scheme.window}))
+    if (own := plan.own) is not None:
+        sites.append(ModelSite(changes, own, KEPT))
+        own.acts_on.put(own, sites[-1])
     if plan.attends:
         changes.add(AttendThroughUs(plan.base, plan.attention), AddPreHook(plan.base.found.decoder, require_attention))
     _mark_layers(changes, sites)

@@ -48,6 +48,11 @@ class Plan:
         return tuple(layer for layer in self.base.sizes if layer not in named)
 
     @property
+    def own(self) -> Scheme | None:
+        """What the base does in layers that nobody names, where their attention is replaced all the same."""
+        return self.base.own_scheme(self.kept) if self.kept and self.base.family.always_replaced else None
+
+    @property
     def rotated_by_base(self) -> tuple[int, ...]:
         """The layers that the base's own rotary module goes on turning."""
         layers = [layer for layer in self.kept if self.base.rotated[layer]]
@@ -125,11 +130,6 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     named = {layer for scheme in chosen for layer in base.layers_of(scheme)}
     base = replace(base, keeps_table=base.has_table and len(named) < base.num_layers)
     plan = Plan(base, tuple(scheme.acts_on.fit(scheme, base) for scheme in chosen), attention)
-    if base.has_temperature and (plan.rotated_by_base or any(plan.rotating)) and not all(plan.rotating):
-        raise UnsupportedModelError(
-            f"{base.name} multiplies its queries by a factor that grows with the position, in all layers or in none: "
-            "let every layer rotate, or none"
-        )
     for scheme in plan.schemes:
         if needs_own_attention(base.family, [scheme]):
             base.require_own_attention(scheme.name + ("" if scheme.window is None else " with a window"))

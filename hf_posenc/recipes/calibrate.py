@@ -24,8 +24,8 @@ from ..calibration.calibrate import JUDGES
 from ..calibration.matching import LOSSES
 from ..checkpoints import files
 from ..checkpoints.entry import STAGES
-from . import corpus, models, program
 from ..families.served import family_of
+from . import corpus, models, program
 from .calibration_stage import follow_base
 from .corpus import TextArguments, stream
 from .models import DeviceArguments, ModelArguments, SchemeArguments, hyperparameters

@@ -18,7 +18,6 @@ from hf_posenc import Calibration, Matching
 
 from ..calibration.calibrate import record_calibration
 from ..calibration.report import NOTHING, HeldOutLoss
-from ..registry import family_for
 from .corpus import Document, Text, Windows, order
 from .measurements import held_out_loss
 from .options import Count, Length, Limit, Options, UsageError, refuse
@@ -64,15 +63,6 @@ def check(arguments: CalibrationArguments) -> None:
             refuse(arguments, name, "is of a calibration, and --calibrate none makes none")
     if arguments.calibrate != "attention":
         refuse(arguments, "calibrate_steps", f"is of --calibrate attention, not of {arguments.calibrate}")
-
-
-def check_base(model: PreTrainedModel, arguments: CalibrationArguments) -> None:
-    """Raise a UsageError where nobody sees the scores of the base that the calibration is to follow."""
-    if family_for(model.config.model_type).always_replaced:
-        raise UsageError(
-            f"--calibrate {arguments.calibrate}: a stock {type(model).__name__} computes its attention in code of its "
-            "own, and nobody sees the scores to follow: --calibrate none swaps plainly"
-        )
 
 
 def windows(train: list[Document], trained_length: int, arguments: CalibrationArguments, seed: int) -> Tensor:

@@ -153,7 +153,6 @@ def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
     check_patch(model, scheme, arguments, accelerator)
     windows = None
     if scheme is not None and arguments.calibrate != "none":
-        calibration_stage.check_base(model, arguments)
         windows = calibration_stage.windows(text.train, trained_length, arguments, arguments.seed)
     measured = earlier or ({"before": sweep.before} if sweep and sweep.before else {})
     results = {

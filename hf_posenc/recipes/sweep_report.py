@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..analysis import plots, style as pen
+from ..analysis import plots
+from ..analysis import style as pen
 from . import identity
 from .models import UNPATCHED
 from .options import UsageError

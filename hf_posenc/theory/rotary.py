@@ -93,7 +93,7 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
 
     Raises:
         ValueError: if the model turns nothing, or if its layers have different rotations.
-        UnsupportedModelError: for latent attention, and for a stock model that bypasses transformers' interface.
+        UnsupportedModelError: for latent attention.
     """
     tokens = probe.check_tokens(tokens, 2)
     base, label = BaseModel.of(model), type(model).__name__

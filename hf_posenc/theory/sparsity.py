@@ -45,9 +45,6 @@ def negative_products(model: PreTrainedModel, tokens: Tensor) -> NegativeProduct
 
     Returns:
         NegativeProducts.
-
-    Raises:
-        UnsupportedModelError: for a stock model that bypasses transformers' interface.
     """
     tokens = probe.check_tokens(tokens, 2)
     wanted = list(BaseModel.of(model).found.attention_of)

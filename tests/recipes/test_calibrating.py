@@ -16,7 +16,7 @@ import torch
 from recipe_runs import Stop, assert_same_weights, in_process, metrics, options
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import hf_posenc
 
@@ -238,7 +238,6 @@ def test_nothing_is_calibrated_where_nothing_is_lost(recipe, tiny_checkpoints, t
         ),
         ({"calibrate": "closed_form", "calibrate_steps": 9}, "--calibrate-steps is of --calibrate attention, not of"),
         ({"data": "short"}, "the training text has 251 tokens, and 9 windows of 32 are the least: give more text, or"),
-        ({"model": "neo"}, "nobody sees the scores to follow: --calibrate none swaps plainly"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(map(str, value.values())),
 )
@@ -246,13 +245,6 @@ def test_what_cannot_be_calibrated_stops_before_anything_runs(
     recipe, tiny_checkpoints, text, monkeypatch, capsys, changes, message
 ):
     folder = tiny_checkpoints
-    if changes.get("model"):
-        tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
-        shape = {"vocab_size": 257, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 32}
-        config = GPTNeoConfig(**shape, attention_types=[[["global"], 2]], bos_token_id=256, eos_token_id=256)
-        GPTNeoForCausalLM(config).save_pretrained(folder / "neo")
-        tokenizer.save_pretrained(folder / "neo")
-        changes = {"model": folder / "neo"}
     if changes.get("data"):
         text.write_text(text.read_text().replace("\f", " ")[:450])  # of one document the end is held out
         changes = {}

@@ -5,6 +5,7 @@ stock model is the reference; `test_every_decoder.py` has the other schemes.
 """
 
 import copy
+import inspect
 import pickle
 from dataclasses import replace
 
@@ -16,7 +17,16 @@ from packaging.version import parse
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, StaticCache
 
-from hf_posenc import UnsupportedModelError, patch_model, registry, unpatch_model, verify, which_engine
+from hf_posenc import (
+    UnsupportedModelError,
+    calibrate,
+    from_pretrained,
+    patch_model,
+    registry,
+    unpatch_model,
+    verify,
+    which_engine,
+)
 from hf_posenc.analysis import frequencies
 from hf_posenc.live.base_model import BaseModel
 from hf_posenc.registry import family_for, supported_model_types
@@ -308,9 +318,10 @@ def test_half_precision(name, scheme, dtype):
 def test_chosen_position_ids_reach_the_layers(name, scheme, adapter):
     """Also where the model with a head hands them to nobody, and where PEFT calls its forward without hooks."""
     options = {"placement": "every_layer"} if scheme == "sinusoidal" else {}
+    transposed = {"fan_in_fan_out": True} if name == "openai-gpt" else {}
     model = patch_model(decoder(name), scheme, **options)
     if adapter:
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **transposed))
     ids = tokens(2)
     counted = model(ids, use_cache=False).logits
     shifted = torch.arange(LENGTH)[None] + 3
@@ -379,22 +390,90 @@ def test_a_static_cache(name, scheme):
     assert difference(torch.cat(found, 1), expected) <= CLOSE
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------ what the base has
+
+OWN = {**{name: (name, {}) for name in REPLACED}, "falcon, ALiBi": ("falcon", {"alibi": True})}
+SLOPE = 0.3
 
 
-@pytest.mark.parametrize("name", REPLACED)
-def test_layers_that_keep_what_the_base_has_are_refused(name):
-    model = decoder(name)
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    with torch.no_grad():
-        before = model(tokens(), use_cache=False).logits
-    with pytest.raises(UnsupportedModelError, match=r"in some layers: the attention .* Give every layer a scheme"):
-        patch_model(model, "alibi", layers=[0])
-    assert all(value.equal(state[key]) for key, value in model.state_dict().items())
-    with torch.no_grad():
-        assert model(tokens(), use_cache=False).logits.equal(before)
-    patch_model(model, [Alibi(layers=[0]), Nope(layers=[1])])
+def penalise_one_layer(name, model, layer):
+    """Give a layer of a stock model a bias by distance in place of its own positions, the same in all heads."""
+    attention, own = BaseModel.of(model).found.attentions[layer], family_for(name).attention
+    lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None]
+    mask = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(lag < 0, torch.finfo(torch.float32).min)
+
+    def see(module, args, kwargs):
+        hidden, *rest = args or [kwargs.pop("hidden_states")]
+        names = list(inspect.signature(module.forward).parameters)[1:]
+        given = {**dict(zip(names, rest, strict=False)), **kwargs}
+        # MPT turns its mask into bools and has an argument for a bias, which is by key alone; CodeGen divides both.
+        factor = {"mpt": 0.0, "codegen": module.scale_attn if name == "codegen" else 1.0}.get(name, 1.0)
+        added = (mask - factor * SLOPE * lag.clamp(min=0)).expand(len(hidden), -1, -1, -1)
+        given = own.without_positions(module, {**given, "attention_mask": added})
+        if name == "mpt":
+            given["position_bias"] = SLOPE * torch.arange(1.0 - LENGTH, 1.0).expand(module.n_heads, 1, -1)
+        return (hidden,), given
+
+    attention.register_forward_pre_hook(see, with_kwargs=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("variant", OWN)
+def test_layers_that_nobody_names_keep_what_the_base_has(variant, layer, tmp_path):
+    """Against the stock model, of which one layer is given a bias by a hook."""
+    name, config = OWN[variant]
+    model, ids = decoder(name, **config), tokens(2)
+    stock = copy.deepcopy(model)
+    before = model(ids, use_cache=False).logits
+    penalise_one_layer(name, stock, layer)
+    expected = stock(ids, use_cache=False).logits
+    assert difference(expected, before) > DIFFERENT
+    patch_model(model, Alibi(slopes=[SLOPE] * 4, layers=[layer]))
+    assert difference(model(ids, use_cache=False).logits, expected) <= CLOSE
     assert verify(model)
+    if name != "openai-gpt":  # which has no cache
+        first = model(ids[:, :12], use_cache=True)
+        rest = [first.logits]
+        for n in range(12, LENGTH):
+            rest.append(model(ids[:, n : n + 1], past_key_values=first.past_key_values).logits)
+        assert difference(torch.cat(rest, 1), expected) <= CLOSE
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    padded = torch.nn.functional.pad(ids, (3, 0), value=5)
+    padded = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 3:]
+    assert difference(padded, expected) <= CLOSE
+    model.save_pretrained(tmp_path)
+    assert difference(from_pretrained(tmp_path)(ids, use_cache=False).logits, expected) <= CLOSE
+    unpatch_model(model)
+    assert model(ids, use_cache=False).logits.equal(before)
+
+
+@pytest.mark.parametrize("variant", OWN)
+def test_a_calibration_follows_what_the_base_has(variant):
+    """With what the base has nothing is left to follow; with a table of biases in its place most of it is."""
+    name, config = OWN[variant]
+    text = tokens(12, 16)
+    own = {"gpt_neo": "learned", "openai-gpt": "learned", "xglm": None}.get(name, "rope")
+    base = BaseModel.of(decoder(name, **config))
+    factor = family_for(name).attention.alibi(base.found.attentions[0])
+    if factor is not None:
+        own = Alibi(slopes=[factor * slope for slope in alibi_slopes(4)])
+    if own is not None:
+        found = calibrate(patch_model(decoder(name, **config), own), text, matching=None, judge="attention")
+        assert max(fit.before.max() for fit in found.layers) < 1e-6
+    for given in (None, decoder(name, **config)):
+        model = patch_model(decoder(name, **config), "t5", num_buckets=8, max_distance=16, share_layers=False, seed=0)
+        found = calibrate(model, text, matching=None, judge="attention", base=given)
+        assert min(fit.before.mean() for fit in found.layers) > 1e-5
+        assert all(fit.closed.mean() <= fit.before.mean() for fit in found.layers)
+        if factor is not None:
+            assert all(fit.closed.mean() < fit.before.mean() / 2 for fit in found.layers)
+        if given is not None:
+            assert given(text).logits.equal(decoder(name, **config)(text).logits)
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize("scheme", ["nope", "rope", "alibi", "learned"])
@@ -516,8 +595,8 @@ def test_adapters_reach_the_attention(name, target):
         assert difference(patch_model(decoder(name), "rope")(tokens(), use_cache=False).logits, beside) > DIFFERENT
 
 
-# The layers of ABEJA's GPT-NeoX cannot be checkpointed by transformers.
-@pytest.mark.parametrize("name", [name for name in REPLACED if name != "gpt_neox_japanese"])
+# The layers of ABEJA's GPT-NeoX and of the first GPT cannot be checkpointed by transformers.
+@pytest.mark.parametrize("name", [name for name in REPLACED if name not in ("gpt_neox_japanese", "openai-gpt")])
 def test_activation_checkpointing(name):
     model, ids = patch_model(decoder(name), "t5", num_buckets=8, max_distance=16, seed=0).train(), tokens(2)
     found = []
