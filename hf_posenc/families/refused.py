@@ -208,9 +208,6 @@ REFUSALS = (
     Refusal(
         model_types=(
             "dbrx",
-            "gemma3n_text",
-            "gemma4_text",
-            "gemma4_unified_text",
             "hyperclovax",  # left to the package that is the example of how to serve one from outside
             "minimax_m3_vl_text",
             "openai-gpt",

@@ -55,6 +55,7 @@ _SLICED_BY_SIZE = RotationFacts(slices_rotary=True, attention_size="rotary_ndims
 _COHERE = RotationFacts(pairs="interleaved", angles="each twice")
 _LATENT = RotationFacts(attention_part="qk_rope_head_dim", rescales=True)
 _LATENT_NAMES = Names(attention_head_dim="qk_head_dim", attention_value_dim="v_head_dim")
+_BORROWS = Names(attention_borrows="is_kv_shared_layer")
 
 
 def _slides(attention: nn.Module) -> bool:
@@ -96,6 +97,15 @@ _ROWS = (
     Family(model_types=("gemma2",), refuse=_ENCODER_USE, note="soft-capped scores"),
     # The rotary module has frequencies per layer type and is called once for each, with its name.
     Family(model_types=("gemma3_text",), refuse=_ENCODER_USE, note="a rotation for each type of layer"),
+    Family(model_types=("gemma3n_text",), names=_BORROWS, lends_in="shared_kv_states"),
+    # Heads differ in size by the type of the layer. Before the layers that borrow, the decoder may drop tokens.
+    Family(
+        model_types=("gemma4_text", "gemma4_unified_text"),
+        names=replace(_BORROWS, attention_key_value_groups="num_key_value_groups"),
+        lends_in="shared_kv_states",
+        decoder_attributes={"first_kv_shared_layer_idx": None},
+        note="heads of two sizes",
+    ),
     # Partial rotation, sliced by each attention's own number and not by the width of cos.
     Family(model_types=("phi", "stablelm"), rotation=_SLICED_BY_SIZE),
     # Partial rotation, sliced by the width of cos.

@@ -92,12 +92,24 @@ class BaseModel:
     @property
     def rotation(self) -> BaseRotation:
         """How the base turns queries and keys."""
-        return BaseRotation(self.family, self.found, self.config, self.dims)
+        return BaseRotation(self.family, self.found, self.config, self.sizes)
 
     @property
     def rotated(self) -> tuple[bool, ...]:
         """For each layer, whether the base turns its queries and keys."""
         return self.found.rotated
+
+    @property
+    def lenders(self) -> dict[int, int]:
+        """For each layer that borrows keys and values, the index of the layer that makes them."""
+        borrows = self.family.names.attention_borrows
+        if borrows is None:
+            return {}
+        types, makes = self.config.layer_types, {}
+        for layer, attention in self.found.attention_of.items():
+            if not getattr(attention, borrows):
+                makes[types[layer]] = layer
+        return {layer: makes[types[layer]] for layer, each in self.found.attention_of.items() if getattr(each, borrows)}
 
     @property
     def has_temperature(self) -> bool:
@@ -191,6 +203,8 @@ def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims
     heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)
     keys = names.attention_key_value_heads
     own = None if keys is None else int(getattr(attention, keys))
+    if (groups := names.attention_key_value_groups) is not None:
+        own = heads // getattr(attention, groups)
     size = getattr(attention, names.attention_head_dim)
     return Dims(
         num_heads=heads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,21 +27,25 @@ class BaseRotation:
         family: what is known of its architecture.
         found: its modules.
         config: the model's.
-        attention_dims: sizes of its attention, in the first layer that has one.
+        sizes: of the attention of each layer that has one, by the layer's index.
     """
 
     family: Family
     found: Resolved
     config: Any
-    attention_dims: Dims
+    sizes: Mapping[int, Dims]
 
     @property
     def dims(self) -> Dims:
-        """Sizes of what is rotated: heads, or the part of each head that is set apart for rotation."""
+        """Sizes of what is rotated, in the first layer that has attention."""
+        return self.dims_of(next(iter(self.sizes)))
+
+    def dims_of(self, layer: int) -> Dims:
+        """Return the sizes of what is rotated: heads, or the part of each head that is set apart for rotation."""
         part = self.family.rotation.attention_part
         if part is None:
-            return self.attention_dims
-        return replace(self.attention_dims, head_dim=getattr(self.found.attentions[0], part))
+            return self.sizes[layer]
+        return replace(self.sizes[layer], head_dim=getattr(self.found.attention_of[layer], part))
 
     @property
     def pairs(self) -> str:
@@ -55,9 +60,10 @@ class BaseRotation:
 
     def own(self) -> dict[str, Any]:
         """Return the base's own `rope_parameters`, as far as transformers reads them."""
-        own = own_rotation(self._config(), self.dims, self.found.rotary, self.family.rotation.slices_rotary)
-        if self.family.rotation.parameter_coordinates is not None:  # no choice of a scheme's
-            own.pop(self.family.rotation.parameter_coordinates, None)
+        facts = self.family.rotation
+        own = own_rotation(self._config(), self.dims, self.found.rotary, facts.slices_rotary, self._sizes_by_type())
+        if facts.parameter_coordinates is not None:  # no choice of a scheme's
+            own.pop(facts.parameter_coordinates, None)
         return own
 
     def is_own(self, scheme: RotaryScheme) -> bool:
@@ -78,13 +84,18 @@ class BaseRotation:
             ValueError: if the angles cannot be computed.
         """
         self._check_attention(scheme, layers)
-        dims = self.dims
+        dims = self.dims_of(layers[0])
         if dims.head_dim % 2:
             raise ValueError(f"{scheme.name}: heads of size {dims.head_dim} cannot be split into pairs")
         scheme.check(dims)
         scheme = self._complete(scheme)
         parameters = self.parameters(scheme)
         if parameters is None:
+            if len({self.sizes[layer].head_dim for layer in layers}) > 1:
+                raise UnsupportedModelError(
+                    f"{scheme.name}: the layers of {self._name} have heads of different sizes, and its frequencies are "
+                    "made for one: name layers that are alike"
+                )
             pairs = len(scheme.build(dims).frequencies(torch.device("cpu")))
             if not 0 < pairs <= dims.head_dim // 2:
                 raise ValueError(f"{scheme.name}: {pairs} frequencies do not fit heads of {dims.head_dim}")
@@ -110,7 +121,7 @@ class BaseRotation:
             return False
         if (size := self.family.rotation.attention_size) is None:
             return True
-        turned = int(self.attention_dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        turned = int(self.dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
         return all(getattr(self.found.attention_of[layer], size) == turned for layer in layers)
 
     def parameters(self, scheme: RotaryScheme) -> dict[str, Any] | None:
@@ -142,11 +153,13 @@ class BaseRotation:
 
     def make(self, parameters: dict[str, Any]) -> nn.Module:
         """Return a rotary module of transformers with these `rope_parameters`."""
+        facts = self.family.rotation
         rotary = make_rotary(
-            parameters, self._config(), self.dims, self.found.rotary, self.family.rotation.slices_rotary
+            parameters, self._config(), self.dims, self.found.rotary, facts.slices_rotary, self._sizes_by_type()
         )
-        if isinstance(rotary, PartialRotary):
-            rotary.takes = rotary.gives = self.family.rotation.angles
+        for each in rotary.modules():
+            if isinstance(each, PartialRotary):
+                each.takes = each.gives = facts.angles
         return rotary
 
     def scaling_with(self, layer: int, parameters: dict[str, Any]) -> float:
@@ -181,6 +194,12 @@ class BaseRotation:
                     f"{scheme.name}: {self._name} leaves layer {', '.join(map(str, still))} unrotated in its own code: "
                     f"name layers among {', '.join(str(i) for i, turned in enumerate(self.found.rotated) if turned)}"
                 )
+
+    def _sizes_by_type(self) -> dict[str, int]:
+        """Return the size of heads by layer type where they differ."""
+        if len({dims.head_dim for dims in self.sizes.values()}) == 1:
+            return {}
+        return {self.config.layer_types[layer]: dims.head_dim for layer, dims in self.sizes.items()}
 
     def _complete(self, scheme: RotaryScheme) -> RotaryScheme:
         return scheme.with_base(self.own(), self.length, scaling_types(), self.pairs)

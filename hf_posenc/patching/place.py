@@ -212,7 +212,7 @@ class ModelSite:
         if parameters is not None:
             rotary = self.base.rotation.make(parameters)
         else:
-            dims = self.base.rotation.dims
+            dims = self.base.rotation.dims_of(self.layers[0])
             rotary = scheme.build(dims)
             if found.rotary is not None and not facts.slices_rotary:  # which turns whole heads
                 rotary = PartialRotary(rotary, dims.head_dim, gives=facts.angles)
@@ -264,6 +264,7 @@ def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: boo
             on_layer(layer),
             rotation=rotation,
             rotation_arguments=(types[index],) if takes_layer_type else (),
+            arguments=tuple(signature(layer.forward).parameters),
             coordinates=site.base.family.rotation.parameter_coordinates is not None,
         )
 
@@ -317,7 +318,7 @@ def _silence_base(undo: Undo, plan: Plan, sites: list[ModelSite]) -> None:
     if own.idle_rotary is not None:
         native = found.decoder.get_submodule(own.idle_rotary)
         set_module(undo, found.decoder, own.idle_rotary, IdentityRotary(native))
-    for name, value in own.decoder_attributes.items():
+    for name, value in {**own.decoder_attributes, **family.decoder_attributes}.items():
         set_attribute(undo, found.decoder, name, value)
 
 

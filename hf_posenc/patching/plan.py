@@ -149,6 +149,7 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
             f"{base.name} multiplies its queries by a factor that grows with the position, in all layers or in none: "
             "let every layer rotate, or none"
         )
+    _check_lenders(plan)
     for scheme in plan.schemes:
         if needs_own_attention(base.family, [scheme]):
             base.require_own_attention(scheme.name + ("" if scheme.window is None else " with a window"))
@@ -158,6 +159,20 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
             "change scores only"
         )
     return plan
+
+
+def _check_lenders(plan: Plan) -> None:
+    """Raise UnsupportedModelError if a layer would turn its queries otherwise than the keys that it borrows."""
+    by_base = plan.rotated_by_base()
+    turned_by: dict[int, Scheme | bool] = dict.fromkeys(by_base, True)
+    for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True):
+        turned_by |= {layer: scheme for layer in plan.layers_of(scheme) if rotates and layer not in by_base}
+    for layer, lender in plan.base.lenders.items():
+        if turned_by.get(layer) is not turned_by.get(lender):
+            raise UnsupportedModelError(
+                f"layer {layer} of {plan.base.name} takes its keys from layer {lender}, which would be rotated "
+                f"otherwise than its queries: name layers {lender} and {layer} together"
+            )
 
 
 def _names(schemes: Sequence[Scheme]) -> str:
