@@ -113,6 +113,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": SHARED_KEYS | WIDE_HEADS,
     "glm4_moe_lite": LATENT,
     "gpt_oss": WINDOWED | {"rope_parameters": YARN},
+    "granite_swa": WINDOWED | {"layer_rope_theta": [10000.0, 0]},
+    "granitemoe_swa": WINDOWED | {"layer_rope_theta": [10000.0, 0], "shared_intermediate_size": 16},
     "granitemoehybrid": MAMBA | {"layer_types": LINEAR["layer_types"], "position_embedding_type": "rope"},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": LATENT | LINEAR | {"linear_head_dim": 8, "linear_num_heads": 4},

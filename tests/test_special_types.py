@@ -337,3 +337,33 @@ def test_a_share_of_heads_of_two_sizes(model_type):
         cos, sin = model.model.rotary_emb(torch.zeros(1), position, kind)
         assert torch.allclose(cos[0, 0], wanted.cos(), atol=1e-5)
         assert torch.allclose(sin[0, 0], wanted.sin(), atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", [t for t in ("granite_swa", "granitemoe_swa") if t in CONFIG_MAPPING])
+def test_a_base_of_frequencies_for_each_layer(model_type, tmp_path):
+    """Against the stock model, whose config can say the same: 0 leaves a layer unrotated."""
+
+    def stock(*thetas):
+        return decoder(model_type, layer_rope_theta=list(thetas))
+
+    for scheme, before, after in (
+        (Nope(layers=[0]), (10.0, 500.0), (0, 500.0)),
+        (Nope(), (10.0, 500.0), (0, 0)),
+        (Rope(layers=[0], rope_theta=50.0), (10.0, 10.0), (50.0, 10.0)),
+        (Rope(rope_theta=50.0), (0, 10.0), (0, 50.0)),
+        (Rope(), (10.0, 0), (10.0, 0)),
+    ):
+        expected = logits(stock(*after))
+        assert before == after or relative(logits(stock(*before)), expected) > 1e-3
+        model = patch_model(stock(*before), scheme)
+        assert relative(logits(model), expected) <= EXACT
+        assert verify(model).ok
+        model.save_pretrained(tmp_path)
+        assert logits(from_pretrained(tmp_path)).equal(logits(model))
+    for scheme, thetas, message in (
+        (Rope(rope_theta=50.0), (10.0, 500.0), "2 bases of frequencies"),
+        (Rope(), (0, 0), "0 bases of frequencies"),
+        (Rope(layers=[1]), (10.0, 0), "unrotated in its own code"),
+    ):
+        with pytest.raises(hf_posenc.UnsupportedModelError, match=message):
+            patch_model(stock(*thetas), scheme)

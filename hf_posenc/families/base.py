@@ -79,6 +79,8 @@ class RotationFacts:
         attention_switch: switches rotation on (truthy) or off in that layer. `None` means that every layer rotates, or
             that `rotates` decides.
         config_switches: holds one number per layer, 1 where it rotates. It goes with `attention_switch`.
+        config_thetas: holds the base of frequencies of each layer, 0 where it is left unrotated. The decoder then makes
+            cosines and sines by these, not by `rotary`, which only says how.
         rotates: `(attention)` -> whether that layer rotates, where the family's code decides.
         rescales: when an attention is made, it takes a factor of `scaling` from `rope_parameters` (YaRN's
             `mscale_all_dim`).
@@ -100,6 +102,7 @@ class RotationFacts:
     attention_part: str | None = None
     attention_switch: str | None = None
     config_switches: str | None = None
+    config_thetas: str | None = None
     rotates: Callable[[nn.Module], bool] | None = None
     rescales: bool = False
     parameter_coordinates: str | None = None

@@ -69,6 +69,12 @@ def _slides_or_all(attention: nn.Module) -> bool:
     return own.sliding_window is None or own.is_sliding
 
 
+def _has_theta(attention: nn.Module) -> bool:
+    """Return whether a layer has a base of frequencies."""
+    own: Any = attention
+    return bool(own.config.layer_rope_theta[own.layer_idx])
+
+
 _ROWS = (
     # The plain rotary decoder; every field has its default. Its layers and those of SmolLM3 compute the same, and
     # SmolLM3 can leave some of them unrotated.
@@ -121,6 +127,11 @@ _ROWS = (
     # Attention sinks: one more score per head in the softmax. GPT-OSS gives each angle once.
     Family(model_types=("gpt_oss",), rotation=RotationFacts(angles="once"), note="attention sinks"),
     Family(model_types=("flint",), rotation=RotationFacts(rotates=_slides), note="attention sinks"),
+    Family(
+        model_types=("granite_swa", "granitemoe_swa"),
+        rotation=RotationFacts(config_thetas="layer_rope_theta", rotates=_has_theta),
+        note="attention sinks",
+    ),
     Family(
         model_types=("mimo_v2_flash",),
         names=Names(attention_value_dim="v_head_dim"),

@@ -171,6 +171,12 @@ class BaseRotation:
             return float(type(attention)(config, getattr(attention, self.family.names.attention_layer_index)).scaling)
 
     @property
+    def _thetas(self) -> set[float]:
+        """The bases of frequencies of the layers that rotate, where each layer has one."""
+        name = self.family.rotation.config_thetas
+        return set() if name is None else {theta for theta in getattr(self.config, name) if theta}
+
+    @property
     def _name(self) -> str:
         return base_model_type(self.config)
 
@@ -180,6 +186,11 @@ class BaseRotation:
             raise UnsupportedModelError(
                 f"{scheme.name}: this {self._name} rotates nothing, and its attention makes queries and keys where no "
                 "rotation can be put"
+            )
+        if self.family.rotation.config_thetas is not None and len(self._thetas) != 1:
+            raise UnsupportedModelError(
+                f"{scheme.name}: the layers of this {self._name} have {len(self._thetas)} bases of frequencies, and "
+                f"one rotation stands for one: config.{self.family.rotation.config_thetas}"
             )
         if self.found.rotary is not None and scheme.pairs not in (None, self.pairs):
             by = "halves" if self.pairs == "half" else "neighbouring dimensions"
@@ -206,6 +217,10 @@ class BaseRotation:
 
     def _config(self) -> Any:
         """Return the config that says how the base rotates, one made for that where its own says it otherwise."""
+        if self._thetas:
+            config = copy.copy(self.config)
+            config.rope_parameters = {**config.rope_parameters, "rope_theta": min(self._thetas)}
+            return config
         if self.family.attention is None:
             return self.config
         config = LlamaConfig(**({} if self.length is None else {"max_position_embeddings": self.length}))

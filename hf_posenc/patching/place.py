@@ -123,6 +123,8 @@ class ModelSite:
             give_rotation(self, still, takes_layer_type=len(identity.pairs) > 1)
         elif not isinstance(found.decoder.get_submodule(str(rotation.rotary)), IdentityRotary):
             set_module(self.undo, found.decoder, str(rotation.rotary), identity)
+        if rotation.config_thetas is not None and not self.plan.rotated_by_base():
+            give_rotation(self, Reference(found.decoder, str(rotation.rotary)), takes_layer_type=False)
 
     def share(self, module: nn.Module) -> Reference:
         """Let the decoder own a module that the layers share."""
@@ -184,6 +186,8 @@ class ModelSite:
         elif len(self.layers) == len(self.base.sizes):
             assert facts.rotary is not None
             set_module(self.undo, found.decoder, facts.rotary, rotary)
+            if facts.config_thetas is not None:
+                give_rotation(self, Reference(found.decoder, facts.rotary), takes_layer_type=False)
             if parameters is not None:
                 own: Any = base.config.rope_parameters
                 beside = {key: own[key] for key in facts.parameter_temperature if key in own and key not in parameters}
@@ -258,6 +262,8 @@ def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: boo
     types: Any = getattr(site.base.config, "layer_types", None)
     for index in site.layers:
         layer = site.base.found.layers[index]
+        if site.base.family.rotation.config_thetas is not None and not site.base.rotated[index]:
+            continue  # it gets no cosines, and stays unrotated
         keep(
             site.undo,
             layer,
