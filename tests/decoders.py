@@ -102,6 +102,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "cohere2": WINDOWED,
     "cohere2_moe": WINDOWED,
+    "dbrx": {
+        "d_model": 32,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 3.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_top_k": 2},
+    },
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "exaone4": WINDOWED,

@@ -110,7 +110,15 @@ REFUSALS = (
     ),
     # ---------------------------------------------------------------------------------------- other kinds of attention
     Refusal(
-        model_types=("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"),
+        model_types=(
+            "axk2",
+            "deepseek_v32",
+            "dots3_note_text",
+            "glm_moe_dsa",
+            "hy_v4",
+            "minimax_m3_vl_text",
+            "qwen4_exp_text",
+        ),
         reason=_INDEXER,
     ),
     Refusal(
@@ -203,9 +211,7 @@ REFUSALS = (
     # ------------------------------------------------------------------------------------------------- not served yet
     Refusal(
         model_types=(
-            "dbrx",
             "hyperclovax",  # left to the package that is the example of how to serve one from outside
-            "minimax_m3_vl_text",
             "openai-gpt",
             "recurrent_gemma",
         ),
