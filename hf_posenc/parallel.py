@@ -256,8 +256,8 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
     try:
         set_attribute(undo, inner.config, "_attn_implementation_internal", NAME)
         keep(undo, found.decoder, on_decoder(found.decoder), exchange=exchange)
-        for name, value in family.decoder_attributes.items():
-            set_attribute(undo, found.decoder, name, value)
+        for attribute, value in family.decoder_attributes.items():
+            set_attribute(undo, found.decoder, attribute, value)
         for attention in attentions:
             state = on_attention(attention)
             name = family.names.attention_heads
