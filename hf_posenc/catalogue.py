@@ -67,11 +67,13 @@ def _positions(family: Family) -> str:
 def _special(family: Family) -> tuple[str, ...]:
     rotation = family.rotation
     grows = bool(rotation.attention_temperature or rotation.parameter_temperature)
+    borrows = family.names.attention_borrows is not None
     said = {
         "layers without attention, through which order flows under every scheme": family.hybrid,
         "latent attention": rotation.attention_part is not None,
         "attends in code of its own, which is replaced under every scheme": family.always_replaced,
         "queries that grow with their position, until a scheme takes the place of its rotation": grows,
+        "its last layers borrow keys and values, and turn their queries as the layers that lend": borrows,
         "the number of heads differs by layer": family.names.attention_heads is not None,
     }
     return tuple(clause for clause, holds in said.items() if holds) + ((family.note,) if family.note else ())

@@ -50,7 +50,7 @@ class OnLayer:
         rotation_arguments: further arguments of that module: the layer's type, where there are several.
         coordinates: whether positions have several coordinates there.
         family: model type, where the layer can only read its positions from the mask.
-        arguments: names of the parameters of the layer's forward, in that case.
+        arguments: names of the parameters of the layer's forward, in both cases.
     """
 
     rotation: Reference | None = None

@@ -240,6 +240,7 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
         undo.make(
             SetAttribute(inner.config, "_attn_implementation_internal", NAME),
             Keep(found.decoder, on_decoder, {"exchange": exchange}),
+            *(SetAttribute(found.decoder, name, value) for name, value in family.decoder_attributes.items()),
         )
         for attention in attentions:
             name = family.names.attention_heads

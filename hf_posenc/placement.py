@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import nn
 
 from .dims import Dims, Layers
@@ -249,6 +250,13 @@ class Nowhere(Placement):
         return replace(form, turned=tuple(turned and i not in silent for i, turned in enumerate(form.turned)))
 
 
+def _shared_shapes(scheme: Any, dims: Dims) -> tuple[Any, ...]:
+    """Return the shapes of the parameters that layers of these sizes would share."""
+    with torch.device("meta"):
+        shared = scheme.build_shared(dims)
+    return () if shared is None else tuple(parameter.shape for parameter in shared.parameters())
+
+
 class OnScores(Placement):
     """A module sits on the attention and has the formula of its scores."""
 
@@ -259,7 +267,7 @@ class OnScores(Placement):
         sizes = [base.sizes[layer] for layer in base.layers_of(scheme)]
         for dims in dict.fromkeys(sizes):
             scheme.check(dims)
-        if len(set(sizes)) > 1 and scheme.build_shared(base.dims) is not None:
+        if len({_shared_shapes(scheme, dims) for dims in set(sizes)}) > 1:
             raise UnsupportedModelError(
                 f"{scheme.name}: the layers of {base.name} have heads of different numbers or sizes, so they cannot "
                 "share parameters: give each layer its own, or name layers that are alike"

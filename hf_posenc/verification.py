@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from . import positions
 from .errors import NotPatchedError
+from .families.base import Family
 from .layer_state import STATE, OnLayer, on_attention
 from .live.base_model import BaseModel
 from .live.eval_mode import evaluation
@@ -148,7 +149,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
         ours = patch.attends and model.config._attn_implementation == NAME
         lost, left = _self_test(base, patch, tokens) if ours else ({}, {})
         expected, at_input = _answering(patch, base), _answers_at_input(patch, base)
-        standing = _Measurement(model, base.found.layers, tokens)
+        standing = _Measurement(base, tokens)
         trial = _try(standing, base, patch.limit, tokens, expected, at_input, generator)
         order = _change(_output(model, _swapped(tokens, weight.shape[0]))[:, -1], standing.output[:, -1])
     layers = tuple(
@@ -202,18 +203,18 @@ def _try(
         at_input: whether the hidden states that enter the first layer must.
         generator: of the random parameters.
     """
-    trial, layers = standing, base.found.layers
+    trial = standing
     owners = [module for module in base.model.modules() if isinstance(module, PositionModule)]
     if min(standing.layers) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
         with _random_parameters(owners, generator):
-            trial = _Measurement(base.model, layers, tokens)
+            trial = _Measurement(base, tokens)
     for span in SPANS:
         if trial.input > NOTICES or not at_input:
             if all(response > NOTICES for response, wanted in zip(trial.layers, expected, strict=True) if wanted):
                 break
         apart = (min(span, limit or span) - 1) // (tokens.shape[1] - 1)
         with _random_parameters(owners, generator):
-            trial = trial.or_more(_Measurement(base.model, layers, tokens, apart))
+            trial = trial.or_more(_Measurement(base, tokens, apart))
     return trial
 
 
@@ -307,7 +308,8 @@ def _turned_otherwise(scheme: Any, base: BaseModel) -> list[int]:
 class _Measurement:
     """Responses of one model as it stands."""
 
-    def __init__(self, model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, apart: int = 1) -> None:
+    def __init__(self, base: BaseModel, tokens: Tensor, apart: int = 1) -> None:
+        model, layers = base.model, base.found.layers
         forward = torch.arange(tokens.shape[1], device=tokens.device)[None] * apart
         inputs, self.output = _trace(model, layers, tokens, forward)
         moved_inputs, moved_output = _trace(model, layers, tokens, forward.flip(-1))
@@ -316,7 +318,8 @@ class _Measurement:
         self.layers = []
         for layer, call, moved in zip(layers, inputs, moved_inputs, strict=True):
             original = first(layer(call.hidden_states, *call.args, **call.kwargs))
-            self.layers.append(_change(first(layer(call.hidden_states, *moved.args, **moved.kwargs)), original))
+            elsewhere = {**moved.kwargs, **_lent(base.family, call)}
+            self.layers.append(_change(first(layer(call.hidden_states, *moved.args, **elsewhere)), original))
 
     def or_more(self, other: _Measurement) -> _Measurement:
         """Return these responses, with the other ones where those are larger."""
@@ -324,6 +327,11 @@ class _Measurement:
         both.input = max(self.input, other.input)
         both.layers = [max(pair) for pair in zip(self.layers, other.layers, strict=True)]
         return both
+
+
+def _lent(family: Family, call: LayerCall) -> dict[str, Any]:
+    """Return a copy of the keys and values that a layer was lent, for a call in which only positions differ."""
+    return {} if family.lends_in is None else {family.lends_in: copy.copy(call.kwargs[family.lends_in])}
 
 
 def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int, float], dict[int, float]]:
@@ -362,6 +370,7 @@ def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int,
             # The residual has positions in it, and is not the attention's own.
             if residual := family.attention and family.attention.residual:
                 elsewhere = {**elsewhere, residual: named(attention, args, kwargs)[residual]}
+            elsewhere = {**elsewhere, **_lent(family, call)}
             rest = () if family.always_replaced else other.args
             answer = _change(first(attention(hidden, *rest, **elsewhere)), plain)
             if index in silenced and answer > NOTICES:

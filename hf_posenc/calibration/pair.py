@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,6 +63,19 @@ def _holding(values: Values) -> Iterator[None]:
             p.data = data
 
 
+class _Lent(dict[str, Any]):
+    """Keys and values that a layer borrows, by layer type, made each time that they are taken."""
+
+    def __init__(self, make: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __getitem__(self, kind: str) -> Any:
+        made: dict[str, Any] = {}
+        self.make(made)
+        return made[kind]
+
+
 class Pair:
     """A patched model, its base, and the windows of tokens that they are compared on.
 
@@ -75,6 +90,8 @@ class Pair:
         train: (N - held, T) windows that parameters are fitted to.
         held: (held, T) windows that only measure.
         layers: indices of the layers that have attention and a scheme.
+        lenders: for each layer that borrows keys and values, the index of the layer that makes them.
+        watched: `layers`, and those that lend to them.
         query_key: parameters of these layers' attention that reach its scores, each once.
         projections: for each layer the module whose outputs are its queries as they are, before any position; None
             where something else makes them, such as a norm, a fused projection or a clip.
@@ -112,6 +129,8 @@ class Pair:
         self.at_once = max(1, TOKENS // tokens.shape[1])
         named = {layer for scheme in patch.schemes for layer in self.base_model.layers_of(scheme)}
         self.layers = sorted(named & set(self.base_model.sizes))
+        self.lenders = self.base_model.lenders
+        self.watched = sorted({*self.layers, *(self.lenders[layer] for layer in self.layers if layer in self.lenders)})
         self.bar = tqdm(disable=True)
         self._arguments: dict[torch.Size, dict[int, LayerCall]] = {}
         self.originals: Values = []
@@ -152,21 +171,42 @@ class Pair:
         every layer, because they run through the whole model.
         """
         with self.as_base() as base:
-            theirs = observe(base, tokens, [0, *self.layers] if 0 in self.base_model.sizes else self.layers)
+            theirs = observe(base, tokens, [0, *self.watched] if 0 in self.base_model.sizes else self.watched)
         ours = self.arguments(tokens)
         shift: Tensor | float = 0.0
         if self.base_model.found.position_table is not None:
             shift = _entering(self.base_model, tokens) - self._entering_base(tokens)
         first = self.base_model.found.layers[0]
         at_first = on_decoder(self.base_model.found.decoder).layers.at_first
-        inputs = {}
-        for index in self.layers:
+
+        def enters(index: int) -> Tensor:
             hidden = theirs[index].layer.hidden_states + shift
             if at_first and index:  # computed anew for each layer, because gradients are taken layer by layer
                 positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
                 hidden = hidden + first.get_submodule("posenc")(positions).to(hidden)
-            inputs[index] = (hidden, ours[index])
-        return theirs, inputs
+            return hidden
+
+        return theirs, {index: (enters(index), self._with_lent(index, ours, enters)) for index in self.layers}
+
+    def _with_lent(self, index: int, ours: Mapping[int, LayerCall], enters: Callable[[int], Tensor]) -> LayerCall:
+        """Return the arguments of a patched layer. Keys that it borrows are made anew when it takes them.
+
+        They depend on parameters that move, and gradients are taken layer by layer.
+
+        Args:
+            index: of the layer.
+            ours: arguments of the patched layers.
+            enters: returns the hidden states (B, T, E) that enter a layer.
+        """
+        name, lender = self.base_model.family.lends_in, self.lenders.get(index)
+        if name is None:
+            return ours[index]
+
+        def make(lent: dict[str, Any]) -> None:
+            assert lender is not None
+            self.call(lender, enters(lender), replace(ours[lender], kwargs={**ours[lender].kwargs, name: lent}))
+
+        return replace(ours[index], kwargs={**ours[index].kwargs, name: {} if lender is None else _Lent(make)})
 
     def _tokens(self) -> nn.Parameter | None:
         """Return the token embeddings, if the patch took away a table of positions that was added to them."""
@@ -200,7 +240,7 @@ class Pair:
     def arguments(self, tokens: Tensor) -> dict[int, LayerCall]:
         """Return the arguments of the patched layers beside hidden states; they depend on the shape of tokens alone."""
         if tokens.shape not in self._arguments:
-            seen = observe(self.model, tokens, self.layers)
+            seen = observe(self.model, tokens, self.watched)
             self._arguments[tokens.shape] = {index: each.layer for index, each in seen.items()}
         return self._arguments[tokens.shape]
 

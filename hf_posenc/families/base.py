@@ -31,6 +31,10 @@ class Names:
         attention_value_dim: size of a value's head; `None` means that of a query's.
         attention_heads: number of query heads, where it differs by layer; `None` means the config's.
         attention_key_value_heads: number of key heads; `None` means the config's.
+        attention_key_value_groups: number of query heads for each key head, where the number of key heads differs by
+            layer; `None` means that it does not.
+        attention_borrows: true in a layer that takes its keys and values from the last layer of its type that makes its
+            own. `None` means that there is none.
         attention_layer_index: number of the layer; `None` where nobody asks for it, since there is no cache.
         config_length: length in tokens that the base was made for. A config may lack it.
     """
@@ -44,6 +48,8 @@ class Names:
     attention_value_dim: str | None = None
     attention_heads: str | None = None
     attention_key_value_heads: str | None = None
+    attention_key_value_groups: str | None = None
+    attention_borrows: str | None = None
     attention_layer_index: str | None = "layer_idx"
     config_length: str = "max_position_embeddings"
 
@@ -73,6 +79,8 @@ class RotationFacts:
         attention_switch: switches rotation on (truthy) or off in that layer. `None` means that every layer rotates, or
             that `rotates` decides.
         config_switches: holds one number per layer, 1 where it rotates. It goes with `attention_switch`.
+        config_thetas: holds the base of frequencies of each layer, 0 where it is left unrotated. The decoder then makes
+            cosines and sines by these, not by `rotary`, which only says how.
         rotates: `(attention)` -> whether that layer rotates, where the family's code decides.
         rescales: when an attention is made, it takes a factor of `scaling` from `rope_parameters` (YaRN's
             `mscale_all_dim`).
@@ -94,6 +102,7 @@ class RotationFacts:
     attention_part: str | None = None
     attention_switch: str | None = None
     config_switches: str | None = None
+    config_thetas: str | None = None
     rotates: Callable[[nn.Module], bool] | None = None
     rescales: bool = False
     parameter_coordinates: str | None = None
@@ -119,6 +128,8 @@ class Family:
             cannot be replaced: it must call transformers' attention interface, and no scheme can rotate there unless
             there is a rotary module.
         refuse: config attributes that must be absent or falsy, each with the reason a user is told.
+        lends_in: argument of the layers in which keys and values travel to the layers that borrow them.
+        decoder_attributes: attributes of the decoder, each with the value under which every layer sees all tokens.
         table_offset: number of rows in the native table that precede the row of position 0.
         hybrid: some layers have no attention. In these `names.attention` leads to no module with `scaling`.
         undivided: why its sequences cannot be divided over processes. `None` means that they can, unless it is
@@ -138,6 +149,8 @@ class Family:
     rotation: RotationFacts = RotationFacts()
     attention: OwnAttention | None = None
     refuse: Mapping[str, str] = field(default_factory=dict)
+    lends_in: str | None = None
+    decoder_attributes: Mapping[str, Any] = field(default_factory=dict)
     table_offset: int = 0
     hybrid: bool = False
     undivided: str | None = None
@@ -295,6 +308,8 @@ def _check_attributes(family: Family, attention: nn.Module) -> None:
         names.attention_value_dim,
         names.attention_heads,
         names.attention_key_value_heads,
+        names.attention_key_value_groups,
+        names.attention_borrows,
         rotation.attention_switch,
         rotation.attention_size,
         rotation.attention_part,

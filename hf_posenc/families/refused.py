@@ -147,10 +147,6 @@ REFUSALS = (
         "positions of its own",
     ),
     Refusal(
-        model_types=("granite_swa", "granitemoe_swa"),
-        reason="it has a list of rotary modules, one for each base of frequencies among its layers, and none for all",
-    ),
-    Refusal(
         model_types=("hrm_text",),
         reason="two stacks of layers are run several times for each token, so that a layer is not one place",
     ),
@@ -212,9 +208,6 @@ REFUSALS = (
     # ------------------------------------------------------------------------------------------------- not served yet
     Refusal(
         model_types=(
-            "gemma3n_text",
-            "gemma4_text",
-            "gemma4_unified_text",
             "hyperclovax",  # left to the package that is the example of how to serve one from outside
             "recurrent_gemma",
         ),

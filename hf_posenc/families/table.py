@@ -56,6 +56,7 @@ _COHERE = RotationFacts(pairs="interleaved", angles="each twice")
 _LATENT = RotationFacts(attention_part="qk_rope_head_dim", rescales=True)
 _TEMPERATURE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 _LATENT_NAMES = Names(attention_head_dim="qk_head_dim", attention_value_dim="v_head_dim")
+_BORROWS = Names(attention_borrows="is_kv_shared_layer")
 
 
 def _slides(attention: nn.Module) -> bool:
@@ -67,6 +68,12 @@ def _slides_or_all(attention: nn.Module) -> bool:
     """Return whether a layer has a sliding window, or no layer has one."""
     own: Any = attention
     return own.sliding_window is None or own.is_sliding
+
+
+def _has_theta(attention: nn.Module) -> bool:
+    """Return whether a layer has a base of frequencies."""
+    own: Any = attention
+    return bool(own.config.layer_rope_theta[own.layer_idx])
 
 
 _ROWS = (
@@ -97,6 +104,15 @@ _ROWS = (
     Family(model_types=("gemma2",), refuse=_ENCODER_USE, note="soft-capped scores"),
     # The rotary module has frequencies per layer type and is called once for each, with its name.
     Family(model_types=("gemma3_text",), refuse=_ENCODER_USE, note="a rotation for each type of layer"),
+    Family(model_types=("gemma3n_text",), names=_BORROWS, lends_in="shared_kv_states"),
+    # Heads differ in size by the type of the layer. Before the layers that borrow, the decoder may drop tokens.
+    Family(
+        model_types=("gemma4_text", "gemma4_unified_text"),
+        names=replace(_BORROWS, attention_key_value_groups="num_key_value_groups"),
+        lends_in="shared_kv_states",
+        decoder_attributes={"first_kv_shared_layer_idx": None},
+        note="heads of two sizes",
+    ),
     # Partial rotation, sliced by each attention's own number and not by the width of cos.
     Family(model_types=("phi", "stablelm"), rotation=_SLICED_BY_SIZE),
     # Partial rotation, sliced by the width of cos.
@@ -119,6 +135,11 @@ _ROWS = (
     # Attention sinks: one more score per head in the softmax. GPT-OSS gives each angle once.
     Family(model_types=("gpt_oss",), rotation=RotationFacts(angles="once"), note="attention sinks"),
     Family(model_types=("flint",), rotation=RotationFacts(rotates=_slides), note="attention sinks"),
+    Family(
+        model_types=("granite_swa", "granitemoe_swa"),
+        rotation=RotationFacts(config_thetas="layer_rope_theta", rotates=_has_theta),
+        note="attention sinks",
+    ),
     Family(
         model_types=("mimo_v2_flash",),
         names=Names(attention_value_dim="v_head_dim"),
@@ -196,6 +217,7 @@ _ROWS = (
     # cache when it crosses `config.original_max_position_embeddings`, since keys that were rotated by the short factors
     # are useless from there on.
     Family(model_types=("phi3",), rotation=_SLICED, note="LongRoPE drops the cache at its original length"),
+    Family(model_types=("dbrx",), names=Names(layers="blocks", attention="norm_attn_norm.attn", token_embedding="wte")),
     # GPT-NeoX and Pythia: partial rotation; layers take the cache as `layer_past`.
     Family(
         model_types=("gpt_neox",),

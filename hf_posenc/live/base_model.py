@@ -104,12 +104,24 @@ class BaseModel:
     @property
     def rotation(self) -> BaseRotation:
         """How the base turns queries and keys."""
-        return BaseRotation(self.family, self.found, self.config, self.dims)
+        return BaseRotation(self.family, self.found, self.config, self.sizes)
 
     @property
     def rotated(self) -> tuple[bool, ...]:
         """For each layer, whether the base turns its queries and keys."""
         return self.found.rotated
+
+    @property
+    def lenders(self) -> dict[int, int]:
+        """For each layer that borrows keys and values, the index of the layer that makes them."""
+        borrows = self.family.names.attention_borrows
+        if borrows is None:
+            return {}
+        types, makes = self.config.layer_types, {}
+        for layer, attention in self.found.attention_of.items():
+            if not getattr(attention, borrows):
+                makes[types[layer]] = layer
+        return {layer: makes[types[layer]] for layer, each in self.found.attention_of.items() if getattr(each, borrows)}
 
     @property
     def has_temperature(self) -> bool:
@@ -215,6 +227,8 @@ def _sizes(family: Family, config: PreTrainedConfig, attention: Any, num_layers:
     heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)
     keys = names.attention_key_value_heads
     own = None if keys is None else int(getattr(attention, keys))
+    if (groups := names.attention_key_value_groups) is not None:
+        own = heads // getattr(attention, groups)
     dim = names.attention_head_dim
     size = config.hidden_size // heads if dim is None else getattr(attention, dim)
     return Dims(

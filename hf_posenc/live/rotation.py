@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,21 +36,25 @@ class BaseRotation:
         family: what is known of its architecture.
         found: its modules.
         config: the model's.
-        attention_dims: sizes of its attention, in the first layer that has one.
+        sizes: of the attention of each layer that has one, by the layer's index.
     """
 
     family: Family
     found: Resolved
     config: PreTrainedConfig
-    attention_dims: Dims
+    sizes: Mapping[int, Dims]
 
     @property
     def dims(self) -> Dims:
-        """Sizes of what is rotated: heads, or the part of each head that is set apart for rotation."""
+        """Sizes of what is rotated, in the first layer that has attention."""
+        return self.dims_of(next(iter(self.sizes)))
+
+    def dims_of(self, layer: int) -> Dims:
+        """Return the sizes of what is rotated: heads, or the part of each head that is set apart for rotation."""
         part = self.family.rotation.attention_part
         if part is None:
-            return self.attention_dims
-        return replace(self.attention_dims, head_dim=getattr(self.found.attentions[0], part))
+            return self.sizes[layer]
+        return replace(self.sizes[layer], head_dim=getattr(self.found.attention_of[layer], part))
 
     @property
     def pairs(self) -> str:
@@ -64,9 +69,10 @@ class BaseRotation:
 
     def own(self) -> RopeParameters:
         """Return the base's own `rope_parameters`, as far as transformers reads them."""
-        own = own_rotation(self._config(), self.dims, self.found.rotary, self.family.rotation.slices_rotary)
-        if self.family.rotation.parameter_coordinates is not None:  # no choice of a scheme's
-            own.pop(self.family.rotation.parameter_coordinates, None)
+        facts = self.family.rotation
+        own = own_rotation(self._config(), self.dims, self.found.rotary, facts.slices_rotary, self._sizes_by_type())
+        if facts.parameter_coordinates is not None:  # no choice of a scheme's
+            own.pop(facts.parameter_coordinates, None)
         return own
 
     def is_own(self, scheme: RotaryScheme) -> bool:
@@ -90,7 +96,7 @@ class BaseRotation:
             ValueError: if the angles cannot be computed.
         """
         self._check_attention(scheme, layers)
-        dims = self.dims
+        dims = self.dims_of(layers[0])
         if dims.head_dim % 2:
             raise ValueError(f"{scheme.name}: heads of size {dims.head_dim} cannot be split into pairs")
         scheme.check(dims)
@@ -103,6 +109,11 @@ class BaseRotation:
             )
         parameters = self.parameters(scheme)
         if parameters is None:
+            if len({self.sizes[layer].head_dim for layer in layers}) > 1:
+                raise UnsupportedModelError(
+                    f"{scheme.name}: the layers of {self._name} have heads of different sizes, and its frequencies are "
+                    "made for one: name layers that are alike"
+                )
             pairs = len(scheme.build(dims).frequencies(torch.device("cpu")))
             if not 0 < pairs <= dims.head_dim // 2:
                 raise ValueError(f"{scheme.name}: {pairs} frequencies do not fit heads of {dims.head_dim}")
@@ -128,7 +139,7 @@ class BaseRotation:
             return False
         if (size := self.family.rotation.attention_size) is None:
             return True
-        turned = int(self.attention_dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        turned = int(self.dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
         return all(getattr(self.found.attention_of[layer], size) == turned for layer in layers)
 
     def parameters(self, scheme: RotaryScheme) -> RopeParameters | None:
@@ -160,11 +171,13 @@ class BaseRotation:
 
     def make(self, parameters: RopeParameters) -> nn.Module:
         """Return a rotary module of transformers with these `rope_parameters`."""
+        facts = self.family.rotation
         rotary = make_rotary(
-            parameters, self._config(), self.dims, self.found.rotary, self.family.rotation.slices_rotary
+            parameters, self._config(), self.dims, self.found.rotary, facts.slices_rotary, self._sizes_by_type()
         )
-        if isinstance(rotary, PartialRotary):
-            rotary.takes = rotary.gives = self.family.rotation.angles
+        for each in rotary.modules():
+            if isinstance(each, PartialRotary):
+                each.takes = each.gives = facts.angles
         return rotary
 
     def scaling_with(self, layer: int, parameters: RopeParameters) -> float:
@@ -177,6 +190,12 @@ class BaseRotation:
             return float(type(attention)(config, index).scaling)
 
     @property
+    def _thetas(self) -> set[float]:
+        """The bases of frequencies of the layers that rotate, where each layer has one."""
+        name = self.family.rotation.config_thetas
+        return set() if name is None else {theta for theta in getattr(self.config, name) if theta}
+
+    @property
     def _name(self) -> str:
         return base_model_type(self.config)
 
@@ -186,6 +205,11 @@ class BaseRotation:
             raise UnsupportedModelError(
                 f"{scheme.name}: this {self._name} rotates nothing, and its attention makes queries and keys where no "
                 "rotation can be put"
+            )
+        if self.family.rotation.config_thetas is not None and len(self._thetas) != 1:
+            raise UnsupportedModelError(
+                f"{scheme.name}: the layers of this {self._name} have {len(self._thetas)} bases of frequencies, and "
+                f"one rotation stands for one: config.{self.family.rotation.config_thetas}"
             )
         if self.found.rotary is not None and scheme.pairs not in (None, self.pairs):
             by = "halves" if self.pairs == "half" else "neighbouring dimensions"
@@ -201,11 +225,21 @@ class BaseRotation:
                     f"name layers among {', '.join(str(i) for i, turned in enumerate(self.found.rotated) if turned)}"
                 )
 
+    def _sizes_by_type(self) -> dict[str, int]:
+        """Return the size of heads by layer type where they differ."""
+        if len({dims.head_dim for dims in self.sizes.values()}) == 1:
+            return {}
+        return {self.config.layer_types[layer]: dims.head_dim for layer, dims in self.sizes.items()}
+
     def _complete(self, scheme: RotaryScheme) -> RotaryScheme:
         return scheme.with_base(self.own(), self.length, scaling_types(), self.pairs)
 
     def _config(self) -> PreTrainedConfig:
         """Return the config that says how the base rotates, one made for that where its own says it otherwise."""
+        if self._thetas:
+            config = copy.copy(self.config)
+            config.rope_parameters = {**config.rope_parameters, "rope_theta": min(self._thetas)}
+            return config
         if self.family.attention is None:
             return self.config
         config = LlamaConfig(**({} if self.length is None else {"max_position_embeddings": self.length}))

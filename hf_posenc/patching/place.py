@@ -161,6 +161,8 @@ class ModelSite:
             give_rotation(self, still, takes_layer_type=len(identity.pairs) > 1)
         else:
             self.changes.put(found.decoder, str(rotation.rotary), identity)
+            if rotation.config_thetas is not None:
+                give_rotation(self, Reference(found.decoder, str(rotation.rotary)), takes_layer_type=False)
 
     def _silence_temperature(self, strength: str) -> None:
         """Switch off a factor of queries by its key of `rope_parameters`; by layer where other layers rotate."""
@@ -228,6 +230,8 @@ class ModelSite:
         elif len(self.layers) == len(self.base.sizes):
             assert facts.rotary is not None
             self.changes.put(found.decoder, facts.rotary, rotary)
+            if facts.config_thetas is not None:
+                give_rotation(self, Reference(found.decoder, facts.rotary), takes_layer_type=False)
             if parameters is not None:
                 own: Any = base.config.rope_parameters
                 beside = {key: own[key] for key in facts.parameter_temperature if key in own and key not in parameters}
@@ -257,7 +261,7 @@ class ModelSite:
         if parameters is not None:
             rotary = self.base.rotation.make(parameters)
         else:
-            dims = self.base.rotation.dims
+            dims = self.base.rotation.dims_of(self.layers[0])
             rotary = scheme.build(dims)
             if found.rotary is not None and not facts.slices_rotary:  # which turns whole heads
                 rotary = PartialRotary(rotary, dims.head_dim, gives=facts.angles)
@@ -289,9 +293,12 @@ def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: boo
     types: Any = getattr(site.base.config, "layer_types", None)
     for index in site.layers:
         layer = site.base.found.layers[index]
+        if site.base.family.rotation.config_thetas is not None and not site.base.rotated[index]:
+            continue  # it gets no cosines, and stays unrotated
         state = {
             "rotation": rotation,
             "rotation_arguments": (types[index],) if takes_layer_type else (),
+            "arguments": tuple(signature(layer.forward).parameters),
             "coordinates": site.base.family.rotation.parameter_coordinates is not None,
         }
         site.changes.add(Keep(layer, on_layer, state))
@@ -380,7 +387,8 @@ def _silence_base(changes: Changes, sites: list[ModelSite]) -> None:
     if own.idle_rotary is not None:
         native = found.decoder.get_submodule(own.idle_rotary)
         changes.add(SetModule(found.decoder, own.idle_rotary, IdentityRotary(native)))
-    changes.add(*(SetAttribute(found.decoder, name, value) for name, value in own.decoder_attributes.items()))
+    attributes = {**own.decoder_attributes, **family.decoder_attributes}
+    changes.add(*(SetAttribute(found.decoder, name, value) for name, value in attributes.items()))
 
 
 def _replace_attention(changes: Changes, attention: nn.Module) -> None:

@@ -130,6 +130,7 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     named = {layer for scheme in chosen for layer in base.layers_of(scheme)}
     base = replace(base, keeps_table=base.has_table and len(named) < base.num_layers)
     plan = Plan(base, tuple(scheme.acts_on.fit(scheme, base) for scheme in chosen), attention)
+    _check_lenders(plan)
     for scheme in plan.schemes:
         if needs_own_attention(base.family, [scheme]):
             base.require_own_attention(scheme.name + ("" if scheme.window is None else " with a window"))
@@ -140,6 +141,19 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
         )
     _check_forwards(plan)
     return plan
+
+
+def _check_lenders(plan: Plan) -> None:
+    """Raise UnsupportedModelError if a layer would turn its queries otherwise than the keys that it borrows."""
+    turned_by: dict[int, Scheme | bool] = dict.fromkeys(plan.rotated_by_base, True)
+    for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True):
+        turned_by |= {layer: scheme for layer in plan.layers_of(scheme) if rotates and layer not in turned_by}
+    for layer, lender in plan.base.lenders.items():
+        if turned_by.get(layer) is not turned_by.get(lender):
+            raise UnsupportedModelError(
+                f"layer {layer} of {plan.base.name} takes its keys from layer {lender}, which would be rotated "
+                f"otherwise than its queries: name layers {lender} and {layer} together"
+            )
 
 
 def _check_forwards(plan: Plan) -> None:

@@ -144,7 +144,7 @@ def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
 def stock_config(arguments: ModelArguments) -> PretrainedConfig:
     """Return the config of the stock checkpoint that `--model` names; raise UsageError for a patched one."""
     config: PretrainedConfig = load_named(AutoConfig, arguments)
-    if config.model_type != base_model_type(config):
+    if config.model_type.startswith("posenc_"):
         raise UsageError(f"--model {arguments.model} is patched already: give the stock checkpoint it was made from")
     return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ def turned_dimensions(rotary: nn.Module) -> int:
         return 2 * len(rotary.frequencies(torch.device("cpu")))
     return 2 * next(b.shape[-1] for name, b in rotary.named_buffers() if name.endswith("inv_freq"))
 
+
+ROTATION = "position_embeddings"
+"""Argument of a decoder layer that holds its cosines and sines."""
 
 COORDINATES = 3
 """Time, height and width, where positions have several coordinates."""
@@ -121,6 +125,24 @@ class PartialRotary(nn.Module):
         return as_given(pad(cos, padding, value=1.0), pad(sin, padding), self.gives)
 
 
+class RotaryByType(nn.Module):
+    """A rotary module for each layer type, where heads of some types are larger."""
+
+    def __init__(self, rotaries: Mapping[str, nn.Module]) -> None:
+        """Take the modules.
+
+        Args:
+            rotaries: by layer type; each is called with the layer type too.
+        """
+        super().__init__()
+        self.rotaries = nn.ModuleDict(rotaries)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> Turned:
+        """Return cos and sin for the heads of a layer type, for (B|1, T) positions."""
+        turned: Turned = self.rotaries[layer_type](x, position_ids, layer_type)
+        return turned
+
+
 class _Asked(RopeParameters):
     """`rope_parameters` that record the keys which transformers reads. No list of upstream's says which these are."""
 
@@ -150,16 +172,19 @@ class _Asked(RopeParameters):
 
 def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
     """Return the arguments of a decoder layer, with the rotation among them replaced by its scheme's."""
-    position_ids = handed_down(kwargs)
-    if kwargs.get("position_embeddings") is None or position_ids is None:
+    position_ids, state = handed_down(kwargs), on_layer(layer)
+    assert state.rotation is not None
+    names = state.arguments[: len(args)]
+    if {**dict(zip(names, args, strict=False)), **kwargs}.get(ROTATION) is None or position_ids is None:
         raise ValueError("the rotation did not arrive at the decoder layer by name, so it cannot be replaced")
     hidden_states = args[0] if args else kwargs["hidden_states"]
-    state = on_layer(layer)
-    assert state.rotation is not None
     if state.coordinates:  # older releases of transformers want all of them from outside the module
         position_ids = position_ids.expand(COORDINATES, -1, -1)
     turned = state.rotation()(hidden_states, position_ids, *state.rotation_arguments)
-    return args, {**kwargs, "position_embeddings": turned}
+    if ROTATION in names:
+        at = names.index(ROTATION)
+        return (*args[:at], turned, *args[at + 1 :]), kwargs
+    return args, {**kwargs, ROTATION: turned}
 
 
 def handed_down(kwargs: Arguments) -> Tensor | None:
@@ -168,7 +193,9 @@ def handed_down(kwargs: Arguments) -> Tensor | None:
     return kwargs.get("position_ids") if found is None else found
 
 
-def own_rotation(config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool) -> RopeParameters:
+def own_rotation(
+    config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool, sizes: Mapping[str, int]
+) -> RopeParameters:
     """Return the base's own `rope_parameters`, as far as transformers reads them.
 
     Args:
@@ -176,6 +203,7 @@ def own_rotation(config: PreTrainedConfig, dims: Dims, native: nn.Module | None,
         dims: of its attention.
         native: its rotary module, or None.
         slices_rotary: whether its attention turns as many dimensions as there are cosines; otherwise it turns all.
+        sizes: of its heads by layer type, where they differ.
 
     Returns:
         One dict, or one by layer type; empty if the config has none.
@@ -187,7 +215,7 @@ def own_rotation(config: PreTrainedConfig, dims: Dims, native: nn.Module | None,
         each.setdefault("rope_type", each.get("type", "default"))
         if native is not None and not slices_rotary and each["rope_type"] != PROPORTIONAL:
             each.pop("partial_rotary_factor", None)
-    _, asked = _rotary(own, config, dims, native, slices_rotary)
+    _, asked = _rotary(own, config, dims, native, slices_rotary, sizes)
     for kind, read in asked.items():
         for key in read.unread():
             del by_layer_type(own)[kind][key]
@@ -199,8 +227,21 @@ def scaling_types() -> tuple[str, ...]:
     return tuple(ROPE_INIT_FUNCTIONS)
 
 
+def _of_share(made: type[nn.Module], config: PreTrainedConfig, head_dim: int, share: float) -> nn.Module:
+    """Return a rotary module of whole heads of one size, which turns a share of each."""
+    alike = copy.copy(config)
+    alike.per_layer_config = None  # all layers have the smaller heads that it is shown
+    alike.head_dim = int(head_dim * share)
+    return PartialRotary(made(alike), head_dim)
+
+
 def make_rotary(
-    parameters: RopeParameters, config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
+    parameters: RopeParameters,
+    config: PreTrainedConfig,
+    dims: Dims,
+    native: nn.Module | None,
+    slices_rotary: bool,
+    sizes: Mapping[str, int] | None = None,
 ) -> nn.Module:
     """Return a rotary module with these parameters: the base's own class where it has one, else LLaMA's.
 
@@ -210,6 +251,7 @@ def make_rotary(
         dims: of its attention.
         native: its rotary module, or None.
         slices_rotary: whether its attention turns as many dimensions as there are cosines; otherwise it turns all.
+        sizes: of its heads by layer type, where they differ.
 
     Returns:
         A module (x, position_ids (B|1, T), ...) -> cos, sin (B|1, T, R).
@@ -217,7 +259,7 @@ def make_rotary(
     Raises:
         ValueError: where transformers finds the parameters wrong or missing, or would not read one of them.
     """
-    rotary, asked = _rotary(parameters, config, dims, native, slices_rotary)
+    rotary, asked = _rotary(parameters, config, dims, native, slices_rotary, sizes or {})
     for each in asked.values():
         if unread := sorted(each.unread()):
             known = ", ".join(sorted(each.asked - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}))
@@ -228,7 +270,12 @@ def make_rotary(
 
 
 def _rotary(
-    parameters: RopeParameters, config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool
+    parameters: RopeParameters,
+    config: PreTrainedConfig,
+    dims: Dims,
+    native: nn.Module | None,
+    slices_rotary: bool,
+    sizes: Mapping[str, int],
 ) -> tuple[nn.Module, dict[str | None, _Asked]]:
     """Return the module of `make_rotary` without its last check, and the parameters that were asked, by layer type."""
     length = config.max_position_embeddings
@@ -238,19 +285,22 @@ def _rotary(
     size = dims.head_dim
     if not slices_rotary:  # these classes know whole heads only: show them a smaller head
         shares = {
-            1.0 if each["rope_type"] == PROPORTIONAL else each.pop("partial_rotary_factor", 1.0)
-            for each in types.values()
+            kind: 1.0 if each["rope_type"] == PROPORTIONAL else each.pop("partial_rotary_factor", 1.0)
+            for kind, each in types.items()
         }
-        if len(shares) > 1:
+        if len(set(shares.values())) > 1 and not sizes:
             raise ValueError("rope: this base turns whole heads, so partial_rotary_factor is one for all layer types")
-        size = int(dims.head_dim * shares.pop())
-        config.head_dim = size
+        if native is None or (not sizes and shares[next(iter(types))] != 1):
+            config.head_dim = size = int(dims.head_dim * shares[next(iter(types))])
     if None in types and hasattr(config, ORIGINAL_LENGTH) and ORIGINAL_LENGTH in parameters:
         setattr(config, ORIGINAL_LENGTH, parameters[ORIGINAL_LENGTH])  # the config's own would be taken instead
     asked = {kind: _Asked(each) for kind, each in types.items()}
     config.rope_parameters = asked[None] if None in types else asked
+    made = LlamaRotaryEmbedding if native is None else type(native)
     try:
-        rotary = (LlamaRotaryEmbedding if native is None else type(native))(config)
+        rotary = made(config)
+        if sizes and not slices_rotary and set(shares.values()) != {1.0}:
+            rotary = RotaryByType({kind: _of_share(made, config, sizes[kind], shares[kind]) for kind in types})
         config.rope_parameters = parameters
         config.validate_rope()
     except (KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:

@@ -14,6 +14,7 @@ from matrix import matrix
 from situations import EMBEDDING_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS
 from snapshots import assert_same, snapshot
 from tqdm.auto import tqdm
+from transformers import CONFIG_MAPPING
 
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, patch_model, unpatch_model
@@ -327,6 +328,19 @@ def test_attention_comes_closer_to_the_bases(scheme, family):
 
 def moves(name):
     return "posenc" in name or any(part in name for part in ("q_proj", "k_proj", "c_attn", "rotary_emb", "wte"))
+
+
+@pytest.mark.parametrize("scheme", ["t5", "sinusoidal", "rope"])
+@pytest.mark.parametrize("model_type", [t for t in ("gemma3n_text", "gemma4_text") if t in CONFIG_MAPPING])
+def test_keys_that_a_layer_borrows(model_type, scheme):
+    """They are those of the same tokens, made from the base's hidden states, and move with the layer that lends."""
+    model = patch_model(decoder(model_type), scheme, seed=0, **({"rope_theta": 50.0} if scheme == "rope" else {}))
+    if scheme != "sinusoidal":  # which a base that had it too would add twice
+        pair = pair_of(model, copy.deepcopy(model).eval())
+        for only in (None, {"": 2}, {"": 3}):
+            assert all(found.abs().max() < 1e-6 for found in pair.divergences({"": ()}, only)[""].values())
+    report = calibrate(model, windows(24), matching=Matching(steps=20))
+    assert all(layer.after.mean() < layer.before.mean() for layer in report.layers)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_bigcode", "biogpt"])

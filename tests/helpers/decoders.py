@@ -86,6 +86,18 @@ MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_s
 """Pairs for time, height and width, as many as a tiny head has."""
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
+SHARED_KEYS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 32,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+}
+"""The last two layers take keys and values from the first two."""
+WIDE_HEADS = {"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+"""Every other layer has larger heads, one key head, and values that are keys."""
+
 SPECIAL: dict[str, dict[str, Any]] = {
     "afmoe": WINDOWED | {"num_dense_layers": 1, "global_attn_every_n_layers": 2},
     "axk1": LATENT,
@@ -104,8 +116,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "exaone_moe": WINDOWED,
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
     "flint": WINDOWED,
+    "gemma3n_text": SHARED_KEYS | {"activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0], "laurel_rank": 4},
+    "gemma4_text": SHARED_KEYS | WIDE_HEADS | {"enable_moe_block": True, "top_k_experts": 2},
+    "gemma4_unified_text": SHARED_KEYS | WIDE_HEADS,
     "glm4_moe_lite": LATENT,
     "gpt_oss": WINDOWED | {"rope_parameters": YARN},
+    "granite_swa": WINDOWED | {"layer_rope_theta": [10000.0, 0]},
+    "granitemoe_swa": WINDOWED | {"layer_rope_theta": [10000.0, 0], "shared_intermediate_size": 16},
     "granitemoehybrid": MAMBA | {"layer_types": LINEAR["layer_types"], "position_embedding_type": "rope"},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": LATENT | LINEAR | {"linear_head_dim": 8, "linear_num_heads": 4},

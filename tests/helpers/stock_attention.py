@@ -72,7 +72,10 @@ def scheme_in(attentions, scheme, hyperparameters, parameters):
             mask = (scores - content).nan_to_num(nan=LOWEST).float()
             output, weights = stock(module, query, key, value, mask, *args, **kwargs)
             if vectors is not None:
-                output = output + torch.einsum("bhij,hijd->bihd", weights.double(), vectors).to(output.dtype)
+                # Weights may or may not have been divided with sinks: what is left for values says so.
+                left, _ = stock(module, query, key, torch.ones_like(value), mask, *args, **kwargs)
+                shares = weights.double() / weights.double().sum(-1, keepdim=True) * left[..., 0].mT[..., None].double()
+                output = output + torch.einsum("bhij,hijd->bihd", shares, vectors).to(output.dtype)
             return output, weights
 
         return attend

@@ -462,3 +462,14 @@ def test_it_turns_whatever_form_a_base_takes_angles_in(model_type, share, tmp_pa
         axes = torch.stack([ids, ids // 2, ids % 5])
         with pytest.raises(ValueError, match="several coordinates"):
             model(ids, position_ids=axes, use_cache=False)
+
+
+@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="an older transformers does not have it")
+def test_frequencies_for_one_size_of_heads():
+    """Layers with heads of another size are refused, and those that are alike get as many frequencies as they have."""
+    with pytest.raises(UnsupportedModelError, match="heads of different sizes"):
+        patch_model(decoder("gemma4_text"), Linear())
+    for kind, size in (("sliding_attention", 8), ("full_attention", 16)):
+        model = patch_model(decoder("gemma4_text"), Linear(layers=kind))
+        assert verify(model).ok
+        assert [each.count for each in model.modules() if isinstance(each, LinearRotation)] == [size // 2]

@@ -127,7 +127,11 @@ def oracle(model_type, scheme, patched=None, change=lambda model: model):
         own = copy.deepcopy(stock.config.rope_parameters)
         for each in own.values() if all(isinstance(value, dict) for value in own.values()) else [own]:
             each.update(hyperparameters(model_type, scheme))
-        return out(decoder(model_type, rope_parameters=own)(ids, use_cache=False))
+        by_layer = getattr(stock.config, "layer_rope_theta", None)
+        thetas = (
+            {} if by_layer is None else {"layer_rope_theta": [own["rope_theta"] if each else 0 for each in by_layer]}
+        )
+        return out(decoder(model_type, rope_parameters=own, **thetas)(ids, use_cache=False))
     change(stock).set_attn_implementation("eager")
     resolved = resolve(family, stock)
     if (table := resolved.position_table) is not None:
@@ -444,7 +448,7 @@ def test_the_pairs_that_a_type_turns(model_type):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", [t for t in ("gpt_oss", "flint", "mimo_v2_flash") if t in SERVED])
+@pytest.mark.parametrize("model_type", [t for t in ("gpt_oss", "flint", "granite_swa", "mimo_v2_flash") if t in SERVED])
 def test_sinks_in_every_engine(model_type, monkeypatch):
     """With sinks that hold about half of each row: every engine that `auto` could choose, whatever the length."""
 

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from decoders import decoder, out
+from situations import randomize
 from transformers import CONFIG_MAPPING, StaticCache
 
 import hf_posenc
@@ -283,3 +284,140 @@ def test_a_share_of_each_head_is_a_share(model_type):
         for share in (0.5, 1.0)
     )
     assert relative(half, whole) > 1e-4
+
+
+BORROWING = [t for t in ("gemma3n_text", "gemma4_text", "gemma4_unified_text") if t in CONFIG_MAPPING]
+"""Types whose last layers borrow keys and values: in tiny models, layers 2 and 3 those of layers 0 and 1."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("scheme", "cache"),
+    [
+        (Alibi(), "static"),
+        (Nope(), "dynamic"),
+        (Rope(rope_theta=50.0), "static"),
+        (Learned(num_positions=64, placement="every_layer"), "dynamic"),
+    ],
+)
+@pytest.mark.parametrize("model_type", BORROWING)
+def test_generation_with_borrowed_keys(model_type, scheme, cache):
+    """Some decoders drop most tokens before the layers that borrow; the window is crossed, and a row is padded."""
+    model = decoder(model_type, sliding_window=5)
+    own = dict(model.model.__dict__)
+    randomize(patch_model(model, scheme, seed=0))
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [0, 0, 0, 8, 9, 10, 11, 12]])
+    given = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    found = model.generate(
+        ids,
+        attention_mask=ids.clamp(max=1),
+        cache_implementation=cache,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **given,
+    )
+    mask = torch.cat([ids.clamp(max=1), torch.ones(2, 6, dtype=torch.long)], 1)
+    whole = model(
+        found.sequences,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+        use_cache=False,
+    )
+    assert relative(torch.stack(found.logits, 1), whole.logits[:, 7:-1]) <= EXACT
+    hf_posenc.unpatch_model(model)
+    assert {name: value for name, value in model.model.__dict__.items() if not name.startswith("_")} == {
+        name: value for name, value in own.items() if not name.startswith("_")
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+@pytest.mark.parametrize("model_type", BORROWING)
+def test_layers_that_lend_and_borrow_beside_others(model_type, kind):
+    """Against the stock model: without rotation in these layers, by hooks, and with another one, by its config."""
+
+    def still(attention, args, kwargs):
+        cos, sin = kwargs["position_embeddings"]
+        return args, {**kwargs, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+
+    stock = decoder(model_type)
+    own = copy.deepcopy(stock.config.rope_parameters)
+    own[kind]["rope_theta"] = 50.0
+    for layer in stock.model.layers:
+        if layer.self_attn.layer_type == kind:
+            layer.self_attn.register_forward_pre_hook(still, with_kwargs=True)
+    turned = decoder(model_type, rope_parameters=own)
+    assert relative(logits(stock), logits(turned)) > 1e-3
+    for scheme, expected in ((Nope(layers=kind), stock), (Rope(layers=kind, rope_theta=50.0), turned)):
+        model = patch_model(decoder(model_type), scheme)
+        assert relative(logits(model), logits(expected)) <= EXACT
+        assert verify(model).ok
+
+
+@pytest.mark.parametrize(
+    "schemes",
+    [
+        Alibi(layers=[2]),
+        Alibi(layers=[0, 1, 3]),
+        Nope(layers=[1]),
+        Rope(layers=[3], rope_theta=50.0),
+        [Rope(layers=[0], rope_theta=50.0), Alibi(layers=[2])],
+    ],
+)
+@pytest.mark.parametrize("model_type", BORROWING)
+def test_queries_that_would_not_fit_borrowed_keys(model_type, schemes):
+    model = decoder(model_type)
+    before = logits(model)
+    with pytest.raises(
+        hf_posenc.UnsupportedModelError, match=r"takes its keys from layer [01], which would be rotated"
+    ):
+        patch_model(model, schemes)
+    assert logits(model).equal(before)
+    for fitting in ([Alibi(layers=[0, 1]), Nope(layers=[2, 3])], Rope(layers=[3])):  # the latter is the base's own
+        assert verify(patch_model(decoder(model_type), fitting)).ok
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", BORROWING[1:])
+def test_a_share_of_heads_of_two_sizes(model_type):
+    """Each layer type has the angles of its own size of heads, whatever share is turned."""
+    share = {"sliding_attention": 0.5, "full_attention": 0.75}
+    model = patch_model(decoder(model_type), Rope(partial_rotary_factor=share, rope_theta=10.0, scaling="none"))
+    position = torch.tensor([[7]])
+    for kind, size in (("sliding_attention", 8), ("full_attention", 16)):
+        turned = int(size * share[kind])
+        angles = 7 * 10.0 ** (-torch.arange(0, turned, 2) / turned)
+        wanted = torch.cat([angles, torch.zeros((size - turned) // 2)]).repeat(2)
+        cos, sin = model.model.rotary_emb(torch.zeros(1), position, kind)
+        assert torch.allclose(cos[0, 0], wanted.cos(), atol=1e-5)
+        assert torch.allclose(sin[0, 0], wanted.sin(), atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", [t for t in ("granite_swa", "granitemoe_swa") if t in CONFIG_MAPPING])
+def test_a_base_of_frequencies_for_each_layer(model_type, tmp_path):
+    """Against the stock model, whose config can say the same: 0 leaves a layer unrotated."""
+
+    def stock(*thetas):
+        return decoder(model_type, layer_rope_theta=list(thetas))
+
+    for scheme, before, after in (
+        (Nope(layers=[0]), (10.0, 500.0), (0, 500.0)),
+        (Nope(), (10.0, 500.0), (0, 0)),
+        (Rope(layers=[0], rope_theta=50.0), (10.0, 10.0), (50.0, 10.0)),
+        (Rope(rope_theta=50.0), (0, 10.0), (0, 50.0)),
+        (Rope(), (10.0, 0), (10.0, 0)),
+    ):
+        expected = logits(stock(*after))
+        assert before == after or relative(logits(stock(*before)), expected) > 1e-3
+        model = patch_model(stock(*before), scheme)
+        assert relative(logits(model), expected) <= EXACT
+        assert verify(model).ok
+        model.save_pretrained(tmp_path)
+        assert logits(from_pretrained(tmp_path)).equal(logits(model))
+    for scheme, thetas, message in (
+        (Rope(rope_theta=50.0), (10.0, 500.0), "2 bases of frequencies"),
+        (Rope(), (0, 0), "0 bases of frequencies"),
+        (Rope(layers=[1]), (10.0, 0), "unrotated in its own code"),
+    ):
+        with pytest.raises(hf_posenc.UnsupportedModelError, match=message):
+            patch_model(stock(*thetas), scheme)
