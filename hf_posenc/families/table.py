@@ -217,7 +217,6 @@ _ROWS = (
     # cache when it crosses `config.original_max_position_embeddings`, since keys that were rotated by the short factors
     # are useless from there on.
     Family(model_types=("phi3",), rotation=_SLICED, note="LongRoPE drops the cache at its original length"),
-    Family(model_types=("dbrx",), names=Names(layers="blocks", attention="norm_attn_norm.attn", token_embedding="wte")),
     # GPT-NeoX and Pythia: partial rotation; layers take the cache as `layer_past`.
     Family(
         model_types=("gpt_neox",),
