@@ -18,7 +18,7 @@ from .checkpoints.config import PosEncConfigMixin
 from .checkpoints.entry import CALIBRATION
 from .checkpoints.stock import check_served
 from .errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
-from .live.state import Patch, alone, patch_of, without_adapter
+from .live.state import Patch, alone, patch_of, patched_part, without_adapter
 from .live.undo import Undo, set_attribute
 from .live.weights import have_moved, samples_of
 from .live.wrappers import check_in_place, check_unwrapped
@@ -120,9 +120,9 @@ def _patch(model: PreTrainedModel, wanted: Sequence[Scheme], attention: str, see
             owners = operate(undo, plan)
             _initialize(owners, native, seed, model)
         make_ours(undo, model, plan.schemes)
-        samples = model.base_model.__dict__.get(SAMPLES) or samples_of(model)
+        base = patched_part(model)
+        samples = base.__dict__.get(SAMPLES) or samples_of(model)
         patch = Patch(plan.schemes, attention, undo, plan.base.found.layers, plan.limit(), plan.attends, samples)
-        base = model.base_model
         patch.started = {name: parameter._version for name, parameter in position_parameters(base).items()}
         set_attribute(undo, base, "_posenc_patch", patch)
         for around in _models_around(model):
@@ -270,9 +270,9 @@ def _unpatch(model: PreTrainedModel) -> None:
     calibrated = CALIBRATION in model.config.position_encoding
     patch.undo.roll_back()
     if not have_moved(model, patch.samples):
-        model.base_model.__dict__.pop(SAMPLES, None)
+        patched_part(model).__dict__.pop(SAMPLES, None)
         return
-    setattr(model.base_model, SAMPLES, patch.samples)  # what is calibrated next must not take it for the base it was
+    setattr(patched_part(model), SAMPLES, patch.samples)  # what is calibrated next must not take it for the base it was
     if calibrated:
         warnings.warn(
             f"unpatch_model: a calibration has moved weights of this {type(model).__name__}, and they stay moved: load "

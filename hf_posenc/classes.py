@@ -23,7 +23,8 @@ def __getattr__(name: str) -> Any:
     config, model = stock_classes(name)
     if config is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    family_for(config.model_type)
+    if "text_config" not in config.sub_configs:  # of a multimodal model, its config says which language model is inside
+        family_for(config.model_type)
     if model is None:
         from .checkpoints.config import config_class
 

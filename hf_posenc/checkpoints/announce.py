@@ -51,12 +51,25 @@ def announce_all() -> None:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+    _announce(*multimodal_model_types())
     for model_type in registry.supported_model_types():
         offer = registry.offer(model_type)
         if model_type in CONFIG_MAPPING_NAMES:
             _announce(model_type)
         elif offer is not None:  # one of ours is newer than the installed transformers
             warnings.warn(f"{offer} cannot be used: the installed transformers has no such model type", stacklevel=2)
+
+
+def multimodal_model_types() -> tuple[str, ...]:
+    """Return the model types whose models have a language model inside, as transformers' tables list them."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    tables = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    return tuple(model_type for model_type in tables if model_type in CONFIG_MAPPING_NAMES)
 
 
 def _announce(*model_types: str) -> None:

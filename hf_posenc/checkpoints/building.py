@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..errors import CheckpointError, HfPosencError
-from ..families.base import base_model_type
-from ..live.state import Patch
+from ..families.base import base_model_type, language_config
+from ..live.state import Patch, patch_of, patched_part
 from ..live.undo import Undo, set_attribute, set_class
 from ..live.wrappers import gathered
 from ..modules import PositionModule
@@ -26,7 +26,7 @@ from ..upstream.derived import revive, stock_class
 from .adapters import AdapterMixin
 from .announce import CLASSES
 from .compat_0_1 import translate_config
-from .config import READ, cached, config_class, register_models, stock_config
+from .config import READ, cached, config_class, register_models, stock_config, stock_inside
 from .entry import ENTRY, SCHEMES, check_version, make_entry, schemes_of_config
 from .guards import UNREGISTERED
 from .names import name_of, stock_classes
@@ -52,13 +52,19 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
         translate_config(config)
         schemes = schemes_of_config(config)
         attends = self._needs_own_attention(config)
-        backend = config._attn_implementation_internal
+        language = language_config(config)
+        backend = language._attn_implementation_internal
         if attends and any(kind in str(backend) for kind in ("flash", "paged")):
             raise ValueError(_reason_to_refuse(schemes, backend))
-        if backend in (NAME, UNREGISTERED):  # the stock constructor refuses them, as it should
-            config._attn_implementation_internal = None
+        for part in _with_parts(config):
+            if part._attn_implementation_internal in (
+                NAME,
+                UNREGISTERED,
+            ):  # stock constructors refuse them, as they should
+                part._attn_implementation_internal = None
         try:
-            super().__init__(config, *args, **kwargs)
+            with stock_inside(config):
+                super().__init__(config, *args, **kwargs)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             if read is None or args or kwargs or isinstance(error, HfPosencError):  # not, or not only, of a checkpoint
                 raise
@@ -68,14 +74,14 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
             ) from error
         if _lacks_loss_type(self):
             self.loss_type = "ForCausalLM"
-        if "_posenc_patch" not in self.base_model.__dict__:
+        if patch_of(self) is None:
             self._build_schemes(schemes)
         elif attends:
-            config._attn_implementation_internal = NAME
+            language._attn_implementation_internal = NAME
 
     def _build_schemes(self, schemes: Sequence[Scheme]) -> None:
         """Patch the stock model for good, without the inverse steps."""
-        base, config = self.base_model, self.config
+        base, config = patched_part(self), self.config
         try:
             plan = make_plan(base, schemes, "auto")
         except HfPosencError:
@@ -90,9 +96,9 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
             for owner in owners:
                 with gathered(owner):
                     owner.reset_parameters()
-        for module in base.modules():
-            if isinstance(module, PreTrainedModel) and not isinstance(module, PosEncMixin):
-                module.__class__ = model_class(type(module), stock_config(config))
+        for part in _parts(self):
+            if not isinstance(part, PosEncMixin):
+                part.__class__ = model_class(type(part), stock_config(part.config))
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -156,6 +162,21 @@ def _reason_to_refuse(schemes: Sequence[Scheme], attn_implementation: str | None
     )
 
 
+def _with_parts(config: PreTrainedConfig) -> Iterator[Any]:
+    """Yield a config and, of a multimodal model's, those inside it."""
+    yield config
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            yield from _with_parts(part)
+
+
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models of transformers that make up a model and its language model: not what reads images or sound."""
+    configs = (model.config, language_config(model.config))
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return [part for part in parts if any(part.config is config for config in configs)]
+
+
 def _lacks_loss_type(model: Any) -> bool:
     """Return whether transformers cannot tell a causal language model's loss from its class name: GPT2LMHeadModel.
 
@@ -201,11 +222,17 @@ def saved_class(raw: dict[str, Any]) -> type[PreTrainedModel]:
         CheckpointError: if it names no class of ours for that base.
     """
     base = str(raw["model_type"]).removeprefix("posenc_")
-    family_for(base)
+    family_for(_language_type(raw))
     config, model = stock_classes(architecture(raw))
     if config is None or model is None or config.model_type != base:
         raise CheckpointError(f"hf_posenc: architectures is {raw.get('architectures')!r}, which is no {base} of ours")
     return model_class(model, config)
+
+
+def _language_type(raw: dict[str, Any]) -> str:
+    """Return the stock model type of the language model in a saved config."""
+    text = raw.get("text_config")
+    return str((text if isinstance(text, dict) else raw).get("model_type")).removeprefix("posenc_")
 
 
 def make_ours(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> None:
@@ -216,21 +243,18 @@ def make_ours(undo: Undo, model: PreTrainedModel, schemes: Sequence[Scheme]) -> 
         model: of stock classes.
         schemes: as resolved against the model.
     """
-    config, parts = model.config, [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    config, language, parts = model.config, language_config(model.config), _parts(model)
     part_classes = [model_class(type(part), stock_config(part.config)) for part in parts]
-    our_config = config_class(type(config))
-    register_models(our_config)
-    set_class(undo, config, our_config)
+    for each in {id(each): each for each in (language, config)}.values():
+        our_config = config_class(type(each))
+        register_models(our_config)
+        set_class(undo, each, our_config)
+        set_attribute(undo, each, "model_type", our_config.model_type)  # one that was read from a file has its own
+        set_attribute(undo, each, "_name_or_path", "")
+    set_attribute(undo, language, ENTRY, make_entry(schemes))
     for part, part_class in zip(parts, part_classes, strict=True):
         set_class(undo, part, part_class)
-    attributes = {
-        "model_type": our_config.model_type,  # one that was read from a file has its own
-        ENTRY: make_entry(schemes),
-        "architectures": [type(model).__name__],
-        "_name_or_path": "",
-    }
-    for name, value in attributes.items():
-        set_attribute(undo, config, name, value)
+    set_attribute(undo, config, "architectures", [type(model).__name__])
     # PEFT writes this into adapters as their base; the stock checkpoint would be the wrong one.
     set_attribute(undo, model, "name_or_path", "")
     if _lacks_loss_type(model):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import transformers
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..errors import CheckpointError, HfPosencError
+from ..families.base import language_config
 from ..upstream import NAME
 from ..upstream.derived import revive, stock_class
 from .announce import CLASSES
 from .digests import DIGESTS, check_saved_config, config_digest, with_floats
-from .entry import renew_entry
+from .entry import ENTRY, renew_entry
 from .guards import ACTIVATIONS, CHECKED, UNREGISTERED, guarded, unguarded
 from .names import STUB, class_names, heads_of
 from .stock import StockConfig
@@ -145,16 +147,46 @@ class PosEncConfigMixin(StockConfig):
         """Do nothing: transformers would copy our source into the next checkpoint."""
 
 
+class MultimodalMixin(PosEncConfigMixin):
+    """Mixin in front of the stock config class of a multimodal model. The schemes are those of its text config."""
+
+    text_config: Any
+
+    def __post_init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make the text config, of our class, before the stock class makes one of its own.
+
+        Args:
+            *args: handed on.
+            **kwargs: handed on.
+        """
+        if isinstance(text := self.text_config, dict) and str(text.get("model_type")).startswith("posenc_"):
+            self.text_config = CONFIG_MAPPING[text["model_type"]](**text)
+        super().__post_init__(*args, **kwargs)
+
+    @property
+    def position_encoding(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """The entry of the text config."""
+        return getattr(self.text_config, ENTRY, None)
+
+    @position_encoding.setter
+    def position_encoding(self, entry: dict[str, Any] | None) -> None:
+        setattr(self.text_config, ENTRY, entry)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as a dict, with the entry outside the text config."""
+        whole = super().to_dict()
+        whole["text_config"].pop(READ, None)
+        return {**whole, ENTRY: whole["text_config"].pop(ENTRY, None)}
+
+
 @cached
 def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Return our config class in front of a stock one, model type `posenc_<base>`."""
-    members = {
-        "model_type": f"posenc_{stock.model_type}",
-        "__module__": __name__,
-        "__annotations__": {"position_encoding": "dict | None"},
-        "position_encoding": None,
-    }
-    cls = type("PosEnc" + stock.__name__, (PosEncConfigMixin, stock), members)
+    members: dict[str, Any] = {"model_type": f"posenc_{stock.model_type}", "__module__": __name__}
+    mixin = MultimodalMixin if "text_config" in stock.sub_configs else PosEncConfigMixin
+    if mixin is PosEncConfigMixin:
+        members |= {"__annotations__": {ENTRY: "dict | None"}, ENTRY: None}
+    cls = type("PosEnc" + stock.__name__, (mixin, stock), members)
     cls.__module__ = CLASSES  # set afterwards: dataclasses look into the module, which need not be imported yet
     return cls
 
@@ -162,6 +194,27 @@ def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 def stock_config(config: PreTrainedConfig) -> type[PreTrainedConfig]:
     """Return the stock class of a config: its own, or the one behind the mixin."""
     return stock_class(type(config), PosEncConfigMixin) if isinstance(config, PosEncConfigMixin) else type(config)
+
+
+@contextmanager
+def stock_inside(config: PreTrainedConfig) -> Iterator[None]:
+    """Make the text config of a multimodal config stock while the stock model is built, which may name its class.
+
+    Args:
+        config: ours; nothing is done with one that is no multimodal model's.
+    """
+    text = language_config(config)
+    if text is config or not isinstance(text, PosEncConfigMixin):
+        yield
+        return
+    ours, model_type, stock = type(text), text.__dict__.pop("model_type", None), stock_config(text)
+    object.__setattr__(text, "__class__", stock)
+    try:
+        yield
+    finally:
+        object.__setattr__(text, "__class__", ours)
+        if model_type is not None:
+            text.__dict__["model_type"] = model_type
 
 
 @cached

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ..errors import UnsupportedModelError
 from ..families.base import base_model_type
-from ..families.refused import DECODER_HALF, MULTIMODAL
-from ..registry import family_for, reason_against, reason_around
+from ..families.refused import DECODER_HALF, ENCODER
+from ..registry import family_for, reason_against
 from .names import heads_of, transformers_class
 
 if TYPE_CHECKING:  # a mixin of ours has what the stock class behind it has
@@ -21,29 +22,30 @@ else:
 
 
 def check_served(config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModelError if no family serves the models of a config. The error names a language model inside.
+    """Raise UnsupportedModelError if no family serves the models of a config, or the language model inside them.
 
     Args:
         config: stock or ours. What is inside differs between checkpoints of a type, so the config is asked for it.
     """
-    model_type = base_model_type(config)
+    model_type, inside = str(type(config).model_type).removeprefix("posenc_"), base_model_type(config)
     try:
-        family_for(model_type)
-        return
-    except UnsupportedModelError:
-        inner = config.get_text_config(decoder=True)
-        if reason_against(model_type) is not None or (inner is config and not config.is_encoder_decoder):
+        family_for(inside)
+    except UnsupportedModelError as error:
+        if reason_against(model_type) is not None:
             raise
-    reason = (
-        f"it is an encoder-decoder, {DECODER_HALF.partition(', ')[2]}"
-        if config.is_encoder_decoder
-        else reason_around(MULTIMODAL, inner.model_type)
-    )
-    raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}")
+        if config.is_encoder_decoder:
+            reason = f"it is an encoder-decoder, {DECODER_HALF.partition(', ')[2]}"
+        elif inside in MODEL_FOR_MASKED_LM_MAPPING_NAMES and reason_against(inside) is None:
+            reason = ENCODER
+        elif inside != model_type:
+            reason = f"of the language model inside it is said: {error}"
+        else:
+            raise
+        raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}") from None
 
 
 def check_checkpoint_served(raw: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError if no family serves what `AutoModelForCausalLM` makes of a stock checkpoint.
+    """Raise UnsupportedModelError if no family serves what is loaded of a stock checkpoint.
 
     Args:
         raw: its config.json.
@@ -55,7 +57,6 @@ def check_checkpoint_served(raw: dict[str, Any]) -> None:
         if model_type not in CONFIG_MAPPING:
             raise
         check_served(CONFIG_MAPPING[model_type].from_dict(raw))
-        raise
 
 
 def stock_loader(raw: dict[str, Any]) -> Any:

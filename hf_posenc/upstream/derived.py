@@ -7,8 +7,8 @@ from typing import Any
 
 
 def stock_class(cls: type, mixin: type) -> type:
-    """Return the class that `mixin` was put in front of."""
-    return next(base for base in cls.__bases__ if base is not mixin)
+    """Return the class that `mixin`, or one derived from it, was put in front of."""
+    return next(base for base in cls.__bases__ if not issubclass(base, mixin))
 
 
 def revive(make: Callable[..., type], *stock: type) -> Any:
