@@ -18,9 +18,7 @@ class Refusal:
     reason: str
 
 
-ENCODER = (
-    "it is an encoder, a decoder at most by a setting, and every scheme is defined for keys at or before the query"
-)
+ENCODER = "it is an encoder, a decoder by a setting at most, and schemes are defined for keys at or before the query"
 DECODER_HALF = (
     "it is the decoder half of an encoder-decoder, whose layers also attend to another sequence, where no scheme is "
     "defined"
@@ -157,7 +155,7 @@ REFUSALS = (
     Refusal(model_types=("git",), reason=_SEES_FORWARD),
     Refusal(
         model_types=("phi4_multimodal",),
-        reason="its images and sounds are read in its decoder, and no scheme says how far a token is from a part of one",
+        reason="its decoder reads images and sounds itself, and no scheme says how far a token is from a part of one",
     ),
     Refusal(
         model_types=("emu3_text_model",),

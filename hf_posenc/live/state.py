@@ -100,14 +100,14 @@ def alone(model: nn.Module, action: str) -> Iterator[None]:
     Raises:
         UnsupportedModelError: if another call, as a rule of another thread, is changing the model.
     """
-    owner = patched_part(model)
+    model, owner = without_adapter(model), patched_part(model)
     mine = (id(owner), object())
     holder = owner.__dict__.setdefault(CHANGING, mine)
     if holder[0] != id(owner):  # of the model that this one was copied from meanwhile
         holder = owner.__dict__[CHANGING] = mine
     if holder is not mine:
         raise UnsupportedModelError(
-            f"another call is patching, unpatching or calibrating this {type(without_adapter(model)).__name__}: {action} when it has "
+            f"another call is patching, unpatching or calibrating this {type(model).__name__}: {action} when it has "
             "returned"
         )
     try:
