@@ -80,9 +80,8 @@ def list_families(options: argparse.Namespace) -> int:
             )
         try:
             inside = language_type(model_type)
-            said = str(served_type(inside))
-            if inside != model_type:
-                said = f"the language model inside is patched, as a rule a {inside}:\n{said}"
+            within = "" if inside == model_type else f"the language model inside is patched, as a rule a {inside}:\n"
+            said = within + str(served_type(inside))
         except UnsupportedModelError as error:
             refused, said = 1, str(error)
         except PluginError as error:  # of another package, which is not to hide the others

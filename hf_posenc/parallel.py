@@ -40,7 +40,7 @@ from transformers import PreTrainedModel
 
 from . import positions
 from .errors import UnsupportedModelError
-from .families.base import base_model_type, resolve
+from .families.base import base_model_type, language_config, resolve
 from .layer_state import on_attention, on_decoder
 from .live.state import patch_of
 from .live.undo import Undo, add_pre_hook, keep, set_attribute
@@ -231,6 +231,10 @@ def context_parallel(model: nn.Module, group: Any = None) -> Iterator[nn.Module]
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(inner).__name__}")
+    if language_config(inner.config) is not inner.config:
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} is multimodal: parts of an image cannot be divided over processes like tokens"
+        )
     family = family_for(base_model_type(inner.config))
     found = resolve(family, inner)
     if len(found.attentions) < len(found.layers):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from . import positions
 from .errors import NotPatchedError
+from .families.base import language_config
 from .layer_state import STATE, OnLayer, on_attention
 from .live.base_model import BaseModel
 from .live.eval_mode import evaluation
@@ -152,7 +153,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
     tokens = torch.randint(embedding.weight.shape[0], (1, length), generator=generator).to(embedding.weight.device)
 
     with evaluation(model), _unguarded(found.decoder):
-        backend = model.config._attn_implementation
+        backend = language_config(model.config)._attn_implementation
         lost, left = _self_test(base, patch, tokens) if patch.attends and backend == NAME else ({}, {})
         standing = _Measurement(model, found.layers, tokens)
         trial = standing

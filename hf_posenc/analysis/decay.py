@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from ..families.base import language_config
 from ..live.eval_mode import evaluation
 from ..modules import owner_of
 from ..schemes.base import Dims, PositionEmbedding, Scheme, ScoreModule
@@ -116,7 +117,7 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
     d = _distances(tokens.shape[1] if distances is None else distances)
     label = type(model).__name__
     found = probe.parts(model)
-    if model.config._attn_implementation == NAME:
+    if language_config(model.config)._attn_implementation == NAME:
         rows: list[Tensor] = []
 
         def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -136,7 +137,8 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
         return Decay(label, d, torch.stack(rows))
     rotary, angles = probe.rotary_of(model)
     if rotary is not None:
-        kinds = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
+        types = getattr(language_config(model.config), "layer_types", None)
+        kinds = types if getattr(rotary, "layer_types", None) else None
         per_layer: list[str | None] = [kinds[layer] for layer in found.attention_of] if kinds else [None]
         return Decay(label, d, torch.cat([_of_rotation(rotary, d, kind, angles) for kind in per_layer]))
     vectors = probe.position_vectors(model)

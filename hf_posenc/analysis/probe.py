@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from ..api import parse_schemes
 from ..call import Call
 from ..engines import dispatch
-from ..families.base import Resolved
+from ..families.base import Resolved, language_config
 from ..layer_state import on_attention
 from ..live.base_model import BaseModel
 from ..live.state import patch_of
@@ -241,7 +241,7 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
     if added is None:
         return None
     if length is None:
-        rows = added.limit or getattr(model.config, "max_position_embeddings", None)
+        rows = added.limit or getattr(language_config(model.config), "max_position_embeddings", None)
         if not rows:
             raise ValueError(f"give a length: the config of this {type(model).__name__} does not say how many")
         length = min(rows, 2**16)
@@ -319,7 +319,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
         see: function of a layer's index and its weights (B, H, Q, L), called layer by layer as the model runs.
     """
     attentions = parts(model).attention_of
-    ours = model.config._attn_implementation == NAME
+    ours = language_config(model.config)._attn_implementation == NAME
 
     def take_reference(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return (replace(args[0], weights=True), partial(dispatch.attend, wanted="reference")), kwargs
@@ -333,7 +333,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
 
     with ExitStack() as stack:
         if not ours:
-            stock = model.config._attn_implementation
+            stock = language_config(model.config)._attn_implementation
             model.set_attn_implementation("eager")
             stack.callback(model.set_attn_implementation, stock)
         for index, attention in attentions.items():

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..api import parse_schemes
+from ..families.base import language_config
 from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.state import patch_of
@@ -236,7 +237,7 @@ def _of_model(model: PreTrainedModel, layer: int) -> _Subject:
         raise ValueError(f"the layers of this {label} have rotations of their own: look at its schemes one by one")
     if rotary is None or not (on_attention(attention).rotation is not None or base.rotated[layer]):
         return _Subject(label, None, False)
-    kind = model.config.layer_types[layer] if getattr(rotary, "layer_types", None) else None
+    kind = language_config(model.config).layer_types[layer] if getattr(rotary, "layer_types", None) else None
     unscaled = _unscaled(rotary, base, kind, angles)
     seen = None if unscaled is None else _turns(unscaled)
     return _Subject(label, _turns(rotary, kind, angles), False, seen, parameters=tuple(rotary.parameters()))
@@ -264,7 +265,8 @@ def _length_of(model: PreTrainedModel, subject: _Subject) -> int:
     """Return the length that a model was trained at before it was stretched; ValueError if its config does not say."""
     rotary, _ = probe.rotary_of(model)
     scaling = {} if rotary is None or subject.seen is None else _rotation(rotary, None)
-    length = scaling.get(ORIGINAL_LENGTH) or subject.limit or getattr(model.config, "max_position_embeddings", None)
+    config = language_config(model.config)
+    length = scaling.get(ORIGINAL_LENGTH) or subject.limit or getattr(config, "max_position_embeddings", None)
     if not length or (subject.limit is None and patch_of(model) is not None and not scaling):
         raise ValueError(
             f"give trained_length: the config of this {type(model).__name__} does not say what its base was trained at"

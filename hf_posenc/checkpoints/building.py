@@ -57,10 +57,8 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin):
         if attends and any(kind in str(backend) for kind in ("flash", "paged")):
             raise ValueError(_reason_to_refuse(schemes, backend))
         for part in _with_parts(config):
-            if part._attn_implementation_internal in (
-                NAME,
-                UNREGISTERED,
-            ):  # stock constructors refuse them, as they should
+            # Stock constructors refuse these names, as they should.
+            if part._attn_implementation_internal in (NAME, UNREGISTERED):
                 part._attn_implementation_internal = None
         try:
             with stock_inside(config):

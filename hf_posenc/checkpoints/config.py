@@ -161,7 +161,8 @@ class MultimodalMixin(PosEncConfigMixin):
         """
         if isinstance(text := self.text_config, dict) and str(text.get("model_type")).startswith("posenc_"):
             self.text_config = CONFIG_MAPPING[text["model_type"]](**text)
-        super().__post_init__(*args, **kwargs)
+        with stock_inside(self):
+            super().__post_init__(*args, **kwargs)
 
     @property
     def position_encoding(self) -> dict[str, Any] | None:  # type: ignore[override]
@@ -198,7 +199,9 @@ def stock_config(config: PreTrainedConfig) -> type[PreTrainedConfig]:
 
 @contextmanager
 def stock_inside(config: PreTrainedConfig) -> Iterator[None]:
-    """Make the text config of a multimodal config stock while the stock model is built, which may name its class.
+    """Make the text config of a multimodal config stock for the length of a `with` block.
+
+    Stock classes look at its model type, and build the language model by it.
 
     Args:
         config: ours; nothing is done with one that is no multimodal model's.

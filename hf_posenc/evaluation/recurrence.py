@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..api import schemes_of
 from ..errors import UnsupportedModelError
+from ..families.base import language_config
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.state import without_adapter
@@ -219,7 +220,7 @@ def check_memory(model: PreTrainedModel) -> None:
             f"this {base.name} multiplies its queries by a factor that grows with the position, so the distance alone "
             "does not say what a token in memory is to it"
         )
-    others = {type(layer) for layer in DynamicCache(config=model.config).layers} - set(KEEPS_KEYS)
+    others = {type(layer) for layer in DynamicCache(config=language_config(model.config)).layers} - set(KEEPS_KEYS)
     if base.family.hybrid or others:
         raise UnsupportedModelError(
             f"layers of this {base.name} keep something else of the past than keys and values of single tokens, which "

@@ -15,6 +15,7 @@ from ..analysis.decay import Decay
 from ..analysis.result import Result
 from ..calibration.observe import observe
 from ..errors import UnsupportedModelError
+from ..families.base import language_config
 from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
@@ -106,7 +107,8 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
         raise ValueError(f"the layers of this {label} have rotations of their own")
     if base.family.rotation.attention_part is not None:
         raise UnsupportedModelError(f"{label}: latent attention keeps apart what it turns: its pairs are not looked at")
-    kinds = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
+    types = getattr(language_config(model.config), "layer_types", None)
+    kinds = types if getattr(rotary, "layer_types", None) else None
     on_attentions = own.pop()  # of a base that rotates nothing itself
     turning = [index for index in base.found.attention_of if on_attentions or base.rotated[index]]
     with evaluation(model):
