@@ -10,7 +10,7 @@ import torch
 import transformers
 from decoders import SIZES
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from multimodal import TOKENS, class_of, multimodal
+from multimodal import TOKENS, class_of, multimodal, seen_and_read
 from snapshots import assert_same, snapshot
 
 import hf_posenc
@@ -133,6 +133,51 @@ def test_a_language_model_that_is_not_served_is_named():
         model = transformers.LlavaForConditionalGeneration(config)
     with pytest.raises(UnsupportedModelError, match=r"'llava' cannot be patched: .* 'mamba' cannot be patched: it has"):
         patch_model(model, "alibi")
+
+
+REFUSED_WITH_IMAGES = {
+    "gemma3": "keys that come after it",
+    "minicpmv4_7": "several coordinates",
+    "qwen3_5": "several coordinates",
+    "qwen3_5_moe": "several coordinates",
+    "shieldgemma2": "keys that come after it",
+}
+"""What the error says of an image: its parts see each other, or its tokens have several positions each."""
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_an_image_or_a_sound_is_attended_to_by_the_scheme(model_type):
+    """Given the same embeddings, the language model inside computes what it does when it is patched by itself."""
+    try:
+        model = multimodal(model_type)
+        inputs = seen_and_read(model)
+    except Exception as error:
+        pytest.skip(f"no tiny {model_type} that sees or hears: {type(error).__name__}: {error}"[:300])
+    if getattr(language_model(model).config, "use_bidirectional_attention", False):
+        pytest.skip("its language model is no causal one, and refused")
+    stock, alone = run(model, **inputs), patch_model(copy.deepcopy(language_model(model)), "t5", seed=0)
+    patch_model(model, "t5", seed=0)
+    if (reason := REFUSED_WITH_IMAGES.get(model_type)) is not None:
+        with pytest.raises((ValueError, NotImplementedError), match=reason):
+            run(model, **inputs)
+        return
+    given, made = [], []
+    decoder = decoder_of(model)
+    handles = [
+        # Copied before the call, which fills the cache.
+        decoder.register_forward_pre_hook(
+            lambda _, args, kwargs: given.append(copy.deepcopy(kwargs)), with_kwargs=True
+        ),
+        decoder.register_forward_hook(lambda _, args, output: made.append(output[0].clone())),
+    ]
+    patched = run(model, **inputs)
+    for handle in handles:
+        handle.remove()
+    assert not torch.allclose(patched, stock, atol=1e-3)
+    with torch.no_grad():
+        assert torch.equal(decoder_of(alone)(**given[0])[0], made[0])
+    told = {"max_new_tokens": 3, "do_sample": False, "suppress_tokens": list(TOKENS.values())}
+    assert torch.equal(model.generate(**inputs, **told), model.generate(**inputs, **told, use_cache=False))
 
 
 @pytest.mark.slow
