@@ -95,6 +95,22 @@ def test_it_is_described_and_verified():
     assert hf_posenc.which_engine(model, 16).engine
 
 
+def test_it_is_calibrated_as_its_language_model_would_be():
+    whole = multimodal("llava")
+    text = transformers.LlamaForCausalLM(copy.deepcopy(whole.config.text_config)).eval()
+    text.model.load_state_dict(language_model(whole).state_dict())
+    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    windows = torch.randint(3, min(TOKENS.values()), (16, 24), generator=torch.Generator().manual_seed(1))
+    for model in (whole, text):
+        patch_model(model, "t5", seed=0, share_layers=False)
+        hf_posenc.calibrate(model, windows, matching=None)
+    calibrated = dict(text.model.named_parameters())
+    assert calibrated
+    for name, parameter in language_model(whole).named_parameters():
+        assert torch.equal(parameter, calibrated[name]), name
+    assert whole.config.position_encoding["calibration"] == text.config.position_encoding["calibration"]
+
+
 def test_an_attention_that_would_drop_the_scheme_is_refused_for_the_language_model_only():
     model = patch_model(multimodal("llava"), "alibi")
     expected = run(model, input_ids=IDS)
