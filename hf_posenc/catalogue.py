@@ -108,4 +108,9 @@ def language_type(model_type: str) -> str:
 
     It is the one of the type's default config. Checkpoints of some types bring others.
     """
-    return base_model_type(CONFIG_MAPPING[model_type]()) if model_type in multimodal_model_types() else model_type
+    if model_type not in multimodal_model_types():
+        return model_type
+    try:
+        return base_model_type(CONFIG_MAPPING[model_type]())
+    except ValueError:  # its config has no default, because any two models can be put together
+        return model_type
