@@ -65,4 +65,11 @@ def _announce() -> None:
     announce_all()
 
 
+def _announce_multimodal() -> None:
+    from .checkpoints.announce import announce_multimodal
+
+    announce_multimodal()
+
+
+after_import("transformers.models.auto.modeling_auto", _announce_multimodal)
 after_import("transformers.models.auto.configuration_auto", _announce)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from .checkpoints.building import classes_of_ours
 from .checkpoints.entry import CALIBRATION, make_entry
 from .errors import UnsupportedModelError
-from .live.state import PATCH, Patch, patch_of
+from .live.state import PATCH, Patch, patch_of, patched_part
 from .live.undo import SetAttribute, Undo
 from .live.weights import keep_if_moved, stock_samples
 from .live.wrappers import models_around
@@ -97,7 +97,8 @@ def patch_model(
         plan, undo, changes = placed.plan, Undo(), placed.made
         samples, layers = stock_samples(model), plan.base.found.layers
         patch = Patch(plan.schemes, attention, undo, layers, plan.limit, plan.attends, samples)
-        changes.append(SetAttribute(model.base_model, PATCH, patch))
+        base = patched_part(model)
+        changes.append(SetAttribute(base, PATCH, patch))
         for around in models_around(model):
             refuse = partial(_refuse_to_save, type(around).__name__, patch.name)
             changes.append(SetAttribute(around, "save_pretrained", refuse))
@@ -105,8 +106,7 @@ def patch_model(
         changes += classes_of_ours(model, entry)
         try:
             undo.make(*changes)
-            parameters = position_parameters(model.base_model)
-            patch.started = {name: parameter._version for name, parameter in parameters.items()}
+            patch.started = {name: parameter._version for name, parameter in position_parameters(base).items()}
         except BaseException:
             undo.roll_back()
             raise

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from transformers import CONFIG_MAPPING
+
+from .checkpoints.announce import multimodal_model_types
 from .errors import PluginError
-from .families.base import Family
+from .families.base import Family, base_model_type
 from .registry import available_schemes, family_for, refusals, scheme_class
 
 
@@ -94,12 +97,22 @@ def _rotates(scheme: str) -> bool:
         return False
 
 
-def refused_types() -> dict[str, dict[str, str | None]]:
-    """Return why model types are not served: reason -> model type -> that of the language model inside, if any.
-
-    A multimodal type cannot be patched; its language model, taken out, can be if its type is served.
-    """
-    found: dict[str, dict[str, str | None]] = {}
+def refused_types() -> dict[str, list[str]]:
+    """Return why model types are not served: reason -> model types."""
+    found: dict[str, list[str]] = {}
     for model_type, refusal in refusals().items():
-        found.setdefault(refusal.reason, {})[model_type] = refusal.text_type
+        found.setdefault(refusal.reason, []).append(model_type)
     return found
+
+
+def language_type(model_type: str) -> str:
+    """Return the type of the language model inside models of a multimodal type; any other type as it is.
+
+    It is the one of the type's default config. Checkpoints of some types bring others.
+    """
+    if model_type not in multimodal_model_types():
+        return model_type
+    try:
+        return base_model_type(CONFIG_MAPPING[model_type]())
+    except ValueError:  # its config has no default, because any two models can be put together
+        return model_type

@@ -23,7 +23,8 @@ def __getattr__(name: str) -> Any:
     config, model = stock_classes(name)
     if config is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    family_for(config.model_type)
+    if "text_config" not in config.sub_configs:  # a multimodal config says which language model is inside
+        family_for(config.model_type)
     from .checkpoints.building import config_class, model_class
 
     return config_class(config) if model is None else model_class(model, config)

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from .analysis import plots
 from .api import parse_schemes
 from .arguments import hyperparameters, meanings
-from .catalogue import refused_types, served_type
+from .catalogue import language_type, refused_types, served_type
 from .checkpoints import files, hub
 from .checkpoints.inspecting import inspect as read_config
 from .description import describe
@@ -73,15 +73,16 @@ def list_families(options: argparse.Namespace) -> int:
                 "whether that can be patched"
             )
         try:
-            said = str(served_type(model_type))
+            inside = language_type(model_type)
+            within = "" if inside == model_type else f"the language model inside is patched, as a rule a {inside}:\n"
+            said = within + str(served_type(inside))
         except UnsupportedModelError as error:
             refused, said = 1, str(error)
         except PluginError as error:  # of another package, which is not to hide the others
             said = f"cannot be used: {error}"
         print("\n    ".join([model_type, *said.splitlines()]))
     for reason, types in ({} if options.model_types else refused_types()).items():
-        names = (name if text is None else f"{name} (its language model is {text})" for name, text in types.items())
-        print(f"{', '.join(names)}\n    cannot be patched: {reason}")
+        print(f"{', '.join(types)}\n    cannot be patched: {reason}")
     return refused
 
 

@@ -12,7 +12,7 @@ from .call import Call
 from .dims import Layers
 from .engines.dispatch import Choice, choose
 from .errors import NotPatchedError
-from .families.base import base_model_type
+from .families.base import base_model_type, language_config
 from .layer_state import on_attention
 from .live.base_model import BaseModel
 from .live.eval_mode import evaluation
@@ -31,7 +31,8 @@ class Description:
 
     Attributes:
         model: class name.
-        family: stock model type.
+        family: stock model type; of a multimodal model, that of the language model inside.
+        inside: stock model type of the multimodal model; None of any other.
         schemes: as resolved against the model; none for a stock model.
         kept: the layers that keep what the base has, where others have schemes.
         attention: `auto` or an engine's name where the model attends through this package, else its own implementation.
@@ -42,6 +43,7 @@ class Description:
 
     model: str
     family: str
+    inside: str | None
     schemes: tuple[Scheme, ...]
     kept: tuple[int, ...]
     attention: str
@@ -51,9 +53,10 @@ class Description:
 
     def __str__(self) -> str:
         """Return the lines."""
+        name = f"{self.model} ({self.family}{'' if self.inside is None else f' inside {self.inside}'})"
         if not self.schemes:
-            return f"{self.model} ({self.family}): stock positions, attention {self.attention}"
-        lines = [f"{self.model} ({self.family}): " + " + ".join(map(str, self.schemes))]
+            return f"{name}: stock positions, attention {self.attention}"
+        lines = [f"{name}: " + " + ".join(map(str, self.schemes))]
         acts = [scheme.acts_on.words + _in_layers(scheme.layers) for scheme in self.schemes]
         lines += [f"  {'acts' if number == 0 else '':<12}{words}" for number, words in enumerate(acts)]
         if self.kept:
@@ -86,10 +89,12 @@ def describe(model: PreTrainedModel) -> Description:
     model = without_adapter(model)
     patch = patch_of(model)
     name, family = type(model).__name__, base_model_type(model.config)
-    own = str(model.config._attn_implementation)
+    whole = str(type(model.config).model_type).removeprefix("posenc_")
+    inside = None if language_config(model.config) is model.config else whole
+    own = str(language_config(model.config)._attn_implementation)
     family_for(family)
     if patch is None:
-        return Description(name, family, (), (), own, None, 0, 0)
+        return Description(name, family, inside, (), (), own, None, 0, 0)
     parameters = position_parameters(model).values()
     named = [scheme.layers for scheme in patch.schemes]
     taken = {layer for layers in named if layers is not None for layer in layers}
@@ -97,6 +102,7 @@ def describe(model: PreTrainedModel) -> Description:
     return Description(
         name,
         family,
+        inside,
         patch.schemes,
         kept,
         patch.attention if patch.attends else own,
@@ -152,7 +158,8 @@ def which_engine(
             "at least length, dropout at least 0 and below 1"
         )
     if not patch.attends:
-        return Choice(str(model.config._attn_implementation), f"{patch.name} keeps the model's own attention")
+        own = str(language_config(model.config)._attn_implementation)
+        return Choice(own, f"{patch.name} keeps the model's own attention")
     if next(model.parameters()).is_meta and not is_offloaded(model):
         raise ValueError(
             "the model is on the meta device, where nothing computes attention: ask once it has its weights"

@@ -40,7 +40,7 @@ from transformers import PreTrainedModel
 
 from . import positions
 from .errors import UnsupportedModelError
-from .families.base import Family, Resolved, resolve
+from .families.base import Family, Resolved, language_config, resolve
 from .families.served import family_of
 from .layer_state import on_attention, on_decoder
 from .live.state import patch_of
@@ -257,6 +257,10 @@ def _divisible(model: object) -> tuple[Family, Resolved]:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {name}")
+    if language_config(model.config) is not model.config:
+        raise UnsupportedModelError(
+            f"{name} is multimodal: parts of an image cannot be divided over processes like tokens"
+        )
     family = family_of(model.config)
     found = resolve(family, model)
     if len(found.attentions) < len(found.layers):

@@ -204,25 +204,7 @@ def register_refusal(refusal: Refusal) -> None:
 def reason_against(model_type: str) -> str | None:
     """Return why a model type is not served, as a clause; None if it is served, or nothing is known of it."""
     refusal = None if model_type in supported_model_types() else _REFUSED.get(model_type)
-    if refusal is None:
-        return None
-    return refusal.reason if refusal.text_type is None else reason_around(refusal.reason, refusal.text_type)
-
-
-def reason_around(reason: str, text: str) -> str:
-    """Return why a model with a language model inside is not served, as a clause, and what to do if that one is.
-
-    Args:
-        reason: against the model, a clause.
-        text: model type of its language model.
-    """
-    if text in supported_model_types():
-        return (
-            f"{reason}; its language model is of type {text!r}, which is served: copy it into an "
-            "AutoModelForCausalLM.from_config(config.text_config), or an AutoModel where it has no head, and patch that"
-        )
-    why = reason_against(text)
-    return f"{reason}; and its language model, of type {text!r}, is not served either" + (f": {why}" if why else "")
+    return None if refusal is None else refusal.reason
 
 
 def refusals() -> dict[str, Refusal]:

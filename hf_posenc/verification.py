@@ -146,7 +146,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
     weight = base.token_weight
     tokens = torch.randint(weight.shape[0], (1, _length(length, patch.limit)), generator=generator).to(weight.device)
     with evaluation(model), _unguarded(base.found.decoder):
-        ours = patch.attends and model.config._attn_implementation == NAME
+        ours = patch.attends and base.config._attn_implementation == NAME
         lost, left = _self_test(base, patch, tokens) if ours else ({}, {})
         expected, at_input = _answering(patch, base), _answers_at_input(patch, base)
         standing = _Measurement(base, tokens)

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from transformers import CONFIG_MAPPING
 
-from hf_posenc.catalogue import ServedType, refused_types, served_type
+from hf_posenc.catalogue import ServedType, language_type, refused_types, served_type
+from hf_posenc.checkpoints.announce import multimodal_model_types
 from hf_posenc.registry import supported_model_types
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 MARKS = {
     name: (f"<!-- {name}: written by scripts/make_family_table.py -->", f"<!-- end of {name} -->")
-    for name in ("families", "refused")
+    for name in ("families", "multimodal", "refused")
 }
 
 
@@ -53,14 +54,23 @@ def refused() -> list[str]:
     """The table of what cannot be patched."""
     rows = ["| model types | why |", "|---|---|"]
     for reason, types in refused_types().items():
-        names = (f"`{name}`" if text is None else f"`{name}` ({text})" for name, text in types.items())
-        rows.append(f"| {', '.join(names)} | {reason} |")
+        rows.append(f"| {code(types)} | {reason} |")
     return rows
 
 
+def multimodal() -> list[str]:
+    """The table of multimodal types whose language model can be patched."""
+    types: dict[str, list[str]] = {}
+    for model_type in sorted(multimodal_model_types()):
+        if (inside := language_type(model_type)) in supported_model_types():
+            types.setdefault(inside, []).append(model_type)
+    rows = ["| language model | multimodal model types |", "|---|---|"]
+    return rows + [f"| `{inside}` | {code(types[inside])} |" for inside in sorted(types)]
+
+
 def updated(text: str) -> str:
-    """`text` with both tables renewed; ValueError unless it has the markers of each, once, in order."""
-    for (begin, end), rows in zip(MARKS.values(), (served(), refused()), strict=True):
+    """`text` with the tables renewed; ValueError unless it has the markers of each, once, in order."""
+    for (begin, end), rows in zip(MARKS.values(), (served(), multimodal(), refused()), strict=True):
         before, found, rest = text.partition(begin)
         _, found_end, after = rest.partition(end)
         if not (found and found_end) or begin in after or end in after:

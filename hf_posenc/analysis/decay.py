@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..calibration.observe import observe
 from ..dims import Dims
+from ..families.base import language_config
 from ..live.eval_mode import evaluation
 from ..modules import PositionEmbedding, ScoreModule
 from ..result import Result
@@ -118,7 +119,7 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
     d = _distances(tokens.shape[1] if distances is None else distances)
     label = type(model).__name__
     found = probe.parts(model)
-    if model.config._attn_implementation == NAME:
+    if language_config(model.config)._attn_implementation == NAME:
         rows = []
         with evaluation(model):
             seen = observe(model, tokens, list(found.attention_of))

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from ..families.base import language_config
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.watch import LayerCall, first, recorded
@@ -259,7 +260,7 @@ def equivariance(
 def _require_removable_mask(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError if a model masks in its attention, where a mask of zeros does not reach."""
     label = type(model).__name__
-    if model.config._attn_implementation == NAME:
+    if language_config(model.config)._attn_implementation == NAME:
         raise UnsupportedModelError(
             f"the mask of this {label} cannot be taken away: it attends through the function of hf_posenc, which shows "
             "no token those that come later, since no scheme has distances to them"

@@ -17,7 +17,7 @@ from ..api import parse_schemes
 from ..call import Call
 from ..dims import Dims
 from ..engines import dispatch
-from ..families.base import Resolved
+from ..families.base import Resolved, language_config
 from ..layer_state import on_attention
 from ..live.base_model import BaseModel
 from ..live.state import patch_of
@@ -243,7 +243,7 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
     if added is None:
         return None
     if length is None:
-        rows = added.limit or getattr(model.config, "max_position_embeddings", None)
+        rows = added.limit or getattr(language_config(model.config), "max_position_embeddings", None)
         if not rows:
             raise ValueError(f"give a length: the config of this {type(model).__name__} does not say how many")
         length = min(rows, 2**16)
@@ -290,7 +290,9 @@ def rotations(
 
 def layer_type(model: PreTrainedModel, rotary: nn.Module, layer: int) -> str | None:
     """Return the type of a layer, for a module that turns layers by their types; None for one that turns all alike."""
-    types = getattr(model.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
+    types = (
+        getattr(language_config(model.config), "layer_types", None) if getattr(rotary, "layer_types", None) else None
+    )
     return types[layer] if types else None
 
 
@@ -348,7 +350,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
         model: patched or stock.
         see: function of a layer's index and its weights (B, H, Q, L), called layer by layer as the model runs.
     """
-    ours = model.config._attn_implementation == NAME
+    ours = language_config(model.config)._attn_implementation == NAME
 
     def take_reference(module: nn.Module, args: tuple[Call], kwargs: dict[str, object]) -> Any:
         return (replace(args[0], weights=True), partial(dispatch.attend, wanted="reference")), kwargs
@@ -359,7 +361,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
     }
     with ExitStack() as stack:
         if not ours:
-            stock = model.config._attn_implementation
+            stock = language_config(model.config)._attn_implementation
             model.set_attn_implementation("eager")
             stack.callback(model.set_attn_implementation, stock)
         for module in attentions.values() if ours else ():

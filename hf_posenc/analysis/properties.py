@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..api import parse_schemes
 from ..dims import Dims
+from ..families.base import language_config
 from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.state import patch_of
@@ -264,7 +265,8 @@ def _length_of(model: PreTrainedModel, subject: _Subject) -> int:
     """Return the length that a model was trained at before it was stretched; ValueError if its config does not say."""
     rotary, _ = probe.rotary_of(model)
     scaling = {} if rotary is None or subject.seen is None else _rotation(rotary, None)
-    length = scaling.get(ORIGINAL_LENGTH) or subject.limit or getattr(model.config, "max_position_embeddings", None)
+    config = language_config(model.config)
+    length = scaling.get(ORIGINAL_LENGTH) or subject.limit or getattr(config, "max_position_embeddings", None)
     if not length or (subject.limit is None and patch_of(model) is not None and not scaling):
         raise ValueError(
             f"give trained_length: the config of this {type(model).__name__} does not say what its base was trained at"

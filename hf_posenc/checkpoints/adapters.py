@@ -18,7 +18,7 @@ from peft.utils.constants import CONFIG_NAME
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
-from ..live.state import patch_of
+from ..live.state import patch_of, patched_part
 from ..live.undo import restored_after_failure
 from .compat_0_1 import mean_the_same, translate_scheme
 from .contents import JsonObject, json_object
@@ -106,7 +106,7 @@ def _warn_of_frozen_positions(model: PreTrainedModel, config: PeftConfig) -> Non
     saved_whole = tuple(getattr(config, "modules_to_save", None) or ())
     frozen = [
         name
-        for name, parameter in model.base_model.named_parameters()
+        for name, parameter in patched_part(model).named_parameters()
         if patch.started.get(name) == parameter._version
         and not parameter.requires_grad
         and not _is_within(name, saved_whole)

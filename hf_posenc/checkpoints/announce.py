@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from ..errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from ..families.base import Family
+
+_MODELING = "transformers.models.auto.modeling_auto"
 
 CLASSES = "hf_posenc.classes"
 """The module by which checkpoints, pickles and AutoConfig find our classes."""
@@ -57,6 +60,25 @@ def announce_all() -> None:
             _announce(model_type)
         elif offer is not None:  # one of ours is newer than the installed transformers
             warnings.warn(f"{offer} cannot be used: the installed transformers has no such model type", stacklevel=2)
+    if _MODELING not in sys.modules:  # otherwise it is importing the module after which this runs
+        importlib.import_module(_MODELING)
+
+
+def announce_multimodal() -> None:
+    """Tell AutoConfig the name of our config class of every multimodal model type, whatever model is inside."""
+    _announce(*multimodal_model_types())
+
+
+def multimodal_model_types() -> tuple[str, ...]:
+    """Return the model types whose models have a language model inside, as transformers' tables list them."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    tables = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    return tuple(model_type for model_type in tables if model_type in CONFIG_MAPPING_NAMES)
 
 
 def _announce(*model_types: str) -> None:

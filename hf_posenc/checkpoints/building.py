@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from ..errors import CheckpointError, HfPosencError
+from ..families.base import language_config
 from ..families.served import family_of
-from ..live.state import PATCH, OfPatched, Patch
+from ..live.state import PATCH, OfPatched, Patch, patch_of, patched_part
 from ..live.undo import Change, SetAttribute, SetClass, Undo
 from ..live.wrappers import gathered
 from ..modules import PositionModule
@@ -28,7 +29,7 @@ from ..upstream.derived import revive, stock_class
 from .adapters import AdapterMixin
 from .announce import CLASSES
 from .compat_0_1 import translate_config
-from .config import READ, ConfigMixin, stock_config
+from .config import READ, ConfigMixin, stock_config, stock_inside
 from .contents import JsonObject
 from .entry import ENTRY, SCHEMES, check_version, make_entry, schemes_of_config
 from .guards import UNREGISTERED
@@ -55,6 +56,39 @@ class PosEncConfigMixin(ConfigMixin):
         return revive, (config_class, stock_class(type(self), PosEncConfigMixin)), self.__dict__
 
 
+class MultimodalMixin(PosEncConfigMixin):
+    """Mixin in front of the stock config class of a multimodal model. The schemes are those of its text config."""
+
+    text_config: Any
+
+    def __post_init__(self, *args: object, **kwargs: object) -> None:
+        """Make the text config, of our class, before the stock class makes one of its own.
+
+        Args:
+            *args: handed on.
+            **kwargs: handed on.
+        """
+        if isinstance(text := self.text_config, dict) and str(text.get("model_type")).startswith("posenc_"):
+            self.text_config = CONFIG_MAPPING[text["model_type"]](**text)
+        with stock_inside(self):
+            super().__post_init__(*args, **kwargs)
+
+    @property
+    def position_encoding(self) -> JsonObject | None:
+        """The entry of the text config."""
+        return getattr(self.text_config, ENTRY, None)
+
+    @position_encoding.setter
+    def position_encoding(self, entry: JsonObject | None) -> None:
+        setattr(self.text_config, ENTRY, entry)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as a dict, with the entry outside the text config."""
+        whole = super().to_dict()
+        whole["text_config"].pop(READ, None)
+        return {**whole, ENTRY: whole["text_config"].pop(ENTRY, None)}
+
+
 class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
     """Mixin in front of a stock model class. It builds the schemes in, and guards the attention implementation."""
 
@@ -72,13 +106,17 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
         translate_config(config)
         schemes = schemes_of_config(config)
         attends = self._needs_own_attention(config)
-        backend = config._attn_implementation_internal
+        language = language_config(config)
+        backend = language._attn_implementation_internal
         if attends and any(kind in str(backend) for kind in ("flash", "paged")):
             raise ValueError(_reason_to_refuse(schemes, backend))
-        if backend in (NAME, UNREGISTERED):  # the stock constructor refuses them, as it should
-            config._attn_implementation_internal = None
+        for part in _with_parts(config):
+            # Stock constructors refuse these names, as they should.
+            if part._attn_implementation_internal in (NAME, UNREGISTERED):
+                part._attn_implementation_internal = None
         try:
-            super().__init__(config, *args, **kwargs)
+            with stock_inside(config):
+                super().__init__(config, *args, **kwargs)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             if read is None or args or kwargs or isinstance(error, HfPosencError):  # not, or not only, of a checkpoint
                 raise
@@ -88,14 +126,14 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             ) from error
         if _lacks_loss_type(self):
             self.loss_type = "ForCausalLM"
-        if PATCH not in self.base_model.__dict__:
+        if patch_of(self) is None:
             self._build_schemes(schemes)
         elif attends:
-            config._attn_implementation_internal = NAME
+            language._attn_implementation_internal = NAME
 
     def _build_schemes(self, schemes: Sequence[Scheme]) -> None:
         """Patch the stock model for good, without the inverse steps."""
-        base, config = self.base_model, self.config
+        base, config = patched_part(self), self.config
         try:
             plan = make_plan(base, schemes, "auto")
         except HfPosencError:
@@ -110,9 +148,9 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             for owner in placed.owners:
                 with gathered(owner):
                     owner.reset_parameters()
-        for module in base.modules():
-            if isinstance(module, PreTrainedModel) and not isinstance(module, PosEncMixin):
-                module.__class__ = model_class(type(module), stock_config(config))
+        for part in _parts(self):
+            if not isinstance(part, PosEncMixin):
+                part.__class__ = model_class(type(part), stock_config(part.config))
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -176,6 +214,21 @@ def _reason_to_refuse(schemes: Sequence[Scheme], attn_implementation: str | None
     )
 
 
+def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Yield a config and, of a multimodal model's, those inside it."""
+    yield config
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            yield from _with_parts(part)
+
+
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models of transformers that make up a model and its language model: not what reads images or sound."""
+    configs = (model.config, language_config(model.config))
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return [part for part in parts if any(part.config is config for config in configs)]
+
+
 def _lacks_loss_type(model: PreTrainedModel) -> bool:
     """Return whether transformers cannot tell a causal language model's loss from its class name: GPT2LMHeadModel.
 
@@ -195,13 +248,11 @@ def cached(function: Function) -> Function:
 @cached
 def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Return our config class in front of a stock one, model type `posenc_<base>`."""
-    members = {
-        "model_type": f"posenc_{stock.model_type}",
-        "__module__": __name__,
-        "__annotations__": {"position_encoding": "dict | None"},
-        "position_encoding": None,
-    }
-    cls = type("PosEnc" + stock.__name__, (PosEncConfigMixin, stock), members)
+    members: dict[str, object] = {"model_type": f"posenc_{stock.model_type}", "__module__": __name__}
+    mixin = MultimodalMixin if "text_config" in stock.sub_configs else PosEncConfigMixin
+    if mixin is PosEncConfigMixin:
+        members |= {"__annotations__": {ENTRY: "dict | None"}, ENTRY: None}
+    cls = type("PosEnc" + stock.__name__, (mixin, stock), members)
     cls.__module__ = CLASSES  # set afterwards: dataclasses look into the module, which need not be imported yet
     return cls
 
@@ -264,7 +315,7 @@ def saved_class(raw: JsonObject) -> type[PreTrainedModel]:
         CheckpointError: if it names no class of ours for that base.
     """
     base = str(raw["model_type"]).removeprefix("posenc_")
-    family_for(base)
+    family_for(_language_type(raw))
     config, model = stock_classes(architecture(raw))
     if config is None or model is None or config.model_type != base:
         raise CheckpointError(f"hf_posenc: architectures is {raw.get('architectures')!r}, which is no {base} of ours")
@@ -282,17 +333,25 @@ def classes_of_ours(model: PreTrainedModel, entry: JsonObject) -> list[Change]:
     changes: list[Change] = [SetAttribute(model, "name_or_path", "")]
     if _lacks_loss_type(model):
         changes.append(SetAttribute(model, "loss_type", "ForCausalLM"))
-    config, parts = model.config, [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    config, language, parts = model.config, language_config(model.config), _parts(model)
     part_classes = [model_class(type(part), stock_config(part.config)) for part in parts]
-    our_config = config_class(type(config))
-    register_models(our_config)
-    attributes = {
-        "model_type": our_config.model_type,  # one that was read from a file has its own
-        ENTRY: entry,
-        "architectures": [part_classes[0].__name__],
-        "_name_or_path": "",
-    }
-    changes.append(SetClass(config, our_config))
+    for each in {id(each): each for each in (language, config)}.values():
+        our_config = config_class(type(each))
+        register_models(our_config)
+        changes += [
+            SetClass(each, our_config),
+            SetAttribute(each, "model_type", our_config.model_type),  # one that was read from a file has its own
+            SetAttribute(each, "_name_or_path", ""),
+        ]
     changes += [SetClass(part, part_class) for part, part_class in zip(parts, part_classes, strict=True)]
-    changes += [SetAttribute(config, name, value) for name, value in attributes.items()]
+    changes += [
+        SetAttribute(language, ENTRY, entry),
+        SetAttribute(config, "architectures", [part_classes[0].__name__]),
+    ]
     return changes
+
+
+def _language_type(raw: JsonObject) -> str:
+    """Return the stock model type of the language model in a saved config."""
+    text = raw.get("text_config")
+    return str((text if isinstance(text, dict) else raw).get("model_type")).removeprefix("posenc_")

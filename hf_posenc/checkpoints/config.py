@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError, HfPosencError
+from ..families.base import language_config
 from ..live.state import OfPatched
 from ..upstream import NAME
 from ..upstream.derived import stock_class
@@ -123,3 +126,26 @@ class ConfigMixin(OfPatched, StockConfig):
 def stock_config(config: PreTrainedConfig) -> type[PreTrainedConfig]:
     """Return the stock class of a config: its own, or the one behind the mixin."""
     return stock_class(type(config), ConfigMixin) if isinstance(config, ConfigMixin) else type(config)
+
+
+@contextmanager
+def stock_inside(config: PreTrainedConfig) -> Iterator[None]:
+    """Make the text config of a multimodal config stock for the length of a `with` block.
+
+    Stock classes look at its model type, and build the language model by it.
+
+    Args:
+        config: ours; nothing is done with one that is no multimodal model's.
+    """
+    text = language_config(config)
+    if text is config or not isinstance(text, ConfigMixin):
+        yield
+        return
+    ours, model_type, stock = type(text), text.__dict__.pop("model_type", None), stock_config(text)
+    object.__setattr__(text, "__class__", stock)
+    try:
+        yield
+    finally:
+        object.__setattr__(text, "__class__", ours)
+        if model_type is not None:
+            text.__dict__["model_type"] = model_type

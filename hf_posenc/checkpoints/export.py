@@ -11,6 +11,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..errors import NotPatchedError, UnsupportedModelError
+from ..families.base import language_config
 from ..live.base_model import BaseModel
 from ..live.state import Patch, patch_of
 from ..live.wrappers import check_unquantized
@@ -53,6 +54,10 @@ def export_stock(
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: save it with save_pretrained")
+    if language_config(model.config) is not model.config:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is multimodal, and no stock config says which positions the model in it has"
+        )
     base = BaseModel.of(model)
     form = _stock_form(patch, base)
     if num_positions is not None and (form is None or not form.table):

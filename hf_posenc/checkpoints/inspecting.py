@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import CheckpointError, HfPosencError
+from ..families.base import language_config
 from ..patching.layers import MARKER
 from ..schemes.base import EVERY_SCHEME
 from . import files
@@ -199,7 +200,7 @@ def _check_sizes(
         CheckpointError: if the config makes no model, or position parameters are missing, unexpected or no floats.
         WeightShapeError: if weights have other shapes than the config asks for.
     """
-    layers = config.num_hidden_layers
+    layers = language_config(config).num_hidden_layers
     marked = {name.split(f".{MARKER}")[0] for name in headers if f".{MARKER}" in name}
     if headers and not was_saved_by_0_1(config) and len(marked) != layers:  # building that many might never end
         raise CheckpointError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import UnsupportedModelError
+from ..families.base import language_config
 from ..layer_state import on_decoder
 from ..live.base_model import decoder_of
 from ..live.wrappers import is_spread, packed_in_place
@@ -79,7 +80,7 @@ class SavingMixin(StockModel):
                     (folder / "README.md").write_text(card(self.config.to_diff_dict()), encoding="utf-8")
             if tokenizer is not None:
                 tokenizer = copy.deepcopy(tokenizer)
-                if (length := getattr(self.config, "max_position_embeddings", None)) is not None:
+                if (length := getattr(language_config(self.config), "max_position_embeddings", None)) is not None:
                     tokenizer.model_max_length = length
                 tokenizer.save_pretrained(folder)
             if is_checkpoint:
@@ -122,9 +123,10 @@ def _check_layers(model: PreTrainedModel) -> None:
     if (problem := layers.problem(decoder)) is not None:
         raise UnsupportedModelError(problem)
     count = len(decoder.get_submodule(layers.layers))
-    if count != model.config.num_hidden_layers:
+    said = language_config(model.config).num_hidden_layers
+    if count != said:
         raise UnsupportedModelError(
-            f"the model has {count} layers, its config says {model.config.num_hidden_layers}: set "
+            f"the model has {count} layers, its config says {said}: set "
             f"config.num_hidden_layers = {count} and what else the config lists by layer (layer_types, ...)"
         )
 

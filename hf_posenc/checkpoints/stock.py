@@ -33,7 +33,6 @@ def check_checkpoint_served(raw: JsonObject) -> None:
         if model_type not in CONFIG_MAPPING:
             raise
         check_served(CONFIG_MAPPING[model_type].from_dict(raw))
-        raise
 
 
 def stock_loader(raw: JsonObject) -> type[PreTrainedModel]:

@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..api import schemes_of
 from ..errors import UnsupportedModelError
+from ..families.base import language_config
 from ..live.base_model import BaseModel
 from ..live.state import without_adapter
 from ..modules import PositionEmbedding
@@ -201,7 +202,7 @@ def _against_memory(model: PreTrainedModel) -> Iterator[str]:
             f"this {base.name} multiplies its queries by a factor that grows with the position, so the distance alone "
             "does not say what a token in memory is to it"
         )
-    others = {type(layer) for layer in DynamicCache(config=model.config).layers} - set(KEEPS_KEYS)
+    others = {type(layer) for layer in DynamicCache(config=language_config(model.config)).layers} - set(KEEPS_KEYS)
     if base.family.hybrid or others:
         yield (
             f"layers of this {base.name} keep something else of the past than keys and values of single tokens, which "

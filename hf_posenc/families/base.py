@@ -209,12 +209,23 @@ class Resolved:
         return list(self.attention_of.values())
 
 
+def language_config(config: Any) -> Any:
+    """Return the config of the language model inside a multimodal model's config; any other config as it is."""
+    if config.is_encoder_decoder:
+        return config
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError:  # there are several
+        return config
+
+
 def base_model_type(config: Any) -> str:
     """Return the stock model type of a config, also of one of our own (`posenc_gpt2` -> `gpt2`).
 
     It is that of the config's class: a config that was read from a file repeats what the file says, which may be
-    another name of the same type (`gpt-sw3`).
+    another name of the same type (`gpt-sw3`). Of a multimodal model it is the type of the language model inside.
     """
+    config = language_config(config)
     return str(type(config).model_type or config.model_type).removeprefix("posenc_")
 
 

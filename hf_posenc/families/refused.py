@@ -12,16 +12,13 @@ class Refusal:
     Attributes:
         model_types: the `config.model_type` values.
         reason: what stands in the way, a clause that a user is told.
-        text_type: model type of the language model inside, of multimodal ones; `None`: they are not, or it cannot be
-            taken out.
     """
 
     model_types: tuple[str, ...]
     reason: str
-    text_type: str | None = None
 
 
-_ENCODER = "it is an encoder, a decoder only by a setting, and every scheme is defined for keys at or before the query"
+ENCODER = "it is an encoder, a decoder by a setting at most, and schemes are defined for keys at or before the query"
 DECODER_HALF = (
     "it is the decoder half of an encoder-decoder, whose layers also attend to another sequence, where no scheme is "
     "defined"
@@ -36,7 +33,6 @@ _THREE_POSITIONS = (
 _SEES_FORWARD = (
     "image tokens see each other in both directions, and every scheme is defined for keys at or before the query"
 )
-MULTIMODAL = "it is multimodal, and no scheme says how far a token is from a part of an image or a sound"
 _NO_ATTENTION = "it has no attention: order is in its recurrence, and there is no position encoding to replace"
 _NOT_YET = (
     "nobody has yet described and tested where its positions live; install or import the package that brings its "
@@ -64,7 +60,7 @@ REFUSALS = (
             "xlm-roberta-xl",
             "xmod",
         ),
-        reason=_ENCODER,
+        reason=ENCODER,
     ),
     Refusal(
         model_types=(
@@ -161,26 +157,11 @@ REFUSALS = (
         reason="it drafts for another model, whose keys it attends to in both directions; it has none of its own",
     ),
     # ----------------------------------------------------------------------------------------------------- multimodal
-    Refusal(model_types=("gemma3",), reason=_SEES_FORWARD, text_type="gemma3_text"),
-    Refusal(model_types=("gemma4",), reason=_SEES_FORWARD, text_type="gemma4_text"),
-    Refusal(model_types=("gemma4_unified",), reason=_SEES_FORWARD, text_type="gemma4_unified_text"),
     Refusal(model_types=("git",), reason=_SEES_FORWARD),
-    Refusal(model_types=("dots3_note",), reason=MULTIMODAL, text_type="dots3_note_text"),
-    Refusal(model_types=("emu3",), reason=MULTIMODAL, text_type="emu3_text_model"),
-    Refusal(model_types=("fuyu",), reason=MULTIMODAL, text_type="persimmon"),
-    Refusal(model_types=("gemma3n",), reason=MULTIMODAL, text_type="gemma3n_text"),
-    Refusal(model_types=("got_ocr2",), reason=MULTIMODAL, text_type="qwen2"),
-    Refusal(model_types=("llama4",), reason=MULTIMODAL, text_type="llama4_text"),
-    Refusal(model_types=("mllama",), reason=MULTIMODAL, text_type="mllama_text_model"),
-    Refusal(model_types=("moss_transcribe_diarize",), reason=MULTIMODAL, text_type="qwen3"),
-    Refusal(model_types=("phi4_multimodal",), reason=MULTIMODAL),
-    Refusal(model_types=("qwen2_vl",), reason=MULTIMODAL, text_type="qwen2_vl_text"),
-    Refusal(model_types=("qwen2_5_vl",), reason=MULTIMODAL, text_type="qwen2_5_vl_text"),
-    Refusal(model_types=("qwen3_vl",), reason=MULTIMODAL, text_type="qwen3_vl_text"),
-    Refusal(model_types=("qwen3_vl_moe",), reason=MULTIMODAL, text_type="qwen3_vl_moe_text"),
-    Refusal(model_types=("qwen3_5",), reason=MULTIMODAL, text_type="qwen3_5_text"),
-    Refusal(model_types=("qwen3_5_moe",), reason=MULTIMODAL, text_type="qwen3_5_moe_text"),
-    Refusal(model_types=("qwen4_exp",), reason=MULTIMODAL, text_type="qwen4_exp_text"),
+    Refusal(
+        model_types=("phi4_multimodal",),
+        reason="its decoder reads images and sounds itself, and no scheme says how far a token is from a part of one",
+    ),
     Refusal(
         model_types=("emu3_text_model",),
         reason="transformers has no Auto class for it, so that what is saved could not be loaded by one",

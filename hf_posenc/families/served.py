@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import UnsupportedModelError
-from ..registry import family_for, reason_against, reason_around
+from ..registry import family_for, reason_against
 from .base import Family, base_model_type
-from .refused import DECODER_HALF, MULTIMODAL
+from .refused import DECODER_HALF
 
 
 def family_of(config: Any) -> Family:
@@ -17,22 +17,20 @@ def family_of(config: Any) -> Family:
 
 
 def check_served(config: Any) -> None:
-    """Raise UnsupportedModelError if no family serves the models of a config. The error names a language model inside.
+    """Raise UnsupportedModelError if no family serves the models of a config, or the language model inside them.
 
     Args:
         config: stock or ours. What is inside differs between checkpoints of a type, so the config is asked for it.
     """
-    model_type = base_model_type(config)
+    model_type, inside = str(type(config).model_type).removeprefix("posenc_"), base_model_type(config)
     try:
-        family_for(model_type)
-        return
-    except UnsupportedModelError:
-        inner = config.get_text_config(decoder=True)
-        if reason_against(model_type) is not None or (inner is config and not config.is_encoder_decoder):
+        family_for(inside)
+    except UnsupportedModelError as error:
+        if reason_against(model_type) is not None or (inside == model_type and not config.is_encoder_decoder):
             raise
-    reason = (
-        f"it is an encoder-decoder, {DECODER_HALF.partition(', ')[2]}"
-        if config.is_encoder_decoder
-        else reason_around(MULTIMODAL, inner.model_type)
-    )
-    raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}")
+        reason = (
+            f"it is an encoder-decoder, {DECODER_HALF.partition(', ')[2]}"
+            if config.is_encoder_decoder
+            else f"of the language model inside it is said: {error}"
+        )
+        raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}") from None

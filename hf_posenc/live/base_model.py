@@ -23,7 +23,7 @@ from ..upstream.attention import SPLIT_HEADS
 from .eval_mode import evaluation
 from .layer_config import LayerConfig
 from .rotation import BaseRotation
-from .state import patch_of
+from .state import language_model, patch_of
 from .watch import entering
 
 SAMPLE = 4096
@@ -50,11 +50,12 @@ class BaseModel:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> BaseModel:
-        """Describe a model.
+        """Describe a model; of a multimodal one, the language model inside.
 
         Raises:
             UnsupportedModelError: if its family is not known, or refuses a setting of it.
         """
+        model = language_model(model)
         config = model.config
         family = family_of(config)
         found = resolve(family, model)
@@ -243,5 +244,5 @@ def _sizes(family: Family, config: PreTrainedConfig, attention: Any, num_layers:
 
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the module that owns the layers of a model of a known family."""
-    config: Any = model.config
-    return families.base.decoder_of(family_of(config), model)
+    model = language_model(model)
+    return families.base.decoder_of(family_of(model.config), model)

@@ -11,8 +11,10 @@ from peft import PeftMixedModel, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from ..families.base import language_config
 from ..schemes.base import Scheme
 from .undo import Undo
 from .weights import Sample
@@ -62,8 +64,24 @@ class Patch:
 
 def patch_of(model: nn.Module) -> Patch | None:
     """Return the record of a patched model, also below an adapter of PEFT, or None for a stock model."""
-    model = without_adapter(model)
-    return getattr(model, "base_model", model).__dict__.get(PATCH)
+    return patched_part(model).__dict__.get(PATCH)
+
+
+def patched_part(model: nn.Module) -> Any:
+    """Return the part of a model that a patch changes: its language model, without adapter and head."""
+    model = language_model(without_adapter(model))
+    return getattr(model, "base_model", model)
+
+
+def language_model(model: Any) -> Any:
+    """Return the language model inside a multimodal one, with its head where it has its own; any other model as it is.
+
+    It is the outermost model of transformers that has the text config of the whole.
+    """
+    if not isinstance(model, PreTrainedModel) or (config := language_config(model.config)) is model.config:
+        return model
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel) and part.config is config)
+    return next(parts, model)
 
 
 def without_adapter(model: object) -> Any:
@@ -89,8 +107,7 @@ def alone(model: nn.Module, action: str) -> Iterator[None]:
     Raises:
         UnsupportedModelError: if another call, as a rule of another thread, is changing the model.
     """
-    model = without_adapter(model)
-    owner = getattr(model, "base_model", model)
+    model, owner = without_adapter(model), patched_part(model)
     mine = (id(owner), object())
     holder = owner.__dict__.setdefault(CHANGING, mine)
     if holder[0] != id(owner):  # of the model that this one was copied from meanwhile

@@ -39,6 +39,7 @@ PAGED = (
 
 PASSED_OVER = {
     "cache": "of paged attention, refused by itself",
+    "logits_to_keep": "read by the head, which some multimodal models hand on",
     "use_cache": "the keys and values that arrive are those of the cache already",
     "cache_position": "the slots are in the channel",
     "sliding_window": "the window is in the channel",

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from multimodal import multimodal
 
 from hf_posenc import Scheme, cli, registry
 from hf_posenc.registry import supported_model_types
@@ -53,6 +54,7 @@ def test_python_runs_as_pasted(page, script, tiny_checkpoints, monkeypatch):
     monkeypatch.chdir(tiny_checkpoints)
     smollm = Path(shutil.copytree("llama", "HuggingFaceTB/SmolLM2-135M")) / "config.json"
     smollm.write_text(json.dumps(json.loads(smollm.read_text()) | {"max_position_embeddings": 8192}))
+    multimodal("llava").save_pretrained("llava-hf/llava-1.5-7b-hf")
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))  # a page may register schemes and families
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     names = {"__name__": "__main__"}

@@ -1,0 +1,220 @@
+"""Multimodal models: the language model inside is patched, and the whole is run, saved, loaded and undone."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+import transformers
+from decoders import SIZES
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from multimodal import TOKENS, class_of, multimodal, seen_and_read
+from snapshots import assert_same, snapshot
+
+import hf_posenc
+from hf_posenc import UnsupportedModelError, patch_model, unpatch_model
+from hf_posenc.catalogue import language_type
+from hf_posenc.checkpoints.announce import multimodal_model_types
+from hf_posenc.live.base_model import decoder_of
+from hf_posenc.live.state import language_model
+from hf_posenc.registry import available_schemes, supported_model_types
+
+SERVED = tuple(name for name in sorted(multimodal_model_types()) if language_type(name) in supported_model_types())
+FEW = ("gemma3", "llama4", "llava", "smolvlm")
+"""An Auto class for the text config, a config class of its own, a head inside, another name of the language model."""
+
+IDS = torch.randint(3, min(TOKENS.values()), (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def run(model, **inputs):
+    """Return the logits of a multimodal model."""
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+@pytest.mark.parametrize("scheme", available_schemes())
+@pytest.mark.parametrize("model_type", FEW)
+def test_the_whole_computes_what_its_language_model_does_when_patched_by_itself(model_type, scheme):
+    """What that computes is compared with the stock model's own eager attention in test_every_decoder.py."""
+    whole = multimodal(model_type)
+    stock = run(whole, input_ids=IDS)
+    alone = copy.deepcopy(language_model(whole))
+    patch_model(whole, scheme, seed=0)
+    patch_model(alone, scheme, seed=0)
+    with torch.no_grad():
+        expected = decoder_of(alone)(input_ids=IDS).last_hidden_state
+        assert torch.equal(decoder_of(whole)(input_ids=IDS).last_hidden_state, expected)
+        patched = run(whole, input_ids=IDS)
+        assert torch.equal(patched, whole.get_output_embeddings()(expected))
+    if scheme != "rope":
+        assert not torch.allclose(patched, stock, atol=1e-3)
+
+
+@pytest.mark.parametrize("model_type", FEW)
+def test_undone_it_is_what_it_was(model_type):
+    model = multimodal(model_type)
+    before = snapshot(model)
+    patch_model(model, "t5", seed=0)
+    assert hf_posenc.is_patched(model)
+    assert_same(snapshot(unpatch_model(model)), before)
+
+
+@pytest.mark.parametrize("model_type", FEW)
+def test_saved_it_loads_as_a_whole_and_as_nothing_else(model_type, tmp_path):
+    model = patch_model(multimodal(model_type), "t5", seed=0)
+    model.save_pretrained(tmp_path)
+    expected = run(model, input_ids=IDS)
+    assert hf_posenc.inspect(tmp_path).problem is None
+    for loaded in (
+        hf_posenc.from_pretrained(tmp_path),
+        transformers.AutoModelForImageTextToText.from_pretrained(tmp_path),
+        type(model).from_pretrained(tmp_path),
+    ):
+        assert type(loaded) is type(model)
+        assert torch.equal(run(loaded, input_ids=IDS), expected)
+        assert hf_posenc.schemes_of(loaded) == hf_posenc.schemes_of(model)
+    with pytest.raises(StrictDataclassFieldValidationError):
+        class_of(model_type).from_pretrained(tmp_path)
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(run(hf_posenc.from_pretrained(tmp_path / "again"), input_ids=IDS), expected)
+
+
+def test_a_stock_checkpoint_is_patched_as_it_is_loaded(tmp_path):
+    stock = multimodal("llava")
+    stock.save_pretrained(tmp_path)
+    model = hf_posenc.from_pretrained(tmp_path, scheme="alibi")
+    assert torch.equal(run(model, input_ids=IDS), run(patch_model(stock, "alibi"), input_ids=IDS))
+
+
+def test_it_is_described_and_verified():
+    model = patch_model(multimodal("llava"), "alibi")
+    assert str(hf_posenc.describe(model)).startswith("PosEncLlavaForConditionalGeneration (llama inside llava): alibi")
+    assert hf_posenc.verify(model).ok
+    assert hf_posenc.which_engine(model, 16).engine
+
+
+def test_it_is_calibrated_as_its_language_model_would_be():
+    whole = multimodal("llava")
+    text = transformers.LlamaForCausalLM(copy.deepcopy(whole.config.text_config)).eval()
+    text.model.load_state_dict(language_model(whole).state_dict())
+    text.lm_head.load_state_dict(whole.lm_head.state_dict())
+    windows = torch.randint(3, min(TOKENS.values()), (16, 24), generator=torch.Generator().manual_seed(1))
+    for model in (whole, text):
+        patch_model(model, "t5", seed=0, share_layers=False)
+        hf_posenc.calibrate(model, windows, matching=hf_posenc.Matching(steps=2))
+    calibrated = dict(text.model.named_parameters())
+    assert calibrated
+    for name, parameter in language_model(whole).named_parameters():
+        assert torch.equal(parameter, calibrated[name]), name
+    assert whole.config.position_encoding == text.config.position_encoding
+    assert "calibration" in text.config.position_encoding
+
+
+def test_an_attention_that_would_drop_the_scheme_is_refused_for_the_language_model_only():
+    model = patch_model(multimodal("llava"), "alibi")
+    expected = run(model, input_ids=IDS)
+    with pytest.raises(ValueError, match="would drop alibi"):
+        model.set_attn_implementation("eager")
+    model.set_attn_implementation({"vision_config": "eager"})
+    assert model.config.vision_config._attn_implementation == "eager"
+    assert torch.equal(run(model, input_ids=IDS), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_an_adapter_around_it_trains_and_comes_back(tmp_path):
+    model = patch_model(multimodal("llava"), "t5", seed=0)
+    base = copy.deepcopy(model)
+    adapted = peft.get_peft_model(model, hf_posenc.lora_config(model, target_modules=["q_proj"]))
+    adapted(input_ids=IDS, labels=IDS).loss.backward()
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+    adapted.eval().save_pretrained(tmp_path)
+    again = hf_posenc.load_adapter(base, tmp_path).eval()
+    assert torch.equal(run(again, input_ids=IDS), run(adapted, input_ids=IDS))
+
+
+def test_a_part_that_is_patched_alone_is_not_saved_with_the_whole(tmp_path):
+    model = multimodal("llava")
+    patch_model(language_model(model), "alibi")
+    with pytest.raises(UnsupportedModelError, match="patch_model"):
+        model.save_pretrained(tmp_path)
+
+
+def test_a_language_model_that_is_not_served_is_named():
+    config = transformers.LlavaConfig(text_config={"model_type": "mamba", **SIZES})
+    with torch.device("meta"):
+        model = transformers.LlavaForConditionalGeneration(config)
+    with pytest.raises(UnsupportedModelError, match=r"'llava' cannot be patched: .* 'mamba' cannot be patched: it has"):
+        patch_model(model, "alibi")
+
+
+REFUSED_WITH_IMAGES = {
+    "gemma3": "keys that come after it",
+    "minicpmv4_7": "several coordinates",
+    "qwen3_5": "several coordinates",
+    "qwen3_5_moe": "several coordinates",
+    "shieldgemma2": "keys that come after it",
+}
+"""What the error says of an image: its parts see each other, or its tokens have several positions each."""
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_an_image_or_a_sound_is_attended_to_by_the_scheme(model_type):
+    """Given the same embeddings, the language model inside computes what it does when it is patched by itself."""
+    try:
+        model = multimodal(model_type)
+        inputs = seen_and_read(model)
+    except Exception as error:
+        pytest.skip(f"no tiny {model_type} that sees or hears: {type(error).__name__}: {error}"[:300])
+    if getattr(language_model(model).config, "use_bidirectional_attention", False):
+        pytest.skip("its language model is no causal one, and refused")
+    stock, alone = run(model, **inputs), patch_model(copy.deepcopy(language_model(model)), "t5", seed=0)
+    patch_model(model, "t5", seed=0)
+    if (reason := REFUSED_WITH_IMAGES.get(model_type)) is not None:
+        with pytest.raises((ValueError, NotImplementedError), match=reason):
+            run(model, **inputs)
+        return
+    given, made = [], []
+    decoder = decoder_of(model)
+    handles = [
+        # Copied before the call, which fills the cache.
+        decoder.register_forward_pre_hook(
+            lambda _, args, kwargs: given.append(copy.deepcopy(kwargs)), with_kwargs=True
+        ),
+        decoder.register_forward_hook(lambda _, args, output: made.append(output[0].clone())),
+    ]
+    patched = run(model, **inputs)
+    for handle in handles:
+        handle.remove()
+    assert not torch.allclose(patched, stock, atol=1e-3)
+    with torch.no_grad():
+        assert torch.equal(decoder_of(alone)(**given[0])[0], made[0])
+    told = {"max_new_tokens": 3, "do_sample": False, "suppress_tokens": list(TOKENS.values())}
+    assert torch.equal(model.generate(**inputs, **told), model.generate(**inputs, **told, use_cache=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SERVED)
+def test_every_served_type(model_type, tmp_path):
+    try:
+        model = multimodal(model_type)
+    except Exception as error:
+        pytest.skip(f"no tiny model by these sizes: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+    if getattr(language_model(model).config, "use_bidirectional_attention", False):
+        with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention"):
+            patch_model(model, "t5")
+        return
+    before = snapshot(model, run=False)
+    patch_model(model, "t5", seed=0)
+    model.save_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    with torch.no_grad():
+        hidden = decoder_of(model)(input_ids=IDS).last_hidden_state
+        assert torch.equal(decoder_of(loaded)(input_ids=IDS).last_hidden_state, hidden)
+    assert type(loaded) is type(model)
+    unpatch_model(model)
+    assert [type(module) for module in model.modules()] == list(before.classes.values())
