@@ -603,10 +603,6 @@ def check_together(saves, read, least):
         assert int(kinds) == 2  # both schemes were met
 
 
-def test_savers_and_readers_together(tmp_path):
-    check_together(*save_and_read_together(tmp_path, 4, 1), least=2)
-
-
 @pytest.mark.slow
 def test_savers_and_readers_together_for_a_minute(tmp_path):
     check_together(*save_and_read_together(tmp_path, 60, 2), least=20)
