@@ -151,7 +151,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
         expected, at_input = _answering(patch, base), _answers_at_input(patch, base)
         standing = _Measurement(base, tokens)
         trial = _try(standing, base, patch.limit, tokens, expected, at_input, generator)
-        order = _change(_output(model, _swapped(tokens, weight.shape[0]))[:, -1], standing.output[:, -1])
+        order = _change(_output(base.model, _swapped(tokens, weight.shape[0]))[:, -1], standing.output[:, -1])
     layers = tuple(
         LayerReport(i, response, live, expected[i])
         for i, (response, live) in enumerate(zip(standing.layers, trial.layers, strict=True))

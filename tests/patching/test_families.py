@@ -6,11 +6,10 @@ from dataclasses import FrozenInstanceError, dataclass, replace
 
 import pytest
 import torch
-import transformers
-from families import FAMILIES, LEARNED, ROTARY, build, tiny, tokens
+from families import FAMILIES, LEARNED, ROTARY, build, tiny
 from torch import nn
 
-from hf_posenc import errors, patch_model, registry
+from hf_posenc import errors, registry
 from hf_posenc.errors import UnknownSchemeError, UnsupportedModelError
 from hf_posenc.families import Family, Names, table
 from hf_posenc.families.base import resolve
@@ -198,21 +197,6 @@ def test_a_decoder_turned_encoder_is_refused(family):
     model.config.is_causal = False
     with pytest.raises(UnsupportedModelError, match=r"config\.is_causal = False"):
         resolve(family_of(model), model)
-
-
-def test_multimodal_gemma3_is_refused():
-    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    text = dict(shape, vocab_size=31, head_dim=8, num_key_value_heads=1)
-    config = transformers.Gemma3Config(text_config=text, vision_config=dict(shape, image_size=28, patch_size=14))
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    with pytest.raises(UnsupportedModelError, match=r"see each other.*'gemma3_text', which is served: copy it into"):
-        patch_model(model, "alibi")
-
-    # What the message says to do instead works.
-    text = transformers.AutoModelForCausalLM.from_config(model.config.text_config).eval()
-    text.model.load_state_dict(model.model.language_model.state_dict())
-    resolve(family_of(text), text)
-    torch.testing.assert_close(text(tokens(1, 9) % 31).logits, model(tokens(1, 9) % 31).logits)
 
 
 def test_an_unknown_model_type_says_what_lists_the_known_ones():

@@ -152,14 +152,23 @@ def test_a_language_model_that_is_not_served_is_named():
         patch_model(model, "alibi")
 
 
-REFUSED_WITH_IMAGES = {
-    "gemma3": "keys that come after it",
-    "minicpmv4_7": "several coordinates",
-    "qwen3_5": "several coordinates",
-    "qwen3_5_moe": "several coordinates",
-    "shieldgemma2": "keys that come after it",
-}
-"""What the error says of an image: its parts see each other, or its tokens have several positions each."""
+SEES_FORWARD = ("gemma3", "gemma4", "gemma4_unified", "shieldgemma2")
+"""Types whose image tokens see each other."""
+
+
+def given_to(decoder, calls):
+    """Record the arguments of a decoder, copied before the call, which fills the cache."""
+    return decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(copy.deepcopy(kwargs)), with_kwargs=True
+    )
+
+
+def refused_with_images(model_type, position_ids):
+    """Return what the error says of an image where it is refused, else None."""
+    if model_type in SEES_FORWARD:
+        return "keys that come after it"
+    several = position_ids is not None and position_ids.ndim == 3 and bool((position_ids != position_ids[:1]).any())
+    return "several coordinates" if several else None
 
 
 @pytest.mark.parametrize("model_type", SERVED)
@@ -172,27 +181,23 @@ def test_an_image_or_a_sound_is_attended_to_by_the_scheme(model_type):
         pytest.skip(f"no tiny {model_type} that sees or hears: {type(error).__name__}: {error}"[:300])
     if getattr(language_model(model).config, "use_bidirectional_attention", False):
         pytest.skip("its language model is no causal one, and refused")
+    calls, made = [], []
+    handles = [
+        given_to(decoder_of(model), calls),
+        decoder_of(model).register_forward_hook(lambda _, args, output: made.append(output[0].clone())),
+    ]
     stock, alone = run(model, **inputs), patch_model(copy.deepcopy(language_model(model)), "t5", seed=0)
     patch_model(model, "t5", seed=0)
-    if (reason := REFUSED_WITH_IMAGES.get(model_type)) is not None:
+    if (reason := refused_with_images(model_type, calls[0].get("position_ids"))) is not None:
         with pytest.raises((ValueError, NotImplementedError), match=reason):
             run(model, **inputs)
         return
-    given, made = [], []
-    decoder = decoder_of(model)
-    handles = [
-        # Copied before the call, which fills the cache.
-        decoder.register_forward_pre_hook(
-            lambda _, args, kwargs: given.append(copy.deepcopy(kwargs)), with_kwargs=True
-        ),
-        decoder.register_forward_hook(lambda _, args, output: made.append(output[0].clone())),
-    ]
     patched = run(model, **inputs)
     for handle in handles:
         handle.remove()
     assert not torch.allclose(patched, stock, atol=1e-3)
     with torch.no_grad():
-        assert torch.equal(decoder_of(alone)(**given[0])[0], made[0])
+        assert torch.equal(decoder_of(alone)(**calls[1])[0], made[1])
     told = {"max_new_tokens": 3, "do_sample": False, "suppress_tokens": list(TOKENS.values())}
     assert torch.equal(model.generate(**inputs, **told), model.generate(**inputs, **told, use_cache=False))
 
