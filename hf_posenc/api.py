@@ -66,7 +66,8 @@ def patch_model(
     take the dtype and device of the layer they sit on.
 
     Args:
-        model: a stock transformers model of a supported family, with or without a head.
+        model: a stock transformers model of a supported family, with or without a head, or a multimodal model with
+            such a language model inside, which is patched.
         scheme: a name (`available_schemes()`), a `Scheme` instance, or a list of instances for different layers.
             Layers that nobody names keep what the base has: its rotation, or what its table has put into the hidden
             states.
@@ -103,7 +104,7 @@ def patch_model(
             refuse = partial(_refuse_to_save, type(around).__name__, patch.name)
             changes.append(SetAttribute(around, "save_pretrained", refuse))
         entry = make_entry(plan.schemes)
-        changes += classes_of_ours(model, entry)
+        changes += classes_of_ours(model, base.config, entry)
         try:
             undo.make(*changes)
             patch.started = {name: parameter._version for name, parameter in position_parameters(base).items()}
@@ -117,7 +118,8 @@ def _refuse_to_save(around: str, schemes: str, *args: object, **kwargs: object) 
     """Stand in for `save_pretrained` of a stock model around a patched one: nobody could load what it writes."""
     raise UnsupportedModelError(
         f"a part of this {around} is patched with {schemes}, and as a whole it could not be loaded again: save the "
-        "part that was given to patch_model by its own save_pretrained, or unpatch_model it first"
+        "part that was given to patch_model by its own save_pretrained, or unpatch_model it and give the whole to "
+        "patch_model"
     )
 
 

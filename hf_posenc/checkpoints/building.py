@@ -148,7 +148,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             for owner in placed.owners:
                 with gathered(owner):
                     owner.reset_parameters()
-        for part in _parts(self):
+        for part in _parts(self, base.config):
             if not isinstance(part, PosEncMixin):
                 part.__class__ = model_class(type(part), stock_config(part.config))
 
@@ -222,11 +222,15 @@ def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _with_parts(part)
 
 
-def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the models of transformers that make up a model and its language model: not what reads images or sound."""
-    configs = (model.config, language_config(model.config))
+def _parts(model: PreTrainedModel, language: PreTrainedConfig) -> list[PreTrainedModel]:
+    """Return the models of transformers that make up a model and its language model: not what reads images or sound.
+
+    Args:
+        model: the whole.
+        language: config of its language model.
+    """
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return [part for part in parts if any(part.config is config for config in configs)]
+    return [part for part in parts if part.config is model.config or part.config is language]
 
 
 def _lacks_loss_type(model: PreTrainedModel) -> bool:
@@ -322,18 +326,19 @@ def saved_class(raw: JsonObject) -> type[PreTrainedModel]:
     return model_class(model, config)
 
 
-def classes_of_ours(model: PreTrainedModel, entry: JsonObject) -> list[Change]:
+def classes_of_ours(model: PreTrainedModel, language: PreTrainedConfig, entry: JsonObject) -> list[Change]:
     """Return what gives a patched model and its config our classes, so that no stock class loads what is saved.
 
     Args:
         model: of stock classes.
-        entry: of its config, with the schemes as they were resolved against the model.
+        language: config of its language model; of any but a multimodal model, its own.
+        entry: of that config, with the schemes as they were resolved against the model.
     """
     # PEFT writes the name into adapters as their base; the stock checkpoint would be the wrong one.
     changes: list[Change] = [SetAttribute(model, "name_or_path", "")]
     if _lacks_loss_type(model):
         changes.append(SetAttribute(model, "loss_type", "ForCausalLM"))
-    config, language, parts = model.config, language_config(model.config), _parts(model)
+    config, parts = model.config, _parts(model, language)
     part_classes = [model_class(type(part), stock_config(part.config)) for part in parts]
     for each in {id(each): each for each in (language, config)}.values():
         our_config = config_class(type(each))
