@@ -7,13 +7,13 @@ patched models are registered with AutoConfig as soon as any package imports it.
 from importlib import import_module
 from typing import Any
 
-from .checkpoints.deferred import after_import
+from .checkpoints.after_import import after_import
 
 _NAMES = {
     ".api": "is_patched patch_model patched schemes_of unpatch_model",
     ".calibration.calibrate": "Calibration Matching calibrate",
-    ".call": "Call",
-    ".checkpoints.announce": "register_family",
+    ".attention_call": "Call",
+    ".checkpoints.auto_classes": "register_family",
     ".checkpoints.export": "export_stock",
     ".checkpoints.inspecting": "inspect",
     ".description": "describe which_engine",
@@ -60,13 +60,13 @@ def __dir__() -> list[str]:
 
 
 def _announce() -> None:
-    from .checkpoints.announce import announce_all
+    from .checkpoints.auto_classes import announce_all
 
     announce_all()
 
 
 def _announce_multimodal() -> None:
-    from .checkpoints.announce import announce_multimodal
+    from .checkpoints.auto_classes import announce_multimodal
 
     announce_multimodal()
 

@@ -8,8 +8,8 @@ from .api import (
     unpatch_model as unpatch_model,
 )
 from .calibration.calibrate import Calibration as Calibration, Matching as Matching, calibrate as calibrate
-from .call import Call as Call
-from .checkpoints.announce import register_family as register_family
+from .attention_call import Call as Call
+from .checkpoints.auto_classes import register_family as register_family
 from .checkpoints.export import export_stock as export_stock
 from .checkpoints.inspecting import inspect as inspect
 from .description import describe as describe, which_engine as which_engine

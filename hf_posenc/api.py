@@ -12,15 +12,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .checkpoints.building import classes_of_ours
-from .checkpoints.entry import CALIBRATION, make_entry
+from .checkpoints.scheme_entry import CALIBRATION, make_entry
 from .errors import UnsupportedModelError
-from .live.state import PATCH, Patch, patch_of, patched_part
+from .live.obstacles import models_around
+from .live.patch_record import PATCH, Patch, patch_of, patched_part
 from .live.undo import SetAttribute, Undo
-from .live.weights import keep_if_moved, stock_samples
-from .live.wrappers import models_around
+from .live.weight_samples import keep_if_moved, stock_samples
 from .modules import position_parameters
+from .patching.changes import place_started
 from .patching.check import to_be_patched, to_be_unpatched
-from .patching.place import place_started
 from .patching.plan import make_plan
 from .registry import available_schemes, check_registered, scheme_class
 from .schemes.base import Scheme

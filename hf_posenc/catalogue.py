@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import CONFIG_MAPPING
 
-from .checkpoints.announce import multimodal_model_types
+from .checkpoints.auto_classes import multimodal_model_types
 from .errors import PluginError
 from .families.base import Family, base_model_type
 from .registry import available_schemes, family_for, refusals, scheme_class

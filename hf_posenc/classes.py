@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
     """
     if not name.startswith("PosEnc"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .checkpoints.names import stock_classes
+    from .checkpoints.class_names import stock_classes
 
     config, model = stock_classes(name)
     if config is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .arguments import Parser
+from .command_arguments import Parser
 from .errors import HfPosencError
 from .version import VERSION
 

@@ -20,17 +20,17 @@ from transformers.utils import logging
 
 from .analysis import plots
 from .api import parse_schemes
-from .arguments import hyperparameters, meanings
 from .catalogue import language_type, refused_types, served_type
 from .checkpoints import files, hub
 from .checkpoints.inspecting import inspect as read_config
+from .command_arguments import hyperparameters, meanings
 from .description import describe
+from .did_you_mean import did_you_mean
 from .errors import PluginError, UnsupportedModelError
 from .loading import from_pretrained
 from .plot_kinds import KINDS, OPTIONS_OF, Asked, Numbers, schedule
 from .registry import available_schemes, scheme_class, supported_model_types
 from .schemes.base import EVERY_SCHEME, Scheme
-from .spelling import did_you_mean
 from .verification import verify
 
 logging.set_verbosity_error()

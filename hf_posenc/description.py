@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .call import Call
+from .attention_call import Call
 from .dims import Layers
 from .engines.dispatch import Choice, choose
 from .errors import NotPatchedError
@@ -16,9 +16,9 @@ from .families.base import base_model_type, language_config
 from .layer_state import on_attention
 from .live.base_model import BaseModel
 from .live.eval_mode import evaluation
-from .live.state import patch_of, without_adapter
+from .live.obstacles import brought_in, check_unwrapped, is_offloaded
+from .live.patch_record import patch_of, without_adapter
 from .live.watch import caught
-from .live.wrappers import brought_in, check_unwrapped, is_offloaded
 from .modules import owner_of, position_parameters
 from .positions import Positions
 from .registry import family_for

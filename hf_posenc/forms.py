@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .call import Call
+from .attention_call import Call
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ from transformers.utils import logging
 from .api import parse_schemes, patch_model
 from .checkpoints.building import saved_class
 from .checkpoints.inspecting import read_config
-from .checkpoints.stock import stock_loader
+from .checkpoints.stock_checkpoints import stock_loader
 from .errors import CheckpointError
 from .live.attend import choose_engine
-from .live.dispatch import dispatch, take_dispatch_options
+from .live.devices import dispatch, take_dispatch_options
 from .registry import scheme_class
 from .schemes.base import Scheme
 from .upstream.attention import check_engine

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .checkpoints.adapters import WHERE, check_adapter, name_base, read_adapter_config, require_same_base
-from .checkpoints.contents import JsonObject
+from .checkpoints.headers import JsonObject
 from .errors import CheckpointError, NotPatchedError, UnsupportedModelError
 from .live.base_model import BaseModel
-from .live.state import adapted_parts, patch_of, without_adapter
+from .live.patch_record import adapted_parts, patch_of, without_adapter
 from .modules import PositionEmbedding, PositionModule
 
 __all__ = ["check_adapter", "load_adapter", "lora_config", "name_base"]

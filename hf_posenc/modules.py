@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .call import Call
+from .attention_call import Call
 from .forms import Content, Form
 from .sinusoids import sinusoids
 

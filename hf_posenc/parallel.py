@@ -41,9 +41,9 @@ from transformers import PreTrainedModel
 from . import positions
 from .errors import UnsupportedModelError
 from .families.base import Family, Resolved, language_config, resolve
-from .families.served import family_of
+from .families.lookup import family_of
 from .layer_state import on_attention, on_decoder
-from .live.state import patch_of
+from .live.patch_record import patch_of
 from .live.undo import AddPreHook, Keep, SetAttribute, Undo
 from .live.watch import Args, Kwargs
 from .upstream import NAME

@@ -18,8 +18,8 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .did_you_mean import did_you_mean
 from .errors import PluginError, UnknownSchemeError, UnsupportedModelError
-from .spelling import did_you_mean
 
 if TYPE_CHECKING:
     from .families.base import Family

@@ -18,15 +18,15 @@ from .families.base import Family
 from .layer_state import STATE, OnLayer, on_attention
 from .live.base_model import BaseModel
 from .live.eval_mode import evaluation
-from .live.state import Patch, patch_of, without_adapter
+from .live.obstacles import check_in_place, check_unwrapped
+from .live.patch_record import Patch, patch_of, without_adapter
 from .live.undo import Keep, SetAttribute, SetModule, Undo
 from .live.watch import LayerCall, first, recorded
-from .live.wrappers import check_in_place, check_unwrapped
 from .modules import PositionEmbedding, PositionModule, WithoutPositions
 from .patching.hooks import require_attention
 from .upstream import NAME
-from .upstream.channel import as_channel
-from .upstream.replaced import named, stock_output
+from .upstream.position_channel import as_channel
+from .upstream.replaced_attention import named, stock_output
 from .upstream.rotary import IdentityRotary
 
 NOTICES = 1e-7

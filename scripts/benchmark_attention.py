@@ -37,12 +37,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hf_posenc
-from hf_posenc.call import Call
+from hf_posenc.attention_call import Call
 from hf_posenc.dims import Dims
 from hf_posenc.engines import banded, toeplitz
 from hf_posenc.engines.dispatch import ENGINES, Engine
 from hf_posenc.forms import Bias, Slopes
-from hf_posenc.live.state import patch_of
+from hf_posenc.live.patch_record import patch_of
 from hf_posenc.positions import Positions
 from hf_posenc.registry import scheme_class
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers import CONFIG_MAPPING
 
 from hf_posenc.catalogue import ServedType, language_type, refused_types, served_type
-from hf_posenc.checkpoints.announce import multimodal_model_types
+from hf_posenc.checkpoints.auto_classes import multimodal_model_types
 from hf_posenc.registry import supported_model_types
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"

@@ -19,8 +19,8 @@ from ..calibration.observe import observe
 from ..dims import Dims
 from ..families.base import language_config
 from ..live.eval_mode import evaluation
+from ..measurement import Result
 from ..modules import PositionEmbedding, ScoreModule
-from ..result import Result
 from ..schemes.base import Scheme
 from ..upstream import NAME
 from . import probe

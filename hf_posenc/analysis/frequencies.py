@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..dims import Dims
-from ..result import Result
+from ..measurement import Result
 from ..schemes.base import Scheme
 from ..schemes.sinusoidal import Waves
 from . import probe

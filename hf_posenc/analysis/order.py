@@ -23,7 +23,7 @@ from ..families.base import language_config
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.watch import LayerCall, first, recorded
-from ..result import Result
+from ..measurement import Result
 from ..upstream import NAME
 from . import probe
 

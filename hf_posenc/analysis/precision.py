@@ -16,8 +16,8 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 
 from ..dims import Dims
+from ..measurement import Result
 from ..modules import ScoreModule
-from ..result import Result
 from ..schemes.base import Scheme
 from . import probe
 

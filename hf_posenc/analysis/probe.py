@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from ..api import parse_schemes
-from ..call import Call
+from ..attention_call import Call
 from ..dims import Dims
 from ..engines import dispatch
 from ..families.base import Resolved, language_config
 from ..layer_state import on_attention
 from ..live.base_model import BaseModel
-from ..live.state import patch_of
+from ..live.patch_record import patch_of
 from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, owner_of
-from ..patching.place import NoEmbedding, seeded
+from ..patching.changes import NoEmbedding, seeded
 from ..positions import DensePositions
 from ..schemes.base import RotaryScheme, Scheme
 from ..upstream import NAME

@@ -22,9 +22,9 @@ from ..dims import Dims
 from ..families.base import language_config
 from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
-from ..live.state import patch_of
+from ..live.patch_record import patch_of
+from ..measurement import Result
 from ..modules import PositionEmbedding, ScoreModule, WithoutPositions, owner_of
-from ..result import Result
 from ..schemes.base import Scheme, by_layer_type
 from ..schemes.sinusoidal import Waves
 from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary

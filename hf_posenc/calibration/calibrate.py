@@ -11,12 +11,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..checkpoints.entry import CALIBRATION
+from ..checkpoints.scheme_entry import CALIBRATION
+from ..did_you_mean import did_you_mean
 from ..errors import CheckpointError
 from ..live.eval_mode import evaluation
-from ..live.state import adapted_parts, alone, without_adapter
-from ..live.wrappers import check_unwrapped
-from ..spelling import did_you_mean
+from ..live.obstacles import check_unwrapped
+from ..live.patch_record import adapted_parts, alone, without_adapter
 from .candidates import NOISE, hold_tails, try_closed_forms
 from .checks import check_adapter, check_base, check_model, check_tokens
 from .matching import LOSSES, Matching, Movable, check_counts, check_one_of, match, movable

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from ..errors import NotPatchedError, UnsupportedModelError
 from ..families.base import base_model_type
 from ..live.base_model import BaseModel
-from ..live.state import Patch, adapted_parts, patch_of
-from ..live.weights import have_moved
-from ..live.wrappers import check_in_place, check_unquantized, check_unwrapped
+from ..live.obstacles import check_in_place, check_unquantized, check_unwrapped
+from ..live.patch_record import Patch, adapted_parts, patch_of
+from ..live.weight_samples import have_moved
 from ..modules import PositionModule
 
 GIVE = "give the base, calibrate(model, tokens, base=...)"

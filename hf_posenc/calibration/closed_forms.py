@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..call import Call
+from ..attention_call import Call
 from ..forms import ClippedVectors, Form, RelativeKeys, is_one_of
 from ..live.base_model import BaseModel
 from ..modules import ScoreModule

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..call import Call
+from ..attention_call import Call
+from ..did_you_mean import did_you_mean
 from ..modules import PositionModule
-from ..spelling import did_you_mean
 from .observe import attending, outputs_of, summed
 from .pair import Pair, mean_kl, parameters_of
 from .state import StateFile

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..call import Call
+from ..attention_call import Call
 from ..checkpoints.building import model_class
 from ..checkpoints.config import stock_config
 from ..engines.chunked import cut
@@ -27,7 +27,7 @@ from ..live.base_model import BaseModel
 from ..live.undo import SetClass, Undo
 from ..live.watch import LayerCall, recorded
 from ..modules import owner_of
-from ..patching.place import place
+from ..patching.changes import place
 from ..patching.plan import Plan
 from ..positions import Positions
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..call import Call
+from ..attention_call import Call
 from ..layer_state import on_decoder
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
-from ..live.state import Patch
+from ..live.patch_record import Patch
 from ..live.watch import LayerCall, entering
 from ..modules import ScoreModule, owner_of
-from ..patching.place import NoEmbedding
+from ..patching.changes import NoEmbedding
 from .closed_forms import Averages, coefficients, takes_queries
 from .observe import Rows, Seen, attending, attention_call, observe, parts, rows_of, summed
 

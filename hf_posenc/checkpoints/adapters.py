@@ -18,12 +18,12 @@ from peft.utils.constants import CONFIG_NAME
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
-from ..live.state import patch_of, patched_part
+from ..live.patch_record import patch_of, patched_part
 from ..live.undo import restored_after_failure
 from .compat_0_1 import mean_the_same, translate_scheme
-from .contents import JsonObject, json_object
-from .entry import CALIBRATION, ENTRY, SCHEMES, read_schemes
-from .stock import StockModel
+from .headers import JsonObject, json_object
+from .scheme_entry import CALIBRATION, ENTRY, SCHEMES, read_schemes
+from .stock_checkpoints import StockModel
 
 WHERE = frozenset(inspect.signature(hf_hub_download).parameters) - {"repo_id", "filename"}
 """Options of huggingface_hub that say where an adapter is."""

@@ -13,28 +13,28 @@ from transformers import initialization as init
 
 from ..errors import CheckpointError, HfPosencError
 from ..families.base import language_config
-from ..families.served import family_of
-from ..live.state import PATCH, OfPatched, Patch, patch_of, patched_part
+from ..families.lookup import family_of
+from ..live.obstacles import gathered
+from ..live.patch_record import PATCH, OfPatched, Patch, patch_of, patched_part
 from ..live.undo import Change, SetAttribute, SetClass, Undo
-from ..live.wrappers import gathered
 from ..modules import PositionModule
+from ..patching.changes import place
 from ..patching.layers import MARKER
-from ..patching.place import place
 from ..patching.plan import make_plan, needs_own_attention
 from ..registry import family_for
 from ..schemes.base import Scheme
 from ..upstream import NAME
-from ..upstream.channel import carrying_forward
-from ..upstream.derived import revive, stock_class
+from ..upstream.derived_classes import revive, stock_class
+from ..upstream.position_channel import carrying_forward
 from .adapters import AdapterMixin
-from .announce import CLASSES
+from .auto_classes import CLASSES
+from .class_names import architecture, heads_of, name_of, stock_classes
 from .compat_0_1 import translate_config
 from .config import READ, ConfigMixin, stock_config, stock_inside
-from .contents import JsonObject
-from .entry import ENTRY, SCHEMES, check_version, make_entry, schemes_of_config
 from .guards import UNREGISTERED
-from .names import architecture, heads_of, name_of, stock_classes
+from .headers import JsonObject
 from .saving import SavingMixin
+from .scheme_entry import ENTRY, SCHEMES, check_version, make_entry, schemes_of_config
 from .weights import LoadingMixin
 
 

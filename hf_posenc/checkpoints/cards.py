@@ -8,9 +8,9 @@ from huggingface_hub import ModelCardData
 
 from ..registry import scheme_class
 from ..version import INSTALL
-from .contents import JsonObject
-from .entry import ENTRY, LOSSES, VERSION_KEY, read_calibration, read_schemes
+from .headers import JsonObject
 from .markdown import code, plain
+from .scheme_entry import ENTRY, LOSSES, VERSION_KEY, read_calibration, read_schemes
 
 LIBRARY = "hf_posenc"
 """`library_name` and tag of our checkpoints on the Hub."""

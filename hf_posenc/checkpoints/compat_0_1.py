@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..families.served import family_of
+from ..families.lookup import family_of
 from ..registry import scheme_class
-from .entry import ENTRY, SCHEMES, VERSION_KEY, read_schemes, version_of
+from .scheme_entry import ENTRY, SCHEMES, VERSION_KEY, read_schemes, version_of
 
 Values = dict[str, Any]
 

@@ -11,14 +11,14 @@ from transformers import PreTrainedConfig
 
 from ..errors import CheckpointError, HfPosencError
 from ..families.base import language_config
-from ..live.state import OfPatched
+from ..live.patch_record import OfPatched
 from ..upstream import NAME
-from ..upstream.derived import stock_class
+from ..upstream.derived_classes import stock_class
+from .class_names import STUB, class_names
 from .digests import DIGESTS, check_saved_config, config_digest, with_floats
-from .entry import renew_entry
 from .guards import ACTIVATIONS, CHECKED, UNREGISTERED, guarded, unguarded
-from .names import STUB, class_names
-from .stock import StockConfig
+from .scheme_entry import renew_entry
+from .stock_checkpoints import StockConfig
 
 READ = "_posenc_read"
 """Attribute of a config between its reading and the building of the model. It holds the digest of what was read, the

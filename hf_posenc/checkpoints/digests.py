@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .contents import VARIANTS, WEIGHTS, JsonObject, json_object, read_header
 from .guards import UNREGISTERED
+from .headers import VARIANTS, WEIGHTS, JsonObject, json_object, read_header
 
 DIGESTS = "hf_posenc_digests"
 """Key of a saved config: SHA-256 by file name, of the config itself and of the headers and index of its weights.

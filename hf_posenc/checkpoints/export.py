@@ -13,14 +13,14 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from ..errors import NotPatchedError, UnsupportedModelError
 from ..families.base import language_config
 from ..live.base_model import BaseModel
-from ..live.state import Patch, patch_of
-from ..live.wrappers import check_unquantized
+from ..live.obstacles import check_unquantized
+from ..live.patch_record import Patch, patch_of
 from ..placement import StockForm
-from ..upstream.derived import stock_class
+from ..upstream.derived_classes import stock_class
 from .building import PosEncConfigMixin, PosEncMixin
-from .entry import ENTRY
+from .class_names import STUB
 from .guards import unguarded
-from .names import STUB
+from .scheme_entry import ENTRY
 from .weights import position_keys
 
 TABLE_LENGTH = 1024

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
-from .contents import VARIANTS, WEIGHTS, read_json
-from .locks import lock, read_lock, release, write_lock
+from .folder_lock import lock, read_lock, release, write_lock
+from .headers import VARIANTS, WEIGHTS, read_json
 
 Result = TypeVar("Result")
 

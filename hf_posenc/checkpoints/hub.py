@@ -26,9 +26,9 @@ from huggingface_hub.errors import (
 
 from . import files
 from .cards import LIBRARY, card, metadata
-from .contents import JsonObject, json_object
-from .entry import ENTRY
+from .headers import JsonObject, json_object
 from .markdown import one_line
+from .scheme_entry import ENTRY
 
 _LOADED = re.compile(r"""hf_posenc\.from_pretrained\(\s*(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""")
 # What looks like an absolute path within a card. It begins a word, so that a part of an address does not match.

@@ -16,15 +16,15 @@ from ..errors import UnsupportedModelError
 from ..families.base import language_config
 from ..layer_state import on_decoder
 from ..live.base_model import decoder_of
-from ..live.wrappers import is_spread, packed_in_place
+from ..live.obstacles import is_spread, packed_in_place
 from . import files, hub
 from .cards import card
+from .class_names import STUB, stub_text
 from .config import stock_config
-from .contents import WEIGHTS
 from .digests import write_digests
-from .names import STUB, stub_text
+from .headers import WEIGHTS
 from .stamp import stamped
-from .stock import StockModel
+from .stock_checkpoints import StockModel
 from .weights import named_tensors
 
 _PUSH_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")

@@ -19,10 +19,10 @@ from ..upstream.attention import SPLIT_HEADS
 from . import files
 from .compat_0_1 import was_saved_by_0_1
 from .config import READ, ConfigMixin
-from .contents import json_object
 from .digests import check_no_adapter, check_saved_weights, config_digest
-from .entry import schemes_of_config
-from .stock import StockModel
+from .headers import json_object
+from .scheme_entry import schemes_of_config
+from .stock_checkpoints import StockModel
 
 Loaded = tuple[PreTrainedModel, dict[str, Any]]
 """A model, and transformers' account of missing, unexpected and mismatched keys."""

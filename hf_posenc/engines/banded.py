@@ -28,7 +28,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..attention_call import Call
 from ..forms import Slopes
 from . import toeplitz
 from .spans import SpanEngine

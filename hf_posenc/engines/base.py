@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..attention_call import Call
 from ..forms import Form, is_one_of
 from ..positions import DensePositions
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..call import Call
+from ..attention_call import Call
 from ..positions import Positions
 from . import reference
 from .base import Engine, why_not_in_blocks

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..call import Call
+from ..attention_call import Call
 from ..forms import ClippedVectors
 from ..positions import Positions
 from .spans import Context, SpanEngine

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..attention_call import Call
 from ..forms import (
     Bias,
     ClippedVectors,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..call import Call
-from ..spelling import did_you_mean
+from ..attention_call import Call
+from ..did_you_mean import did_you_mean
 from . import cpu
 from .banded import Banded
 from .base import Engine

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..call import Call
+from ..attention_call import Call
 from ..forms import Bias, ClippedVectors, Factors, Form, Slopes, for_form
 from ..positions import Positions
 from . import selftest

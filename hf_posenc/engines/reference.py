@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..attention_call import Call
 from .base import Engine
 
 

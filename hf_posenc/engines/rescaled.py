@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..call import Call
+from ..attention_call import Call
 from ..forms import Factors
 from . import tiles
 from .spans import Context, SpanEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..attention_call import Call
 from ..forms import Content
 from ..positions import DensePositions
 from . import chunked

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..call import Call
+from ..attention_call import Call
 from ..forms import Bias, ClippedVectors, Factors, Form, Slopes
 from ..positions import Positions, pack, unpack
 from . import reference

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..call import Call
+from ..attention_call import Call
 from ..forms import RelativeKeys
 from . import tiles
 from .spans import Context, SpanEngine

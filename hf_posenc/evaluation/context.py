@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from ..result import Result
-from .forwards import Reader, progress_bar, reading
+from ..measurement import Result
+from .batches import Reader, progress_bar, reading
 from .perplexity import Perplexity
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import HfPosencError
-from ..live.state import patch_of
+from ..live.patch_record import patch_of
 from ..verification import verify
 
 

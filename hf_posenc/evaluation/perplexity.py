@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..result import Result
-from .forwards import progress_bar, reading
+from ..measurement import Result
+from .batches import progress_bar, reading
 
 
 @dataclass(frozen=True, kw_only=True)

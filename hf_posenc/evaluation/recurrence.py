@@ -27,14 +27,14 @@ from ..api import schemes_of
 from ..errors import UnsupportedModelError
 from ..families.base import language_config
 from ..live.base_model import BaseModel
-from ..live.state import without_adapter
+from ..live.patch_record import without_adapter
+from ..measurement import Result
 from ..modules import PositionEmbedding
-from ..patching.place import NoEmbedding
-from ..result import Result
+from ..patching.changes import NoEmbedding
 from ..schemes.base import by_layer_type
 from ..upstream.rotary import IdentityRotary
+from .batches import IGNORED, Reader, progress_bar, reading, token_losses
 from .context import PositionLoss, check_documents, losses_by_position, position_edges
-from .forwards import IGNORED, Reader, progress_bar, reading, token_losses
 from .perplexity import Perplexity
 
 KEEPS_KEYS = (DynamicLayer, DynamicSlidingWindowLayer)

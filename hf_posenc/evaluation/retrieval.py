@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..result import Result
-from .forwards import Reader, progress_bar, reading
+from ..measurement import Result
+from .batches import Reader, progress_bar, reading
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from ..families.served import family_of
+from ..families.lookup import family_of
 from ..layer_state import STATE, OnAttention, on_attention, use_engine
 from ..modules import WithoutPositions
 from ..upstream import NAME
 from .base_model import BaseModel
-from .state import patch_of
+from .patch_record import patch_of
 from .undo import Keep, SetAttribute, SetModule, Undo
 
 

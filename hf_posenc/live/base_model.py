@@ -14,7 +14,7 @@ from .. import families
 from ..dims import Dims
 from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type, resolve
-from ..families.served import family_of
+from ..families.lookup import family_of
 from ..modules import Native, WithoutPositions
 from ..schemes.alibi import Alibi, alibi_slopes
 from ..schemes.base import RotaryScheme, Scheme
@@ -22,8 +22,8 @@ from ..schemes.rope import Rope
 from ..upstream.attention import SPLIT_HEADS
 from .eval_mode import evaluation
 from .layer_config import LayerConfig
+from .patch_record import language_model, patch_of
 from .rotation import BaseRotation
-from .state import language_model, patch_of
 from .watch import entering
 
 SAMPLE = 4096

@@ -9,11 +9,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
-from ..families.served import check_served
-from ..live.state import OfPatched, Patch, alone, patch_of, without_adapter
+from ..families.lookup import check_served
+from ..live.obstacles import check_in_place, check_unwrapped
+from ..live.patch_record import OfPatched, Patch, alone, patch_of, without_adapter
 from ..live.undo import Undo, has_own_forward
-from ..live.wrappers import check_in_place, check_unwrapped
-from ..upstream.replaced import ReplacedAttention
+from ..upstream.replaced_attention import ReplacedAttention
 from .layers import MARKER
 
 TAKE_OFF = (

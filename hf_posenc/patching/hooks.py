@@ -12,8 +12,8 @@ from ..live.watch import Args, Kwargs
 from ..positions import ROWS, ensure, unpack
 from ..registry import family_for
 from ..upstream import NAME, POSITION_IDS
-from ..upstream.channel import as_channel, positions_of
 from ..upstream.masks import check_masks
+from ..upstream.position_channel import as_channel, positions_of
 from ..upstream.rotary import COORDINATES, handed_down, turn_layer
 
 SEVERAL_COORDINATES = (

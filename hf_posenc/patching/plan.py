@@ -15,7 +15,7 @@ from ..placement import Carrier
 from ..schemes.base import Scheme
 from ..upstream.attention import check_engine
 from .check import TAKE_OFF
-from .choose import choose_layers, names_of
+from .choose_layers import choose_layers, names_of
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from ..analysis import plots
 from ..calibration.calibrate import JUDGES
 from ..calibration.matching import LOSSES
 from ..checkpoints import files
-from ..checkpoints.entry import STAGES
-from ..families.served import family_of
+from ..checkpoints.scheme_entry import STAGES
+from ..families.lookup import family_of
 from . import corpus, models, program
 from .calibration_stage import follow_base
 from .corpus import TextArguments, stream

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 import hf_posenc
 
+from ..did_you_mean import did_you_mean
 from ..registry import scheme_class
-from ..spelling import did_you_mean
 from . import one_run, program, sweep_report, sweep_runs
 from .calibration_stage import CalibrationArguments
 from .corpus import Text

@@ -17,11 +17,11 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 import hf_posenc
 
-from .. import arguments as command_line
+from .. import command_arguments as command_line
 from ..api import parse_schemes
 from ..checkpoints import files, hub
-from ..families.served import family_of
-from ..live.state import patch_of, without_adapter
+from ..families.lookup import family_of
+from ..live.patch_record import patch_of, without_adapter
 from ..registry import family_for
 from .corpus import Document, stream
 from .embedded import with_loss

@@ -22,14 +22,18 @@ from ..registry import family_for
 from . import (
     calibration_stage,
     corpus,
-    identity,
     measurements,
     model_card,
     models,
-    rates,
     run_folder,
     run_report,
     training,
+)
+from . import (
+    learning_rate_search as rates,
+)
+from . import (
+    run_identity as identity,
 )
 from .calibration_stage import CalibrationArguments
 from .corpus import Text, read_text, stream

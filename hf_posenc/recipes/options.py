@@ -13,8 +13,8 @@ from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_ori
 
 import yaml
 
-from ..arguments import Parser, meanings
-from ..spelling import did_you_mean
+from ..command_arguments import Parser, meanings
+from ..did_you_mean import did_you_mean
 
 FIRST = (
     *("model", "data", "scheme", "variants", "schemes", "scheme_args", "train_length", "steps", "lengths"),

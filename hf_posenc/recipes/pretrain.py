@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import hf_posenc
 
 from ..analysis import plots
-from . import corpus, identity, measurements, models, program, run_folder, sweep_report, sweep_runs, training
+from . import corpus, measurements, models, program, run_folder, sweep_report, sweep_runs, training
+from . import run_identity as identity
 from .corpus import Text, Windows
 from .embedded import byte_tokenizer, decoder
 from .measurements import HeldOutArguments, held_out_loss, measure_model

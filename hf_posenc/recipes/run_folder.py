@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..checkpoints import files
-from . import identity, training
+from . import run_identity as identity
+from . import training
 from .options import Folder, Options, UsageError
 from .results import Results, read_json, write_json
 

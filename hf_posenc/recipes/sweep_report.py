@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..analysis import plots
 from ..analysis import style as pen
-from . import identity
+from . import run_identity as identity
 from .models import UNPATCHED
 from .options import UsageError
 from .results import Results, filled, without_paths, write_json, write_text

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 import hf_posenc
 
-from . import identity, models, run_folder, training
+from . import models, run_folder, training
+from . import run_identity as identity
 from .corpus import DataArguments, Text, read_text
 from .options import Folder, Options
 from .results import Results, read_json

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import initialization as init
 
+from ..did_you_mean import did_you_mean
 from ..dims import Dims, Layers
 from ..modules import Native, PositionEmbedding, PositionModule, Reference, Rotation, ScoreModule, Shared
 from ..placement import OnHidden, OnRotary, OnScores, Placement, RopeParameters
-from ..spelling import did_you_mean
 
 EVERY_SCHEME = ("layers", "window")
 """The hyper-parameters that every scheme has."""

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..call import Call
+from ..attention_call import Call
 from ..dims import Dims
 from ..modules import ScoreModule, parameter
 from ..registry import register_scheme

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..did_you_mean import did_you_mean
 from ..dims import Dims
 from ..placement import RopeParameters
 from ..registry import register_scheme
 from ..sinusoids import compute_dtype
-from ..spelling import did_you_mean
 from .base import RotaryScheme, by_layer_type
 
 _LENGTH = "original_max_position_embeddings"

@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..decode_cache import KeptTable
 from ..dims import Dims
 from ..forms import RelativeKeys
-from ..kept import KeptTable
 from ..modules import PositionModule, Reference, ScoreModule, parameter
 from ..registry import register_scheme
 from ..sinusoids import compute_dtype, geometric_frequencies, sinusoids

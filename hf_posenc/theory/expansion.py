@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from ..analysis import probe
 from ..live.eval_mode import evaluation
 from ..live.watch import recorded
+from ..measurement import Result
 from ..modules import owner_of
-from ..result import Result
 from ..schemes.sinusoidal import Waves
 from . import vectors
 from .statistics import diagonal_share

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..analysis.decay import Decay
-from ..result import Result
+from ..measurement import Result
 
 Function = Callable[[Tensor], Tensor]
 """t between 0 and 1, a float64 tensor of any shape -> values, a tensor of that shape."""

@@ -10,14 +10,14 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
+from ..attention_call import Call
 from ..calibration.observe import attending, attention_call, observe
-from ..call import Call
 from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
-from ..live.state import patch_of
+from ..live.patch_record import patch_of
 from ..live.watch import entering
-from ..result import Result
+from ..measurement import Result
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..errors import UnsupportedModelError
 from ..layer_state import on_attention, on_layer
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
-from ..result import Result
+from ..measurement import Result
 from .integrals import wave_integral, wave_sum
 
 

@@ -17,7 +17,7 @@ from ..analysis import probe
 from ..calibration.observe import observe
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
-from ..result import Result
+from ..measurement import Result
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..result import Result
+from ..measurement import Result
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
+from ..attention_call import Call
 from ..calibration.observe import attending, attention_call, observe
-from ..call import Call
 from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.watch import LayerCall, first, recorded
-from ..result import Result
+from ..measurement import Result
 from . import vectors
 
 ABSOLUTE: tuple[str, ...] = ("content-content", "content-position", "position-content", "position-position")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..analysis import probe
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
-from ..patching.place import NoEmbedding
+from ..patching.changes import NoEmbedding
 
 
 def sources(model: PreTrainedModel) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.utils import output_capturing
 
-from ..call import Call
+from ..attention_call import Call
 from ..engines import dispatch
 from ..layer_state import OnAttention, on_attention
 from ..modules import WithoutPositions

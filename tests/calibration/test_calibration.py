@@ -23,7 +23,7 @@ from hf_posenc.calibration.closed_forms import RIDGE, Averages, Target, coeffici
 from hf_posenc.calibration.matching import Matching, output_error
 from hf_posenc.calibration.observe import attending, observe
 from hf_posenc.calibration.pair import Pair
-from hf_posenc.live.state import patch_of
+from hf_posenc.live.patch_record import patch_of
 from hf_posenc.modules import Shared
 from hf_posenc.schemes.t5 import T5
 

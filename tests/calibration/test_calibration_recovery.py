@@ -10,7 +10,7 @@ from positioned import positioned
 from hf_posenc import Matching, calibrate, patch_model
 from hf_posenc.calibration.closed_forms import fit, target_of
 from hf_posenc.calibration.pair import Pair
-from hf_posenc.live.state import patch_of
+from hf_posenc.live.patch_record import patch_of
 from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.kerple import Kerple
 from hf_posenc.schemes.t5 import T5

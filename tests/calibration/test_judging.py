@@ -17,7 +17,7 @@ from snapshots import assert_same, snapshot
 import hf_posenc
 from hf_posenc import CheckpointError, Matching, calibrate, patch_model, unpatch_model
 from hf_posenc.calibration.pair import Pair
-from hf_posenc.live.state import patch_of
+from hf_posenc.live.patch_record import patch_of
 
 LENGTH = 24
 

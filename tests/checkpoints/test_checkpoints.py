@@ -34,7 +34,7 @@ import hf_posenc
 from hf_posenc import CheckpointError, UnknownSchemeError, export_stock, from_pretrained, inspect, patch_model
 from hf_posenc.checkpoints.digests import DIGESTS, check_saved_config
 from hf_posenc.checkpoints.files import PENDING, STAGING, complete
-from hf_posenc.checkpoints.locks import LOCK
+from hf_posenc.checkpoints.folder_lock import LOCK
 from hf_posenc.modules import PositionModule
 
 SAVED = ("gpt2", "llama", "opt", "gemma2", "gpt_neox")
@@ -186,7 +186,7 @@ def test_every_head_of_every_family_has_a_class():
     for family in FAMILIES:
         config = hf_posenc.checkpoints.building.config_class(type(tiny(family).config))
         config()  # the Auto classes learn of a family's heads when one of its configs is made
-        for auto, name in hf_posenc.checkpoints.names.heads_of(config).items():
+        for auto, name in hf_posenc.checkpoints.class_names.heads_of(config).items():
             cls = getattr(transformers, auto)._model_mapping[config]
             assert cls is getattr(hf_posenc.classes, f"PosEnc{name}")
             assert issubclass(cls, getattr(transformers, name))

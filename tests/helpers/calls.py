@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from rows import named
 
-from hf_posenc.call import Call
+from hf_posenc.attention_call import Call
 from hf_posenc.engines import chunked, clipped, decode, dispatch, rescaled, sdpa, skewed, toeplitz
 from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class

@@ -99,7 +99,7 @@ def test_transformer_xl_says_its_own_terms():
 def test_a_form_s_terms_are_its_scores():
     from dataclasses import replace
 
-    from hf_posenc.call import Call
+    from hf_posenc.attention_call import Call
     from hf_posenc.dims import Dims
     from hf_posenc.positions import Positions
     from hf_posenc.schemes.transformer_xl import TransformerXL

@@ -23,7 +23,7 @@ from matrix import matrix
 from torch import nn
 
 from hf_posenc import patch_model
-from hf_posenc.call import Call
+from hf_posenc.attention_call import Call
 from hf_posenc.dims import Dims
 from hf_posenc.engines import reference
 from hf_posenc.modules import Native, Reference

@@ -15,7 +15,7 @@ from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
 from transformers.models.xlnet.modeling_xlnet import XLNetModel
 
 from hf_posenc import patch_model, patched
-from hf_posenc.call import Call
+from hf_posenc.attention_call import Call
 from hf_posenc.dims import Dims
 from hf_posenc.engines import reference
 from hf_posenc.positions import Positions

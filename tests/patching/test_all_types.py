@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, patch_model, registry
-from hf_posenc.checkpoints.stock import check_served
+from hf_posenc.checkpoints.stock_checkpoints import check_served
 from hf_posenc.families import Family
 from hf_posenc.families.base import base_model_type
 from hf_posenc.families.refused import REFUSALS

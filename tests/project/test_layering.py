@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "hf_posenc"
 
 LAYERS = (
-    ("errors", "version", "spelling", "result"),
-    ("arguments", "positions", "sinusoids", "kept", "dims"),
+    ("errors", "version", "did_you_mean", "measurement"),
+    ("command_arguments", "positions", "sinusoids", "decode_cache", "dims"),
     ("registry",),
-    ("call",),
+    ("attention_call",),
     ("forms",),
     ("modules",),
     ("layer_state",),
@@ -44,15 +44,15 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 # What the core may import besides torch and the standard library.
 CORE = {
     "errors": set(),
-    "spelling": set(),
-    "arguments": set(),
+    "did_you_mean": set(),
+    "command_arguments": set(),
     "positions": set(),
     "dims": set(),
-    "kept": set(),
+    "decode_cache": set(),
     "sinusoids": set(),
     "placement": set(),
     "modules": set(),
-    "call": set(),
+    "attention_call": set(),
     "forms": set(),
     "registry": set(),
     "engines": set(),
@@ -112,7 +112,7 @@ def test_imports_come_from_the_left():
         ("hf_posenc.engines.reference", "import numpy as np"),
         ("hf_posenc.families.table", "def late():\n    from ..upstream.masks import NAME"),
         ("hf_posenc.upstream.attention", "from ..patching import plan"),
-        ("hf_posenc.patching.place", "from ..checkpoints.building import PosEncMixin"),
+        ("hf_posenc.patching.changes", "from ..checkpoints.building import PosEncMixin"),
         ("hf_posenc.loading", "from . import verification"),
         ("hf_posenc.api", "from hf_posenc import patch_model"),
         ("hf_posenc.api", "import hf_posenc"),

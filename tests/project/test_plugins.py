@@ -12,7 +12,7 @@ import transformers
 from families import tiny
 
 from hf_posenc import PluginError, UnknownSchemeError, UnsupportedModelError, available_schemes, classes, registry
-from hf_posenc.checkpoints import announce
+from hf_posenc.checkpoints import auto_classes as announce
 from hf_posenc.cli import main
 from hf_posenc.registry import FAMILIES, SCHEMES, family_for, scheme_class, supported_model_types
 

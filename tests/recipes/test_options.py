@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from situations import patched_model
 
 from hf_posenc import Matching, cli
-from hf_posenc.arguments import meanings
 from hf_posenc.checkpoints import hub
+from hf_posenc.command_arguments import meanings
 
 SAME: dict = {}
 """Results of a recipe's plain runs, by recipe and arguments; their numbers do not depend on the folder."""

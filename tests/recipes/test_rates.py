@@ -80,7 +80,7 @@ def test_a_resumed_run_tries_nothing_again(recipe, recipes, tiny_checkpoints, te
     """Neither before its first step nor after a state."""
     folder = tiny_checkpoints
     rates, training = (
-        importlib.import_module("hf_posenc.recipes.rates"),
+        importlib.import_module("hf_posenc.recipes.learning_rate_search"),
         importlib.import_module("hf_posenc.recipes.training"),
     )
     given = {"find_learning_rate": "1e-3 1e-2", "save_every": 1}

@@ -33,7 +33,7 @@ from hf_posenc.layer_state import STATE, OnAttention, on_attention, use_engine
 from hf_posenc.live.base_model import BaseModel
 from hf_posenc.modules import PositionEmbedding, PositionModule
 from hf_posenc.registry import family_for, supported_model_types
-from hf_posenc.upstream.derived import stock_class
+from hf_posenc.upstream.derived_classes import stock_class
 
 README = Path(__file__).parents[2] / "README.md"
 SERVED = tuple(t for t in supported_model_types() if t in CONFIG_MAPPING)  # an older one does not have all of them

@@ -16,9 +16,9 @@ from snapshots import assert_same, snapshot
 import hf_posenc
 from hf_posenc import UnsupportedModelError, patch_model, unpatch_model
 from hf_posenc.catalogue import language_type
-from hf_posenc.checkpoints.announce import multimodal_model_types
+from hf_posenc.checkpoints.auto_classes import multimodal_model_types
 from hf_posenc.live.base_model import decoder_of
-from hf_posenc.live.state import language_model
+from hf_posenc.live.patch_record import language_model
 from hf_posenc.registry import available_schemes, supported_model_types
 
 SERVED = tuple(name for name in sorted(multimodal_model_types()) if language_type(name) in supported_model_types())

@@ -35,7 +35,7 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 from hf_posenc import patch_model, unpatch_model, verify
-from hf_posenc.live.state import patch_of
+from hf_posenc.live.patch_record import patch_of
 from hf_posenc.modules import PositionEmbedding, PositionModule, ScoreModule
 from hf_posenc.upstream.rotary import IdentityRotary
 

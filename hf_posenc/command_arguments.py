@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from .spelling import did_you_mean
+from .did_you_mean import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):

@@ -17,7 +17,7 @@ from ..errors import UnsupportedModelError
 from ..families.base import language_config
 from ..schemes.base import Scheme
 from .undo import Undo
-from .weights import Sample
+from .weight_samples import Sample
 
 PATCH = "_posenc_patch"
 """Attribute of a base model that holds the record of its patch."""

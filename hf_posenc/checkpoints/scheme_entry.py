@@ -14,7 +14,7 @@ from ..errors import CheckpointError, UnknownSchemeError
 from ..registry import scheme_class
 from ..schemes.base import EVERY_SCHEME, Scheme
 from ..version import INSTALL, VERSION
-from .contents import JsonObject
+from .headers import JsonObject
 
 ENTRY = "position_encoding"
 """Key of a config, and of `auto_mapping` in an adapter_config.json, that holds the entry."""

@@ -20,7 +20,7 @@ from ..live.undo import AddBuffer, AddPreHook, Change, Keep, SetAttribute, SetCl
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared
 from ..placement import RopeParameters
 from ..schemes.base import RotaryScheme, Scheme
-from ..upstream.replaced import replaced_class
+from ..upstream.replaced_attention import replaced_class
 from ..upstream.rotary import (
     ORIGINAL_LENGTH,
     IdentityRotary,

@@ -8,10 +8,10 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..families.served import check_served
+from ..families.lookup import check_served
 from ..registry import family_for
-from .contents import JsonObject
-from .names import architecture, heads_of, transformers_class
+from .class_names import architecture, heads_of, transformers_class
+from .headers import JsonObject
 
 if TYPE_CHECKING:  # a mixin of ours has what the stock class behind it has
     from transformers import PreTrainedConfig as StockConfig

@@ -8,7 +8,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..version import INSTALL
-from .announce import CLASSES
+from .auto_classes import CLASSES
 
 Kind = TypeVar("Kind")
 

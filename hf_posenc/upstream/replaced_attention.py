@@ -16,8 +16,8 @@ from ..layer_state import on_attention
 from ..registry import family_for
 from ..schemes.rope import apply_rotary
 from . import NAME, Arguments
-from .channel import as_channel, positions_of
-from .derived import revive, stock_class
+from .derived_classes import revive, stock_class
+from .position_channel import as_channel, positions_of
 
 
 class ReplacedAttention(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from .weights import is_packed, is_plain
+from .weight_samples import is_packed, is_plain
 
 
 def check_unwrapped(model: object, action: str) -> None:
