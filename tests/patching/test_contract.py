@@ -396,7 +396,7 @@ class TestMaskFunctions:
 
 
 class TestLayers:
-    """Embeddings at every layer go through a pre-hook on decoder layers, which reads `position_ids`: patching/place.py."""
+    """Embeddings at every layer go through a pre-hook on decoder layers, which reads `position_ids`: patching/changes.py."""
 
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("checkpointing", [False, True])
@@ -452,7 +452,7 @@ class TestLayers:
 
 
 class TestPositionModules:
-    """Rotary modules and learned tables are replaced by modules that are called the same way: patching/place.py."""
+    """Rotary modules and learned tables are replaced by modules that are called the same way: patching/changes.py."""
 
     @pytest.mark.parametrize("family", ROTARY)
     def test_rotary_calls(self, family):
@@ -710,7 +710,7 @@ class TestModelMachinery:
 
 
 def test_auto_config_asks_a_module_for_a_class_by_its_name(monkeypatch):
-    """Model types are announced by name, so that no family's code is imported before it is needed: announce.py."""
+    """Model types are announced by name, so that no family's code is imported before it is needed: auto_classes.py."""
     from types import SimpleNamespace
 
     from transformers.models.auto import configuration_auto
