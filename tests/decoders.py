@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -81,6 +81,8 @@ LINEAR = {
     "linear_value_head_dim": 8,
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+"""Pairs for time, height and width, as many as a tiny head has."""
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -90,6 +92,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "cohere2": WINDOWED,
     "cohere2_moe": WINDOWED,
+    "dbrx": {
+        "d_model": 32,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "exaone4": WINDOWED,
@@ -110,6 +117,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": WINDOWED | {"v_head_dim": 6},
     "minicpm3": LATENT,
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
+    "mistral4": LATENT
+    | {"head_dim": 12, "rope_parameters": YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "moe"],
         "mamba_num_heads": 8,
@@ -118,9 +127,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "n_groups": 1,
     },
     "olmo_hybrid": LINEAR,
+    "qwen2_5_vl_text": MROPE,
+    "qwen2_vl_text": MROPE,
     "qwen3_5_moe_text": LINEAR,
     "qwen3_5_text": LINEAR,
     "qwen3_next": LINEAR,
+    "qwen3_vl_moe_text": MROPE,
+    "qwen3_vl_text": MROPE,
     "youtu": LATENT,
 }
 """What a type needs beyond `SIZES`, or shows what is special about it."""
@@ -128,12 +141,24 @@ SPECIAL: dict[str, dict[str, Any]] = {
 WITHOUT_TEMPERATURE: dict[str, dict[str, Any]] = {
     "llama4_text": {"attn_temperature_tuning": False},
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.0}},
+    "mistral4": {"rope_parameters": YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.0}},
 }
 """How a type is told not to multiply its queries by a factor that grows with the position."""
 
 
+def auto_class(config: type) -> Any:
+    """Return the Auto class of a config's models: with a head that predicts tokens, or without where there is none."""
+    autos = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
+    return next(auto for auto in autos if config in auto._model_mapping)
+
+
+def has_head(model_type: str) -> bool:
+    """Return whether a type has a model that predicts tokens."""
+    return auto_class(CONFIG_MAPPING[model_type]) is not AutoModel
+
+
 def decoder(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel:
-    """Return a tiny causal language model with random weights throughout, in eval mode.
+    """Return a tiny causal language model with random weights throughout, in eval mode; headless where none has a head.
 
     Args:
         model_type: of transformers.
@@ -151,9 +176,15 @@ def decoder(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel
         # Of the code of GPT-BigCode, when it is imported, in older releases of transformers.
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(built).eval()
+        model = auto_class(cls).from_config(built).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(0.2 * torch.randn(parameter.shape))
     return model
+
+
+def out(found: Any) -> torch.Tensor:
+    """Return the logits among a model's outputs; the last hidden state where the type has no head."""
+    result: torch.Tensor = found.last_hidden_state if "logits" not in found else found.logits
+    return result

@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import torch
 from cases import CASES
-from decoders import WITHOUT_TEMPERATURE, decoder
+from decoders import WITHOUT_TEMPERATURE, auto_class, decoder, has_head, out
 from situations import randomize
 from stock_attention import LOWEST, formula, pairs, scheme_in
-from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -25,7 +25,7 @@ import hf_posenc
 from hf_posenc import patch_model, unpatch_model, verify
 from hf_posenc.checkpoints.building import PosEncMixin
 from hf_posenc.engines import dispatch
-from hf_posenc.families.base import resolve
+from hf_posenc.families.base import base_model_type, resolve
 from hf_posenc.layer_state import STATE, OnAttention, use_engine
 from hf_posenc.modules import PositionEmbedding, PositionModule
 from hf_posenc.registry import family_for, supported_model_types
@@ -84,11 +84,13 @@ JOINS_DOCUMENTS = {
 """Types in which documents of one row see each other, stock or not: a state runs on, or masks get no position ids."""
 
 
+WITHOUT_CACHE = {"openai-gpt"}
+"""Types that compute everything anew at each step."""
 CANNOT_ROTATE = {"kimi_linear"}
 """Types that rotate nothing, and whose queries and keys (latent attention) nothing from outside can turn."""
 
 
-PARTED_BY_US = {"bloom", "mpt", "xglm"}
+PARTED_BY_US = {"bloom", "mpt", "openai-gpt", "xglm"}
 """Types in which they do so in a stock model only."""
 
 
@@ -133,7 +135,7 @@ def oracle(model_type, scheme, patched=None, change=lambda model: model):
         own = copy.deepcopy(stock.config.rope_parameters)
         for each in own.values() if all(isinstance(value, dict) for value in own.values()) else [own]:
             each.update(hyperparameters(model_type, scheme))
-        return decoder(model_type, rope_parameters=own)(ids, use_cache=False).logits
+        return out(decoder(model_type, rope_parameters=own)(ids, use_cache=False))
     change(stock).set_attn_implementation("eager")
     resolved = resolve(family, stock)
     if (table := resolved.position_table) is not None:
@@ -154,12 +156,12 @@ def oracle(model_type, scheme, patched=None, change=lambda model: model):
         return {
             name.rpartition(".")[2]: parameter.detach().double()
             for name, parameter in (patched.named_parameters() if patched is not None else ())
-            if ".posenc." in name and not name.startswith(elsewhere)
+            if ".posenc." in f".{name}" and not name.startswith(elsewhere)
         }
 
     if all(hasattr(sys.modules[type(module).__module__], "eager_attention_forward") for module in paths):
         with scheme_in(list(paths), scheme, SCHEMES[scheme], parameters):
-            return without_rotation(stock)(ids, use_cache=False).logits
+            return out(without_rotation(stock)(ids, use_cache=False))
     if scheme not in ("nope", "alibi", "t5", "kerple"):
         return None
     masks = {}
@@ -181,7 +183,7 @@ def oracle(model_type, scheme, patched=None, change=lambda model: model):
 
     for attention in paths:
         attention.register_forward_pre_hook(see, with_kwargs=True)
-    return without_rotation(stock)(ids, use_cache=False).logits
+    return out(without_rotation(stock)(ids, use_cache=False))
 
 
 def vectors_at_the_input(scheme, patched):
@@ -198,7 +200,7 @@ def vectors_at_the_input(scheme, patched):
 
 def at_position_zero(stock, ids, bias, mask):
     """Where the angle is 0: the rotation is in the attention's own code."""
-    return stock(ids, attention_mask=mask, position_ids=torch.zeros_like(ids), use_cache=False).logits
+    return out(stock(ids, attention_mask=mask, position_ids=torch.zeros_like(ids), use_cache=False))
 
 
 def divided_at_position_zero(stock, ids, bias, mask):
@@ -211,14 +213,14 @@ def with_alibi_of_zeros(stock, ids, bias, mask):
     """The mask is added to scores that have no bias of the model's own."""
     heads = stock.config.num_attention_heads
     stock.base_model.build_alibi_tensor = lambda *args, **kwargs: torch.zeros(heads, 1, PREFIX)
-    return stock(ids, attention_mask=mask, use_cache=False).logits
+    return out(stock(ids, attention_mask=mask, use_cache=False))
 
 
 def with_bias_for_alibi(stock, ids, bias, mask):
     """The mask is turned into bools, so the bias goes in where the model's own is made."""
     bias = bias.expand(stock.config.num_attention_heads, -1, -1)
     stock.base_model.build_mpt_alibi_tensor = lambda *args, **kwargs: bias
-    return stock(ids, use_cache=False).logits
+    return out(stock(ids, use_cache=False))
 
 
 def with_bias_on_products(stock, ids, bias, mask):
@@ -230,7 +232,7 @@ def with_bias_on_products(stock, ids, bias, mask):
         return product + bias if product.shape[1:] == bias.shape[1:] else product
 
     with mock.patch("torch.bmm", biased):
-        return stock(ids, use_cache=False).logits
+        return out(stock(ids, use_cache=False))
 
 
 OWN_ORACLES = {
@@ -256,16 +258,18 @@ def tokens():
 
 
 def by_steps(model):
-    """Return the logits of a prompt and of generation, token by token, with the model's own cache."""
+    """Return the logits of a prompt and of generation, token by token, with the model's own cache, if it has one."""
     ids, positions = tokens(), torch.arange(LENGTH)[None]
+    if base_model_type(model.config) in WITHOUT_CACHE:
+        return torch.cat([out(model(ids[:, : n + 1], use_cache=True))[:, n:] for n in range(LENGTH)], 1)
     found = model(ids[:, :12], position_ids=positions[:, :12], use_cache=True)
-    steps = [found.logits]
+    steps = [out(found)]
     for n in range(12, LENGTH):
         step = slice(n, n + 1)
         found = model(
             ids[:, step], position_ids=positions[:, step], past_key_values=found.past_key_values, use_cache=True
         )
-        steps.append(found.logits)
+        steps.append(out(found))
     return torch.cat(steps, 1)
 
 
@@ -275,28 +279,30 @@ def left_padded(model):
     mask = torch.nn.functional.pad(torch.ones_like(ids), (4, 0))
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     padded = torch.nn.functional.pad(ids, (4, 0))
-    return model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, 4:]
+    return out(model(padded, attention_mask=mask, position_ids=positions, use_cache=False))[:, 4:]
 
 
 def packed(model):
     """Return the logits of two documents in one row, whose positions start again."""
     ids = tokens()
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
-    logits = model(torch.cat([ids[:, :8], ids[:, :12]], 1), position_ids=positions, use_cache=False).logits
+    if family_for(base_model_type(model.config)).rotation.parameter_coordinates is not None:
+        positions = positions.expand(4, 1, -1)  # of the text first: some types make no mask of others
+    logits = out(model(torch.cat([ids[:, :8], ids[:, :12]], 1), position_ids=positions, use_cache=False))
     return logits[:, :8], logits[:, 8:]
 
 
 def from_config(folder, cls):
-    built = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    built = auto_class(cls.config_class).from_config(AutoConfig.from_pretrained(folder))
     built.load_state_dict(cls.from_pretrained(folder).state_dict())
     return built.eval()
 
 
 LOADERS = (
     lambda folder, cls: hf_posenc.from_pretrained(folder),
-    lambda folder, cls: AutoModelForCausalLM.from_pretrained(folder),
-    lambda folder, cls: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True),
-    lambda folder, cls: AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager"),
+    lambda folder, cls: auto_class(cls.config_class).from_pretrained(folder),
+    lambda folder, cls: auto_class(cls.config_class).from_pretrained(folder, trust_remote_code=True),
+    lambda folder, cls: auto_class(cls.config_class).from_pretrained(folder, attn_implementation="eager"),
     lambda folder, cls: cls.from_pretrained(folder),
     from_config,
     lambda folder, cls: pickle.loads(pickle.dumps(cls.from_pretrained(folder))),
@@ -307,7 +313,7 @@ LOADERS = (
 def check(model_type, scheme, tmp_path, loaders=LOADERS):
     ids, model = tokens(), decoder(model_type)
     with torch.no_grad():
-        before = model(ids, use_cache=False).logits
+        before = out(model(ids, use_cache=False))
     stock = copy.deepcopy(model.state_dict())
     if scheme == "rope" and model_type in CANNOT_ROTATE:
         with pytest.raises(hf_posenc.UnsupportedModelError, match="rotates nothing"):
@@ -318,7 +324,7 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
     report = verify(model)
     assert report.ok, report
     with torch.no_grad():
-        full = model(ids, use_cache=False).logits
+        full = out(model(ids, use_cache=False))
         same = NATIVE.get(model_type) == scheme
         assert same == (relative(full, before) < 1e-3)
         expected = oracle(model_type, scheme, model)
@@ -331,7 +337,7 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
             for module in model.modules():
                 if isinstance(getattr(module, STATE, None), OnAttention):
                     use_engine(module, "chunked")
-            assert relative(model(ids, use_cache=False).logits, full) <= EXACT
+            assert relative(out(model(ids, use_cache=False)), full) <= EXACT
             for module in model.modules():
                 if isinstance(getattr(module, STATE, None), OnAttention):
                     use_engine(module, "auto")
@@ -344,7 +350,8 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
             assert relative(first, full[:, : first.shape[1]]) <= EXACT
             assert relative(second, full[:, : second.shape[1]]) <= EXACT
     model.train()
-    model(ids, labels=ids, use_cache=False).loss.backward()
+    found = model(ids, **({"labels": ids} if has_head(model_type) else {}), use_cache=False)
+    (found.loss if has_head(model_type) else out(found).abs().mean()).backward()
     model.eval()
     for owner in [module for module in model.modules() if isinstance(module, PositionModule)]:
         assert all(p.grad is not None and p.grad.norm() > 0 for p in owner.parameters())
@@ -354,13 +361,13 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
             loaded = load(tmp_path, type(model))
             assert type(loaded) is type(model)
             # Experts lie elsewhere in memory, and one of the loaders asks for another attention.
-            assert relative(loaded(ids, use_cache=False).logits, full) <= 1e-5
+            assert relative(out(loaded(ids, use_cache=False)), full) <= 1e-5
     with pytest.raises(Exception, match="hf_posenc"):  # of several types: of transformers, or of what it validates with
         stock_class(type(model), PosEncMixin).from_pretrained(tmp_path, attn_implementation="eager")
     unpatch_model(model)
     assert all(value.equal(stock[key]) for key, value in model.state_dict().items())
     with torch.no_grad():
-        assert model(ids, use_cache=False).logits.equal(before)
+        assert out(model(ids, use_cache=False)).equal(before)
 
 
 @torch.no_grad()
@@ -368,7 +375,7 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
 def test_what_a_stock_model_cannot_do(model_type):
     """The exceptions above are those of the stock model, in the situations in which ours are excused."""
     model = decoder(model_type)
-    full = model(tokens(), use_cache=False).logits
+    full = out(model(tokens(), use_cache=False))
     assert relative(by_steps(model), full) <= EXACT
     assert (relative(left_padded(model), full) > EXACT) == (model_type in COUNTS_SLOTS)
     _, second = packed(model)
@@ -423,7 +430,12 @@ def turns_whole_heads(model_type):
 @pytest.mark.parametrize("model_type", [t for t in SERVED if turns_whole_heads(t)])
 def test_the_pairs_that_a_type_turns(model_type):
     """Seen from outside: half of the pairs of a head are turned, and the dimensions that change say which those are."""
-    model = patch_model(decoder(model_type), "rope", partial_rotary_factor=0.5, rope_theta=10.0)
+    half = {"partial_rotary_factor": 0.5, "rope_theta": 10.0}
+    if family_for(model_type).rotation.parameter_coordinates is not None:  # which divide all pairs of a head
+        with pytest.raises(hf_posenc.UnsupportedModelError, match="divides all pairs of a head"):
+            patch_model(decoder(model_type), "rope", **half)
+        half["scaling"] = {"rope_type": "proportional"}  # where the other half is turned by angles of 0
+    model = patch_model(decoder(model_type), "rope", **half)
     moved = (query_at(model, 3) - query_at(model, 0)).abs().amax(0) > 1e-6
     pairs = family_for(model_type).rotation.pairs
     assert moved.nonzero()[:, 0].tolist() == ([0, 1, 2, 3] if pairs == "interleaved" else [0, 1, 4, 5])
@@ -452,13 +464,13 @@ def test_sinks_in_every_engine(model_type, monkeypatch):
     for floors in ({}, None):
         for engine in dispatch.ENGINES if floors is not None else ():
             monkeypatch.setattr(engine, "floors", floors)
-        assert relative(model(tokens(), use_cache=False).logits[:, :PREFIX], expected) <= EXACT
+        assert relative(out(model(tokens(), use_cache=False))[:, :PREFIX], expected) <= EXACT
         assert relative(by_steps(model)[:, :PREFIX], expected) <= EXACT
     for engine in ("reference", "chunked"):
         for module in model.modules():
             if isinstance(getattr(module, STATE, None), OnAttention):
                 use_engine(module, engine)
-        assert relative(model(tokens(), use_cache=False).logits[:, :PREFIX], expected) <= EXACT
+        assert relative(out(model(tokens(), use_cache=False))[:, :PREFIX], expected) <= EXACT
     assert verify(model).ok
 
 

@@ -375,13 +375,15 @@ def test_a_scaling_that_the_attention_reads_as_well(model_type, tmp_path):
     """YaRN's `mscale_all_dim` is a factor of the scores too, which an attention computes when it is made."""
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
     scaling |= {"mscale": 1.0, "mscale_all_dim": 0.5}
-    with_scaling, ids = {**scaling, "rope_theta": 1e4}, tokens(1)
+    own, ids = decoder(model_type), tokens(1)
+    beside = {key: own.config.rope_parameters[key] for key in family_for(model_type).rotation.parameter_temperature}
 
     def logits(model):
         return model(ids, use_cache=False).logits
 
-    own, scaled = decoder(model_type), decoder(model_type, rope_parameters=with_scaling)
-    plain = decoder(model_type, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    scaled = decoder(model_type, rope_parameters={**beside, **scaling, "rope_theta": 1e4})
+    unscaled = {**beside, "rope_type": "default", "rope_theta": 1e4}
+    plain = decoder(model_type, rope_parameters=unscaled, head_dim=8)  # the part: one type would turn whole heads
     for base, wanted, expected in ((own, scaling, logits(scaled)), (scaled, "none", logits(plain))):
         before = logits(base)
         model = patch_model(base, "rope", rope_theta=1e4, scaling=wanted)

@@ -1,10 +1,11 @@
 """What is special about some model types, in the situations in which it could be lost; see `tests/test_every_decoder.py`."""
 
 import copy
+import pickle
 
 import pytest
 import torch
-from decoders import decoder
+from decoders import decoder, out
 from transformers import CONFIG_MAPPING, StaticCache
 
 import hf_posenc
@@ -17,6 +18,7 @@ from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.learned import Learned
 from hf_posenc.schemes.nope import Nope
 from hf_posenc.schemes.rope import Rope
+from hf_posenc.schemes.sinusoidal import Sinusoidal
 
 LENGTH = 20
 EXACT = 2e-4  # relative norm of a difference in float32: two ways of adding up the same numbers
@@ -28,13 +30,15 @@ def tokens():
 
 @torch.no_grad()
 def logits(model, **arguments):
-    return model(tokens(), use_cache=False, **arguments).logits
+    return out(model(tokens(), use_cache=False, **arguments))
 
 
 def relative(actual, expected):
     return ((actual - expected).norm() / expected.norm()).item()
 
 
+SEVERAL = ("qwen2_vl_text", "qwen3_5_text", "qwen3_vl_text")
+"""Types that take several coordinates, each in its own way: of each section, of a part of the head, interleaved."""
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [1, 2, 1]}
 """Pairs for time, height and width; the type's own section would leave the pairs of a tiny head where they are."""
 
@@ -46,14 +50,15 @@ def coordinates(*, alike, axes, step=1):
     return torch.stack([time, *seen][-axes:])[:, None]
 
 
+@pytest.mark.parametrize("model_type", SEVERAL)
 @pytest.mark.parametrize("axes", [3, 4])
 @pytest.mark.parametrize(
     "scheme", [Alibi(), Learned(num_positions=64), Alibi(layers=[1]), Rope(layers=[1], rope_theta=9)]
 )
-def test_several_coordinates_are_refused_where_one_number_counts(scheme, axes):
+def test_several_coordinates_are_refused_where_one_number_counts(model_type, scheme, axes):
     """And where they are all alike, they are that number, gaps included."""
-    kinds = ["full_attention", "full_attention"]
-    model = patch_model(decoder("qwen3_5_text", layer_types=kinds, rope_parameters=MROPE), scheme, seed=0)
+    kinds = {"layer_types": ["full_attention", "full_attention"]} if model_type == "qwen3_5_text" else {}
+    model = patch_model(decoder(model_type, rope_parameters=MROPE, **kinds), scheme, seed=0)
     for step in (1, 3):
         alike = coordinates(alike=True, axes=axes, step=step)
         assert logits(model, position_ids=alike).equal(logits(model, position_ids=alike[0]))
@@ -61,25 +66,26 @@ def test_several_coordinates_are_refused_where_one_number_counts(scheme, axes):
         logits(model, position_ids=coordinates(alike=False, axes=axes))
 
 
+@pytest.mark.parametrize("model_type", SEVERAL)
 @pytest.mark.parametrize("axes", [3, 4])
-def test_several_coordinates_turn_what_the_base_turns(axes, tmp_path):
+def test_several_coordinates_turn_what_the_base_turns(model_type, axes, tmp_path):
     """A rotation of the whole model keeps how the base divides the pairs, also in a checkpoint and exported."""
     section = [3, 1, 0]
     given = coordinates(alike=False, axes=axes)
-    expected = logits(decoder("qwen3_5_text", rope_parameters=MROPE | {"rope_theta": 50.0}), position_ids=given)
+    expected = logits(decoder(model_type, rope_parameters=MROPE | {"rope_theta": 50.0}), position_ids=given)
     other = logits(
-        decoder("qwen3_5_text", rope_parameters=MROPE | {"rope_theta": 50.0, "mrope_section": section}),
+        decoder(model_type, rope_parameters=MROPE | {"rope_theta": 50.0, "mrope_section": section}),
         position_ids=given,
     )
     assert relative(other, expected) > 1e-2
     for number, (divided, wanted) in enumerate(((MROPE["mrope_section"], expected), (section, other))):
         parameters = MROPE | {"mrope_section": divided}
-        model = patch_model(decoder("qwen3_5_text", rope_parameters=parameters), "rope", rope_theta=50.0)
+        model = patch_model(decoder(model_type, rope_parameters=parameters), "rope", rope_theta=50.0)
         assert logits(model, position_ids=given).equal(wanted)
         model.save_pretrained(tmp_path / f"{number}")
         assert logits(from_pretrained(tmp_path / f"{number}"), position_ids=given).equal(wanted)
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    stock = decoder("qwen3_5_text", rope_parameters=MROPE | scaled)
+    stock = decoder(model_type, rope_parameters=MROPE | scaled)
     before = logits(stock, position_ids=given)
     assert logits(patch_model(stock, "rope"), position_ids=given).equal(before)
 
@@ -97,15 +103,49 @@ def test_a_copied_layer_loses_its_temperature_too():
     assert logits(model).equal(before)
 
 
-def test_a_temperature_of_all_layers_is_kept_or_not():
-    """One part of the layers that is turned, and would lose it, is refused; without it there is nothing to lose."""
-    mixtures = ([Alibi(layers=[0]), Rope(layers=[1], rope_theta=10.0)], [Alibi(layers=[0])], [Nope(layers=[1])])
-    own = decoder("ministral3").config.rope_parameters
-    for mixture in mixtures:
-        with pytest.raises(hf_posenc.UnsupportedModelError, match="in all layers or in none"):
-            patch_model(decoder("ministral3"), mixture)
-        model = decoder("ministral3", rope_parameters=own | {"llama_4_scaling_beta": 0.0})
-        assert verify(patch_model(model, mixture)).ok
+TEMPERED = ("ministral3", "mistral4")
+MIXTURES = {
+    "beside a rotation": [Alibi(layers=[0]), Rope(layers=[1], rope_theta=10.0)],
+    "beside the base's own": [Alibi(layers=[0])],
+    "the last": [Nope(layers=[1])],
+    "vectors": [Sinusoidal(placement="every_layer", layers=[0])],
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixture", MIXTURES)
+@pytest.mark.parametrize("model_type", TEMPERED)
+def test_a_temperature_goes_with_the_rotation_of_a_layer(model_type, mixture, tmp_path):
+    """Queries of layers that rotate go on growing with the position, those of the others do not."""
+    schemes = MIXTURES[mixture]
+    silent = schemes[0].layers[0]
+    stock = decoder(model_type)
+    before, ids = logits(stock), tokens()
+    own = stock.config.rope_parameters
+    expected = patch_model(decoder(model_type, rope_parameters=own | {"llama_4_scaling_beta": 0.0}), schemes)
+    for layer, decoder_layer in enumerate(expected.model.layers):  # from outside: another config of that layer alone
+        if layer != silent:
+            decoder_layer.self_attn.config = copy.deepcopy(expected.config)
+            decoder_layer.self_attn.config.rope_parameters = own
+    wrong = logits(patch_model(decoder(model_type, rope_parameters=own | {"llama_4_scaling_beta": 0.0}), schemes))
+    wanted = logits(expected)
+    assert relative(wrong, wanted) > 1e-3
+    model = patch_model(stock, schemes)
+    assert logits(model).equal(wanted)
+    assert verify(model).ok
+    first = model(ids[:, :12], use_cache=True)
+    rest = model(ids[:, 12:], past_key_values=first.past_key_values, use_cache=True).logits
+    assert relative(torch.cat([first.logits, rest], 1), wanted) <= EXACT
+    assert logits(copy.deepcopy(model)).equal(wanted)
+    assert logits(pickle.loads(pickle.dumps(model))).equal(wanted)
+    assert (
+        relative(torch.compile(model, fullgraph=model_type == "ministral3", backend="eager")(ids).logits, wanted)
+        <= EXACT
+    )
+    model.save_pretrained(tmp_path)
+    assert logits(from_pretrained(tmp_path)).equal(wanted)
+    hf_posenc.unpatch_model(model)
+    assert logits(model).equal(before)
 
 
 @pytest.mark.parametrize("model_type", ["phi", "persimmon", "stablelm"])
@@ -218,7 +258,12 @@ def test_the_size_of_what_enters_the_first_layer(model_type):
     assert vectors.square().mean().sqrt().item() == pytest.approx(wanted, rel=1e-3)
 
 
-TURNED = [t for t in supported_model_types() if t in CONFIG_MAPPING and family_for(t).rotation.rotary is not None]
+def can_share(facts):
+    """Return whether a type rotates, and not by coordinates that divide all pairs of a head."""
+    return facts.rotary is not None and (facts.parameter_coordinates is None or facts.slices_rotary)
+
+
+TURNED = [t for t in supported_model_types() if t in CONFIG_MAPPING and can_share(family_for(t).rotation)]
 
 
 @pytest.mark.parametrize("model_type", TURNED)

@@ -27,11 +27,11 @@ class Names:
         token_embedding: path from the decoder to the token embedding.
         position_table: path from the decoder to the native table of positions, as a rule an `nn.Embedding`. `None`
             means that the family has none.
-        attention_head_dim: size of a query's or a key's head.
+        attention_head_dim: size of a query's or a key's head; `None` means the hidden size divided by the heads.
         attention_value_dim: size of a value's head; `None` means that of a query's.
         attention_heads: number of query heads, where it differs by layer; `None` means the config's.
         attention_key_value_heads: number of key heads; `None` means the config's.
-        attention_layer_index: number of the layer.
+        attention_layer_index: number of the layer; `None` where nobody asks for it, since there is no cache.
         config_length: length in tokens that the base was made for. A config may lack it.
     """
 
@@ -40,11 +40,11 @@ class Names:
     attention: str = "self_attn"
     token_embedding: str = "embed_tokens"
     position_table: str | None = None
-    attention_head_dim: str = "head_dim"
+    attention_head_dim: str | None = "head_dim"
     attention_value_dim: str | None = None
     attention_heads: str | None = None
     attention_key_value_heads: str | None = None
-    attention_layer_index: str = "layer_idx"
+    attention_layer_index: str | None = "layer_idx"
     config_length: str = "max_position_embeddings"
 
 
@@ -125,7 +125,7 @@ class Family:
             `hybrid`.
         drops_position_ids: its `position_ids` do not reach the attention, or the layers.
         positions_in_mask: its `position_ids` do not reach the layers, and are put into the position channel instead.
-        mask_as_bool: its decoder turns the mask into bools.
+        mask_as_bool: its decoder turns the mask into bools, or into what tells ones from zeros and nothing else.
         sized_by_length: its modules hold a matrix or table of the length that the config says, so that this length is
             not raised where a scheme has no limit.
         own_positions: the base's positions in a few words for the list of families, where the other fields do not say

@@ -52,6 +52,22 @@ class _GptNeo(DroppingAttention):
         return attention.config.window_size if attention.attention_type == "local" else None
 
 
+class _OpenaiGpt(DroppingAttention):
+    bypasses_interface = True
+    output_projection = "c_proj"
+
+    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+        fused = attention.c_attn(hidden_states).split(attention.split_size, dim=2)
+        query, key, value = (each.unflatten(-1, (attention.n_head, -1)).transpose(1, 2) for each in fused)
+        return query, key, value
+
+    def scaling(self, attention: Any) -> float:
+        return (attention.split_size // attention.n_head) ** -0.5 if attention.scale else 1.0
+
+    def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
+        return [output, weights]  # its layer puts lists together
+
+
 class _Opt(OwnAttention):
     query_is_scaled = True
 
@@ -94,6 +110,23 @@ FAMILIES = (
         attention=_GptNeo(),
         sized_by_length=True,  # each layer has a square causal mask
         positions_in_mask=True,
+    ),
+    # The first GPT, which has no cache.
+    Family(
+        model_types=("openai-gpt",),
+        names=replace(
+            _GPT2_NAMES,
+            token_embedding="tokens_embed",
+            position_table="positions_embed",
+            attention_head_dim=None,
+            attention_layer_index=None,
+        ),
+        rotation=NO_ROTARY,
+        attention=_OpenaiGpt(),
+        sized_by_length=True,  # each layer has a square causal mask
+        positions_in_mask=True,
+        mask_as_bool=True,
+        note="no cache; `position_ids` must be passed beyond its own length",
     ),
     # OPTForCausalLM.model is an OPTModel, whose only child is the decoder. Rows 0 and 1 of the table are left over from
     # fairseq: position p reads row p + 2, and padding (position -1) reads row 1.

@@ -76,9 +76,9 @@ class OwnAttention:
         """Return the layer's sliding window in tokens, its query's own included, where the mask does not have it."""
         return None
 
-    def also_returns(self, attention: Any) -> tuple[Any, ...]:
-        """Return what the stock attention returns behind its output and its weights."""
-        return ()
+    def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
+        """Return what the stock attention returns, from its output (B, T, E) and its weights."""
+        return output, weights
 
     def rope_parameters(self, config: Any) -> dict[str, Any]:
         """Return the base's own rotation as transformers' `rope_parameters`, empty if it rotates nothing."""

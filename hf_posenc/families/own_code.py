@@ -112,8 +112,8 @@ class _GptNeoxJapanese(_Dense):
     def scaling(self, attention: Any) -> float:
         return 1.0 / attention.norm_factor
 
-    def also_returns(self, attention: Any) -> tuple[Any, ...]:
-        return (attention.dense_bias,)  # of the last attention, which its layer adds
+    def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
+        return output, weights, attention.dense_bias  # of the last attention, which its layer adds
 
     def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return _without_angles(arguments)

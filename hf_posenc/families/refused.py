@@ -108,7 +108,15 @@ REFUSALS = (
     ),
     # ---------------------------------------------------------------------------------------- other kinds of attention
     Refusal(
-        model_types=("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "qwen4_exp_text"),
+        model_types=(
+            "axk2",
+            "deepseek_v32",
+            "dots3_note_text",
+            "glm_moe_dsa",
+            "hy_v4",
+            "minimax_m3_vl_text",
+            "qwen4_exp_text",
+        ),
         reason=_INDEXER,
     ),
     Refusal(
@@ -179,24 +187,17 @@ REFUSALS = (
             "hunyuan_vl_text",
             "paddleocr_vl_text",
             "qwen2_5_omni_text",
-            "qwen2_5_vl_text",
-            "qwen2_vl_text",
             "qwen3_omni_moe_text",
-            "qwen3_vl_moe_text",
-            "qwen3_vl_text",
         ),
         reason=_THREE_POSITIONS,
     ),
     # ------------------------------------------------------------------------------------------------- not served yet
     Refusal(
         model_types=(
-            "dbrx",
             "gemma3n_text",
             "gemma4_text",
             "gemma4_unified_text",
             "hyperclovax",  # left to the package that is the example of how to serve one from outside
-            "minimax_m3_vl_text",
-            "openai-gpt",
             "recurrent_gemma",
         ),
         reason=_NOT_YET,

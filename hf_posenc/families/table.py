@@ -54,6 +54,7 @@ _SLICED = RotationFacts(slices_rotary=True)
 _SLICED_BY_SIZE = RotationFacts(slices_rotary=True, attention_size="rotary_ndims")
 _COHERE = RotationFacts(pairs="interleaved", angles="each twice")
 _LATENT = RotationFacts(attention_part="qk_rope_head_dim", rescales=True)
+_TEMPERATURE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 _LATENT_NAMES = Names(attention_head_dim="qk_head_dim", attention_value_dim="v_head_dim")
 
 
@@ -100,6 +101,13 @@ _ROWS = (
     Family(model_types=("phi", "stablelm"), rotation=_SLICED_BY_SIZE),
     # Partial rotation, sliced by the width of cos.
     Family(model_types=("glm4_moe", "nemotron"), rotation=_SLICED),
+    # One projection makes queries, keys and values.
+    Family(
+        model_types=("dbrx",),
+        names=Names(
+            layers="blocks", attention="norm_attn_norm.attn", token_embedding="wte", config_length="max_seq_len"
+        ),
+    ),
     # Neighbouring dimensions are rotated together.
     Family(model_types=("ernie4_5", "ernie4_5_moe", "helium"), rotation=_INTERLEAVED),
     Family(model_types=("glm", "glm4"), rotation=replace(_INTERLEAVED, slices_rotary=True)),
@@ -129,6 +137,12 @@ _ROWS = (
         rotation=replace(_LATENT, config_interleaved="rope_interleave"),
     ),
     Family(model_types=("minicpm3",), names=_LATENT_NAMES, rotation=_LATENT),
+    # Latent attention, and queries grow with the position as those of ministral3.
+    Family(
+        model_types=("mistral4",),
+        names=_LATENT_NAMES,
+        rotation=replace(_LATENT, config_interleaved="rope_interleave", parameter_temperature=_TEMPERATURE),
+    ),
     # Position ids end in the layers.
     Family(model_types=("persimmon",), rotation=_SLICED_BY_SIZE, drops_position_ids=True),
     Family(
@@ -147,7 +161,7 @@ _ROWS = (
     # position ids end in the attention.
     Family(
         model_types=("ministral3",),
-        rotation=RotationFacts(parameter_temperature=("llama_4_scaling_beta", "original_max_position_embeddings")),
+        rotation=RotationFacts(parameter_temperature=_TEMPERATURE),
         drops_position_ids=True,
     ),
     Family(
@@ -161,6 +175,11 @@ _ROWS = (
         model_types=("qwen3_5_moe_text", "qwen3_5_text"),
         rotation=replace(_SLICED, parameter_coordinates="mrope_section"),
         hybrid=True,
+    ),
+    Family(
+        model_types=("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
+        rotation=RotationFacts(parameter_coordinates="mrope_section"),
+        note="without a head: the text model inside",
     ),
     Family(model_types=("lfm2", "lfm3", "minimax", "olmo_hybrid"), hybrid=True),
     Family(model_types=("lfm2_moe",), rotation=RotationFacts(rotary="pos_emb"), hybrid=True),

@@ -18,6 +18,7 @@ from ..registry import family_for
 from ..schemes.base import Dims, RotaryScheme, Scheme
 from ..upstream.attention import SPLIT_HEADS
 from .eval_mode import evaluation
+from .layer_config import LayerConfig
 from .rotation import BaseRotation
 from .state import language_model, patch_of
 from .watch import entering
@@ -67,7 +68,8 @@ class BaseModel:
     @property
     def configs(self) -> list[Any]:
         """The model's config, and those of its attentions: a layer that was copied (copy.deepcopy) has its own."""
-        of_attentions = (module.config for module in self.found.attentions if "config" in module.__dict__)
+        own = (module.config for module in self.found.attentions if "config" in module.__dict__)
+        of_attentions = (each.whole if isinstance(each, LayerConfig) else each for each in own)
         return list({id(config): config for config in (self.config, *of_attentions)}.values())
 
     @property
@@ -192,14 +194,15 @@ def _sizes(family: Family, config: Any, attention: Any, num_layers: int) -> Dims
     heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)
     keys = names.attention_key_value_heads
     own = None if keys is None else int(getattr(attention, keys))
-    size = getattr(attention, names.attention_head_dim)
+    dim = names.attention_head_dim
+    size = config.hidden_size // heads if dim is None else getattr(attention, dim)
     return Dims(
         num_heads=heads,
         num_key_value_heads=own or getattr(config, "num_key_value_heads", None) or heads,
         head_dim=size,
         hidden_size=config.hidden_size,
         num_layers=num_layers,
-        value_dim=getattr(attention, names.attention_value_dim or names.attention_head_dim),
+        value_dim=size if names.attention_value_dim is None else getattr(attention, names.attention_value_dim),
     )
 
 

@@ -15,7 +15,14 @@ from ..families.base import Family, Resolved, base_model_type
 from ..layer_state import on_layer
 from ..schemes.base import Dims, RotaryScheme, by_layer_type
 from ..schemes.rope import Rope
-from ..upstream.rotary import ORIGINAL_LENGTH, PartialRotary, make_rotary, own_rotation, scaling_types
+from ..upstream.rotary import (
+    ORIGINAL_LENGTH,
+    PartialRotary,
+    make_rotary,
+    own_rotation,
+    scaling_types,
+    turned_dimensions,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,9 @@ class BaseRotation:
         """Return whether a fitted scheme is what the base does by itself where it rotates, in every respect."""
         if self.found.rotary is None or (parameters := self.parameters(scheme)) is None:
             return False
+        part = self.family.rotation.attention_part
+        if part is not None and turned_dimensions(self.found.rotary) != self.dims.head_dim:
+            return False  # Mistral 4's, which without a scaling has angles for whole heads
         return parameters == self.parameters(self._complete(Rope()))
 
     def fit(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> RotaryScheme:
@@ -83,6 +93,12 @@ class BaseRotation:
             raise ValueError(f"{scheme.name}: heads of size {dims.head_dim} cannot be split into pairs")
         scheme.check(dims)
         scheme = self._complete(scheme)
+        facts = self.family.rotation
+        if facts.parameter_coordinates is not None and not facts.slices_rotary and scheme.leaves_dimensions:
+            raise UnsupportedModelError(
+                f"{scheme.name}: {self._name} divides all pairs of a head among time, height and width, so that "
+                "partial_rotary_factor cannot leave some out"
+            )
         parameters = self.parameters(scheme)
         if parameters is None:
             pairs = len(scheme.build(dims).frequencies(torch.device("cpu")))
@@ -154,8 +170,9 @@ class BaseRotation:
         attention: Any = self.found.attention_of[layer]
         config = copy.deepcopy(self.config)
         config.rope_parameters = parameters
+        index = getattr(attention, str(self.family.names.attention_layer_index))
         with torch.device("meta"):
-            return float(type(attention)(config, getattr(attention, self.family.names.attention_layer_index)).scaling)
+            return float(type(attention)(config, index).scaling)
 
     @property
     def _name(self) -> str:

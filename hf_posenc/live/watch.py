@@ -118,4 +118,4 @@ def entering(decoder: nn.Module, layer: nn.Module, tokens: Tensor) -> Tensor:
 
 def first(output: Any) -> Tensor:
     """Return the hidden states that a layer returned, alone or with others."""
-    return output[0] if isinstance(output, tuple) else output
+    return output[0] if isinstance(output, tuple | list) else output

@@ -13,7 +13,7 @@ from ..registry import family_for
 from ..upstream import NAME, POSITION_IDS
 from ..upstream.channel import as_channel, positions_of
 from ..upstream.masks import check_masks
-from ..upstream.rotary import handed_down, turn_layer
+from ..upstream.rotary import COORDINATES, handed_down, turn_layer
 
 SEVERAL_COORDINATES = (
     "position_ids give a token several coordinates (time, height and width), and the scheme counts positions by one "
@@ -61,6 +61,12 @@ def add_positions(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def hand_down_position_ids(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Forward pre-hook of a decoder that keeps its position ids to itself: hands them to layers and attention."""
+    _, position_ids = _position_ids(decoder, args, kwargs)
+    return args, {**kwargs, POSITION_IDS: position_ids}
+
+
+def _position_ids(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Tensor]:
+    """Return where a decoder takes its position ids, and those of a call, which it may leave to the decoder."""
     at = on_decoder(decoder).arguments.index("position_ids")
     position_ids = args[at] if len(args) > at else kwargs.get("position_ids")
     if position_ids is None:
@@ -70,19 +76,22 @@ def hand_down_position_ids(decoder: nn.Module, args: tuple[Any, ...], kwargs: di
         cache = kwargs.get("past_key_values")
         before = 0 if cache is None else cache.get_seq_length()
         position_ids = (torch.arange(given.shape[1], device=given.device) + before)[None]
-    return args, {**kwargs, POSITION_IDS: position_ids}
+    return at, position_ids
 
 
 def require_one_coordinate(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Forward pre-hook of a decoder whose positions may have several coordinates: takes them if they are all alike."""
-    at = on_decoder(decoder).arguments.index("position_ids")
-    position_ids = args[at] if len(args) > at else kwargs.get("position_ids")
-    if position_ids is None or position_ids.ndim < 3:
-        return args, kwargs
-    ensure((position_ids == position_ids[:1]).all(), SEVERAL_COORDINATES)
+    """Forward pre-hook of a decoder whose positions may have several coordinates: takes them if they are all alike.
+
+    Some decoders hand them to their layers only beside those of the text, which come first.
+    """
+    at, position_ids = _position_ids(decoder, args, kwargs)
+    if position_ids.ndim == 3:
+        ensure((position_ids == position_ids[:1]).all(), SEVERAL_COORDINATES)
+        position_ids = position_ids[0]
+    position_ids = position_ids.expand(1 + COORDINATES, -1, -1)
     if len(args) > at:
-        return (*args[:at], position_ids[0], *args[at + 1 :]), kwargs
-    return args, {**kwargs, "position_ids": position_ids[0]}
+        return (*args[:at], position_ids, *args[at + 1 :]), kwargs
+    return args, {**kwargs, "position_ids": position_ids}
 
 
 def require_counts(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from ..families.own_attention import OwnAttention
 from ..layer_state import STATE, on_attention, on_decoder, on_layer
 from ..live.attend import attend_through_us
 from ..live.base_model import BaseModel
+from ..live.layer_config import LayerConfig
 from ..live.undo import Undo, add_pre_hook, keep, register_buffer, set_attribute, set_class, set_module
 from ..modules import PositionEmbedding, PositionModule, Reference, Shared
 from ..schemes.base import Dims, RotaryScheme, Scheme
@@ -111,9 +112,8 @@ class ModelSite:
             if layer in found.attention_of:
                 for name, value in rotation.attention_temperature.items():
                     set_attribute(self.undo, found.attention_of[layer], name, value)
-        for config in self.base.configs if rotation.parameter_temperature else ():
-            off = {**config.rope_parameters, rotation.parameter_temperature[0]: 0.0}
-            set_attribute(self.undo, config, "rope_parameters", off)
+        if rotation.parameter_temperature:
+            self._silence_temperature(rotation.parameter_temperature[0])
         if found.rotary is None:
             return
         identity = IdentityRotary(found.rotary, rotation.angles)
@@ -123,6 +123,17 @@ class ModelSite:
             give_rotation(self, still, takes_layer_type=len(identity.pairs) > 1)
         elif not isinstance(found.decoder.get_submodule(str(rotation.rotary)), IdentityRotary):
             set_module(self.undo, found.decoder, str(rotation.rotary), identity)
+
+    def _silence_temperature(self, strength: str) -> None:
+        """Switch off a factor of queries by its key of `rope_parameters`; by layer where other layers rotate."""
+        if not self.plan.rotated_by_base() and not any(self.plan.rotating):
+            for config in self.base.configs:
+                off = {**config.rope_parameters, strength: 0.0}
+                set_attribute(self.undo, config, "rope_parameters", off)
+            return
+        for layer in self.layers:
+            attention: Any = self.base.found.attention_of[layer]
+            set_attribute(self.undo, attention, "config", LayerConfig(attention.config, **{strength: 0.0}))
 
     def share(self, module: nn.Module) -> Reference:
         """Let the decoder own a module that the layers share."""

@@ -144,11 +144,6 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     check_engine(attention)
     base = replace(base, keeps_table=base.has_table and len(named) < base.num_layers)
     plan = Plan(base, tuple(scheme.acts_on.fit(scheme, base) for scheme in chosen), attention)
-    if base.has_temperature and (plan.rotated_by_base() or any(plan.rotating)) and not all(plan.rotating):
-        raise UnsupportedModelError(
-            f"{base.name} multiplies its queries by a factor that grows with the position, in all layers or in none: "
-            "let every layer rotate, or none"
-        )
     for scheme in plan.schemes:
         if needs_own_attention(base.family, [scheme]):
             base.require_own_attention(scheme.name + ("" if scheme.window is None else " with a window"))

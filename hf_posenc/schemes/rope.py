@@ -211,11 +211,13 @@ class Rope(RotaryScheme):
 
 
 def _unused(scaling: Mapping[str, Any]) -> list[str]:
-    """Return the parameters of a scaling that transformers asks for and then does not use, because of the others."""
+    """Return the parameters of a scaling that transformers asks for and then does not use, because of the others.
+
+    `mscale_all_dim` is not among them: latent attention reads it too, beside whatever else.
+    """
     given = {key for key, value in scaling.items() if value is not None}
-    both = {"mscale", "mscale_all_dim"}
     fixed = "attention_factor" in given
-    unused = both & set(scaling) if fixed or not both <= given else set()
+    unused = {"mscale"} & set(scaling) if fixed or "mscale_all_dim" not in given else set()
     if fixed and scaling.get("rope_type") == "longrope":
         unused |= {"factor"} & set(scaling)
     return sorted(unused)

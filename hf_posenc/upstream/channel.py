@@ -120,5 +120,7 @@ def as_channel(mask: Tensor | None, *, as_bool: bool) -> Tensor | None:
     """
     if mask is None or not as_bool:
         return mask
+    if mask.is_floating_point():  # 0 for ones, the lowest number for zeros, behind two more axes
+        mask = mask[:, 0, 0] == 0
     bits = torch.arange(32, dtype=torch.int32, device=mask.device)
     return (mask.unflatten(-1, (-1, 32)).to(torch.int32) << bits).sum(-1, dtype=torch.int32)

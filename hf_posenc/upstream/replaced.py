@@ -32,7 +32,7 @@ class ReplacedAttention(nn.Module):
     scaling: float
     config: PreTrainedConfig
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Attend.
 
         Args:
@@ -41,7 +41,7 @@ class ReplacedAttention(nn.Module):
             **kwargs: of the stock attention; those that it does not name are handed on to the attention function.
 
         Returns:
-            (B, T, E), the attention weights (B, H, T, L) or None, and what the stock attention returns behind them.
+            What the stock attention returns: as a rule (B, T, E), and the attention weights (B, H, T, L) or None.
 
         Raises:
             ValueError: if there is a rotation, and no position ids arrived.
@@ -62,7 +62,7 @@ class ReplacedAttention(nn.Module):
             query = apply_rotary(query, cos, sin, state.pairs)
             key = apply_rotary(key, cos, sin, state.pairs)
         if (cache := given.get(own.cache)) is not None:
-            key, value = cache.update(key, value, getattr(self, family.names.attention_layer_index))
+            key, value = cache.update(key, value, getattr(self, str(family.names.attention_layer_index)))
         backend = NAME if own.bypasses_interface else self.config._attn_implementation
         module = sys.modules[stock_class(type(self), ReplacedAttention).__module__]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, getattr(module, "eager_attention_forward", None))
@@ -78,7 +78,7 @@ class ReplacedAttention(nn.Module):
             | {"dropout": own.dropout(self) if self.training else 0.0}
             | {"scaling": 1.0 if own.query_is_scaled else self.scaling},
         )
-        return own.merge_heads(self, output, given), weights, *own.also_returns(self)
+        return own.outputs(self, own.merge_heads(self, output, given), weights)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy by the stock class, since this one is made on demand."""
