@@ -48,14 +48,14 @@ class OnLayer:
     Attributes:
         rotation: the module whose cosines and sines the layer gets in place of the base's.
         rotation_arguments: further arguments of that module: the layer's type, where there are several.
-        coordinates: whether positions have several coordinates there.
+        coordinates: number of coordinates that a position has there; 0 where it is one number.
         family: model type, where the layer can only read its positions from the mask.
         arguments: names of the parameters of the layer's forward, in both cases.
     """
 
     rotation: Reference | None = None
     rotation_arguments: tuple[str, ...] = ()
-    coordinates: bool = False
+    coordinates: int = 0
     family: str = ""
     arguments: tuple[str, ...] = ()
 
@@ -67,11 +67,13 @@ class OnDecoder:
     Attributes:
         layers: what its layers must carry, a `hf_posenc.patching.layers.PatchedLayers`.
         arguments: names of the parameters of its forward, without `self`.
+        rows: number of rows in which it takes positions of several coordinates, one for the text included.
         exchange: as on the attentions, inside `context_parallel`.
     """
 
     layers: Any = None
     arguments: tuple[str, ...] = ()
+    rows: int = 0
     exchange: Any = None
 
 

@@ -84,6 +84,8 @@ class RotationFacts:
         rotates: `(attention)` -> whether that layer rotates, where the family's code decides.
         rescales: when an attention is made, it takes a factor of `scaling` from `rope_parameters` (YaRN's
             `mscale_all_dim`).
+        config_layers: lists the layers that `rotary` serves. A model that has others, which another module serves, is
+            refused. `None` means that it serves all.
         parameter_coordinates: divides the pairs of a head among several coordinates of a position, (3, B, T), or
             (4, B, T) behind those of the text. `None` means that a position is one number.
         parameter_temperature: keys by which queries are multiplied with a factor that grows with the position. The
@@ -105,6 +107,7 @@ class RotationFacts:
     config_thetas: str | None = None
     rotates: Callable[[nn.Module], bool] | None = None
     rescales: bool = False
+    config_layers: str | None = None
     parameter_coordinates: str | None = None
     parameter_temperature: tuple[str, ...] = ()
     attention_temperature: Mapping[str, Any] = field(default_factory=dict)
@@ -210,13 +213,17 @@ class Resolved:
 
 
 def language_config(config: Any) -> Any:
-    """Return the config of the language model inside a multimodal model's config; any other config as it is."""
+    """Return the config of the language model inside a multimodal model's config; any other config as it is.
+
+    One that lies deeper belongs to a part that is a multimodal model of its own.
+    """
     if config.is_encoder_decoder:
         return config
     try:
-        return config.get_text_config(decoder=True)
+        text = config.get_text_config(decoder=True)
     except ValueError:  # there are several
         return config
+    return text if any(part is text for part in vars(config).values()) else config
 
 
 def base_model_type(config: Any) -> str:
@@ -301,6 +308,12 @@ def _check_config(family: Family, model: Any) -> None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be patched: config.{attribute} = {_shown(value)}; {reason}"
             )
+    served = family.rotation.config_layers
+    if served is not None and set(getattr(model.config, served)) != set(range(model.config.num_hidden_layers)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be patched: config.{served} = {_shown(getattr(model.config, served))}; "
+            "the other layers take their angles from a rotary module of their own"
+        )
     # Upstream's own switch for turning any decoder into an encoder: the "causal" mask is then bidirectional.
     if not getattr(model.config, "is_causal", True):
         raise UnsupportedModelError(

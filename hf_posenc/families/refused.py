@@ -23,13 +23,7 @@ DECODER_HALF = (
     "it is the decoder half of an encoder-decoder, whose layers also attend to another sequence, where no scheme is "
     "defined"
 )
-_INDEXER = (
-    "a learned indexer chooses the keys that each query may see, by rotated scores of its own that no scheme reaches"
-)
-_THREE_POSITIONS = (
-    "a token has three positions there (time, height and width of a picture), and nobody has yet tested how one number "
-    "in their place reaches its layers"
-)
+_INDEXER = "a learned indexer chooses the keys that each query may see, by scores of its own that no scheme reaches"
 _SEES_FORWARD = (
     "image tokens see each other in both directions, and every scheme is defined for keys at or before the query"
 )
@@ -97,6 +91,7 @@ REFUSALS = (
             "bigbird_pegasus",
             "blenderbot",
             "blenderbot-small",
+            "blip_text_model",
             "marian",
             "mbart",
             "musicgen",
@@ -140,9 +135,11 @@ REFUSALS = (
             "axk2",
             "deepseek_v32",
             "dots3_note_text",
+            "glm5_next_text",
             "glm_moe_dsa",
             "hy_v4",
             "minimax_m3_vl_text",
+            "mistral_large4_text",
             "qwen4_exp_text",
         ),
         reason=_INDEXER,
@@ -158,6 +155,11 @@ REFUSALS = (
     Refusal(
         model_types=("doge",),
         reason="its mask enters arithmetic: a learned one is made of it before attention is called",
+    ),
+    Refusal(
+        model_types=("unlimited_ocr_text",),
+        reason="a query sees the whole prompt but only a window of what was generated, so that what it sees depends on "
+        "how the tokens came in",
     ),
     Refusal(model_types=("reformer",), reason="its attention is code of its own, by hashing and within chunks"),
     Refusal(
@@ -176,7 +178,10 @@ REFUSALS = (
         reason="two stacks of layers are run several times for each token, so that a layer is not one place",
     ),
     Refusal(model_types=("longcat_flash",), reason="each of its layers has two attentions"),
-    Refusal(model_types=("moshi",), reason="each attention has a rotary module of its own, and none serves all layers"),
+    Refusal(
+        model_types=("idefics", "kyutai_speech_to_text", "moshi"),
+        reason="each attention has a rotary module of its own, and none serves all layers",
+    ),
     Refusal(
         model_types=("zamba", "zamba2"),
         reason="layers share an attention, which is told with each call for which of them it is run",
@@ -192,33 +197,39 @@ REFUSALS = (
         reason="its decoder reads images and sounds itself, and no scheme says how far a token is from a part of one",
     ),
     Refusal(
-        model_types=("emu3_text_model",),
-        reason="transformers has no Auto class for it, so that what is saved could not be loaded by one",
-    ),
-    Refusal(
         model_types=("mllama_text_model",),
         reason="some of its layers attend to the image and have no self-attention, and no scheme is defined there",
     ),
     Refusal(
-        model_types=(
-            "cohere_compass_text",
-            "cosmos3_edge_text",
-            "ernie4_5_vl_moe_text",
-            "glm4v_moe_text",
-            "glm4v_text",
-            "glm_image_text",
-            "glm_ocr_text",
-            "hunyuan_vl_text",
-            "paddleocr_vl_text",
-            "qwen2_5_omni_text",
-            "qwen3_omni_moe_text",
-        ),
-        reason=_THREE_POSITIONS,
+        model_types=("cohere_compass_text",),
+        reason="a token has three positions there (time, height and width of a picture), which each type of layer "
+        "turns in its own way or not at all",
+    ),
+    Refusal(
+        model_types=("qwen2_5_omni", "qwen3_omni_moe"),
+        reason="its language model is in its thinker, a multimodal model of its own: patch and save `model.thinker`",
+    ),
+    Refusal(
+        model_types=("voxtral_realtime_text",),
+        reason="its layers ask with each call for the delay of the speech, without which its language model cannot be "
+        "measured and verified",
+    ),
+    Refusal(
+        model_types=("pi0",),
+        reason="it predicts the movements of a robot, which see each other in both directions, and every scheme is "
+        "defined for keys at or before the query",
+    ),
+    Refusal(
+        model_types=("diffusion_gemma_text",),
+        reason="it writes blocks of tokens by diffusion, which see each other in both directions, and every scheme is "
+        "defined for keys at or before the query",
     ),
     # ------------------------------------------------------------------------------------------------- not served yet
     Refusal(
         model_types=(
             "hyperclovax",  # left to the package that is the example of how to serve one from outside
+            "kosmos_2_5_text_model",
+            "kosmos_2_text_model",
             "recurrent_gemma",
         ),
         reason=_NOT_YET,

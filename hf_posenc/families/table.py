@@ -20,9 +20,14 @@ _LIKE_LLAMA = (
     "aria_text",
     "bitnet",
     "cwm",
+    "deepseek_ocr2_text",
     "dots1",
+    "emu3_text_model",
+    "evolla",
     "flex_olmo",
     "granite",
+    "granite4_vision_text",
+    "granite_docling_text",
     "granitemoe",
     "granitemoeshared",
     "hunyuan_v1_dense",
@@ -52,6 +57,7 @@ _LIKE_LLAMA = (
 _INTERLEAVED = RotationFacts(pairs="interleaved")
 _SLICED = RotationFacts(slices_rotary=True)
 _SLICED_BY_SIZE = RotationFacts(slices_rotary=True, attention_size="rotary_ndims")
+_COORDINATES = RotationFacts(parameter_coordinates="mrope_section")
 _COHERE = RotationFacts(pairs="interleaved", angles="each twice")
 _LATENT = RotationFacts(attention_part="qk_rope_head_dim", rescales=True)
 _TEMPERATURE = ("llama_4_scaling_beta", "original_max_position_embeddings")
@@ -71,7 +77,7 @@ def _slides_or_all(attention: nn.Module) -> bool:
 
 
 def _has_theta(attention: nn.Module) -> bool:
-    """Return whether a layer has a base of frequencies."""
+    """Return whether a layer's base of frequencies is not 0, which stands for no rotation."""
     own: Any = attention
     return bool(own.config.layer_rope_theta[own.layer_idx])
 
@@ -101,6 +107,8 @@ _ROWS = (
     # Wide heads; the decoder scales the token embeddings by sqrt(E).
     Family(model_types=("gemma",), refuse=_ENCODER_USE),
     # Soft-capped scores, `scaling` from `query_pre_attn_scalar`, every other layer with a sliding window.
+    # A second rotary module, without the scaling, for the layers outside a list, which holds all layers as a rule.
+    Family(model_types=("molmo2_text",), rotation=RotationFacts(config_layers="rope_scaling_layers")),
     Family(model_types=("gemma2",), refuse=_ENCODER_USE, note="soft-capped scores"),
     # The rotary module has frequencies per layer type and is called once for each, with its name.
     Family(model_types=("gemma3_text",), refuse=_ENCODER_USE, note="a rotation for each type of layer"),
@@ -132,6 +140,7 @@ _ROWS = (
     Family(model_types=("cohere2", "cohere2_moe"), rotation=replace(_COHERE, rotates=_slides)),
     Family(model_types=("exaone4", "exaone_moe", "kolibri1"), rotation=RotationFacts(rotates=_slides_or_all)),
     Family(model_types=("afmoe",), rotation=RotationFacts(rotates=_slides)),
+    Family(model_types=("muse_glimmer_text", "muse_spark_text"), rotation=RotationFacts(rotates=_has_theta)),
     # Attention sinks: one more score per head in the softmax. GPT-OSS gives each angle once.
     Family(model_types=("gpt_oss",), rotation=RotationFacts(angles="once"), note="attention sinks"),
     Family(model_types=("flint",), rotation=RotationFacts(rotates=_slides), note="attention sinks"),
@@ -164,7 +173,8 @@ _ROWS = (
         names=_LATENT_NAMES,
         rotation=replace(_LATENT, config_interleaved="rope_interleave", parameter_temperature=_TEMPERATURE),
     ),
-    # Position ids end in the layers.
+    # Position ids end in the layers, or in the attention.
+    Family(model_types=("chameleon",), drops_position_ids=True),
     Family(model_types=("persimmon",), rotation=_SLICED_BY_SIZE, drops_position_ids=True),
     Family(
         model_types=("llama4_text",),
@@ -188,18 +198,48 @@ _ROWS = (
     Family(
         model_types=("modernbert-decoder",), names=Names(attention="attn", token_embedding="embeddings.tok_embeddings")
     ),
-    Family(model_types=("laguna",), names=Names(attention_heads="num_heads"), rotation=_SLICED),
+    Family(model_types=("laguna", "step3p5"), names=Names(attention_heads="num_heads"), rotation=_SLICED),
     # Layers without attention, through which order flows all the same.
     Family(model_types=("bamba", "qwen3_next"), rotation=_SLICED, hybrid=True),
     # The decoders of models that see: a position may have a time, a height and a width.
     Family(
         model_types=("qwen3_5_moe_text", "qwen3_5_text"),
-        rotation=replace(_SLICED, parameter_coordinates="mrope_section"),
+        rotation=replace(_COORDINATES, slices_rotary=True),
         hybrid=True,
     ),
     Family(
-        model_types=("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
-        rotation=RotationFacts(parameter_coordinates="mrope_section"),
+        model_types=(
+            "cosmos3_edge_text",
+            "paddleocr_vl_text",
+            "qwen2_5_omni_text",
+            "qwen2_5_vl_text",
+            "qwen2_vl_text",
+            "qwen3_omni_moe_text",
+            "qwen3_vl_moe_text",
+            "qwen3_vl_text",
+        ),
+        rotation=_COORDINATES,
+        note="without a head: the text model inside",
+    ),
+    Family(
+        model_types=("glm4v_moe_text", "glm_image_text"),
+        rotation=replace(_COORDINATES, slices_rotary=True),
+        note="without a head: the text model inside",
+    ),
+    Family(
+        model_types=("glm4v_text", "glm_ocr_text"),
+        rotation=replace(_COORDINATES, slices_rotary=True, pairs="interleaved", angles="each twice"),
+        note="without a head: the text model inside",
+    ),
+    Family(
+        model_types=("ernie4_5_vl_moe_text",),
+        rotation=replace(_COORDINATES, pairs="interleaved", angles="each twice"),
+        note="without a head: the text model inside",
+    ),
+    Family(
+        model_types=("hunyuan_vl_text",),
+        rotation=_COORDINATES,
+        drops_position_ids=True,
         note="without a head: the text model inside",
     ),
     Family(model_types=("lfm2", "lfm3", "minimax", "olmo_hybrid"), hybrid=True),

@@ -19,6 +19,7 @@ from ..placement import RopeParameters
 from ..schemes.base import RotaryScheme, by_layer_type
 from ..schemes.rope import Rope
 from ..upstream.rotary import (
+    COORDINATES,
     ORIGINAL_LENGTH,
     PartialRotary,
     make_rotary,
@@ -66,6 +67,12 @@ class BaseRotation:
     def length(self) -> int | None:
         """The length the base was made for, in tokens, or None if its config does not say."""
         return getattr(self.config, self.family.names.config_length, None)
+
+    @property
+    def coordinates(self) -> int:
+        """Number of coordinates among which a position's pairs are divided; 0 where a position is one number."""
+        key = self.family.rotation.parameter_coordinates
+        return 0 if key is None else len(self.config.rope_parameters.get(key) or range(COORDINATES))
 
     def own(self) -> RopeParameters:
         """Return the base's own `rope_parameters`, as far as transformers reads them."""
@@ -125,7 +132,7 @@ class BaseRotation:
                     f"{scheme.name}: a scaling starts from the length that the base was made for, which the config of "
                     f"{self._name} does not say: set config.{self.family.names.config_length}"
                 )
-            self.make(parameters)  # raises if it cannot
+            self._check_coordinates(scheme, self.make(parameters))  # which raises if it cannot
         return scheme
 
     def is_stock(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> bool:
@@ -230,6 +237,19 @@ class BaseRotation:
         if len({dims.head_dim for dims in self.sizes.values()}) == 1:
             return {}
         return {self.config.layer_types[layer]: dims.head_dim for layer, dims in self.sizes.items()}
+
+    def _check_coordinates(self, scheme: RotaryScheme, rotary: nn.Module) -> None:
+        """Raise UnsupportedModelError if a rotary module cannot divide its pairs among the coordinates."""
+        if not self.coordinates:
+            return
+        device = next(rotary.buffers()).device
+        try:
+            rotary(torch.zeros(1, device=device), torch.zeros(self.coordinates, 1, 1, dtype=torch.long, device=device))
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                f"{scheme.name}: {self._name} divides the pairs that it turns among time, height and width, and a "
+                "partial_rotary_factor other than its own would make them more or fewer"
+            ) from error
 
     def _complete(self, scheme: RotaryScheme) -> RotaryScheme:
         return scheme.with_base(self.own(), self.length, scaling_types(), self.pairs)

@@ -25,6 +25,7 @@ from ..upstream.rotary import (
     ORIGINAL_LENGTH,
     IdentityRotary,
     PartialRotary,
+    answer_like,
     turned_dimensions,
 )
 from .hooks import (
@@ -263,10 +264,10 @@ class ModelSite:
         else:
             dims = self.base.rotation.dims_of(self.layers[0])
             rotary = scheme.build(dims)
-            if found.rotary is not None and not facts.slices_rotary:  # which turns whole heads
-                rotary = PartialRotary(rotary, dims.head_dim, gives=facts.angles)
-        if (types := getattr(found.rotary, "layer_types", None)) is not None:
-            rotary.layer_types = types  # decoders ask their rotary module for which types it has angles
+            if found.rotary is not None and not (facts.slices_rotary and facts.angles == "list twice"):
+                size = turned_dimensions(rotary) if facts.slices_rotary else dims.head_dim
+                rotary = PartialRotary(rotary, size, gives=facts.angles)
+        answer_like(rotary, found.rotary)
         parameter = next(found.decoder.parameters())
         if not parameter.is_meta:
             rotary.to(parameter.device)
@@ -299,7 +300,7 @@ def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: boo
             "rotation": rotation,
             "rotation_arguments": (types[index],) if takes_layer_type else (),
             "arguments": tuple(signature(layer.forward).parameters),
-            "coordinates": site.base.family.rotation.parameter_coordinates is not None,
+            "coordinates": site.base.rotation.coordinates,
         }
         site.changes.add(Keep(layer, on_layer, state))
 
@@ -427,8 +428,9 @@ def _mark_layers(changes: Changes, sites: list[ModelSite]) -> None:
         at_first=any(site.at_first for site in sites),
     )
     names = tuple(signature(type(found.decoder).forward).parameters)[1:]
+    rows = plan.base.rotation.coordinates + (not plan.base.family.drops_position_ids)
     changes.add(
-        Keep(found.decoder, on_decoder, {"layers": layers, "arguments": names}),
+        Keep(found.decoder, on_decoder, {"layers": layers, "arguments": names, "rows": rows}),
         AddPreHook(found.decoder, require_patched_layers),
     )
 

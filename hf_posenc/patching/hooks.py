@@ -14,7 +14,7 @@ from ..registry import family_for
 from ..upstream import NAME, POSITION_IDS
 from ..upstream.masks import check_masks
 from ..upstream.position_channel import as_channel, positions_of
-from ..upstream.rotary import COORDINATES, handed_down, turn_layer
+from ..upstream.rotary import handed_down, turn_layer
 
 SEVERAL_COORDINATES = (
     "position_ids give a token several coordinates (time, height and width), and the scheme counts positions by one "
@@ -83,13 +83,15 @@ def _position_ids(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[int, 
 def require_one_coordinate(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Forward pre-hook of a decoder whose positions may have several coordinates: takes them if they are all alike.
 
-    Some decoders hand them to their layers only beside those of the text, which come first.
+    The layers get them as one number. The decoder reads from those of the text, which come first, which tokens are of
+    one document.
     """
     at, position_ids = _position_ids(decoder, args, kwargs)
     if position_ids.ndim == 3:
         ensure((position_ids == position_ids[:1]).all(), SEVERAL_COORDINATES)
         position_ids = position_ids[0]
-    position_ids = position_ids.expand(1 + COORDINATES, -1, -1)
+    kwargs = {**kwargs, POSITION_IDS: position_ids}
+    position_ids = position_ids.expand(on_decoder(decoder).rows, -1, -1)
     if len(args) > at:
         return (*args[:at], position_ids, *args[at + 1 :]), kwargs
     return args, {**kwargs, "position_ids": position_ids}

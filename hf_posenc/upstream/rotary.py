@@ -40,7 +40,7 @@ ROTATION = "position_embeddings"
 """Argument of a decoder layer that holds its cosines and sines."""
 
 COORDINATES = 3
-"""Time, height and width, where positions have several coordinates."""
+"""Time, height and width, where positions have several coordinates and the config does not say how many."""
 
 Turned = Tensor | tuple[Tensor, Tensor]
 """Output of a rotary module: cosines and sines, or complex numbers."""
@@ -69,6 +69,13 @@ def as_given(cos: Tensor, sin: Tensor, angles: str) -> Turned:
     return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
 
+def answer_like(rotary: nn.Module, native: nn.Module | None) -> None:
+    """Give a rotary module what decoders read of their own one: types of layers, and the pairs of each coordinate."""
+    for asked in ("layer_types", "mrope_section"):
+        if hasattr(native, asked):
+            setattr(rotary, asked, getattr(native, asked))
+
+
 class IdentityRotary(nn.Module):
     """A stand-in for a base's rotary module: cos 1 and sin 0, which rotate nothing, exactly."""
 
@@ -85,8 +92,7 @@ class IdentityRotary(nn.Module):
         found = {name[: -len(end)].rstrip("_"): b.shape[-1] for name, b in native.named_buffers() if name.endswith(end)}
         self.pairs = {name: count for name, count in found.items() if not name.endswith("original")}
         self.angles = angles
-        if hasattr(native, "layer_types"):  # decoders ask their rotary module for which types it has angles
-            self.layer_types = native.layer_types
+        answer_like(self, native)
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Turned:
         """Return ones and zeros in the dtype of x and the form of the native module, for (B|1, T) positions.
@@ -179,7 +185,7 @@ def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tu
         raise ValueError("the rotation did not arrive at the decoder layer by name, so it cannot be replaced")
     hidden_states = args[0] if args else kwargs["hidden_states"]
     if state.coordinates:  # older releases of transformers want all of them from outside the module
-        position_ids = position_ids.expand(COORDINATES, -1, -1)
+        position_ids = position_ids.expand(state.coordinates, -1, -1)
     turned = state.rotation()(hidden_states, position_ids, *state.rotation_arguments)
     if ROTATION in names:
         at = names.index(ROTATION)

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from decoders import auto_class, decoder
+from decoders import decoder, stock_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -20,7 +20,15 @@ SERVED = [t for t in supported_model_types() if t in CONFIG_MAPPING]
 # They declare no setting of this name, or hold configs that have one; no family is of these.
 WITHOUT = {"inkling2_text", "inkling_text", "mllama", "musicgen", "musicgen_melody"}
 # They declare none either, and their models look up an activation when they are built.
-LATE = {"qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text"}
+LATE = {
+    "glm4v_text",
+    "glm_image_text",
+    "glm_ocr_text",
+    "qwen2_5_vl_text",
+    "qwen2_vl_text",
+    "qwen3_omni_moe_text",
+    "qwen3_vl_text",
+}
 NEVER_TIED = {"dbrx"}
 
 
@@ -36,7 +44,7 @@ def load_stock(stock, folder, *, late, **options):
     config = stock.from_pretrained(folder, **options)
     if late:
         with torch.device("meta"):
-            auto_class(stock).from_config(config, attn_implementation="eager")
+            stock_model(config, attn_implementation="eager")
 
 
 @pytest.mark.parametrize("model_type", [t for t in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if t not in WITHOUT])

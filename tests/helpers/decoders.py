@@ -8,10 +8,18 @@ which is left out shows.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 SIZES: dict[str, Any] = {
@@ -74,6 +82,7 @@ LATENT = {
 """Latent attention (MLA): heads of queries and keys have 12 dimensions, 8 of them rotated, those of values 6."""
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
 """The second layer is not rotated where only layers with a window are."""
+UNROTATED = WINDOWED | {"layer_rope_theta": [1e4, 0]}
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -84,6 +93,7 @@ LINEAR = {
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 """Pairs for time, height and width, as many as a tiny head has."""
+PART_MROPE = {"head_dim": 16, "rope_parameters": MROPE["rope_parameters"] | {"partial_rotary_factor": 0.5}}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 SHARED_KEYS = {
@@ -103,6 +113,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "bailing_hybrid": LATENT | {"layer_types": ["linear_attention", "full_attention"]},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 96},
+        "vq_config": {
+            "base_channels": 32,
+            "embed_dim": 8,
+            "latent_channels": 8,
+            "channel_multiplier": [1],
+            "num_embeddings": 8,
+        },
+    },
     "cohere2": WINDOWED,
     "cohere2_moe": WINDOWED,
     "dbrx": {
@@ -112,6 +132,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "evolla": {
+        "aligner_num_add_layers": 1,
+        "resampler_depth": 1,
+        "resampler_dim_head": 8,
+        "resampler_heads": 2,
+        "resampler_num_latents": 4,
+        "protein_encoder_config": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+        },
+    },
     "exaone4": WINDOWED,
     "exaone_moe": WINDOWED,
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
@@ -137,6 +171,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
     "mistral4": LATENT
     | {"head_dim": 12, "rope_parameters": YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
+    "muse_glimmer_text": UNROTATED,
+    "muse_spark_text": UNROTATED | {"moe_hidden_size": 16},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "moe"],
         "mamba_num_heads": 8,
@@ -152,9 +188,37 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_next": LINEAR,
     "qwen3_vl_moe_text": MROPE,
     "qwen3_vl_text": MROPE,
+    "glm4v_text": PART_MROPE,
+    "glm4v_moe_text": PART_MROPE,
+    "glm_ocr_text": PART_MROPE,
+    "glm_image_text": PART_MROPE,
+    "cosmos3_edge_text": MROPE,
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 2]},  # height, width, time
+        "moe_intermediate_size": [16, 8],
+    },
+    "hunyuan_vl_text": {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 1, 1]}},
+    "paddleocr_vl_text": MROPE,
+    "qwen2_5_omni_text": MROPE,
+    "qwen3_omni_moe_text": MROPE,
+    "step3p5": WINDOWED
+    | {"num_sliding_attention_heads": 8, "mlp_layer_types": ["dense", "sparse"], "share_expert_dim": 16},
     "youtu": LATENT,
 }
 """What a type needs beyond `SIZES`, or shows what is special about it."""
+
+WITHOUT_AUTO = {
+    "deepseek_ocr2_text": "DeepseekOcr2TextModel",
+    "emu3_text_model": "Emu3ForCausalLM",
+    "evolla": "EvollaForProteinText2Text",
+    "ernie4_5_vl_moe_text": "Ernie4_5_VLMoeTextModel",
+    "granite4_vision_text": "Granite4VisionTextModel",
+    "paddleocr_vl_text": "PaddleOCRTextModel",
+    "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
+    "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
+    "step3p5": "Step3p7TextModel",
+}
+"""Model classes of types that no Auto class knows: they live inside multimodal models."""
 
 WITHOUT_TEMPERATURE: dict[str, dict[str, Any]] = {
     "llama4_text": {"attn_temperature_tuning": False},
@@ -165,14 +229,27 @@ WITHOUT_TEMPERATURE: dict[str, dict[str, Any]] = {
 
 
 def auto_class(config: type) -> Any:
-    """Return the Auto class of a config's models: with a head that predicts tokens, or without where there is none."""
+    """Return the Auto class of a config's models: with a head that predicts tokens, or without where there is none.
+
+    None where no Auto class knows them.
+    """
     autos = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
-    return next(auto for auto in autos if config in auto._model_mapping)
+    return next((auto for auto in autos if config in auto._model_mapping), None)
+
+
+def stock_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Return a new stock model of a config."""
+    auto = auto_class(type(config))
+    if auto is not None:
+        return cast(PreTrainedModel, auto.from_config(config, **options))
+    cls = getattr(transformers, WITHOUT_AUTO[type(config).model_type])
+    return cast(PreTrainedModel, cls._from_config(config, **options))
 
 
 def has_head(model_type: str) -> bool:
     """Return whether a type has a model that predicts tokens."""
-    return auto_class(CONFIG_MAPPING[model_type]) is not AutoModel
+    auto = auto_class(CONFIG_MAPPING[model_type])
+    return auto is not AutoModel if auto is not None else "For" in WITHOUT_AUTO[model_type]
 
 
 def decoder(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel:
@@ -194,7 +271,7 @@ def decoder(model_type: str, *, seed: int = 0, **config: Any) -> PreTrainedModel
         # Of the code of GPT-BigCode, when it is imported, in older releases of transformers.
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
         torch.manual_seed(seed)
-        model = auto_class(cls).from_config(built).eval()
+        model = stock_model(built).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:

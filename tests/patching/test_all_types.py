@@ -163,6 +163,13 @@ def test_what_is_inside_a_model_of_no_known_type_is_said(model_type, tmp_path):
     assert f"{model_type!r} cannot be patched" in hf_posenc.inspect(tmp_path).problem
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_omni", "qwen3_omni_moe"])
+def test_what_holds_the_language_model_deeper_inside_is_said(model_type, tmp_path):
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"patch and save `model\.thinker`"):
+        hf_posenc.from_pretrained(tmp_path, scheme="alibi")
+
+
 def test_what_to_do_with_a_model_of_no_known_type_is_said():
     config = transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4, vocab_size=9)
     with pytest.raises(UnsupportedModelError, match="it is an encoder-decoder"):

@@ -19,7 +19,7 @@ from decoders import WITHOUT_TEMPERATURE, auto_class, decoder, has_head, out
 from rows import ROWS
 from situations import EMBEDDING_SCHEMES, ROTARY_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS, randomize
 from stock_attention import LOWEST, formula, pairs, scheme_in
-from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -56,10 +56,12 @@ JOINS_DOCUMENTS = {
     "bailing_hybrid",
     "bamba",
     "biogpt",
+    "evolla",
     "falcon",
     "falcon_h1",
     "gpt_oss",
     "granitemoehybrid",
+    "hunyuan_vl_text",
     "jamba",
     "kimi_linear",
     "lfm2",
@@ -75,6 +77,8 @@ JOINS_DOCUMENTS = {
 }
 """Types in which documents of one row see each other, stock or not: a state runs on, or masks get no position ids."""
 
+MAKES_NO_CACHE = {"granite4_vision_text"}
+"""Types to which the model around them gives a cache."""
 
 WITHOUT_CACHE = {"openai-gpt"}
 """Types that compute everything anew at each step."""
@@ -262,7 +266,8 @@ def by_steps(model):
     ids, positions = tokens(), torch.arange(LENGTH)[None]
     if base_model_type(model.config) in WITHOUT_CACHE:
         return torch.cat([out(model(ids[:, : n + 1], use_cache=True))[:, n:] for n in range(LENGTH)], 1)
-    found = model(ids[:, :12], position_ids=positions[:, :12], use_cache=True)
+    cache = DynamicCache(config=model.config) if base_model_type(model.config) in MAKES_NO_CACHE else None
+    found = model(ids[:, :12], position_ids=positions[:, :12], past_key_values=cache, use_cache=True)
     steps = [out(found)]
     for n in range(12, LENGTH):
         step = slice(n, n + 1)
@@ -292,17 +297,23 @@ def packed(model):
     return logits[:, :8], logits[:, 8:]
 
 
+def loader(cls):
+    """Return what loads models of one of our classes: its Auto class, or itself where no Auto class knows it."""
+    return auto_class(cls.config_class) or cls
+
+
 def from_config(folder, cls):
-    built = auto_class(cls.config_class).from_config(AutoConfig.from_pretrained(folder))
+    config, auto = AutoConfig.from_pretrained(folder), auto_class(cls.config_class)
+    built = cls(config) if auto is None else auto.from_config(config)
     built.load_state_dict(cls.from_pretrained(folder).state_dict())
     return built.eval()
 
 
 LOADERS = (
     lambda folder, cls: hf_posenc.from_pretrained(folder),
-    lambda folder, cls: auto_class(cls.config_class).from_pretrained(folder),
-    lambda folder, cls: auto_class(cls.config_class).from_pretrained(folder, trust_remote_code=True),
-    lambda folder, cls: auto_class(cls.config_class).from_pretrained(folder, attn_implementation="eager"),
+    lambda folder, cls: loader(cls).from_pretrained(folder),
+    lambda folder, cls: loader(cls).from_pretrained(folder, trust_remote_code=True),
+    lambda folder, cls: loader(cls).from_pretrained(folder, attn_implementation="eager"),
     lambda folder, cls: cls.from_pretrained(folder),
     from_config,
     lambda folder, cls: pickle.loads(pickle.dumps(cls.from_pretrained(folder))),
@@ -427,7 +438,8 @@ def turns_whole_heads(model_type):
     family = family_for(model_type)
     facts = family.rotation
     whole = facts.rotary is not None and not facts.slices_rotary and facts.attention_part is None
-    return whole and not family.always_replaced and model_type != "lfm3"  # whose layers differ in the share they turn
+    # The layers of one differ in the share that they turn, and the other has no rotation that leaves pairs where they are.
+    return whole and not family.always_replaced and model_type not in ("lfm3", "ernie4_5_vl_moe_text")
 
 
 @torch.no_grad()

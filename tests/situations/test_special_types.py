@@ -10,7 +10,7 @@ from situations import randomize
 from transformers import CONFIG_MAPPING, StaticCache
 
 import hf_posenc
-from hf_posenc import export_stock, from_pretrained, patch_model, verify
+from hf_posenc import UnsupportedModelError, export_stock, from_pretrained, patch_model, verify
 from hf_posenc.analysis.probe import position_vectors
 from hf_posenc.layer_state import STATE, OnAttention, use_engine
 from hf_posenc.live.base_model import BaseModel
@@ -38,10 +38,19 @@ def relative(actual, expected):
     return ((actual - expected).norm() / expected.norm()).item()
 
 
-SEVERAL = ("qwen2_vl_text", "qwen3_5_text", "qwen3_vl_text")
-"""Types that take several coordinates, each in its own way: of each section, of a part of the head, interleaved."""
-MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "mrope_section": [1, 2, 1]}
-"""Pairs for time, height and width; the type's own section would leave the pairs of a tiny head where they are."""
+SEVERAL = ("qwen2_vl_text", "qwen3_5_text", "qwen3_vl_text", "glm4v_text", "hunyuan_vl_text", "ernie4_5_vl_moe_text")
+"""Types that take several coordinates, each in its own way: by sections, interleaved in a part of the head or in all of
+it, by sections of neighbouring dimensions, by sections of both halves, by height and width in turn."""
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+
+
+def sectioned(model_type, number, parameters=None, **config):
+    """Return a model that divides its pairs among coordinates in one of two ways."""
+    sections, size = [[1, 2, 1], [3, 1, 0]], 8
+    if model_type == "ernie4_5_vl_moe_text":  # height and width have as many, and come before the time
+        sections, size = [[3, 3, 2], [1, 1, 6]], 16
+    divided = {"mrope_section": sections[number]}
+    return decoder(model_type, rope_parameters=MROPE | divided | (parameters or {}), head_dim=size, **config)
 
 
 def coordinates(*, alike, axes, step=1):
@@ -59,7 +68,7 @@ def coordinates(*, alike, axes, step=1):
 def test_several_coordinates_are_refused_where_one_number_counts(model_type, scheme, axes):
     """And where they are all alike, they are that number, gaps included."""
     kinds = {"layer_types": ["full_attention", "full_attention"]} if model_type == "qwen3_5_text" else {}
-    model = patch_model(decoder(model_type, rope_parameters=MROPE, **kinds), scheme, seed=0)
+    model = patch_model(sectioned(model_type, 0, **kinds), scheme, seed=0)
     for step in (1, 3):
         alike = coordinates(alike=True, axes=axes, step=step)
         assert logits(model, position_ids=alike).equal(logits(model, position_ids=alike[0]))
@@ -71,22 +80,22 @@ def test_several_coordinates_are_refused_where_one_number_counts(model_type, sch
 @pytest.mark.parametrize("axes", [3, 4])
 def test_several_coordinates_turn_what_the_base_turns(model_type, axes, tmp_path):
     """A rotation of the whole model keeps how the base divides the pairs, also in a checkpoint and exported."""
-    section = [3, 1, 0]
     given = coordinates(alike=False, axes=axes)
-    expected = logits(decoder(model_type, rope_parameters=MROPE | {"rope_theta": 50.0}), position_ids=given)
-    other = logits(
-        decoder(model_type, rope_parameters=MROPE | {"rope_theta": 50.0, "mrope_section": section}),
-        position_ids=given,
+    if model_type == "hunyuan_vl_text":  # whose decoder takes none of the text
+        given = given[-3:]
+    expected, other = (
+        logits(sectioned(model_type, number, {"rope_theta": 50.0}), position_ids=given) for number in (0, 1)
     )
     assert relative(other, expected) > 1e-2
-    for number, (divided, wanted) in enumerate(((MROPE["mrope_section"], expected), (section, other))):
-        parameters = MROPE | {"mrope_section": divided}
-        model = patch_model(decoder(model_type, rope_parameters=parameters), "rope", rope_theta=50.0)
+    for number, wanted in enumerate((expected, other)):
+        model = patch_model(sectioned(model_type, number), "rope", rope_theta=50.0)
         assert logits(model, position_ids=given).equal(wanted)
         model.save_pretrained(tmp_path / f"{number}")
         assert logits(from_pretrained(tmp_path / f"{number}"), position_ids=given).equal(wanted)
+    if model_type == "ernie4_5_vl_moe_text":  # which no scaling is made for
+        return
     scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    stock = decoder(model_type, rope_parameters=MROPE | scaled)
+    stock = sectioned(model_type, 0, scaled)
     before = logits(stock, position_ids=given)
     assert logits(patch_model(stock, "rope"), position_ids=given).equal(before)
 
@@ -268,12 +277,56 @@ def test_the_size_of_what_enters_the_first_layer(model_type):
     assert vectors.square().mean().sqrt().item() == pytest.approx(wanted, rel=1e-3)
 
 
-def can_share(facts):
-    """Return whether a type rotates, and not by coordinates that divide all pairs of a head."""
-    return facts.rotary is not None and (facts.parameter_coordinates is None or facts.slices_rotary)
+SECTIONED = ("glm4v_moe_text", "glm4v_text", "glm_image_text", "glm_ocr_text")
+"""Types that turn a part of each head, whose pairs the sections of time, height and width add up to."""
 
 
-TURNED = [t for t in supported_model_types() if t in CONFIG_MAPPING and can_share(family_for(t).rotation)]
+@pytest.mark.parametrize("model_type", [t for t in SECTIONED if t in CONFIG_MAPPING])
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_a_share_that_does_not_fit_the_sections_is_refused(model_type, share):
+    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor other than its own"):
+        patch_model(decoder(model_type), "rope", partial_rotary_factor=share)
+
+
+@pytest.mark.skipif("molmo2_text" not in CONFIG_MAPPING, reason="an older release lacks it")
+def test_a_second_rotary_module_in_use_is_refused():
+    with pytest.raises(UnsupportedModelError, match="a rotary module of their own"):
+        patch_model(decoder("molmo2_text", rope_scaling_layers=[1]), "alibi")
+
+
+@pytest.mark.skipif("evolla" not in CONFIG_MAPPING, reason="an older release lacks it")
+@torch.no_grad()
+def test_what_is_read_of_another_sequence_stays():
+    """Evolla's adapters attend to a protein, which has no positions beside those of the text."""
+    model = decoder("evolla")
+    ids = torch.arange(5, 13)[None]
+    protein = {"protein_input_ids": ids, "protein_attention_mask": torch.ones_like(ids)}
+    for adapter in [layer.adapter for layer in model.model.layers if hasattr(layer, "adapter")]:
+        adapter.gate_attention.fill_(1.0)
+        adapter.gate_ffw.fill_(1.0)
+    patch_model(model, "nope")
+    with_protein = logits(model, **protein)
+    assert relative(with_protein, logits(model)) > 1e-2
+    hf_posenc.unpatch_model(model)
+    assert relative(logits(model, **protein), with_protein) > 1e-2
+    without = model.model.rotary_emb.forward
+
+    def still(x, position_ids):
+        cos, sin = without(x, position_ids)
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+    model.model.rotary_emb.forward = still
+    assert relative(logits(model, **protein), with_protein) < 1e-6
+
+
+def can_share(model_type):
+    """Return whether a type rotates, and not by coordinates that divide the pairs by sections or in whole heads."""
+    facts = family_for(model_type).rotation
+    whole = facts.parameter_coordinates is None or facts.slices_rotary
+    return facts.rotary is not None and whole and model_type not in SECTIONED
+
+
+TURNED = [t for t in supported_model_types() if t in CONFIG_MAPPING and can_share(t)]
 
 
 @pytest.mark.parametrize("model_type", TURNED)
