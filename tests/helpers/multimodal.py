@@ -5,6 +5,7 @@ The language model inside has the sizes of `decoders.py`, what reads images and 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Iterator
@@ -56,6 +57,9 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 """What the part that reads images of a type needs beyond `READER`."""
 
+MANY = 80_000_000
+"""Parameters of a model that is not tiny."""
+
 TOKENS = {"image": 96, "video": 95, "audio": 94}
 """Token that stands for a part of an image, a video or a sound."""
 
@@ -71,10 +75,10 @@ def class_of(model_type: str) -> type[PreTrainedModel]:
     return cls
 
 
-def _sized(config: Any, sizes: dict[str, Any]) -> Any:
-    """Return a config of the same class with the sizes that it knows."""
+def _sized(config: Any, sizes: dict[str, Any], special: dict[str, Any]) -> Any:
+    """Return a config of the same class with the sizes that it knows, and the special ones."""
     known = set(config.to_dict()) | set(config.attribute_map)
-    return type(config)(**{name: size for name, size in sizes.items() if name in known})
+    return type(config)(**{name: size for name, size in sizes.items() if name in known} | special)
 
 
 def multimodal(model_type: str, *, seed: int = 0) -> PreTrainedModel:
@@ -83,6 +87,9 @@ def multimodal(model_type: str, *, seed: int = 0) -> PreTrainedModel:
     Args:
         model_type: of transformers.
         seed: of the weights; the global random state is left as it was.
+
+    Raises:
+        LookupError: if the sizes that are known here do not make it tiny.
     """
     usual = CONFIG_MAPPING[model_type]()
     text = language_config(usual)
@@ -90,17 +97,22 @@ def multimodal(model_type: str, *, seed: int = 0) -> PreTrainedModel:
     for name in usual.sub_configs:
         part = getattr(usual, name)
         if part is text:
-            parts[name] = _sized(part, SIZES | SPECIAL.get(base_model_type(usual), {}))
+            parts[name] = _sized(part, SIZES, SPECIAL.get(base_model_type(usual), {}))
         elif part is not None:
-            parts[name] = _sized(part, READER | PARTS.get(model_type, {}))
+            parts[name] = _sized(part, READER, PARTS.get(model_type, {}))
     known = usual.to_dict()
     parts |= {name: size for name, size in AROUND.items() if name in known}
     for kind, token in TOKENS.items():
         parts |= {name: token for name in (f"{kind}_token_id", f"{kind}_token_index") if name in known}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of code of transformers while it is imported
+        cls, config = class_of(model_type), CONFIG_MAPPING[model_type](**parts)
+        with torch.device("meta"):
+            count = sum(parameter.numel() for parameter in cls._from_config(copy.deepcopy(config)).parameters())
+        if count > MANY:
+            raise LookupError(f"{cls.__name__} has {count:,} parameters with the sizes that are known here")
         torch.manual_seed(seed)
-        return class_of(model_type)._from_config(CONFIG_MAPPING[model_type](**parts)).eval()
+        return cls._from_config(config).eval()
 
 
 def pictures(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:

@@ -163,6 +163,19 @@ def given_to(decoder, calls):
     )
 
 
+SHORT = {"max_new_tokens": 3, "do_sample": False, "suppress_tokens": list(TOKENS.values())}
+"""Options of a generation without tokens that stand for images and sounds."""
+
+
+def stock_generates(model, inputs):
+    """Return whether the stock model generates: one of Qwen omni's thinkers asks the config for what only the whole has."""
+    try:
+        model.generate(**inputs, **SHORT)
+    except AttributeError:
+        return False
+    return True
+
+
 def refused_with_images(model_type, position_ids):
     """Return what the error says of an image where it is refused, else None."""
     if model_type in SEES_FORWARD:
@@ -179,16 +192,20 @@ def test_an_image_or_a_sound_is_attended_to_by_the_scheme(model_type):
         inputs = seen_and_read(model)
     except Exception as error:
         pytest.skip(f"no tiny {model_type} that sees or hears: {type(error).__name__}: {error}"[:300])
-    if getattr(language_model(model).config, "use_bidirectional_attention", False):
+    if getattr(language_model(model).config, "use_bidirectional_attention", False) is True:
         pytest.skip("its language model is no causal one, and refused")
     calls, made = [], []
     handles = [
         given_to(decoder_of(model), calls),
         decoder_of(model).register_forward_hook(lambda _, args, output: made.append(output[0].clone())),
     ]
-    stock, alone = run(model, **inputs), patch_model(copy.deepcopy(language_model(model)), "t5", seed=0)
-    patch_model(model, "t5", seed=0)
-    if (reason := refused_with_images(model_type, calls[0].get("position_ids"))) is not None:
+    generates = stock_generates(model, inputs)
+    stock, alone = (
+        run(model, **inputs),
+        patch_model(copy.deepcopy(language_model(model)), "t5", seed=0, share_layers=False),
+    )
+    patch_model(model, "t5", seed=0, share_layers=False)
+    if (reason := refused_with_images(model_type, calls[-1].get("position_ids"))) is not None:
         with pytest.raises((ValueError, NotImplementedError), match=reason):
             run(model, **inputs)
         return
@@ -197,9 +214,9 @@ def test_an_image_or_a_sound_is_attended_to_by_the_scheme(model_type):
         handle.remove()
     assert not torch.allclose(patched, stock, atol=1e-3)
     with torch.no_grad():
-        assert torch.equal(decoder_of(alone)(**calls[1])[0], made[1])
-    told = {"max_new_tokens": 3, "do_sample": False, "suppress_tokens": list(TOKENS.values())}
-    assert torch.equal(model.generate(**inputs, **told), model.generate(**inputs, **told, use_cache=False))
+        assert torch.equal(decoder_of(alone)(**calls[-1])[0], made[-1])
+    if generates:
+        assert torch.equal(model.generate(**inputs, **SHORT), model.generate(**inputs, **SHORT, use_cache=False))
 
 
 @pytest.mark.slow
@@ -209,12 +226,12 @@ def test_every_served_type(model_type, tmp_path):
         model = multimodal(model_type)
     except Exception as error:
         pytest.skip(f"no tiny model by these sizes: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
-    if getattr(language_model(model).config, "use_bidirectional_attention", False):
+    if getattr(language_model(model).config, "use_bidirectional_attention", False) is True:
         with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention"):
             patch_model(model, "t5")
         return
     before = snapshot(model, run=False)
-    patch_model(model, "t5", seed=0)
+    patch_model(model, "t5", seed=0, share_layers=False)
     model.save_pretrained(tmp_path)
     loaded = hf_posenc.from_pretrained(tmp_path)
     with torch.no_grad():
