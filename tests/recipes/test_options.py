@@ -519,7 +519,7 @@ def test_an_option_of_several_recipes_is_one_option(recipes):
 def test_numbers_in_a_help_text_are_those_of_the_code(recipes, recipe):
     """Help is written in docstrings, which cannot name a constant."""
     calibrating, rates = (
-        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("calibration_stage", "rates")
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("calibration_stage", "learning_rate_search")
     )
     said = meanings(module_of(recipe).Arguments)
     for name, number in (
