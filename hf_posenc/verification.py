@@ -281,7 +281,9 @@ def _answering(patch: Patch, base: BaseModel) -> list[bool]:
 def _answers_at_input(patch: Patch, base: BaseModel) -> bool:
     """Return whether the hidden states that enter the first layer must answer to positions."""
     kept = all(scheme.layers is not None for scheme in patch.schemes)
-    if kept and not isinstance(base.found.position_table, PositionEmbedding | None):
+    table = base.found.position_table
+    # Ours may be inside a wrapper of PEFT.
+    if kept and table is not None and not any(isinstance(part, PositionEmbedding) for part in table.modules()):
         return True
     return any(scheme.acts_on.answers_at_input(base) for scheme in patch.schemes)
 

@@ -296,8 +296,10 @@ def _rotary(
         }
         if len(set(shares.values())) > 1 and not sizes:
             raise ValueError("rope: this base turns whole heads, so partial_rotary_factor is one for all layer types")
-        if native is None or (not sizes and shares[next(iter(types))] != 1):
-            config.head_dim = size = int(dims.head_dim * shares[next(iter(types))])
+        share = shares[next(iter(types))]
+        # Latent attention rotates a part of each head, and Mistral 4's config says the size of the whole.
+        if native is None or (not sizes and (share != 1 or dims.head_dim != getattr(config, "head_dim", None))):
+            config.head_dim = size = int(dims.head_dim * share)
     if None in types and hasattr(config, ORIGINAL_LENGTH) and ORIGINAL_LENGTH in parameters:
         setattr(config, ORIGINAL_LENGTH, parameters[ORIGINAL_LENGTH])  # the config's own would be taken instead
     asked = {kind: _Asked(each) for kind, each in types.items()}
