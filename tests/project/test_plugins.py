@@ -151,7 +151,7 @@ class Fake(Distribution):
 @pytest.fixture
 def offers(monkeypatch, tmp_path):
     """`(group, name, value, distribution)`... -> as if these were installed; the registries are put back afterwards."""
-    monkeypatch.setattr(registry, "_OFFERED", {})
+    monkeypatch.setattr(registry, "_ENTRY_POINTS", {})
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     monkeypatch.syspath_prepend(str(tmp_path))
