@@ -192,7 +192,7 @@ def offers(monkeypatch, tmp_path):
     def install(*rows):
         found = EntryPoints(EntryPoint(name, value, group)._for(Fake(of)) for group, name, value, of in rows)
         monkeypatch.setattr(registry, "entry_points", lambda: found)
-        registry._OFFERED.clear()
+        registry._ENTRY_POINTS.clear()
         registry.available_schemes()
         registry.supported_model_types()
 
