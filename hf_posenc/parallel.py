@@ -84,7 +84,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        return _gathered(tensor, group)
+        return _all_gather(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -94,7 +94,7 @@ class _Gather(torch.autograd.Function):
         return own_gradient, None
 
 
-def _gathered(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Stack the tensors (...) of a group's processes into (processes, ...)."""
     tensor = tensor.contiguous()
     parts = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
@@ -194,14 +194,14 @@ def _channel_of_positions(
         )
     valid = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
     position = torch.where(valid, ids.expand(shape), -1).to(torch.int32)
-    positions_of_all = _gathered(position, group).movedim(0, 1).flatten(1)
-    ordered = positions_of_all.sort(-1).values
+    all_positions = _all_gather(position, group).movedim(0, 1).flatten(1)
+    ordered = all_positions.sort(-1).values
     repeats = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()
     if repeats.is_cuda:
         torch._assert_async(~repeats, REPEATED_POSITIONS)  # reading the value would stall the device
     elif bool(repeats):
         raise ValueError(REPEATED_POSITIONS)
-    return positions.pack(position, positions_of_all, query_valid=valid, key_valid=positions_of_all >= 0)
+    return positions.pack(position, all_positions, query_valid=valid, key_valid=all_positions >= 0)
 
 
 @contextmanager

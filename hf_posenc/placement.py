@@ -129,7 +129,7 @@ class StockForm:
     """The positions that a stock checkpoint of a patched model would have to hold.
 
     Attributes:
-        turned: whether the model's one rotation rotates queries and keys, for each layer.
+        turned: whether each layer uses the rotation of the model; a stock checkpoint has only one.
         table: whether the vectors at the input become the base's own table.
     """
 
@@ -138,7 +138,7 @@ class StockForm:
 
 
 class Placement:
-    """Where a scheme acts. By default, methods describe a scheme that needs nothing special."""
+    """Where a scheme acts. The methods describe what its schemes need; by default, nothing special."""
 
     words: ClassVar[str]
     """Description of the place, for messages and tables."""
@@ -165,7 +165,7 @@ class Placement:
         raise NotImplementedError(type(self).__name__)
 
     def dropped_by_stock_attention(self, scheme: Placed) -> str | None:
-        """Return a name for what stock attention functions would drop of a scheme; None if they drop nothing."""
+        """Name what stock attention functions would drop of a scheme; return None if they drop nothing."""
         return None if scheme.window is None else f"the window of {scheme.name}"
 
     def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
@@ -225,7 +225,7 @@ class Nowhere(Placement):
             raise UnsupportedModelError(
                 f"{scheme.name} would change nothing here: {base.name} leaves layer "
                 f"{', '.join(map(str, scheme.layers))} unrotated by itself. It rotates layers "
-                f"{', '.join(str(layer) for layer, turned in enumerate(base.rotated) if turned)}"
+                f"{', '.join(str(layer) for layer, rotated in enumerate(base.rotated) if rotated)}"
             )
         if base.keeps_table:
             raise UnsupportedModelError(

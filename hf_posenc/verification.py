@@ -38,11 +38,11 @@ SPANS = (2**8, 2**12, 2**16)
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The response of one decoder layer when the positions move and everything else stays.
+    """The response of one decoder layer when only its positions change.
 
     Attributes:
         index: index of the layer.
-        response: relative change of the layer's output, as the model stands.
+        response: relative change of the layer's output, with the model's current parameters.
         live_response: relative change with random parameters of the scheme, then also with positions further and
             further apart, until the layer responds. A scheme that starts neutral (DA-Transformer) needs random
             parameters. A scheme that acts from 8192 tokens on needs distant positions. A dead scheme never responds.
@@ -68,7 +68,7 @@ class Report:
         scheme: name of the scheme, or names of the schemes.
         layers: one report per decoder layer.
         input_response: change of the hidden states that enter the first layer.
-        model_response: change of the logits (or last hidden states) when all positions move.
+        model_response: change of the logits (or last hidden states) when all positions change.
         order_response: change at the last token when two earlier tokens swap places. The causal mask alone causes one.
         problems: what is wrong, in words; empty if nothing is.
     """
@@ -150,24 +150,26 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
     )
     with evaluation(model), _allow_stock_attention(base.found.decoder):
         attends = patch.attends and base.config._attn_implementation == NAME
-        lost, left = _self_test(base, tokens) if attends else ({}, {})
-        expected, at_input = _expected_responses(patch, base), _expects_response_at_input(patch, base)
-        standing = _Measurement(base, tokens)
-        trial = _measure_with_random_parameters(standing, base, patch.limit, tokens, expected, at_input, generator)
+        errors, leftover = _self_test(base, tokens) if attends else ({}, {})
+        expected, input_must_respond = _expected_responses(patch, base), _expects_response_at_input(patch, base)
+        current = _Measurement(base, tokens)
+        trial = _measure_with_random_parameters(
+            current, base, patch.limit, tokens, expected, input_must_respond, generator
+        )
         order_response = _change(
-            _output(base.model, _swap_first_two(tokens, weight.shape[0]))[:, -1], standing.output[:, -1]
+            _output(base.model, _swap_first_two(tokens, weight.shape[0]))[:, -1], current.output[:, -1]
         )
     layers = tuple(
         LayerReport(i, response, live, expected[i])
-        for i, (response, live) in enumerate(zip(standing.layers, trial.layers, strict=True))
+        for i, (response, live) in enumerate(zip(current.layers, trial.layers, strict=True))
     )
     problems = [
-        *_problems_of_attention(patch, base, lost, left),
+        *_problems_of_attention(patch, base, errors, leftover),
         *_problems_of_layers(layers),
-        *_problems_of_input(at_input, standing.input, trial.input),
+        *_problems_of_input(input_must_respond, current.input, trial.input),
         *_problems_of_rotation(patch, base),
     ]
-    return Report(patch.name, layers, standing.input, standing.model, order_response, tuple(problems))
+    return Report(patch.name, layers, current.input, current.model, order_response, tuple(problems))
 
 
 def _number_of_tokens(wanted: int | None, limit: int | None) -> int:
@@ -189,32 +191,32 @@ def _swap_first_two(tokens: Tensor, vocabulary: int) -> Tensor:
 
 
 def _measure_with_random_parameters(
-    standing: _Measurement,
+    current: _Measurement,
     base: BaseModel,
     limit: int | None,
     tokens: Tensor,
     expected: list[bool],
-    at_input: bool,
+    input_must_respond: bool,
     generator: torch.Generator,
 ) -> _Measurement:
     """Return the responses with random parameters. Move positions further apart until every expected response appears.
 
     Args:
-        standing: the responses of the model as it stands.
+        current: the responses with the current parameters.
         base: the model.
         limit: number of positions of the scheme, or None if there is no limit.
         tokens: (1, T).
         expected: whether each layer must respond.
-        at_input: whether the hidden states that enter the first layer must respond.
+        input_must_respond: whether the hidden states that enter the first layer must respond.
         generator: generator of the random parameters.
     """
-    trial = standing
+    trial = current
     owners = [module for module in base.model.modules() if isinstance(module, PositionModule)]
-    if min(standing.layers) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
+    if min(current.layers) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
         with _random_parameters(owners, generator):
             trial = _Measurement(base, tokens)
     for span in SPANS:
-        if trial.input > NOTICES or not at_input:
+        if trial.input > NOTICES or not input_must_respond:
             if all(response > NOTICES for response, wanted in zip(trial.layers, expected, strict=True) if wanted):
                 break
         step = (min(span, limit or span) - 1) // (tokens.shape[1] - 1)
@@ -224,22 +226,22 @@ def _measure_with_random_parameters(
 
 
 def _problems_of_attention(
-    patch: Patch, base: BaseModel, lost: dict[int, float], left: dict[int, float]
+    patch: Patch, base: BaseModel, errors: dict[int, float], leftover: dict[int, float]
 ) -> Iterator[str]:
     """Yield the problems of attention.
 
     Args:
         patch: the patch of the model.
         base: the model.
-        lost: layer index -> relative error of attention without the scheme, from `_self_test`.
-        left: layer index -> response of attention without the scheme, from `_self_test`.
+        errors: layer index -> relative error of attention without the scheme, from `_self_test`.
+        leftover: layer index -> response of attention without the scheme, from `_self_test`.
     """
-    for index, error in lost.items():
+    for index, error in errors.items():
         yield (
             f"layer {index}: attention without the scheme differs from the model's own eager attention by {error:.1%}: "
             "a feature of the model's attention is missing"
         )
-    for index, response in left.items():
+    for index, response in leftover.items():
         yield (
             f"layer {index}: attention without the scheme answers to positions, by {response:.1%}: the base's own "
             "positions are still in it"
@@ -256,17 +258,17 @@ def _problems_of_layers(layers: Sequence[LayerReport]) -> Iterator[str]:
             yield f"layer {layer.index} {does}"
 
 
-def _problems_of_input(at_input: bool, standing: float, trial: float) -> Iterator[str]:
+def _problems_of_input(input_must_respond: bool, current: float, trial: float) -> Iterator[str]:
     """Yield the problems of the hidden states that enter the first layer.
 
     Args:
-        at_input: whether they must respond to positions.
-        standing: their response as the model stands.
+        input_must_respond: whether they must respond to positions.
+        current: their response with the current parameters.
         trial: their response with random parameters.
     """
-    if at_input and trial <= NOTICES:
+    if input_must_respond and trial <= NOTICES:
         yield "the hidden states that enter the first layer ignore positions"
-    if not at_input and standing > NOTICES:
+    if not input_must_respond and current > NOTICES:
         yield "the hidden states that enter the first layer answer to positions: the base's own table is still there"
 
 
@@ -356,8 +358,8 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
     comparison shows positions of the base that patching has not removed.
 
     Returns:
-        lost: layer index -> relative error against the eager attention, for the layers that differ.
-        left: layer index -> relative change at reversed positions, for the layers that respond and must not.
+        errors: layer index -> relative error against the eager attention, for the layers that differ.
+        leftover: layer index -> relative change at reversed positions, for the layers that respond and must not.
     """
     attentions: dict[int, Any] = base.found.attention_of
     model, family = base.model, base.family
@@ -365,7 +367,7 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
     calls, _ = _trace(model, list(attentions.values()), tokens, order)
     reversed_calls, _ = _trace(model, list(attentions.values()), tokens, order.flip(-1))
     silenced = base.layers_with_scores()
-    lost, left = {}, {}
+    errors, leftover = {}, {}
     for (index, attention), call, other in zip(attentions.items(), calls, reversed_calls, strict=True):
         hidden, args, kwargs = call.hidden_states, call.args, call.kwargs
         blank = hidden.new_zeros(1, 1, tokens.shape[1], tokens.shape[1])
@@ -389,7 +391,7 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
             reversed_args = () if family.always_replaced else other.args
             response = _change(first(attention(hidden, *reversed_args, **reversed_kwargs)), plain)
             if index in silenced and response > NOTICES:
-                left[index] = response
+                leftover[index] = response
             undo.make(SetAttribute(attention.config, "_attn_implementation_internal", "eager"))
             if family.always_replaced:
                 arguments = named(attention, args, kwargs)
@@ -404,8 +406,8 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
         # Eager attention takes its softmax in float32, whatever the dtype.
         precision = max(torch.finfo(dtype).eps for dtype in (hidden.dtype, torch.float32))
         if not error < precision**0.5:
-            lost[index] = error
-    return lost, left
+            errors[index] = error
+    return errors, leftover
 
 
 def _trace(
