@@ -1,7 +1,7 @@
 """Replace the position handling of Hugging Face causal language models, in place, by any documented scheme.
 
-Importing this imports nothing heavy, because a public name is looked up when it is first used. The model types of
-patched models are registered with AutoConfig as soon as any package imports it.
+Importing hf_posenc imports nothing heavy, because each public name is imported when it is first used. The model types
+of patched models are registered with AutoConfig as soon as any package imports AutoConfig.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from typing import Any
 
 from .checkpoints.after_import import after_import
 
-_NAMES = {
+_PUBLIC_NAMES = {
     ".api": "is_patched patch_model patched schemes_of unpatch_model",
     ".calibration.calibrate": "Calibration Matching calibrate",
     ".attention_call": "Call",
@@ -29,9 +29,11 @@ _NAMES = {
     ".schemes.base": "Dims EmbeddingScheme RotaryScheme Scheme ScoreScheme",
     ".verification": "verify",
 }
-"""Module -> the public names that it has; `__init__.pyi` has them for type checkers."""
+"""Module -> its public names. `__init__.pyi` lists the same names for type checkers."""
 
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()} | {"__version__": ".version"}
+_MODULE_OF = {name: module for module, names in _PUBLIC_NAMES.items() for name in names.split()} | {
+    "__version__": ".version"
+}
 
 __all__ = sorted(_MODULE_OF)
 
@@ -55,21 +57,21 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, looked up or not."""
+    """Return all public names, imported or not."""
     return sorted({*globals(), *__all__})
 
 
-def _announce() -> None:
+def _announce_patched_types() -> None:
     from .checkpoints.auto_classes import announce_all
 
     announce_all()
 
 
-def _announce_multimodal() -> None:
+def _announce_multimodal_types() -> None:
     from .checkpoints.auto_classes import announce_multimodal
 
     announce_multimodal()
 
 
-after_import("transformers.models.auto.modeling_auto", _announce_multimodal)
-after_import("transformers.models.auto.configuration_auto", _announce)
+after_import("transformers.models.auto.modeling_auto", _announce_multimodal_types)
+after_import("transformers.models.auto.configuration_auto", _announce_patched_types)

@@ -29,27 +29,27 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def parse_schemes(scheme: str | Scheme | Sequence[Scheme], hyperparameters: dict[str, object]) -> tuple[Scheme, ...]:
-    """Return the schemes that a caller means: a name with its hyper-parameters, an instance, or a list of instances.
+    """Return the schemes from a name with hyper-parameters, an instance, or a list of instances.
 
     Raises:
-        UnknownSchemeError: for a name or a class that is not registered; the message lists the names that are.
-        TypeError: for unknown hyper-parameters, or any beside an instance.
+        UnknownSchemeError: if a name or a class is not registered; the message lists the registered names.
+        TypeError: for unknown hyper-parameters, or for hyper-parameters together with an instance.
         ValueError: for values out of range.
     """
     if isinstance(scheme, str):
         return (scheme_class(scheme).parse(hyperparameters),)
-    given = [scheme] if isinstance(scheme, Scheme) else list(scheme) if isinstance(scheme, (list, tuple)) else []
-    if not given or not all(isinstance(each, Scheme) for each in given):
+    schemes = [scheme] if isinstance(scheme, Scheme) else list(scheme) if isinstance(scheme, (list, tuple)) else []
+    if not schemes or not all(isinstance(each, Scheme) for each in schemes):
         raise TypeError(
             f"scheme must be one of the names {', '.join(available_schemes())}, a Scheme, or a list of Schemes for "
             f"different layers, not {scheme!r}"
         )
-    for each in given:
+    for each in schemes:
         check_registered(type(each))
     if hyperparameters:
-        names = " and ".join(each.name for each in given)
-        raise TypeError(f"hyper-parameters {', '.join(hyperparameters)} were given beside an instance of {names}")
-    return tuple(given)
+        names = " and ".join(each.name for each in schemes)
+        raise TypeError(f"hyper-parameters {', '.join(hyperparameters)} cannot go with an instance of {names}")
+    return tuple(schemes)
 
 
 def patch_model(
@@ -62,38 +62,38 @@ def patch_model(
 ) -> Model:
     """Replace a model's position handling, in place.
 
-    Everything is checked before anything is changed, and a failure half-way leaves the model as it was. New parameters
-    take the dtype and device of the layer they sit on.
+    `patch_model` checks everything before it changes anything. A failure half-way leaves the model as it was. New
+    parameters take the dtype and device of the layer they sit on.
 
     Args:
-        model: a stock transformers model of a supported family, with or without a head, or a multimodal model with
-            such a language model inside, which is patched.
+        model: a stock transformers model of a supported family, with or without a head. In a multimodal model,
+            `patch_model` patches the language model.
         scheme: a name (`available_schemes()`), a `Scheme` instance, or a list of instances for different layers.
-            Layers that nobody names keep what the base has: its rotation, or what its table has put into the hidden
-            states.
+            Layers that no scheme names keep the base's positions: its rotation, or the vectors of its table in the
+            hidden states.
         attention: engine for schemes that change attention scores: `auto`, or one of
-            `hf_posenc.engines.dispatch.NAMES`, which then computes every call or refuses it.
-        seed: for new parameters that start at random; None draws from torch's generator.
-        **hyperparameters: of the scheme, see its class; `layers` and `window` among them, which every scheme has.
+            `hf_posenc.engines.dispatch.NAMES`. A named engine computes every call or refuses it.
+        seed: seed of new parameters that start at random; None draws from torch's generator.
+        **hyperparameters: hyper-parameters of the scheme, see its class. Every scheme has `layers` and `window`.
 
     Returns:
         The model itself.
 
     Raises:
         UnknownSchemeError: if there is no such scheme, or the class of an instance is not registered.
-        UnsupportedModelError: if the model, a setting of it or its attention backend cannot carry the scheme, or
-            somebody has replaced the forward that would have to carry it; if it is wrapped, sharded, offloaded or
-            spread over devices; if another call is patching, unpatching or calibrating it.
-        AlreadyPatchedError: if the model, or another one that has a layer in common with it, is patched;
-            `unpatch_model` that first.
+        UnsupportedModelError: if the model, its config or its attention backend cannot carry the scheme; if other code
+            has replaced a forward that the scheme needs; if the model is wrapped, sharded, offloaded or spread over
+            devices; if another call is patching, unpatching or calibrating it.
+        AlreadyPatchedError: if the model, or another model that shares a layer with it, is patched. Call
+            `unpatch_model` on that model first.
         TypeError: for wrong hyper-parameters.
         ValueError: for hyper-parameters out of range, or an unknown `attention`.
     """
-    wanted = parse_schemes(scheme, hyperparameters)
+    schemes = parse_schemes(scheme, hyperparameters)
     if seed is not None and not isinstance(seed, int):
         raise TypeError(f"seed must be an integer or None, not {seed!r}")
     with to_be_patched(model):
-        plan = make_plan(model, wanted, attention)
+        plan = make_plan(model, schemes, attention)
         placed = place_started(plan, seed)
         plan, undo, changes = placed.plan, Undo(), placed.made
         samples, layers = stock_samples(model), plan.base.found.layers
@@ -115,19 +115,18 @@ def patch_model(
 
 
 def _refuse_to_save(around: str, schemes: str, *args: object, **kwargs: object) -> None:
-    """Stand in for `save_pretrained` of a stock model around a patched one: nobody could load what it writes."""
+    """Replace `save_pretrained` of a stock model around a patched one, because its checkpoint could not be loaded."""
     raise UnsupportedModelError(
-        f"a part of this {around} is patched with {schemes}, and as a whole it could not be loaded again: save the "
-        "part that was given to patch_model by its own save_pretrained, or unpatch_model it and give the whole to "
-        "patch_model"
+        f"only a part of this {around} is patched with {schemes}, so a checkpoint of the whole could not be loaded: "
+        "call save_pretrained on the patched part; or call unpatch_model on the part, then patch_model on the whole"
     )
 
 
 def unpatch_model(model: Model) -> Model:
-    """Undo `patch_model`: modules, classes, config, hooks and attributes are what they were.
+    """Undo `patch_model`: restore modules, classes, config, hooks and attributes, and drop the scheme's parameters.
 
-    Stock parameters that were trained in between keep their new values; the scheme's parameters are dropped. Weights
-    that a calibration has moved stay moved as well, and a warning says so.
+    Stock parameters keep the values that training or a calibration has given them. After a calibration a warning says
+    so.
 
     Args:
         model: a patched model.
@@ -136,19 +135,19 @@ def unpatch_model(model: Model) -> Model:
         The model itself.
 
     Raises:
-        NotPatchedError: if it is not patched, or was loaded from a patched checkpoint, which does not hold the stock
+        NotPatchedError: if the model is not patched, or comes from a patched checkpoint, which does not hold the stock
             positions.
-        UnsupportedModelError: if it is wrapped (DistributedDataParallel), sharded (FSDP), offloaded or spread over
-            devices, has copies of layers that were made after it was patched, if somebody has replaced a forward that
-            would have to be taken away, or if another call is patching, unpatching or calibrating it.
+        UnsupportedModelError: if the model is wrapped (DistributedDataParallel), sharded (FSDP), offloaded or spread
+            over devices; if layers were copied after it was patched; if other code has replaced a forward that must be
+            restored; if another call is patching, unpatching or calibrating it.
     """
     with to_be_unpatched(model) as (patch, undo):
         calibrated = CALIBRATION in model.config.position_encoding
         undo.roll_back()
         if keep_if_moved(model, patch.samples) and calibrated:
             warnings.warn(
-                f"unpatch_model: a calibration has moved weights of this {type(model).__name__}, and they stay moved: "
-                "load the checkpoint again for what it was",
+                f"unpatch_model: a calibration has changed weights of this {type(model).__name__}, and they stay "
+                "changed: load the checkpoint again for the stock weights",
                 stacklevel=2,
             )
     return model
@@ -158,9 +157,8 @@ def unpatch_model(model: Model) -> Model:
 def patched(model: Model, scheme: str | Scheme | Sequence[Scheme], **arguments: Any) -> Iterator[Model]:
     """Patch a model for the length of a `with` block, also when the body raises.
 
-    At the end the model is stock, whatever the body did: nothing is left to do where the body has unpatched it, and
-    what it has patched it with instead is undone. If it cannot be unpatched, an error of the body is still the one that
-    is raised, with a note.
+    At the end the model is stock, even if the body has unpatched it or patched it with another scheme. If unpatching
+    fails after an error of the body, the error of the body is raised, with a note.
 
     Args:
         model: as for `patch_model`.
@@ -193,10 +191,10 @@ def is_patched(model: nn.Module) -> bool:
 
 
 def schemes_of(model: nn.Module) -> tuple[Scheme, ...]:
-    """Return the schemes of a patched model with everything they were resolved to; of a stock model none.
+    """Return the schemes of a patched model, with hyper-parameters as fitted to it; nothing for a stock model.
 
     Args:
-        model: also below an adapter of PEFT.
+        model: any model, also with an adapter of PEFT around it.
     """
     patch = patch_of(model)
     return () if patch is None else patch.schemes

@@ -1,4 +1,4 @@
-"""Our classes, `PosEnc<Stock>` of every family, by name. Checkpoints, pickles and AutoConfig find them here."""
+"""Our classes `PosEnc<Stock>`, for every family, by name. Checkpoints, pickles and AutoConfig import them from here."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .registry import family_for
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class `PosEnc<Stock>` of a supported family. It is made when it is first asked for.
+    """Return the class `PosEnc<Stock>` of a supported family. The first access creates it.
 
     Raises:
-        UnsupportedModelError: for a class of transformers whose model type no family serves; the file beside a
-            checkpoint that `trust_remote_code=True` runs asks for it.
+        UnsupportedModelError: if the stock class is one of transformers, but no family serves its model type. The code
+            in a checkpoint that `trust_remote_code=True` runs may ask for such a class.
         PluginError: if the package that offers the family cannot be imported.
         AttributeError: for any other name.
     """
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     config, model = stock_classes(name)
     if config is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if "text_config" not in config.sub_configs:  # a multimodal config says which language model is inside
+    if "text_config" not in config.sub_configs:  # only its config says which language model a multimodal one has
         family_for(config.model_type)
     from .checkpoints.building import config_class, model_class
 

@@ -1,4 +1,4 @@
-"""A table that is kept between two steps of generation."""
+"""A table of distances, cached between decoding steps."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 STEP = 1024
-"""A kept table has a multiple of this many distances, so that it is seldom made again as a cache grows."""
+"""A cached table has a multiple of this many distances, so that it is seldom rebuilt as the key-value cache grows."""
 
 
 class KeptTable:
-    """A table of distances that is computed from a weight, and kept until the weight changes.
+    """A table of distances that is computed from a weight, and cached until the weight changes.
 
-    A copy of the weight is kept beside it, to notice a change. Nothing else would tell: edits through `.data`, such as
-    those of moving averages and merged models, leave no trace. Copies and pickles start empty.
+    A copy of the weight shows changes. Moving averages and merged models edit weights through `.data`, which leaves no
+    other trace. Copies and pickles of the cache are empty.
     """
 
     def __init__(self) -> None:
@@ -25,41 +25,41 @@ class KeptTable:
         self.weight: Tensor | None = None
 
     def read(self, count: int, like: Tensor, weight: Tensor, make: Callable[[int], Tensor]) -> Tensor:
-        """Return the table, made anew if it is of another weight, dtype or device, or too short.
+        """Return the table. Rebuild it if it is too short or belongs to another weight, dtype or device.
 
         Args:
             count: number of distances.
-            like: has the dtype and the device of the table.
-            weight: the weight that it is computed from.
-            make: returns a table (H, distances, ...), from the number of distances.
+            like: tensor with the dtype and the device of the table.
+            weight: the weight that determines the table.
+            make: number of distances -> table (H, distances, ...).
 
         Returns:
             (H, count, ...).
         """
-        table, kept = self.table, self.weight
+        table, weight_of_table = self.table, self.weight
         if (
             table is None
-            or kept is None
+            or weight_of_table is None
             or table.shape[1] < count
             or (table.dtype, table.device) != (like.dtype, like.device)
-            or not equal(kept, weight)
+            or not equal(weight_of_table, weight)
         ):
             table = make(-(-count // STEP) * STEP).to(like.dtype).contiguous()
             self.table, self.weight = table, weight.clone()
         return table[:, :count]
 
     def drop(self) -> None:
-        """Free the table. Call it where another kind of call says that generation has ended."""
+        """Free the table. A call that is not a decoding step calls this, because generation has ended."""
         if not torch.compiler.is_compiling():
             self.table = self.weight = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is copied and pickled: nothing."""
+        """Return an empty cache, for copies and pickles."""
         return {"table": None, "weight": None}
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are of one dtype, device and shape, and hold the same numbers."""
+    """Return whether two tensors have the same dtype, device, shape and numbers."""
     if (a.dtype, a.device, a.shape) != (b.dtype, b.device, b.shape):
         return False
     words = 8 // a.element_size()

@@ -1,4 +1,4 @@
-"""What a model's positions are, and what computes its attention: describe, which_engine."""
+"""Describe a model's positions, and name the engine of its attention: describe, which_engine."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from .schemes.base import Scheme
 
 @dataclass(frozen=True)
 class Description:
-    """What a model's positions are. Prints as a few readable lines.
+    """A model's positions. `str` gives a few readable lines.
 
     Attributes:
-        model: class name.
-        family: stock model type; of a multimodal model, that of the language model inside.
-        inside: stock model type of the multimodal model; None of any other.
-        schemes: as resolved against the model; none for a stock model.
-        kept: the layers that keep what the base has, where others have schemes.
-        attention: `auto` or an engine's name where the model attends through this package, else its own implementation.
+        model: class name of the model.
+        family: stock model type; for a multimodal model, that of its language model.
+        inside: stock model type of a multimodal model; None for other models.
+        schemes: schemes as fitted to the model; empty for a stock model.
+        kept: indices of the layers that keep the base's positions in a patched model.
+        attention: `auto` or an engine's name if the model attends through this package; otherwise the model's own
+            attention implementation.
         limit: number of positions, or None if there is no limit (or the model is stock).
         parameters: number of position parameters.
-        tensors: number of tensors that hold them.
+        tensors: number of tensors that hold the position parameters.
     """
 
     model: str
@@ -76,13 +77,13 @@ def _in_layers(layers: Layers) -> str:
 
 
 def describe(model: PreTrainedModel) -> Description:
-    """Say what a model's positions are: schemes, hyper-parameters, where they act, attention, limit.
+    """Describe a model's positions: schemes, hyper-parameters, where they act, attention, limit.
 
     Args:
-        model: patched or stock; of one that PEFT has wrapped, what is inside.
+        model: a patched or stock model. PEFT may be around it.
 
     Raises:
-        UnsupportedModelError: for a stock model of an unknown family, and for one that is wrapped
+        UnsupportedModelError: for a stock model of an unknown family, and for a model that is wrapped
             (DistributedDataParallel) or sharded (FSDP).
     """
     check_unwrapped(model, "describe the model")
@@ -91,21 +92,21 @@ def describe(model: PreTrainedModel) -> Description:
     name, family = type(model).__name__, base_model_type(model.config)
     whole = str(type(model.config).model_type).removeprefix("posenc_")
     inside = None if language_config(model.config) is model.config else whole
-    own = str(language_config(model.config)._attn_implementation)
+    own_attention = str(language_config(model.config)._attn_implementation)
     family_for(family)
     if patch is None:
-        return Description(name, family, inside, (), (), own, None, 0, 0)
+        return Description(name, family, inside, (), (), own_attention, None, 0, 0)
     parameters = position_parameters(model).values()
-    named = [scheme.layers for scheme in patch.schemes]
-    taken = {layer for layers in named if layers is not None for layer in layers}
-    kept = () if None in named else tuple(layer for layer in range(len(patch.layers)) if layer not in taken)
+    selections = [scheme.layers for scheme in patch.schemes]
+    taken = {layer for layers in selections if layers is not None for layer in layers}
+    kept = () if None in selections else tuple(layer for layer in range(len(patch.layers)) if layer not in taken)
     return Description(
         name,
         family,
         inside,
         patch.schemes,
         kept,
-        patch.attention if patch.attends else own,
+        patch.attention if patch.attends else own_attention,
         patch.limit,
         sum(p.numel() for p in parameters),
         len(parameters),
@@ -122,30 +123,30 @@ def which_engine(
     weights: bool = False,
     layer: int | None = None,
 ) -> Choice:
-    """Say what computes attention in a patched model, and why that: for calls without padding, on the model's device.
+    """Name the engine that computes attention in a patched model, and say why: for calls without padding.
 
-    The model runs on one token, in evaluation mode, up to the attention of the layer; an offloaded model, whose weights
-    come in and go out layer by layer, runs to its end.
-
-    On a GPU the answer may take seconds: FlexAttention is compiled and tried before it is said to be used.
+    The answer is for the model's device. `which_engine` runs the model on one token, in evaluation mode, up to the
+    attention of the layer. It runs an offloaded model to its end, because the weights come and go layer by layer. On a
+    GPU this may take seconds, because it compiles FlexAttention and tries it first.
 
     Args:
-        model: patched, also below an adapter of PEFT.
+        model: a patched model, also with an adapter of PEFT around it.
         length: number of queries.
-        keys: number of keys, with what is cached, and then without gradients; None means `length`.
-        dtype: of queries and keys; None means the model's.
+        keys: number of keys, cached ones included; None means `length`. With more keys than queries the call takes no
+            gradients.
+        dtype: dtype of queries and keys; None means the model's dtype.
         dropout: probability that an attention weight is dropped.
         weights: whether the attention weights are wanted.
-        layer: which one; None means the first that has a scheme on its scores.
+        layer: index of the layer; None means the first layer with a scheme on its scores.
 
     Returns:
-        The engine's name and the reason. A scheme that keeps the model's own attention answers with that.
+        The engine's name and the reason; or the model's own attention implementation if the scheme keeps it.
 
     Raises:
         NotPatchedError: if the model is not patched.
-        UnsupportedModelError: if it is wrapped (DistributedDataParallel) or sharded (FSDP).
-        ValueError: if there is no such call, or the engine that was asked for when patching cannot compute it; for a
-            model on the meta device.
+        UnsupportedModelError: if the model is wrapped (DistributedDataParallel) or sharded (FSDP).
+        ValueError: if the arguments make no call, the engine that was chosen when patching cannot compute the call, or
+            the model is on the meta device.
     """
     check_unwrapped(model, "ask for the engine")
     model = without_adapter(model)
@@ -158,15 +159,15 @@ def which_engine(
             "at least length, dropout at least 0 and below 1"
         )
     if not patch.attends:
-        own = str(language_config(model.config)._attn_implementation)
-        return Choice(own, f"{patch.name} keeps the model's own attention")
+        own_attention = str(language_config(model.config)._attn_implementation)
+        return Choice(own_attention, f"{patch.name} keeps the model's own attention")
     if next(model.parameters()).is_meta and not is_offloaded(model):
         raise ValueError(
             "the model is on the meta device, where nothing computes attention: ask once it has its weights"
         )
     base = BaseModel.of(model)
     attention: Any = base.found.attention_of[_layer_with_attention(base, layer)]
-    cached = keys is not None and keys > length  # as in generation, which takes no gradients
+    cached = keys is not None and keys > length  # generation, which takes no gradients
     with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
         call = _call_of(base, attention, length, keys or length, dtype or model.dtype)
         module = owner_of(attention.posenc)
@@ -176,7 +177,7 @@ def which_engine(
 
 
 def _layer_with_attention(base: BaseModel, layer: int | None) -> int:
-    """Return the index of the layer that is asked for; ValueError if there is none, or it has no attention."""
+    """Return the index of a layer, counted from 0; ValueError if it does not exist or has no attention."""
     if layer is None:
         return min(base.layers_with_scores() or base.sizes)
     if not -base.num_layers <= layer < base.num_layers:
@@ -187,9 +188,9 @@ def _layer_with_attention(base: BaseModel, layer: int | None) -> int:
 
 
 def _call_of(base: BaseModel, attention: Any, length: int, keys: int, dtype: torch.dtype) -> Call:
-    """Return the call of an attention of a patched model, without its form, with tensors that take no memory.
+    """Return the call of an attention in a patched model, without its form, with tensors that take no memory.
 
-    It is the call of one token, made longer: scaling, soft cap and sinks are those that the model itself hands over.
+    The model makes the call for one token, with its own scaling, soft cap and sinks. Then the tensors are lengthened.
     """
     device = base.token_weight.device
     token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)

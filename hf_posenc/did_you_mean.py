@@ -1,4 +1,4 @@
-"""Suggest the name that a misspelt one was meant to be."""
+"""Suggest a name for a misspelt one."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from difflib import get_close_matches
 
 
 def did_you_mean(word: object, known: Iterable[str] | Mapping[str, str]) -> str:
-    """Return `. Did you mean alibi?`, to end a message with; an empty string where no known name is close.
+    """Return `. Did you mean alibi?` for the end of a message; an empty string if no known name is close.
 
-    Case does not count, nor does a hyphen for an underscore.
+    Case does not count, and hyphens count as underscores.
 
     Args:
-        word: the name as it was typed; what is no string is close to nothing.
-        known: the names there are. A mapping gives each the answer to print, so that it can hold names under which
-            people know a thing that is called otherwise here.
+        word: the name as typed. For anything but a string there is no suggestion.
+        known: the known names; or a mapping from names, synonyms included, to the name to suggest.
     """
-    answers = known if isinstance(known, Mapping) else {name: name for name in known}
-    folded = {_folded(name): answer for name, answer in answers.items()}
+    suggestions = known if isinstance(known, Mapping) else {name: name for name in known}
+    folded = {_folded(name): suggestion for name, suggestion in suggestions.items()}
     close = get_close_matches(_folded(word), folded, n=1) if isinstance(word, str) else []
     return f". Did you mean {folded[close[0]]}?" if close else ""
 

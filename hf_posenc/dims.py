@@ -1,11 +1,11 @@
-"""Sizes of an attention, and the layers that a scheme can be for."""
+"""Sizes of an attention, and how to name the layers of a scheme."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 Layers = tuple[int, ...] | str | None
-"""Layers that a scheme is for: indices, a slice as text (`"3::4"`), a layer type of the config, or None for all."""
+"""Layers of a scheme: indices, a slice as text (`"3::4"`), a layer type of the config, or None for all layers."""
 
 
 @dataclass(frozen=True)
@@ -13,12 +13,12 @@ class Dims:
     """Sizes of the attention that a scheme is built for.
 
     Attributes:
-        num_heads: H.
-        num_key_value_heads: K.
-        head_dim: D, of queries and keys.
-        hidden_size: E.
-        num_layers: N.
-        value_dim: of values; None: D. It differs in latent attention (MLA).
+        num_heads: number of query heads, H.
+        num_key_value_heads: number of key-value heads, K.
+        head_dim: head size of queries and keys, D.
+        hidden_size: size of hidden states, E.
+        num_layers: number of layers, N.
+        value_dim: head size of values; None means D. Latent attention (MLA) has another size.
     """
 
     num_heads: int

@@ -1,8 +1,8 @@
-"""The errors of the package. Each also derives from the built-in error a caller would expect."""
+"""The errors of this package. Each error also derives from the built-in error that a caller would expect."""
 
 
 class HfPosencError(Exception):
-    """Base of every error this package raises on purpose, wrong hyper-parameters (TypeError, ValueError) excepted."""
+    """Base of all errors of this package. Wrong hyper-parameters raise TypeError or ValueError instead."""
 
 
 class UnknownSchemeError(HfPosencError, ValueError):
@@ -14,20 +14,20 @@ class UnsupportedModelError(HfPosencError, TypeError):
 
 
 class PluginError(HfPosencError, ImportError):
-    """Another package offers a scheme or a family by this name, and it cannot be had from there."""
+    """Another package offers a scheme or a family, but it cannot be loaded from that package."""
 
 
 class AlreadyPatchedError(HfPosencError, RuntimeError):
-    """The model already carries a scheme; unpatch it first."""
+    """The model is patched already; unpatch it first."""
 
 
 class NotPatchedError(HfPosencError, RuntimeError):
-    """The model carries no scheme of this package."""
+    """The model is not patched."""
 
 
 class CheckpointError(HfPosencError, ValueError):
-    """A checkpoint's entry or weights are not what its scheme needs, or it cannot be what was asked for."""
+    """A checkpoint's entry or weights do not fit its scheme, or the checkpoint does not fit the request."""
 
 
 class WeightShapeError(CheckpointError, RuntimeError):
-    """A weight has another shape than the config asks for; a RuntimeError too, as it is in transformers."""
+    """A weight does not have the shape in the config. It is also a RuntimeError, as in transformers."""

@@ -1,8 +1,8 @@
-"""How scores depend on distance: a scheme says which of these forms it has, an engine which of them it takes.
+"""Forms: how scores depend on distance. A scheme has at most one form; an engine takes some of them.
 
-A form holds what a scheme computes from its parameters, and knows its own dense meaning. So each formula is written
-once: the reference engine computes `scores` and `mix`, and the fast engines read the tables. Functions of the distance
-are passed as functions, because the distances are known only in a call.
+A form holds the tensors that a scheme computes from its parameters, and the dense formula. So each formula is written
+once: the reference engine computes `scores` and `mix`, and the fast engines read the tables. Forms hold functions of
+the distance, because only a call knows the distances.
 
 Notation: `H` query heads, `D` head size, `d >= 0` distance, `m` largest distance with a vector of its own.
 """
@@ -25,7 +25,7 @@ OfDistance = Callable[[Tensor], Tensor]
 """Distances, integers >= 0 of any shape -> one number per head and distance, (H, *shape), float32 or float64."""
 
 Table = Callable[[int], Tensor]
-"""Number of distances, from 0 -> a tensor with these distances in dimension 1."""
+"""Number of distances, counted from 0 -> a tensor with these distances in dimension 1."""
 
 
 class Form:
@@ -33,7 +33,7 @@ class Form:
 
     Attributes:
         positional: whether scores depend on the distance at all.
-        multiplies: whether the numbers by distance are factors of the score, not added to it.
+        multiplies: whether the curve multiplies the score; otherwise it is added.
     """
 
     positional: ClassVar[bool] = True
@@ -48,13 +48,13 @@ class Form:
         return weights @ call.value
 
     def terms(self, call: Call) -> dict[str, Tensor]:
-        """Return the named terms that the scores are a sum of; empty if the formula has no such terms.
+        """Return the named terms of the scores, for formulas that are sums; otherwise nothing.
 
         Args:
-            call: widened.
+            call: a widened call.
 
         Returns:
-            (B, H, Q, L) each; their sum is `scores`, before a soft cap.
+            Name -> term (B, H, Q, L). The sum of the terms is `scores` before a soft cap.
         """
         return {}
 
@@ -64,7 +64,7 @@ class Form:
         return None
 
     def content(self, products: Tensor) -> Tensor:
-        """Return what the numbers by distance are added to, or multiply, from scores without positions."""
+        """Return the scores to which the curve is added, or which it multiplies, from scores without positions."""
         return products
 
     def curve(self, count: int) -> Tensor | None:
@@ -72,15 +72,15 @@ class Form:
         return None
 
     def coefficients(self, distances: Tensor) -> Tensor | None:
-        """Return the numbers that a score at some distances is linear in.
+        """Return the coefficients of scores that are linear in the query, at some distances.
 
         Args:
             distances: integers (N,).
 
         Returns:
-            None if the form has no such numbers. For a curve its values, (H, N, 1). For vectors by distance these and a
-            number beside each, (N, D + 1) or (H, N, D + 1): their product with `(scaling q, vector_scaling)` is added
-            to the score.
+            None if the form has no coefficients. A form with a curve returns its values, (H, N, 1). A form with a
+            vector for each distance appends a number to each vector, (N, D + 1) or (H, N, D + 1). The product of both
+            with `(scaling q, vector_scaling)` is added to the score.
         """
         curve = self.curve(int(distances.max()) + 1)
         return None if curve is None else curve.index_select(1, distances)[..., None]
@@ -88,7 +88,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Content(Form):
-    """`q . k`: attention that knows no distances."""
+    """`q . k`: attention without distances."""
 
     positional = False
 
@@ -102,7 +102,7 @@ class Curves(Form):
     """A curve per head: one number for each distance.
 
     Attributes:
-        values: returns the numbers of distances.
+        values: distances -> their numbers.
         device: device of the distances that `values` takes.
     """
 
@@ -118,17 +118,17 @@ class Curves(Form):
         return self.table(count)
 
     def by_pair(self, call: Call) -> Tensor:
-        """Return the numbers of each query and key, (B|1, H, Q, L)."""
+        """Return the number for each pair of query and key, (B|1, H, Q, L)."""
         distance = call.distance()
-        if torch.compiler.is_compiling():  # where nobody can say how long a table must be
+        if torch.compiler.is_compiling():  # a table would need a length that is unknown here
             return self.values(distance[:, 0]).transpose(0, 1)
-        # There are Q times fewer distances than pairs, and reading a table is cheaper than most formulas.
+        # There are Q times fewer distances than pairs, and reading a table costs less than most formulas.
         return at_distance(self.table(call.distances()), distance)
 
 
 @dataclass(frozen=True)
 class Bias(Curves):
-    """`q . k + b_h(d)`, with `b` the numbers."""
+    """`q . k + b_h(d)`, where `b_h` is the curve."""
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""
@@ -155,13 +155,13 @@ class Slopes(Form):
         return self.table(count)
 
     def scores(self, call: Call) -> Tensor:
-        """Return the scores, see `Form.scores`; needs no table, whatever the distances are."""
+        """Return the scores, see `Form.scores`, without a table."""
         return call.products() - self.slopes[:, None, None] * call.distance()
 
 
 @dataclass(frozen=True)
 class Factors(Curves):
-    """`f_h(d) q . k`, or `f_h(d) max(0, q . k)`, with `f` the numbers.
+    """`f_h(d) q . k`, or `f_h(d) max(0, q . k)`, where `f_h` is the curve.
 
     Attributes:
         relu: whether negative scores are clipped at 0 first.
@@ -171,7 +171,7 @@ class Factors(Curves):
     multiplies = True
 
     def content(self, products: Tensor) -> Tensor:
-        """Return what the factors multiply, see `Form.content`."""
+        """Return the scores that the factors multiply, see `Form.content`."""
         return products.relu() if self.relu else products
 
     def scores(self, call: Call) -> Tensor:
@@ -197,7 +197,7 @@ class ClippedVectors(Form):
         return self.values
 
     def coefficients(self, distances: Tensor) -> Tensor:
-        """Return the vectors and 0 beside them, see `Form.coefficients`."""
+        """Return the vectors, with 0 appended, see `Form.coefficients`."""
         return F.pad(self.keys.index_select(-2, distances.clamp(max=self.keys.shape[-2] - 1)), (0, 1))
 
     def scores(self, call: Call) -> Tensor:
@@ -207,7 +207,7 @@ class ClippedVectors(Form):
         return call.cap((content + by_label.gather(-1, self._labels(call, content))) * call.scaling)
 
     def mix(self, call: Call, weights: Tensor) -> Tensor:
-        """Return the weighted sum of values and their vectors, see `Form.mix`."""
+        """Return the weighted sum of values and of their vectors, see `Form.mix`."""
         output = weights @ call.value
         if self.values is None:
             return output
@@ -223,15 +223,15 @@ class ClippedVectors(Form):
 
 @dataclass(frozen=True)
 class RelativeKeys(Form):
-    """`(q + u) . k + (q + v) . r_d`: keys that stand for distances, and biases of the queries.
+    """`(q + u) . k + (q + v) . r_d`: a key for each distance, and biases of the queries.
 
     Attributes:
-        table: `r` of the distances 0, 1, ..., (H, number of distances, D), float32 or float64.
+        table: number of distances, counted from 0 -> `r`, (H, number of distances, D), float32 or float64.
         content_bias: `u`, (H, D).
         position_bias: `v`, (H, D).
-        kept: returns `table` for a decoding step without gradients, (H, number of distances, D), from the number of
-            distances and a tensor of the wanted dtype. It may have cached the table in an earlier step.
-        rows: returns `r` of some distances only, (H, N, D), from integers (N,). With None they are taken from `table`.
+        kept: (number of distances, tensor with the wanted dtype) -> `r`, (H, number of distances, D), for a decoding
+            step without gradients. It may cache the table between steps.
+        rows: distances, integers (N,) -> their `r`, (H, N, D). With None they are read from `table`.
     """
 
     table: Table
@@ -247,7 +247,7 @@ class RelativeKeys(Form):
         return self.table(int(distances.max()) + 1).index_select(1, distances)
 
     def coefficients(self, distances: Tensor) -> Tensor:
-        """Return `r_d` and `v . r_d` beside it, see `Form.coefficients`."""
+        """Return `r_d`, with `v . r_d` appended, see `Form.coefficients`."""
         vectors = self.at(distances)
         return torch.cat([vectors, vectors @ self.position_bias[..., None]], -1)
 
@@ -281,24 +281,24 @@ class RelativeKeys(Form):
 
 
 def is_one_of(form: Form | None, forms: tuple[type[Form], ...]) -> bool:
-    """Return whether a scheme's form is one of these, or derived from one; a scheme without a form has none."""
+    """Return whether a scheme's form is an instance of one of these classes; False for a scheme without a form."""
     return isinstance(form, forms)
 
 
 def for_form(entries: Mapping[type[Form], T], form: Form) -> T:
-    """Return the entry of a form's class, or of a class that it derives from; LookupError if there is none."""
-    for each, entry in entries.items():
-        if isinstance(form, each):
+    """Return the entry for the class of a form, or for a base of this class; LookupError if there is none."""
+    for form_class, entry in entries.items():
+        if isinstance(form, form_class):
             return entry
     raise LookupError(type(form).__name__)
 
 
 def at_distance(table: Tensor, distance: Tensor) -> Tensor:
-    """Return the entries of a table at each distance.
+    """Look up the distance of each pair of query and key in a table.
 
     Args:
         table: (H, number of distances).
-        distance: integers (B|1, 1, Q, L), all of them inside the table.
+        distance: integers (B|1, 1, Q, L), smaller than the number of distances in the table.
 
     Returns:
         (B|1, H, Q, L).

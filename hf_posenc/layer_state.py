@@ -1,8 +1,8 @@
 """The state of a patch: one object on each attention, one on each layer, and one on the decoder.
 
-Parameters and buffers are in modules of their own (`posenc`). The objects are frozen. A change puts another one in
-their place, which an undo can take back. They are read with getattr, because torch.compile then guards that an
-attribute is missing. It does not guard a `__dict__` that lacks one.
+Modules (`posenc`) hold the parameters and buffers. The objects here are frozen. A change replaces an object, so that an
+undo can restore the old one. Read the objects with getattr: torch.compile then guards that the attribute is missing. It
+would not guard a `__dict__` without it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import nn
 from .modules import Reference
 
 STATE = "posenc_state"
-"""Name of the attribute."""
+"""Name of the attribute that holds the state."""
 
 
 @dataclass(frozen=True)
 class OnAttention:
-    """The state of one attention. Our attention function reads it, and so does the class in front of a stock one.
+    """The state of one attention. Our attention function and the class that replaces a stock attention read it.
 
     Attributes:
         engine: `auto` or an engine's name.
-        window: sliding window in tokens, beside what the mask says.
-        heads: number of query heads that must arrive; None means the config's.
-        family: model type of the family whose methods attend in place of the stock forward.
-        rotation: the module of the cosines and sines by which they rotate queries and keys.
-        pairs: dimensions that they rotate together, `half` or `interleaved`.
-        exchange: fetches the keys of other processes, inside `context_parallel`.
+        window: sliding window in tokens, in addition to the mask.
+        heads: number of query heads that calls must have; None means the number in the config.
+        family: model type of the family whose methods replace the stock forward.
+        rotation: reference to the module whose cosines and sines those methods use to rotate queries and keys.
+        pairs: which dimensions those methods rotate together, `half` or `interleaved`.
+        exchange: the `Exchange` that fetches keys from other processes, inside `context_parallel`; otherwise None.
     """
 
     engine: str = "auto"
@@ -46,11 +46,11 @@ class OnLayer:
     """The state of a decoder layer, for its pre-hook.
 
     Attributes:
-        rotation: the module whose cosines and sines the layer gets in place of the base's.
-        rotation_arguments: further arguments of that module: the layer's type, where there are several.
-        coordinates: number of coordinates that a position has there; 0 where it is one number.
-        family: model type, where the layer can only read its positions from the mask.
-        arguments: names of the parameters of the layer's forward, in both cases.
+        rotation: reference to the module whose cosines and sines replace the base's in this layer.
+        rotation_arguments: further arguments of that module: the layer's type, if the model has several types.
+        coordinates: number of coordinates of a position that the module takes; 0 where a position is one number.
+        family: model type, if the layer can only read its positions from the mask; otherwise empty.
+        arguments: names of the parameters of the layer's forward.
     """
 
     rotation: Reference | None = None
@@ -65,10 +65,10 @@ class OnDecoder:
     """The state of a decoder, for its pre-hooks.
 
     Attributes:
-        layers: what its layers must carry, a `hf_posenc.patching.layers.PatchedLayers`.
-        arguments: names of the parameters of its forward, without `self`.
-        rows: number of rows in which it takes positions of several coordinates, one for the text included.
-        exchange: as on the attentions, inside `context_parallel`.
+        layers: the `hf_posenc.patching.layers.PatchedLayers` with which the pre-hook checks the layers.
+        arguments: names of the parameters of the decoder's forward, without `self`.
+        rows: number of rows in which the decoder takes positions of several coordinates, one for the text included.
+        exchange: the same `Exchange` as on the attentions.
     """
 
     layers: Any = None
@@ -93,5 +93,5 @@ def on_decoder(decoder: nn.Module) -> OnDecoder:
 
 
 def use_engine(attention: nn.Module, engine: str) -> None:
-    """Have a patched attention compute by an engine, `auto` or an engine's name."""
+    """Set the engine of a patched attention: `auto` or an engine's name."""
     setattr(attention, STATE, replace(on_attention(attention), engine=engine))

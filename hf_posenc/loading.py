@@ -1,4 +1,4 @@
-"""`from_pretrained`: load a patched checkpoint, or a stock one straight into a patched model."""
+"""`from_pretrained`: load a patched checkpoint, or load a stock checkpoint and patch it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .registry import scheme_class
 from .schemes.base import Scheme
 from .upstream.attention import check_engine
 
-logger = logging.get_logger(f"transformers.{__name__}")  # below transformers' own: its verbosity decides
+logger = logging.get_logger(f"transformers.{__name__}")  # a child of transformers' logger, which sets its verbosity
 
 UNCALIBRATED = (
-    "This model is patched, not calibrated: most schemes make it predict badly until hf_posenc.calibrate(model, "
-    "windows) has fitted them to what the base's positions did."
+    "This model is patched, not calibrated: with most schemes it predicts badly until hf_posenc.calibrate(model, "
+    "windows) has fitted it to the attention of the base."
 )
 
 
@@ -37,30 +37,31 @@ def from_pretrained(
     seed: int | None = None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a patched checkpoint, or a stock one and patch it.
+    """Load a patched checkpoint, or load a stock checkpoint and patch the model in place.
 
-    A stock checkpoint is loaded once and patched in place. It is not calibrated then, and transformers' logger warns of
-    that once. With a `device_map` of several places it is first loaded to the CPU, patched, and then dispatched, so
-    that new modules are placed like the rest.
+    A stock checkpoint is not calibrated then, and transformers' logger warns of that once. With a `device_map` of
+    several devices, the model is loaded to the CPU, patched, and then dispatched. So new modules get devices like all
+    other modules.
 
     Args:
         name_or_path: a directory or a Hub id.
-        scheme: as for `patch_model`, for a stock checkpoint; None for a patched one.
+        scheme: the scheme for a stock checkpoint, as for `patch_model`; None for a patched checkpoint.
         attention: as for `patch_model`.
-        seed: as for `patch_model`; only where there is something to draw.
-        **kwargs: of `from_pretrained` in transformers: dtype, device_map, revision, ...; and, where `scheme` is a name,
-            its hyper-parameters.
+        seed: as for `patch_model`; None for a patched checkpoint.
+        **kwargs: options of `from_pretrained` in transformers (dtype, device_map, revision, ...), and the
+            hyper-parameters if `scheme` is a name.
 
     Returns:
-        The model, in eval mode: of the class that the checkpoint names, a causal language model if it names none.
+        The model in eval mode, of the class that the checkpoint names. Without a name it is a causal language model.
 
     Raises:
-        CheckpointError: if a stock checkpoint is loaded without a scheme, or a patched one with a scheme or a seed; if
-            a patched one's entry or weights are not exactly what its scheme needs, or not what was saved.
+        CheckpointError: if a stock checkpoint is loaded without a scheme, or a patched checkpoint with a scheme or a
+            seed; if the entry or the weights of a patched checkpoint do not fit its scheme, or were altered after
+            saving.
         UnknownSchemeError: if there is no such scheme.
         UnsupportedModelError: if the base family is not supported.
-        OSError: if there is no such checkpoint, or it cannot be read.
-        ValueError: for an unknown `attention`, or one that the scheme does not have.
+        OSError: if the checkpoint does not exist or cannot be read.
+        ValueError: for an unknown `attention`, or an engine that does not take the scheme.
     """
     check_engine(attention)
     raw = read_config(name_or_path, kwargs)
@@ -78,12 +79,12 @@ def from_pretrained(
             f"hf_posenc: {name_or_path} is a stock {model_type} checkpoint: say which scheme to patch it with"
         )
     fields = dataclasses.fields(scheme_class(scheme)) if isinstance(scheme, str) else ()
-    values = {field.name: kwargs.pop(field.name) for field in fields if field.name in kwargs}
-    schemes = parse_schemes(scheme, values)
-    loader = stock_loader(raw)  # refuses what is not served, before the weights are read
-    places = take_dispatch_options(kwargs)
+    hyperparameters = {field.name: kwargs.pop(field.name) for field in fields if field.name in kwargs}
+    schemes = parse_schemes(scheme, hyperparameters)
+    loader = stock_loader(raw)  # refuses unsupported models before it reads weights
+    dispatch_options = take_dispatch_options(kwargs)
     model = patch_model(loader.from_pretrained(name_or_path, **kwargs), schemes, attention=attention, seed=seed)
-    if places:
-        model = dispatch(model, **places)
+    if dispatch_options:
+        model = dispatch(model, **dispatch_options)
     logger.warning_once(UNCALIBRATED)
     return model

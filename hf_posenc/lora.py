@@ -34,67 +34,68 @@ def lora_config(
 ) -> LoraConfig:
     """Return a LoRA config for a patched model.
 
-    A model with new positions needs more than low-rank updates of its attention. With its normalisation layers and
-    embeddings trained as well, LoRA comes close to full fine-tuning (Chen et al. 2024, LongLoRA, arXiv:2309.12307,
-    table 2: perplexity 11.44 without, 8.12 with both). Embeddings are a large part of many models, so they are trained
-    by default only where the swap changes what is added to them.
+    A model with new positions needs more than low-rank updates of its attention. LoRA comes close to full fine-tuning
+    if normalisation layers and embeddings are trained, too (Chen et al. 2024, LongLoRA, arXiv:2309.12307, table 2:
+    perplexity 11.44 without them, 8.12 with them). Embeddings are a large part of many models. So by default they are
+    trained only if the swap changes the vectors that are added to them.
 
     Args:
-        model: patched.
-        norms: train and save the normalisation layers whole.
-        embeddings: train and save the token embeddings whole. None does so only where the swap needs it: where the
-            vectors that are added to them were taken away (the table of GPT-2 or OPT) or are new (`learned`,
-            `sinusoidal`). Output embeddings that are tied to them follow where PEFT can tie them (not on GPT-2, where
-            they stay as they were).
-        positions: train and save the scheme's parameters whole.
-        **options: of `peft.LoraConfig`. `target_modules` defaults to the attention projections, `modules_to_save` are
-            added to those above.
+        model: a patched model.
+        norms: train and save all weights of the normalisation layers.
+        embeddings: train and save all token embeddings. None does so only if the swap needs it: if it removes the
+            vectors that are added to them (the table of GPT-2 or OPT) or adds new ones (`learned`, `sinusoidal`). Tied
+            output embeddings are trained with them, except on GPT-2, where PEFT cannot tie them.
+        positions: train and save all parameters of the scheme.
+        **options: options of `peft.LoraConfig`. `target_modules` defaults to the attention projections.
+            `modules_to_save` are added to the modules above.
 
     Returns:
         The config, for `peft.get_peft_model`.
 
     Raises:
-        NotPatchedError: if the model is not patched: adapt a stock model with `peft.LoraConfig`.
+        NotPatchedError: if the model is not patched. For a stock model use `peft.LoraConfig`.
         UnsupportedModelError: if the model has an adapter already.
     """
     if patch_of(model) is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched: use peft.LoraConfig")
     if without_adapter(model) is not model or adapted_parts(model):
         raise UnsupportedModelError(
-            f"this {type(model).__name__} has an adapter, whose layers have other names: call lora_config before the "
-            "first adapter is added, and give that config to each"
+            f"this {type(model).__name__} has an adapter, which renames its layers: call lora_config before the "
+            "first adapter is added, and pass this config to every adapter"
         )
     base = BaseModel.of(model)
     names = base.family.names
     table = base.found.position_table
-    taken_away = base.has_table and table is not None and not any(True for _ in table.parameters())
+    table_removed = base.has_table and table is not None and not any(True for _ in table.parameters())
     if embeddings is None:
-        embeddings = taken_away or any(isinstance(module, PositionEmbedding) for module in model.modules())
-    whole = [*(options.pop("modules_to_save", None) or []), *_saved_whole(model, norms, positions)]
+        embeddings = table_removed or any(isinstance(module, PositionEmbedding) for module in model.modules())
+    modules_to_save = [*(options.pop("modules_to_save", None) or []), *_saved_whole(model, norms, positions)]
     if embeddings:
-        whole.append(names.token_embedding)
-    if taken_away:
-        # It has nothing to save, but on a stock base it has: PEFT itself then refuses the adapter.
-        whole.append(str(names.position_table))
-    # PEFT keeps tied what it knows by name; GPT-2's `wte` it does not: its output embeddings then stay as they were.
+        modules_to_save.append(names.token_embedding)
+    if table_removed:
+        # The module has no parameters here, but it has some on a stock base. So PEFT refuses the adapter there.
+        modules_to_save.append(str(names.position_table))
+    # PEFT ties embeddings only under names that it lists. GPT-2's `wte` is not listed.
     tied = embeddings and model.config.tie_word_embeddings and names.token_embedding in EMBEDDING_LAYER_NAMES
     defaults = {**_targets(base), "ensure_weight_tying": tied, "task_type": "CAUSAL_LM"}
-    config: LoraConfig = name_base(model, LoraConfig(modules_to_save=whole or None, **{**defaults, **options}))
+    config: LoraConfig = name_base(
+        model, LoraConfig(modules_to_save=modules_to_save or None, **{**defaults, **options})
+    )
     return config
 
 
 def _saved_whole(model: PreTrainedModel, norms: bool, positions: bool) -> Iterator[str]:
-    """Yield the names of the normalisation layers and of the scheme's modules, as far as they are wanted."""
+    """Yield the names of the modules to train whole: normalisation layers if `norms`, the scheme's if `positions`."""
     for name, module in model.named_modules():
-        wanted = (norms and type(module).__name__.endswith("Norm")) or (
+        is_wanted = (norms and type(module).__name__.endswith("Norm")) or (
             positions and isinstance(module, PositionModule)
         )
-        if wanted and any(True for _ in module.parameters(recurse=False)):
+        if is_wanted and any(True for _ in module.parameters(recurse=False)):
             yield name
 
 
 def _targets(base: BaseModel) -> dict[str, object]:
-    """Return the options of LoRA that name the attention projections, and say how their weights lie."""
+    """Return the LoRA options for the attention projections: their names, and whether weights are transposed."""
     projections = {
         name: child
         for attention in base.found.attentions
@@ -106,45 +107,45 @@ def _targets(base: BaseModel) -> dict[str, object]:
 
 
 def load_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **kwargs: Any) -> PeftModel:
-    """Load an adapter of PEFT, of any kind, onto the base that it was trained on, and onto no other.
+    """Load a PEFT adapter of any kind, but only onto the base that it was trained on.
 
-    The base is known by the first of these that there is:
+    `load_adapter` identifies the base by the first of these that exists:
 
-    1. the entry in the adapter's config. `lora_config` and `name_base` write it, and patched models write it for
-       adapters that sit inside them;
-    2. the config of the base that the adapter names, if that is on this machine;
-    3. the name itself, if it is this model's.
+    1. the entry in the adapter's config, which `lora_config`, `name_base` and patched models with an adapter inside
+       write;
+    2. the config of the base that the adapter names, if that base is on this machine;
+    3. the name of the base, if it is the name of this model.
 
-    An adapter without any of them is refused.
+    It refuses an adapter without any of them.
 
     Args:
-        model: patched, or stock for an adapter that was trained on a stock one.
-        adapter: the adapter's directory, or a Hub id.
-        **kwargs: of `peft.PeftModel.from_pretrained`. `subfolder`, `revision`, `token`, `cache_dir`, ... are used by
-            the check as well.
+        model: a patched model, or a stock model for an adapter that was trained on one.
+        adapter: directory of the adapter, or a Hub id.
+        **kwargs: options of `peft.PeftModel.from_pretrained`. The check uses `subfolder`, `revision`, `token`,
+            `cache_dir` and the like, too.
 
     Returns:
-        The model, wrapped.
+        The model inside a `peft.PeftModel`.
 
     Raises:
-        CheckpointError: if the model is not patched as the adapter's base was, the adapter does not say how that was,
-            or its adapter_config.json is malformed.
+        CheckpointError: if the model is not patched like the adapter's base, the adapter does not name its base's
+            positions, or its adapter_config.json is malformed.
         UnsupportedModelError: if the model has an adapter already.
-        OSError: if there is no such adapter, or it cannot be read.
+        OSError: if the adapter does not exist or cannot be read.
         TypeError: for an option that PEFT does not have.
     """
-    if unknown := sorted(set(kwargs) - _OPTIONS):
+    if unknown := sorted(set(kwargs) - _PEFT_OPTIONS):
         raise TypeError(f"load_adapter and peft.PeftModel.from_pretrained have no option {', '.join(unknown)}")
     if without_adapter(model) is not model:
         raise UnsupportedModelError(
-            f"this {type(model).__name__} has an adapter, and load_adapter takes a model without. To add another: "
+            f"this {type(model).__name__} has an adapter, but load_adapter needs a model without one. To add another: "
             "hf_posenc.lora.check_adapter(model.get_base_model(), folder), then model.load_adapter(folder, name)"
         )
-    source = {key: value for key, value in kwargs.items() if key in WHERE}
-    raw = read_adapter_config(adapter, source)
-    require_same_base(model, raw, adapter, source)
+    where = {key: value for key, value in kwargs.items() if key in WHERE}
+    raw = read_adapter_config(adapter, where)
+    require_same_base(model, raw, adapter, where)
     if kwargs.get("config") is None:
-        kwargs["config"] = _config(raw, adapter)
+        kwargs["config"] = _parse_config(raw, adapter)
     try:
         return PeftModel.from_pretrained(model, adapter, **kwargs)
     except (AttributeError, KeyError, TypeError) as error:
@@ -153,7 +154,7 @@ def load_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **kwar
         ) from error
 
 
-_OPTIONS = (
+_PEFT_OPTIONS = (
     WHERE
     | set(inspect.signature(PeftModel.from_pretrained).parameters)
     | set(inspect.signature(PeftModel.load_adapter).parameters)
@@ -161,16 +162,16 @@ _OPTIONS = (
 ) - {"self", "model", "model_id", "kwargs"}
 
 
-def _config(raw: JsonObject, adapter: str | os.PathLike[str]) -> PeftConfig:
-    """Return the config of an adapter, as PEFT makes it."""
-    known = {key: value for key, value in raw.items() if key != "runtime_config"}
+def _parse_config(raw: JsonObject, adapter: str | os.PathLike[str]) -> PeftConfig:
+    """Return the PEFT config of an adapter; CheckpointError if it is malformed."""
+    values = {key: value for key, value in raw.items() if key != "runtime_config"}
     try:
         if not isinstance(raw.get("peft_type"), str):
             raise TypeError(f"peft_type must be text, not {raw.get('peft_type')!r}")
-        config = PeftConfig.from_peft_type(**PeftConfig.check_kwargs(**known))
+        config = PeftConfig.from_peft_type(**PeftConfig.check_kwargs(**values))
         hints = get_type_hints(type(config))
-        if wrong := sorted(key for key in set(known) & set(hints) if not _is_a(known[key], hints[key])):
-            raise TypeError(", ".join(f"{key} cannot be {known[key]!r:.80}" for key in wrong))
+        if wrong := sorted(key for key in set(values) & set(hints) if not _is_a(values[key], hints[key])):
+            raise TypeError(", ".join(f"{key} cannot be {values[key]!r:.80}" for key in wrong))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"hf_posenc: {CONFIG_NAME} of {adapter} makes no adapter: {type(error).__name__}: {error}"
@@ -179,7 +180,7 @@ def _config(raw: JsonObject, adapter: str | os.PathLike[str]) -> PeftConfig:
 
 
 def _is_a(value: object, hint: object) -> bool:
-    """Return whether a JSON value is of an annotated type. A type that JSON does not have is not checked."""
+    """Return whether a JSON value has an annotated type; True for types that JSON does not have."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(_is_a(value, each) for each in inside)

@@ -1,4 +1,4 @@
-"""Results of measurements, which are written as JSON."""
+"""Results of measurements, ready for JSON."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor
 
 
 class Result:
-    """A dataclass of numbers.
+    """Base of dataclasses that hold measured numbers.
 
     Attributes:
-        derived: names of the properties that `to_dict` returns beside the fields.
+        derived: names of the properties that `to_dict` returns in addition to the fields.
     """
 
     derived: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON; a complex number is a pair of its real and imaginary part."""
-        return {name: _plain(getattr(self, name)) for name in (*self.__dict__, *self.derived)}
+        """Return name -> value, ready for JSON. A complex number becomes the pair of its real and imaginary part."""
+        return {name: _to_json(getattr(self, name)) for name in (*self.__dict__, *self.derived)}
 
 
-def _plain(value: object) -> object:
-    """Return a value of a result with numbers, lists and dicts for tensors, tuples and results."""
+def _to_json(value: object) -> object:
+    """Convert tensors and tuples to lists, and results to dicts."""
     if isinstance(value, Result):
         return value.to_dict()
     if isinstance(value, Tensor):
         return (torch.view_as_real(value) if value.is_complex() else value).tolist()
-    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+    return [_to_json(each) for each in value] if isinstance(value, tuple | list) else value

@@ -1,7 +1,7 @@
-"""Modules with position parameters: on an attention, in front of a layer, or in place of what a base had.
+"""Modules with position parameters: on an attention, in front of a layer, or in place of the base's positions.
 
-They are called through `forward` only: PEFT, FSDP and offloading see nothing else. They have no buffers, since those
-would be lost on the meta device, and start through `transformers.initialization`, which leaves loaded values alone.
+Call them through `forward` only, because PEFT, FSDP and offloading hook nothing else. They have no buffers, because the
+meta device would lose them. `transformers.initialization` starts their parameters, because it keeps loaded values.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .sinusoids import sinusoids
 
 @dataclass(frozen=True)
 class Native:
-    """The positions that the base model had, for modules that start from them.
+    """The base model's own positions, for modules that start from them.
 
     Attributes:
         table: (num_positions, E) the base's own table of positions, or None.
         token_rms: root mean square of the token embeddings as they enter the first layer.
-        max_positions: the length the base was configured for; None if its config does not say.
+        max_positions: number of positions in the base's config; None if the config does not say.
     """
 
     table: Tensor | None
@@ -37,25 +37,25 @@ class PositionModule(nn.Module):
     """A module with position parameters."""
 
     def reset_parameters(self) -> None:
-        """Start the parameters through `transformers.initialization`, which leaves loaded values alone."""
+        """Initialise the parameters through `transformers.initialization`, which keeps loaded values."""
 
 
 class ScoreModule(PositionModule):
-    """Sits on an attention module as `posenc`, and has the formula of the attention scores.
+    """Formula of the attention scores, as the child `posenc` of an attention module.
 
-    A scheme whose scores depend on the distance in one of the ways in `hf_posenc.forms` says so in `form`, and gets
-    every engine that takes this form. Any other scheme writes out `scores`, and `mix` if it also changes what is
-    summed, and runs on the engines that take every formula. Without either, this is attention without positions.
+    If `hf_posenc.forms` has the formula, return it from `form`: then every engine that takes this form computes the
+    attention. Otherwise define `scores`, and `mix` if the weighted sum of values changes: then only engines that take
+    every formula do. With neither, this is attention without positions.
     """
 
     def forward(
         self, call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Hand the call to an engine, with this module and its form.
 
         Args:
-            call: what is to be computed.
-            attend: computes it.
+            call: the attention call.
+            attend: computes the call.
 
         Returns:
             output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) if the call wants them.
@@ -63,10 +63,10 @@ class ScoreModule(PositionModule):
         return attend(replace(call, module=self, form=self.form(call.query)))
 
     def form(self, like: Tensor) -> Form | None:
-        """Return how the scores depend on distance, or None if that is no form.
+        """Return the form of the scores, or None if no form describes them.
 
         Args:
-            like: has the device, and the dtype beside which positions are computed (`compute_dtype`).
+            like: tensor with the device of the form, and with the dtype from which `compute_dtype` chooses.
         """
         return None
 
@@ -74,8 +74,8 @@ class ScoreModule(PositionModule):
         """Return the scores before masking, (B, H, Q, L).
 
         Args:
-            call: widened: float32 or float64, keys repeated to H heads. What a query does not see (`call.visible()`) is
-                masked afterwards.
+            call: a widened call: float32 or float64, with keys repeated to H heads. Invisible keys (`call.visible()`)
+                are masked afterwards.
         """
         return call.products()
 
@@ -85,17 +85,17 @@ class ScoreModule(PositionModule):
 
 
 class WithoutPositions(ScoreModule):
-    """Attention that knows no positions but what each query may see: no scheme is on these scores."""
+    """Attention without a scheme on its scores: only the mask tells positions."""
 
     def form(self, like: Tensor) -> Content:
-        """Return the form that has nothing but the content, see `ScoreModule.form`."""
+        """Return the form without distances, see `ScoreModule.form`."""
         return Content()
 
 
 class PositionEmbedding(PositionModule):
-    """Turns positions into vectors that are added to the hidden states.
+    """Maps positions to vectors that are added to the hidden states.
 
-    `like`, where set, refers to the token embedding: the vectors take the dtype of its weight.
+    `like`, if set, refers to the token embedding. The vectors take the dtype of its weight.
     """
 
     like: Reference | None = None
@@ -103,12 +103,12 @@ class PositionEmbedding(PositionModule):
     def forward(self, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Return one vector per position.
 
-        It may stand in for a base's own table, so it takes the arguments of those. GPT-2 passes the positions first.
-        OPT passes a mask first, and `position_ids` by name. Positions of padding (negative in OPT) count as 0;
-        the decoder refuses other negative ones.
+        The module may replace a base's own table, so it takes the same arguments. GPT-2 passes the positions first. OPT
+        passes a mask first, and `position_ids` by name. Padding (negative positions in OPT) gets position 0; the
+        decoder refuses other negative positions.
 
         Args:
-            *args: position ids (B|1, T) first, unless given by name.
+            *args: first the position ids (B|1, T), unless they come by name.
             position_ids: (B|1, T).
             **kwargs: ignored.
 
@@ -124,47 +124,47 @@ class PositionEmbedding(PositionModule):
         raise NotImplementedError(type(self).__name__)
 
     def initialize(self, native: Native) -> None:
-        """Start from the base model; afterwards `reset_parameters` has nothing to do."""
+        """Initialise the parameters from the base model, in place of `reset_parameters`."""
         self.reset_parameters()
 
 
 class Rotation(PositionModule):
-    """Makes the cosines and sines by which pairs of dimensions of queries and keys are turned."""
+    """Computes cosines and sines that rotate pairs of dimensions of queries and keys."""
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, each of `[angles | angles]`, as transformers' rotary modules do.
 
         Args:
-            x: has the dtype of the result.
-            position_ids: (B|1, T); several coordinates of a position, (N, B, T), are alike.
-            *args: of families, ignored.
-            **kwargs: of families, ignored.
+            x: tensor with the dtype of the result.
+            position_ids: (B|1, T), or (N, B, T) with N equal coordinates.
+            *args: further arguments of some families, ignored.
+            **kwargs: further arguments of some families, ignored.
 
         Returns:
-            (B|1, T, 2 F) each, for F pairs.
+            Cosines and sines, (B|1, T, 2 F) each, for F pairs.
         """
         position_ids = position_ids[0] if position_ids.ndim == 3 else position_ids
         sines, cosines = sinusoids(position_ids, self.frequencies(position_ids.device))
         return torch.cat([cosines, cosines], -1).to(x.dtype), torch.cat([sines, sines], -1).to(x.dtype)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Return the angle per token of each turned pair, (F,) in radians, F at most D / 2."""
+        """Return the angle per token of each rotated pair, (F,) in radians, with F at most D / 2."""
         raise NotImplementedError(type(self).__name__)
 
 
 class Reference:
-    """Points at a module that is owned elsewhere: the child called `name` of `parent`, looked up at each call.
+    """Reference to the child `name` of a module `parent`. Each call looks the child up.
 
-    It is not registered, so that what it points at is saved and sharded once. It finds what a wrapper (PEFT) has put
-    in the child's place. A copy of what holds it points at the same module, unless the parent is copied as well.
+    torch does not register it as a child, so the module is saved and sharded once. If a wrapper (PEFT) has replaced the
+    child, a call returns the wrapper. A deep copy refers to the same module, unless the parent is copied as well.
     """
 
     def __init__(self, parent: nn.Module, name: str) -> None:
-        """Point at a child.
+        """Refer to a child.
 
         Args:
-            parent: the module that owns it.
-            name: its attribute there.
+            parent: the module that owns the child.
+            name: name of the child in `parent`.
         """
         self.parent = parent
         self.name = name
@@ -174,29 +174,29 @@ class Reference:
         return getattr(self.parent, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reference:
-        """Point into the copied model where the whole model is being copied."""
+        """Refer to the copied parent if the parent is being copied, too."""
         return Reference(memo.get(id(self.parent), self.parent), self.name)
 
 
 class Shared(nn.Module):
-    """Calls a module that is owned elsewhere, so that its parameters stay one object, saved once."""
+    """Stand-in for a module that another module owns, so that its parameters are saved once."""
 
     def __init__(self, owner: Reference) -> None:
         """Refer to a module without registering it.
 
         Args:
-            owner: what to call.
+            owner: reference to the module to call.
         """
         super().__init__()
         self.owner = owner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the owner."""
+        """Call the shared module."""
         return self.owner()(*args, **kwargs)
 
 
 def position_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of schemes in a model, by name."""
+    """Return parameter name -> parameter, for the parameters of schemes in a model."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -205,17 +205,17 @@ def position_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def owner_of(module: Any) -> Any:
-    """Return the module that another one calls for it, where layers share one; itself otherwise.
+    """Return the module that layers share, from the stand-in of one layer; any other module itself.
 
     Args:
-        module: of a layer; a wrapper that PEFT put around it hands attributes on.
+        module: the module of a layer, or PEFT's wrapper around it, which hands attributes on.
     """
     owner = getattr(module, "owner", None)
     return owner() if isinstance(owner, Reference) else module
 
 
 def by_head(numbers: Tensor, distance: Tensor) -> Tensor:
-    """Return one number per head (H,) with as many further dimensions as distances have, to compute with them."""
+    """Reshape one number per head (H,) so that it broadcasts with distances: append their number of dimensions."""
     return numbers.view(-1, *[1] * distance.ndim)
 
 

@@ -1,8 +1,8 @@
 """Placements: where a scheme acts, and every decision that follows from it.
 
-A placement puts its schemes into a model, and answers what the rest of the package has to know of them: whether the
-layers must attend through this package, which layers must then answer to positions, what a stock checkpoint can hold.
-So nobody asks a scheme what class it is. `Base` says what there is in a model, `Site` changes it.
+A placement puts its schemes into a model. It also decides whether their layers must attend through this package, which
+layers must respond to positions, and what a stock checkpoint can hold. So no other code tests the class of a scheme.
+`Base` describes a model, `Site` changes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RopeParameters = dict[str, Any]
 
 
 class Placed(Protocol):
-    """A scheme, as far as every placement knows it."""
+    """The attributes of a scheme that every placement uses."""
 
     @property
     def name(self) -> str:
@@ -31,7 +31,7 @@ class Placed(Protocol):
 
     @property
     def layers(self) -> Layers:
-        """Layers it is for; indices once it is fitted to a model."""
+        """Layers of the scheme; indices once it is fitted to a model."""
 
     @property
     def window(self) -> int | None:
@@ -39,11 +39,11 @@ class Placed(Protocol):
 
 
 class Carrier(Protocol):
-    """A model or its family, as far as the choice of the attention function goes."""
+    """The attributes of a model, or of its family, that decide which attention function its layers need."""
 
     @property
     def has_table(self) -> bool:
-        """Whether positions enter at the input, from a table."""
+        """Whether positions enter at the input, from a table of vectors."""
 
     @property
     def positions_in_mask(self) -> bool:
@@ -51,7 +51,7 @@ class Carrier(Protocol):
 
 
 class Base(Carrier, Protocol):
-    """A model before anything is changed: the questions that a placement may ask."""
+    """A model before it is changed, as placements see it."""
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Base(Carrier, Protocol):
 
     @property
     def sizes(self) -> Mapping[int, Dims]:
-        """Sizes of the attention of each layer that has one, by the layer's index."""
+        """Layer index -> sizes of its attention, for the layers that have one."""
 
     @property
     def num_layers(self) -> int:
@@ -71,30 +71,30 @@ class Base(Carrier, Protocol):
 
     @property
     def rotated(self) -> Sequence[bool]:
-        """For each layer, whether the base turns its queries and keys."""
+        """Whether the base rotates queries and keys, for each layer."""
 
     @property
     def keeps_table(self) -> bool:
-        """Whether positions enter at the input from a table of the base's own, and go on doing so."""
+        """Whether the base's own table adds positions at the input, and stays in place."""
 
     def layers_of(self, scheme: Any) -> tuple[int, ...]:
-        """Return the indices of a scheme's layers; without a selection those in which it can act."""
+        """Return the indices of a scheme's layers; all layers in which it can act if it names none."""
 
     def require_own_attention(self, scheme: str) -> None:
-        """Raise UnsupportedModelError if the attention function of this package cannot compute the attention."""
+        """Raise UnsupportedModelError if this package's attention function cannot compute the base's attention."""
 
     def fit_rotation(self, scheme: Any) -> Any:
-        """Return a rotary scheme with all that was not given taken from the base; raise if it cannot be had there."""
+        """Fill in the missing hyper-parameters of a rotary scheme from the base; raise if the base lacks them."""
 
     def has_own_rotation(self, scheme: Any) -> bool:
-        """Return whether a fitted rotary scheme is what the base does by itself."""
+        """Return whether a fitted rotary scheme equals the base's own rotation."""
 
     def turns_like_stock(self, scheme: Any) -> bool:
-        """Return whether a stock class would turn the scheme's layers as the patched model does."""
+        """Return whether a stock class would rotate the scheme's layers as the patched model does."""
 
 
 class Site(Protocol):
-    """A model that is being changed, and the layers of it that one scheme is for."""
+    """A model that is being changed, and the layers of one scheme in it."""
 
     layers: tuple[int, ...]
 
@@ -106,13 +106,13 @@ class Site(Protocol):
         """Return the sizes of one layer's attention."""
 
     def silence_rotation(self) -> None:
-        """Switch off the base's own rotation in the layers."""
+        """Switch off the base's own rotation in the site's layers."""
 
     def share(self, module: nn.Module) -> Reference:
-        """Let the model own a module that the layers share."""
+        """Put a module that the layers share on the model; return a reference to it."""
 
     def on_attention(self, layer: int, module: nn.Module) -> None:
-        """Put a module on the attention of a layer, which then attends through it."""
+        """Put a module on the attention of a layer. The attention then computes its scores with it."""
 
     def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
         """Add the vectors that a module makes to the hidden states that enter a layer."""
@@ -121,16 +121,16 @@ class Site(Protocol):
         """Add the vectors that a module makes to the hidden states that enter the first layer."""
 
     def turn(self, scheme: Any) -> None:
-        """Turn the queries and keys of the layers as the scheme says."""
+        """Rotate the queries and keys of the site's layers with the scheme."""
 
 
 @dataclass(frozen=True)
 class StockForm:
-    """What a stock checkpoint of a patched model would have to hold.
+    """The positions that a stock checkpoint of a patched model would have to hold.
 
     Attributes:
-        turned: for each layer, whether the one rotation turns it.
-        table: whether vectors at the input become the base's own table.
+        turned: whether each layer uses the rotation of the model; a stock checkpoint has only one.
+        table: whether the vectors at the input become the base's own table.
     """
 
     turned: tuple[bool, ...]
@@ -138,34 +138,34 @@ class StockForm:
 
 
 class Placement:
-    """Where a scheme acts. Each method is the answer for a scheme that is in the model and does nothing."""
+    """Where a scheme acts. The methods describe what its schemes need; by default, nothing special."""
 
     words: ClassVar[str]
-    """The place, for readers."""
+    """Description of the place, for messages and tables."""
 
     def possible_layers(self, base: Base) -> tuple[int, ...]:
         """Return the indices of the layers in which the schemes can act: those with attention."""
         return tuple(base.sizes)
 
     def fit(self, scheme: Any, base: Base) -> Any:
-        """Return the scheme with what the base's config decides filled in; changes nothing.
+        """Return the scheme with missing hyper-parameters from the base's config; do not change the model.
 
         Raises:
-            UnsupportedModelError: if the base cannot carry it.
+            UnsupportedModelError: if the base cannot carry the scheme.
             ValueError: if its hyper-parameters do not fit the base.
         """
         return scheme
 
     def silence(self, site: Site) -> None:
-        """Switch off what the base has for positions in the layers of a site, where the schemes replace it."""
+        """Switch off the base's own positions in the layers of a site, if the schemes replace them."""
         site.silence_rotation()
 
     def put(self, scheme: Any, site: Site) -> None:
-        """Put the scheme into the layers of a site, whose own positions are silenced."""
+        """Put the scheme into the layers of a site, after `silence`."""
         raise NotImplementedError(type(self).__name__)
 
     def dropped_by_stock_attention(self, scheme: Placed) -> str | None:
-        """Return, in words, what of a scheme every stock attention function would drop; None if nothing."""
+        """Name what stock attention functions would drop of a scheme; return None if they drop nothing."""
         return None if scheme.window is None else f"the window of {scheme.name}"
 
     def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
@@ -173,110 +173,111 @@ class Placement:
         return self.dropped_by_stock_attention(scheme) is not None
 
     def needs_queries(self) -> bool:
-        """Return whether the schemes can only act where a family's queries and keys can be reached."""
+        """Return whether the schemes need access to the family's queries and keys."""
         return False
 
     def rotations(self, scheme: Any) -> tuple[RopeParameters | None, ...]:
         """Return the rotation that a fitted scheme puts into its layers, if it has one.
 
         Returns:
-            Nothing, or one entry: its `rope_parameters`, or None where transformers cannot make its angles.
+            An empty tuple without a rotation. Otherwise one entry: its `rope_parameters`, or None if transformers
+            cannot compute its angles.
         """
         return ()
 
     def leaves_rotation(self, scheme: Any, base: Base) -> bool:
-        """Return whether the base's own rotary module goes on turning the layers of a fitted scheme."""
+        """Return whether the base's own rotary module still rotates the layers of a fitted scheme."""
         return False
 
     def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
-        """Return whether the scheme counts positions by one number, in a model whose positions may have several."""
+        """Return whether the scheme needs positions with one coordinate; those of some models have several."""
         return True
 
     def answers(self, layer: int, base: Base) -> bool:
-        """Return whether one of the scheme's layers must answer when the positions under it move."""
+        """Return whether this layer of the scheme must respond when its positions change."""
         return True
 
     def answers_at_input(self, base: Base) -> bool:
-        """Return whether the hidden states that enter the first layer must answer to positions."""
+        """Return whether the hidden states that enter the first layer must respond to positions."""
         return False
 
     def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
-        """Return what a stock checkpoint would have to hold with this scheme too; None if it cannot.
+        """Add the scheme to what a stock checkpoint would have to hold; return None if it cannot hold it.
 
         Args:
-            scheme: fitted to the base, and in the model.
+            scheme: a scheme that is fitted to the base and in the model.
             base: the patched model.
-            form: what it would hold without the scheme.
+            form: what the checkpoint would have to hold without the scheme.
         """
         return None
 
 
 class Nowhere(Placement):
-    """Nothing knows positions; the causal mask alone tells order."""
+    """No positions; the causal mask alone tells the order of tokens."""
 
     words = "nowhere (the causal mask is the only order)"
 
     def fit(self, scheme: Placed, base: Base) -> Placed:
-        """Refuse to do nothing, see `Placement.fit`."""
+        """Refuse layers without positions, where the scheme would change nothing, see `Placement.fit`."""
         if scheme.layers is None or scheme.window is not None:
             return scheme
         if any(base.rotated) and not any(base.rotated[layer] for layer in base.layers_of(scheme)):
             raise UnsupportedModelError(
                 f"{scheme.name} would change nothing here: {base.name} leaves layer "
                 f"{', '.join(map(str, scheme.layers))} unrotated by itself. It rotates layers "
-                f"{', '.join(str(layer) for layer, turned in enumerate(base.rotated) if turned)}"
+                f"{', '.join(str(layer) for layer, rotated in enumerate(base.rotated) if rotated)}"
             )
         if base.keeps_table:
             raise UnsupportedModelError(
                 f"{scheme.name} in some layers would change nothing here: the positions of {base.name} enter at the "
-                "input and reach every layer, as long as no scheme is named for some of them. Give every layer a scheme"
+                "input and reach every layer while some layers have no scheme. Give every layer a scheme"
             )
         return scheme
 
     def put(self, scheme: Placed, site: Site) -> None:
-        """Do nothing: what the base had is silenced already."""
+        """Do nothing: `silence` has switched off the base's positions."""
 
     def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
-        """Return False: nothing is counted."""
+        """Return False: the scheme uses no positions."""
         return False
 
     def answers(self, layer: int, base: Base) -> bool:
-        """Return False: no layer knows a position."""
+        """Return False: no layer uses positions."""
         return False
 
     def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
         """Return the form with the scheme's layers unrotated, see `Placement.stock_form`."""
-        silent = base.layers_of(scheme)
-        return replace(form, turned=tuple(turned and i not in silent for i, turned in enumerate(form.turned)))
+        silenced = base.layers_of(scheme)
+        return replace(form, turned=tuple(turned and i not in silenced for i, turned in enumerate(form.turned)))
 
 
 def _shared_shapes(scheme: Any, dims: Dims) -> tuple[Any, ...]:
-    """Return the shapes of the parameters that layers of these sizes would share."""
+    """Return the shapes of the scheme's shared parameters, for layers of these sizes."""
     with torch.device("meta"):
         shared = scheme.build_shared(dims)
     return () if shared is None else tuple(parameter.shape for parameter in shared.parameters())
 
 
 class OnScores(Placement):
-    """A module sits on the attention and has the formula of its scores."""
+    """A module on each attention computes its scores."""
 
     words = "on attention scores"
 
     def fit(self, scheme: Any, base: Base) -> Any:
-        """Check the sizes, and that attention can be computed by this package, see `Placement.fit`."""
+        """Check that the scheme fits the sizes and this package the attention, see `Placement.fit`."""
         sizes = [base.sizes[layer] for layer in base.layers_of(scheme)]
         for dims in dict.fromkeys(sizes):
             scheme.check(dims)
         if len({_shared_shapes(scheme, dims) for dims in set(sizes)}) > 1:
             raise UnsupportedModelError(
                 f"{scheme.name}: the layers of {base.name} have heads of different numbers or sizes, so they cannot "
-                "share parameters: give each layer its own, or name layers that are alike"
+                "share parameters: give each layer its own parameters, or name layers of one size"
             )
         base.require_own_attention(scheme.name)
         return scheme
 
     def put(self, scheme: Any, site: Site) -> None:
-        """Put one module on each attention, and on the model what they share."""
+        """Put one module on each attention, and the module that they share on the model."""
         shared = scheme.build_shared(site.dims)
         owner = None if shared is None else site.share(shared)
         for layer in site.layers:
@@ -284,7 +285,7 @@ class OnScores(Placement):
             site.on_attention(layer, module if owner is None else scheme.attach_shared(module, owner))
 
     def dropped_by_stock_attention(self, scheme: Placed) -> str | None:
-        """Return the scheme's name: all of it acts on scores."""
+        """Return the scheme's name: stock attention would drop the whole scheme."""
         return scheme.name
 
 
@@ -295,23 +296,23 @@ class OnHidden(Placement):
         """Choose the layers.
 
         Args:
-            every_layer: before each of the scheme's layers; otherwise once, at the input.
-            share_layers: whether one module makes the vectors of all layers.
+            every_layer: add vectors before each of the scheme's layers; otherwise once, at the input.
+            share_layers: let one module compute the vectors of all layers.
         """
         self.every_layer = every_layer
         self.share_layers = share_layers
 
     @property
     def words(self) -> str:  # type: ignore[override]  # depends on the instance here
-        """The place, for readers."""
+        """Description of the place, see `Placement.words`."""
         return "on the hidden states, " + ("every layer" if self.every_layer else "input")
 
     def possible_layers(self, base: Base) -> tuple[int, ...]:
-        """Return all layers: hidden states enter also those without attention."""
+        """Return all layers: layers without attention have hidden states, too."""
         return tuple(range(base.num_layers))
 
     def fit(self, scheme: Any, base: Base) -> Any:
-        """Refuse layers where there are none to choose, see `Placement.fit`."""
+        """Refuse a choice of layers for vectors at the input, see `Placement.fit`."""
         if scheme.layers is not None and not self.every_layer:
             raise ValueError(
                 f"{scheme.name}: layers is for placement='every_layer': vectors that are added at the input reach "
@@ -329,12 +330,12 @@ class OnHidden(Placement):
             site.before_layer(layer, scheme.build(site.dims) if owner is None else owner)
 
     def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
-        """Return whether layers read their positions from the mask, unless a table at the input has them."""
+        """Return whether layers add the vectors and read their positions from the mask."""
         in_layers = self.every_layer or not carrier.has_table
         return super().needs_own_attention(scheme, carrier) or (carrier.positions_in_mask and in_layers)
 
     def answers(self, layer: int, base: Base) -> bool:
-        """Return whether vectors enter that layer: without a table, a hook of layer 0 adds those at the input."""
+        """Return whether vectors enter this layer. Without a table, layer 0 adds the vectors at the input."""
         return self.every_layer or (layer == 0 and not base.has_table)
 
     def answers_at_input(self, base: Base) -> bool:
@@ -342,24 +343,24 @@ class OnHidden(Placement):
         return base.has_table and not self.every_layer
 
     def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
-        """Return a table and no rotation for vectors at the input, see `Placement.stock_form`."""
+        """Return a form with a table and without rotation for vectors at the input, see `Placement.stock_form`."""
         return None if self.every_layer else StockForm((False,) * base.num_layers, table=True)
 
 
 class OnRotary(Placement):
-    """Queries and keys are turned before their product is taken."""
+    """Queries and keys are rotated before their product is taken."""
 
     words = "on queries and keys"
 
     def fit(self, scheme: Any, base: Base) -> Any:
-        """Fill in what the base has, see `Placement.fit`."""
+        """Fill in the base's own rotation, see `Placement.fit`."""
         return base.fit_rotation(scheme)
 
     def silence(self, site: Site) -> None:
-        """Do nothing: `put` replaces the base's rotation where it has to."""
+        """Do nothing: `put` replaces the base's rotation if it has to."""
 
     def put(self, scheme: Any, site: Site) -> None:
-        """Turn the layers of the site."""
+        """Rotate the queries and keys of the site's layers."""
         site.turn(scheme)
 
     def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
@@ -367,7 +368,7 @@ class OnRotary(Placement):
         return super().needs_own_attention(scheme, carrier) or carrier.positions_in_mask
 
     def needs_queries(self) -> bool:
-        """Return True."""
+        """Return True: the scheme rotates them."""
         return True
 
     def rotations(self, scheme: Any) -> tuple[RopeParameters | None, ...]:
@@ -379,15 +380,15 @@ class OnRotary(Placement):
         return base.has_own_rotation(scheme)
 
     def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
-        """Return whether transformers cannot make the angles: its modules take several coordinates."""
+        """Return whether our module computes the angles: only those of transformers take several coordinates."""
         return scheme.rope_parameters() is None
 
     def answers(self, layer: int, base: Base) -> bool:
-        """Return whether the layer is turned: some bases leave layers out, and those stay out unless named."""
+        """Return whether the layer is rotated: some bases leave layers unrotated."""
         return not any(base.rotated) or base.rotated[layer]
 
     def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
-        """Return the form as it is, if a stock class turns the layers alike, see `Placement.stock_form`."""
+        """Return the form unchanged if a stock class rotates the layers alike, see `Placement.stock_form`."""
         return form if base.turns_like_stock(scheme) else None
 
 

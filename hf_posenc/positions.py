@@ -1,13 +1,13 @@
-"""Where every query and key sits, and what it may see: the compact position channel.
+"""Positions and visibility of queries and keys, carried to attention in the compact position channel.
 
-The attention mask is the only argument that every transformers model hands from its top to each attention layer,
-through checkpointing, device hooks, caches and `generate`. We use it to carry positions. The channel is one int32
-tensor of shape (B|1, 1, ROWS, Q + L): the first Q columns describe the queries, the last L the keys. It grows linearly
-with the sequence; nothing of shape (Q, L) exists until an engine asks for it.
+Every transformers model hands its attention mask from its top to each attention layer, through checkpointing, device
+hooks, caches and `generate`. It does so with no other argument. We use the mask to carry positions. The channel is one
+int32 tensor of shape (B|1, 1, ROWS, Q + L): the first Q columns describe the queries, the last L the keys. It grows
+linearly with the sequence; no tensor of shape (Q, L) exists until an engine makes one.
 
-Mask functions that no such description fits travel in a dense form, (B|1, 1, Q + 1, L + 1) int32. Each of Q rows holds
-`(distance << 1) | visible` for the keys, then the position of the query. The last row of either form is a tag, which no
-mask of a user's own has.
+A mask function that does not fit this description becomes a dense channel, (B|1, 1, Q + 1, L + 1) int32. Each of Q rows
+holds `(distance << 1) | visible` for the keys, then the position of the query. The last row of either channel is a tag,
+so that a user's own mask is never taken for a channel.
 """
 
 from __future__ import annotations
@@ -22,36 +22,38 @@ ROWS = 7
 """
 
 TAG = int.from_bytes(b"PosE", "big")
-"""What the last row holds."""
+"""Number in the last row of a channel. It marks the tensor as ours."""
 
 NO_WINDOW = torch.iinfo(torch.int32).max
-"""Window of a layer without a sliding window: larger than any distance."""
+"""Window that stands for none: larger than any distance."""
 
 GAPPED_POSITIONS = (
-    "position_ids do not continue the positions of the cached keys, which cannot be recovered from the cache. Pass the "
-    "position_ids that transformers would choose itself (or none), or run the whole sequence in one forward "
-    "without a cache."
+    "position_ids do not continue the positions of the cached keys, and the cache does not hold those positions. Pass "
+    "no position_ids or those that transformers would choose, or run the whole sequence in one forward without a cache."
 )
 
 INTEGER_MASK = (
-    "a 4-D attention mask of integers is no mask to any attention of transformers: pass a bool mask (True = visible) "
-    "or a float mask (added to the scores)"
+    "no attention of transformers takes a 4-D attention mask of integers: pass a bool mask (True = visible) or a float "
+    "mask (added to the scores)"
 )
 
 FRACTIONS = "position_ids count tokens, so they must be integers, not {dtype}"
 
 SHOWS_FUTURE = (
-    "the attention mask shows a query keys that come after it, and no scheme here defines distances to those: pass a "
-    "causal mask (False, the dtype's minimum or -inf wherever the key comes later), or unpatch the model"
+    "the attention mask shows a query keys that come after it, but schemes define only distances to earlier keys: pass "
+    "a causal mask (False, the dtype's minimum or -inf wherever the key comes later), or unpatch the model"
 )
 
 
 def ensure(holds: Tensor, message: str) -> None:
-    """Raise an error unless something holds: ValueError, or RuntimeError, by the device, where waiting would stall it.
+    """Raise an error unless a condition holds.
+
+    It is a ValueError. On CUDA and while compiling it is a RuntimeError of the device, because reading `holds` would
+    stall the device.
 
     Args:
-        holds: one bool, on any device.
-        message: of the error.
+        holds: the condition, one bool on any device.
+        message: message of the error.
     """
     if torch.compiler.is_compiling() or holds.is_cuda:
         torch._assert_async(holds, message)
@@ -59,8 +61,8 @@ def ensure(holds: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-def _counts(position_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return position ids in another integer dtype; ValueError if they are no integers."""
+def _as_integers(position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert position ids to an integer dtype; ValueError if they are not integers."""
     if position_ids.is_floating_point() or position_ids.is_complex() or position_ids.dtype == torch.bool:
         raise ValueError(FRACTIONS.format(dtype=position_ids.dtype))
     return position_ids.to(dtype)
@@ -71,17 +73,17 @@ class Positions:
     """Positions, order and visibility of Q queries and L keys. Integer tensors; `key_valid` and `query_valid` are bool.
 
     Attributes:
-        query_positions: (B|1, Q) positions that distances are measured between.
-        key_positions: (B|1, L) likewise.
-        query_index: (B|1, Q) slots in the sequence: the causal order, and what a sliding window counts.
-        key_index: (B|1, L) likewise.
+        query_positions: (B|1, Q) positions of the queries; distances are measured between positions.
+        key_positions: (B|1, L) positions of the keys.
+        query_index: (B|1, Q) slots of the queries in the sequence. Causal order and sliding windows count slots.
+        key_index: (B|1, L) slots of the keys.
         query_valid: (B|1, Q) False for padding.
-        key_valid: (B|1, L) False for padding: seen by nobody.
-        query_segment: (B|1, Q) document number of packed sequences.
-        key_segment: (B|1, L) likewise; keys of another segment are invisible.
-        window: (B|1, 1) a key is visible while its index is less than `window` behind the query's.
-        query_resumed: (B|1, Q) what `generate` counts where it goes on after padding: 1 at the first token behind the
-            last padding. Before that padding, the position.
+        key_valid: (B|1, L) False for padding, which no query sees.
+        query_segment: (B|1, Q) document numbers of the queries, in packed sequences.
+        key_segment: (B|1, L) document numbers of the keys; a query sees only keys of its own document.
+        window: (B|1, 1) sliding window: a query sees a key if its slot is less than `window` behind the query's.
+        query_resumed: (B|1, Q) the count of `generate` when it goes on after right padding: 1 at the first token behind
+            the last padding. Before that padding it is the position.
     """
 
     query_positions: Tensor
@@ -99,12 +101,12 @@ class Positions:
     def causal(
         cls, query_length: int, key_length: int | None = None, device: torch.device | str | None = None
     ) -> Positions:
-        """Plain causal attention of the last `query_length` of `key_length` tokens, without padding.
+        """Return the positions of the last `query_length` of `key_length` tokens, causal and without padding.
 
         Args:
             query_length: Q.
             key_length: L >= Q; None means Q.
-            device: where the tensors are made.
+            device: device of the tensors.
 
         Returns:
             Positions with batch dimension 1.
@@ -114,7 +116,7 @@ class Positions:
         return unpack(pack(index[:, key_length - query_length :], index), query_length)
 
     def distance(self) -> Tensor:
-        """Return query position minus key position, (B|1, 1, Q, L) int32; meaningless where the key is invisible."""
+        """Return query position minus key position, (B|1, 1, Q, L) int32; meaningless for invisible keys."""
         return (self.query_positions[:, :, None] - self.key_positions[:, None, :])[:, None]
 
     def visible(self) -> Tensor:
@@ -128,28 +130,28 @@ class Positions:
         return logits.masked_fill(~self.visible(), torch.finfo(logits.dtype).min)
 
     def within(self, window: int) -> Positions:
-        """Return the same with a sliding window of at most this many tokens."""
+        """Return these positions with a sliding window of at most this many tokens."""
         return replace(self, window=self.window.clamp(max=window))
 
     def divided_at(self, starts: Tensor) -> Tensor:
-        """Return whether a new document starts at each of some tokens, one bool.
+        """Return whether a new document starts at every one of these tokens, as a bool tensor ().
 
         Args:
-            starts: (N,) integers that count the tokens of all rows, one row after the other.
+            starts: (N,) indices of tokens, counted through all rows, one row after the other.
         """
         rows, length = self.query_segment.shape
         segment, starts = self.query_segment.flatten(), starts.long()
-        first = starts % length == 0  # of a row
+        starts_row = starts % length == 0
         starts = starts % (rows * length)  # one row may stand for all
-        return (first | (segment[starts] != segment[starts - 1])).all()
+        return (starts_row | (segment[starts] != segment[starts - 1])).all()
 
     def follow(self, position_ids: Tensor | None) -> Positions:
-        """Let position ids that the caller chose himself (gapped, randomised) replace the counted ones.
+        """Replace the counted positions by position ids of the caller's own choice (gapped, randomised).
 
-        A row of ids changes nothing if the whole row equals the counted positions. Nor does it change anything if it
-        equals the slot index, which a model fills in when it was given no ids, or the resumed count, which `generate`
-        fills in behind a right-padded prompt. So a full forward, chunked prefill and decoding agree. Chosen ids are
-        known for the queries only. They stand for the keys too as long as both are the same tokens (no cache yet).
+        A row of ids changes nothing if it equals one of three counts: the counted positions, the slots, which a model
+        fills in without ids, or the resumed count, which `generate` fills in after a right-padded prompt. So a full
+        forward, chunked prefill and decoding agree. Chosen ids are those of the queries. Without a cache the keys are
+        the same tokens, so they get the same ids.
 
         Args:
             position_ids: (B|1, Q) or None.
@@ -158,17 +160,16 @@ class Positions:
             Positions; `self` if there are no position ids.
 
         Raises:
-            ValueError: for ids that are no integers; for chosen ids with a filled cache (`RuntimeError`, raised by the
-                device, while compiling or on CUDA).
+            ValueError: if the ids are not integers, or a filled cache comes with chosen ids (see `ensure`).
         """
         if position_ids is None:
             return self
-        chosen = _counts(position_ids, self.query_positions.dtype)
+        chosen = _as_integers(position_ids, self.query_positions.dtype)
 
-        def other_than(candidate: Tensor) -> Tensor:
-            return ((chosen != candidate) & self.query_valid).any(-1, keepdim=True)
+        def differs_from(count: Tensor) -> Tensor:
+            return ((chosen != count) & self.query_valid).any(-1, keepdim=True)
 
-        differs = other_than(self.query_positions) & other_than(self.query_index) & other_than(self.query_resumed)
+        differs = differs_from(self.query_positions) & differs_from(self.query_index) & differs_from(self.query_resumed)
         if self.query_index.shape[-1] == self.key_index.shape[-1]:
             return replace(
                 self,
@@ -181,12 +182,12 @@ class Positions:
 
 @dataclass(frozen=True)
 class DensePositions:
-    """Distances and visibility given pair by pair, for masks that have no compact description.
+    """Distances and visibility of each query and key, for masks that have no compact description.
 
     Attributes:
         pairs: (B|1, 1, Q, L) distances, int32.
         seen: (B|1, 1|H, Q, L) bool, True where the key is visible; or a float mask that is added to the logits.
-        query_positions: (B|1, Q) int32.
+        query_positions: (B|1, Q) positions of the queries, int32.
     """
 
     pairs: Tensor
@@ -199,7 +200,7 @@ class DensePositions:
 
     def visible(self) -> Tensor:
         """Return which keys each query may attend to, (B|1, 1|H, Q, L) bool."""
-        return _seen(self.seen)
+        return _visible(self.seen)
 
     def mask(self, logits: Tensor) -> Tensor:
         """Return the logits (B, H, Q, L) with the mask applied."""
@@ -208,31 +209,31 @@ class DensePositions:
         return logits.masked_fill(~self.seen, torch.finfo(logits.dtype).min)
 
     def within(self, window: int) -> DensePositions:
-        """Return the same with a sliding window of at most this many tokens, counted by the distances."""
+        """Return these positions with a sliding window of at most this many tokens, by distance."""
         near = self.pairs < window
         if self.seen.is_floating_point():
             return replace(self, seen=self.seen.masked_fill(~near, torch.finfo(self.seen.dtype).min))
         return replace(self, seen=self.seen & near)
 
     def divided_at(self, starts: Tensor) -> Tensor:
-        """Return True, (): a mask that is given pair by pair says all there is to say of documents."""
+        """Return True, as a bool tensor (): the mask itself divides the documents."""
         return torch.ones((), dtype=torch.bool, device=starts.device)
 
     def follow(self, position_ids: Tensor | None) -> DensePositions:
-        """Measure distances between the given position ids where queries and keys are the same tokens.
+        """Take distances from position ids, if queries and keys are the same tokens (no cache).
 
         Args:
             position_ids: (B|1, Q) or None.
 
         Returns:
-            DensePositions. With a cache the distances stay those of the slots that the mask shows.
+            DensePositions; with a cache `self`, whose distances are those of the slots in the mask.
 
         Raises:
-            ValueError: for ids that are no integers.
+            ValueError: if the ids are not integers.
         """
         if position_ids is None:
             return self
-        ids = _counts(position_ids, self.pairs.dtype)
+        ids = _as_integers(position_ids, self.pairs.dtype)
         if self.pairs.shape[-2] != self.pairs.shape[-1]:
             return self
         return replace(self, pairs=(ids[:, :, None] - ids[:, None, :])[:, None], query_positions=ids)
@@ -251,10 +252,10 @@ def pack(
     window: int | Tensor | None = None,
     query_resumed: Tensor | None = None,
 ) -> Tensor:
-    """Write the compact channel.
+    """Write the compact channel, see `Positions` for its rows.
 
     Args:
-        query_index: (B|1, Q) integer slots; key_index: (B|1, L).
+        query_index: (B|1, Q) integer slots.
         key_index: (B|1, L) integer slots.
         query_positions: (B|1, Q), defaults to the index.
         key_positions: (B|1, L), defaults to the index.
@@ -262,7 +263,7 @@ def pack(
         key_valid: (B|1, L) bool, defaults to True.
         query_segment: (B|1, Q), defaults to one segment.
         key_segment: (B|1, L), defaults to one segment.
-        window: sliding window in tokens, a number or a tensor of one; None means none.
+        window: sliding window in tokens, an int or a tensor with one number; None means no window.
         query_resumed: (B|1, Q), defaults to the positions.
 
     Returns:
@@ -276,14 +277,14 @@ def pack(
         batch = max(queries.shape[0], keys.shape[0])
         return torch.cat([queries.expand(batch, -1), keys.expand(batch, -1)], -1)
 
-    places = row(query_positions, key_positions, index)
+    position = row(query_positions, key_positions, index)
     rows = (
-        places,
+        position,
         row(query_valid, key_valid, torch.ones_like(index)),
         index,
         row(query_segment, key_segment, torch.zeros_like(index)),
         window.expand_as(index) if isinstance(window, Tensor) else torch.full_like(index, window or NO_WINDOW),
-        row(query_resumed, key_index, places),
+        row(query_resumed, key_index, position),
         torch.full_like(index, TAG),
     )
     return torch.stack(torch.broadcast_tensors(*(r.to(torch.int32) for r in rows)), 1)[:, None]
@@ -316,52 +317,52 @@ def unpack(channel: Tensor, query_length: int) -> Positions:
 
 
 def pack_dense(query_positions: Tensor, key_positions: Tensor, visible: Tensor) -> Tensor:
-    """Write the dense form, int32 (B|1, 1, Q + 1, L + 1).
+    """Write the dense channel, int32 (B|1, 1, Q + 1, L + 1).
 
     Args:
         query_positions: (B|1, Q) integers.
         key_positions: (B|1, L) integers.
         visible: (B|1, 1, Q, L) bool.
     """
-    own, others = (each.to(torch.int32)[:, None] for each in (query_positions, key_positions))
-    pairs = ((own[..., None] - others[..., None, :]) << 1) | visible.to(torch.int32)
-    rows = torch.cat([pairs, own[..., None].expand(*pairs.shape[:-1], 1)], -1)
+    queries = query_positions.to(torch.int32)[:, None, :, None]
+    keys = key_positions.to(torch.int32)[:, None, None]
+    pairs = ((queries - keys) << 1) | visible.to(torch.int32)
+    rows = torch.cat([pairs, queries.expand(*pairs.shape[:-1], 1)], -1)
     return torch.nn.functional.pad(rows, (0, 0, 0, 1), value=TAG)
 
 
 def check(mask: Tensor, before: int | Tensor) -> None:
-    """Refuse a user's 4-D mask that is not what it looks like; call it once per forward.
+    """Refuse a 4-D mask of integers, and a 4-D mask that is not causal. Call it once per forward.
 
     Args:
         mask: our channel, or a user's own 4-D mask (B|1, 1|H, Q, L).
         before: number of tokens before the first query.
 
     Raises:
-        ValueError: for integers that are no channel of ours, and if a query sees a key that comes after it
-            (`RuntimeError`, raised by the device, while compiling or on CUDA).
+        ValueError: if an integer mask is not a channel, or a query sees a key that comes after it (see `ensure`).
     """
     if mask.dtype == torch.int32:
         ensure((mask[:, :, -1] == TAG).all(), INTEGER_MASK)
     elif mask.dtype == torch.bool or mask.is_floating_point():
         queries, keys = mask.shape[-2:]
         slots = torch.arange(queries, device=mask.device) + before
-        own = slots - (slots[-1:] + 1 - keys).clamp(min=0)  # a sliding cache has the last keys only
-        later = torch.arange(keys, device=mask.device) > own[:, None]
-        ensure(~(_seen(mask) & later).any(), SHOWS_FUTURE)
+        own_keys = slots - (slots[-1:] + 1 - keys).clamp(min=0)  # a sliding cache has the last keys only
+        later = torch.arange(keys, device=mask.device) > own_keys[:, None]
+        ensure(~(_visible(mask) & later).any(), SHOWS_FUTURE)
 
 
-def _seen(mask: Tensor) -> Tensor:
-    """Return which keys a user's own mask shows, bool."""
+def _visible(mask: Tensor) -> Tensor:
+    """Return which keys are visible in a bool or float mask, as bool."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
 
 def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DensePositions:
-    """Read whatever arrived in place of an attention mask.
+    """Read positions from the attention mask.
 
     Args:
-        mask: our compact channel, our dense form, or a user's own 4-D mask (B|1, 1|H, Q, L): bool (True = visible) or
-            float (added to the logits). A 4-D mask of the user's says nothing about positions, so a query sits in the
-            slot of the last key that it sees.
+        mask: our compact channel, our dense channel, or a user's own 4-D mask (B|1, 1|H, Q, L): bool (True = visible)
+            or float (added to the logits). A user's mask holds no positions, so the slot of the last key that a query
+            sees is taken for its position.
         query_length: Q.
         key_length: L.
 
@@ -369,7 +370,7 @@ def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DenseP
         Positions or DensePositions.
 
     Raises:
-        ValueError: if the shape fits none of these.
+        ValueError: if the shape or the dtype fits none of these masks.
     """
     if mask.ndim == 4 and mask.dtype == torch.int32:
         if mask.shape[-2:] == (ROWS, query_length + key_length):
@@ -380,12 +381,12 @@ def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DenseP
     if mask.ndim == 4 and mask.shape[-2] == query_length and mask.shape[-1] >= key_length:
         mask = mask[..., :key_length]
         if mask.dtype == torch.bool or mask.is_floating_point():
-            seen = _seen(mask)
+            visible = _visible(mask)
             slots = torch.arange(key_length, dtype=torch.int32, device=mask.device)
-            last_seen = torch.where(seen.any(1, keepdim=True), slots, -1).amax(-1, keepdim=True)
+            last_seen = torch.where(visible.any(1, keepdim=True), slots, -1).amax(-1, keepdim=True)
             return DensePositions(last_seen - slots, mask, last_seen[:, 0, :, 0])
     raise ValueError(
         f"an attention mask of shape {tuple(mask.shape)} and dtype {mask.dtype} does not fit {query_length} "
-        "queries and "
-        f"{key_length} keys: pass a 2-D mask (batch, keys), or a 4-D bool or float mask (batch, 1, queries, keys)"
+        f"queries and {key_length} keys: pass a 2-D mask (batch, keys), or a 4-D bool or float mask (batch, 1, "
+        "queries, keys)"
     )

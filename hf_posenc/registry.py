@@ -1,12 +1,12 @@
-"""The two registries: scheme names to scheme classes, model types to families.
+"""The two registries: scheme name -> scheme class, and model type -> family.
 
-Both refuse duplicates, since the later of two registrations would otherwise change models that name the earlier one.
+Both refuse duplicates. Otherwise a second registration would change models that name the first one.
 
 Other packages offer schemes and families as entry points, in the groups `hf_posenc.schemes` and `hf_posenc.families`.
-An entry point is named after what it offers: the scheme's name, or one model type of the family. So names are known
-without importing anybody's code, and the code behind a name is imported when the name is first used. A package that is
-broken breaks its own names, and nothing else. This package's own schemes and families, and the names of the others, are
-read when a registry is first asked for anything, so that importing hf_posenc costs next to nothing.
+The name of an entry point is the scheme's name, or one model type of the family. So hf_posenc can list names without
+importing other packages. It imports the code behind a name when the name is first used, so a broken package breaks only
+its own names. The first call that reads a registry registers this package's own schemes and families and reads the
+entry points. So importing hf_posenc costs next to nothing.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ SCHEMES, FAMILIES = "hf_posenc.schemes", "hf_posenc.families"
 _SCHEMES: dict[str, type[Scheme]] = {}
 _FAMILIES: dict[str, Family] = {}
 _REFUSED: dict[str, Refusal] = {}
-_OFFERED: dict[str, dict[str, tuple[EntryPoint, ...]]] = {}
-"""Group -> name -> the entry points of this name: one, or several of packages that are in each other's way. A group is
-here once its registry has been filled."""
+_ENTRY_POINTS: dict[str, dict[str, tuple[EntryPoint, ...]]] = {}
+"""Group -> name -> its entry points. Several entry points mean that packages offer the same name. The dict has a group
+once the group's registry is filled."""
 
 RESERVED = ("base",)
-"""Names that checkpoints use for something else: a layer that keeps what the base has is marked `hf_posenc_base`."""
+"""Names that no scheme may have: checkpoints mark a layer that keeps the base's positions with `hf_posenc_base`."""
 
 
-def _offers(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return what installed packages offer, by name; the first time this package's own are registered before.
+def _read_entry_points(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of installed packages, by name. The first call also registers what hf_posenc has.
 
-    Warns (UserWarning) of each name that hf_posenc has itself: nobody can replace that, so the offer is ignored.
+    It ignores an entry point with a name of hf_posenc's own, and warns of it (UserWarning).
     """
-    if group in _OFFERED:
-        return _OFFERED[group]
-    _OFFERED[group] = {}  # importing our own comes back here
+    if group in _ENTRY_POINTS:
+        return _ENTRY_POINTS[group]
+    _ENTRY_POINTS[group] = {}  # importing our own schemes or families calls this function again
     import_module(group)
-    own, what = (_SCHEMES, "scheme") if group == SCHEMES else (_FAMILIES, "model type")
-    found: dict[str, list[EntryPoint]] = {}
+    own_names, what = (_SCHEMES, "scheme") if group == SCHEMES else (_FAMILIES, "model type")
+    entries_by_name: dict[str, list[EntryPoint]] = {}
     for entry in entry_points().select(group=group):
-        if entry.name in own:
+        if entry.name in own_names:
             warnings.warn(f"{_describe(entry)} is ignored: hf_posenc has a {what} {entry.name!r} itself", stacklevel=3)
         else:
-            found.setdefault(entry.name, []).append(entry)
-    _OFFERED[group] = {name: tuple(entries) for name, entries in found.items()}
-    return _OFFERED[group]
+            entries_by_name.setdefault(entry.name, []).append(entry)
+    _ENTRY_POINTS[group] = {name: tuple(entries) for name, entries in entries_by_name.items()}
+    return _ENTRY_POINTS[group]
 
 
 def register_scheme(cls: SchemeClass) -> SchemeClass:
@@ -72,19 +72,19 @@ def register_scheme(cls: SchemeClass) -> SchemeClass:
         `cls`, unchanged.
 
     Raises:
-        TypeError: it is no such class.
-        ValueError: its name is no identifier (parameters of checkpoints are named after it), or reserved, or that of
-            another class, registered or offered by an installed package. Registering the same class again is allowed,
-            also one that was defined anew, as by a cell of a notebook that ran twice: it takes the other's place.
+        TypeError: if `cls` is not such a class.
+        ValueError: if its name is not an identifier (a buffer in checkpoints is named after it) or reserved, or
+            if another class or an installed package has this name. You may register a class again, even after a new
+            definition (a notebook cell that ran twice): it replaces the old class.
     """
-    name = _checked_name(cls)
-    if not _is_own(cls):
-        _offers(SCHEMES)
+    name = _require_valid_name(cls)
+    if not _is_ours(cls):
+        _read_entry_points(SCHEMES)
     other = _SCHEMES.get(name, cls)
     if other is not cls and (_location(other) != _location(cls) or "<locals>" in cls.__qualname__):
         raise ValueError(f"scheme name {name!r} of {_location(cls)} is taken by {_location(other)}; rename one of them")
-    for entry in () if _is_own(cls) else _offers(SCHEMES).get(name, ()):
-        if name not in _SCHEMES and _top(entry.module) != _top(cls.__module__):
+    for entry in () if _is_ours(cls) else _read_entry_points(SCHEMES).get(name, ()):
+        if name not in _SCHEMES and _top_package(entry.module) != _top_package(cls.__module__):
             raise ValueError(
                 f"scheme name {name!r} of {_location(cls)} is taken by {_describe(entry)}; rename one of them"
             )
@@ -92,7 +92,8 @@ def register_scheme(cls: SchemeClass) -> SchemeClass:
     return cls
 
 
-def _checked_name(cls: type[Scheme]) -> str:
+def _require_valid_name(cls: type[Scheme]) -> str:
+    """Return the name of a class; TypeError or ValueError if the class cannot be registered."""
     name: Any = getattr(cls, "name", None)
     if not isinstance(name, str):
         raise TypeError(f"{_location(cls)} needs a class attribute `name: ClassVar[str]`, its name in checkpoints")
@@ -118,21 +119,21 @@ def scheme_class(name: str) -> type[Scheme]:
     """Return the scheme class of a name; import the package that offers it, if one does.
 
     Raises:
-        UnknownSchemeError: no scheme has this name; the message lists those that exist.
-        PluginError: the package that offers it cannot be imported, or does not have it; or several packages offer it.
+        UnknownSchemeError: if no scheme has this name; the message lists the names.
+        PluginError: if the package that offers the scheme cannot be imported or lacks it, or several packages offer it.
     """
-    _offers(SCHEMES)
-    if name not in _SCHEMES and (entry := _offer(SCHEMES, name)) is not None:
+    _read_entry_points(SCHEMES)
+    if name not in _SCHEMES and (entry := _only_entry_point(SCHEMES, name)) is not None:
         loaded = _load(entry)
         if isinstance(loaded, type):
             _register(entry, register_scheme, loaded)
         elif not isinstance(loaded, ModuleType):
             raise PluginError(f"{_describe(entry)} must lead to a scheme class, or to a module that registers one")
         if name not in _SCHEMES:
-            raise PluginError(f"{_describe(entry)} registers no scheme of the name {name!r}, after which it is named")
+            raise PluginError(f"{_describe(entry)} registers no scheme of the name {name!r}, its own name")
         try:
             _SCHEMES[name]()
-        except Exception as error:  # as in `_load`; every command makes it so
+        except Exception as error:  # as in `_load`; commands make schemes without arguments
             del _SCHEMES[name]
             raise PluginError(
                 f"{_describe(entry)} cannot be made without arguments: {type(error).__name__}: {error}"
@@ -140,24 +141,24 @@ def scheme_class(name: str) -> type[Scheme]:
     try:
         return _SCHEMES[name]
     except KeyError:
-        known = available_schemes()
-        other = {other: asked for cls in _SCHEMES.values() for other, asked in cls.known_as.items()}
+        names = available_schemes()
+        synonyms = {synonym: answer for cls in _SCHEMES.values() for synonym, answer in cls.known_as.items()}
         raise UnknownSchemeError(
-            f"unknown scheme {name!r}; choose from {', '.join(known)}"
-            f"{did_you_mean(name, other | {each: each for each in known})}"
+            f"unknown scheme {name!r}; choose from {', '.join(names)}"
+            f"{did_you_mean(name, synonyms | {each: each for each in names})}"
         ) from None
 
 
 def check_registered(cls: type[Scheme]) -> None:
-    """Check that a class is the one which its name stands for: a checkpoint holds the name, and is loaded by it.
+    """Check that a class is registered under its own name, because a checkpoint is loaded by this name.
 
     Raises:
-        UnknownSchemeError: if it is not; the message says how to register it.
+        UnknownSchemeError: if it is not registered; the message says how to register it.
     """
     name = getattr(cls, "name", None)
-    known = _SCHEMES.get(name) if isinstance(name, str) else None
-    if known is not cls:
-        taken = "" if known is None else f"; its name {name!r} is that of {_location(known)}, so it needs another"
+    registered = _SCHEMES.get(name) if isinstance(name, str) else None
+    if registered is not cls:
+        taken = "" if registered is None else f"; first rename it, because {_location(registered)} is named {name!r}"
         raise UnknownSchemeError(
             f"{_location(cls)} is not registered, so a model that is patched with it could not be loaded again: put "
             f"@hf_posenc.register_scheme on the class{taken}. Registered are {', '.join(available_schemes())}"
@@ -165,8 +166,8 @@ def check_registered(cls: type[Scheme]) -> None:
 
 
 def available_schemes() -> tuple[str, ...]:
-    """Return the names of all schemes, sorted: registered, or offered by an installed package."""
-    offered = _offers(SCHEMES)
+    """Return the sorted names of all schemes, registered or offered by an installed package."""
+    offered = _read_entry_points(SCHEMES)
     return tuple(sorted({*_SCHEMES, *offered}))
 
 
@@ -180,8 +181,8 @@ def register_family(family: Family) -> Family:
         `family`, unchanged.
 
     Raises:
-        ValueError: it names no model type, or a model type is served by another family already (nothing is registered
-            then). Registering an equal family again is allowed.
+        ValueError: if the family names no model type, or another family serves one of its model types. Then no model
+            type is registered. You may register an equal family again.
     """
     if not family.model_types:
         raise ValueError(f"the family names no model type, so no model could ever use it: {family}")
@@ -197,18 +198,18 @@ def register_family(family: Family) -> Family:
 
 
 def register_refusal(refusal: Refusal) -> None:
-    """Record why some model types are not served. A family for one of them can be registered all the same."""
+    """Record why some model types are not served. You may still register a family for one of them."""
     _REFUSED.update(dict.fromkeys(refusal.model_types, refusal))
 
 
 def reason_against(model_type: str) -> str | None:
-    """Return why a model type is not served, as a clause; None if it is served, or nothing is known of it."""
+    """Return why a model type is not served, as a clause; None if it is served or has no refusal."""
     refusal = None if model_type in supported_model_types() else _REFUSED.get(model_type)
     return None if refusal is None else refusal.reason
 
 
 def refusals() -> dict[str, Refusal]:
-    """Return the model types that are not served for a known reason, sorted, each with its refusal."""
+    """Return model type -> refusal, sorted, for the model types with a refusal and without a family."""
     served = supported_model_types()
     return {model_type: _REFUSED[model_type] for model_type in sorted(_REFUSED) if model_type not in served}
 
@@ -217,16 +218,16 @@ def family_for(model_type: str) -> Family:
     """Return the family that serves models whose `config.model_type` is `model_type`.
 
     Raises:
-        UnsupportedModelError: no family serves it; the message says why, or how to list what is served.
-        PluginError: the package that offers it cannot be imported, or does not have it; or several packages offer it.
+        UnsupportedModelError: if no family serves it; the message says why, or how to list the model types.
+        PluginError: if the package that offers the family cannot be imported or lacks it, or several packages offer it.
     """
-    _offers(FAMILIES)
-    if model_type not in _FAMILIES and (entry := _offer(FAMILIES, model_type)) is not None:
+    _read_entry_points(FAMILIES)
+    if model_type not in _FAMILIES and (entry := _only_entry_point(FAMILIES, model_type)) is not None:
         loaded = _load(entry)
         types = getattr(loaded, "model_types", None)
         if not isinstance(types, tuple) or model_type not in types:
             raise PluginError(f"{_describe(entry)} must lead to a Family with {model_type!r} among its model_types")
-        if unnamed := set(types) - set(_offers(FAMILIES)):  # whose model classes nobody would find
+        if unnamed := set(types) - set(_read_entry_points(FAMILIES)):  # transformers would not find their classes
             raise PluginError(f"{_describe(entry)} serves {', '.join(sorted(unnamed))} too: give each an entry point")
         _register(entry, register_family, loaded)
     if model_type in _FAMILIES:
@@ -234,37 +235,34 @@ def family_for(model_type: str) -> Family:
     if (reason := reason_against(model_type)) is not None:
         raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}")
     raise UnsupportedModelError(
-        f"model type {model_type!r} is not supported (`hf-posenc families` lists those that are; a package that brings "
-        f"another has to be installed or imported){did_you_mean(model_type, {*supported_model_types(), *_REFUSED})}"
+        f"model type {model_type!r} is not supported (`hf-posenc families` lists the supported ones; install or import "
+        f"the package that adds another){did_you_mean(model_type, {*supported_model_types(), *_REFUSED})}"
     )
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """Return the model types that have a family, sorted: registered, or offered by an installed package."""
-    offered = _offers(FAMILIES)
+    """Return the sorted model types whose family is registered or offered by an installed package."""
+    offered = _read_entry_points(FAMILIES)
     return tuple(sorted({*_FAMILIES, *offered}))
 
 
 def offer(model_type: str) -> str | None:
-    """Return the name, for messages, of the package that offers a family for a model type; None if none does."""
-    return " and ".join(map(_describe, _offers(FAMILIES).get(model_type, ()))) or None
+    """Describe the entry points that offer a family for a model type; None if there are none."""
+    return " and ".join(map(_describe, _read_entry_points(FAMILIES).get(model_type, ()))) or None
 
 
-def _offer(group: str, name: str) -> EntryPoint | None:
-    """Return the one entry point of a name, or None; PluginError if several packages offer it."""
-    entries = _offers(group).get(name, ())
+def _only_entry_point(group: str, name: str) -> EntryPoint | None:
+    """Return the entry point of a name, or None if there is none; PluginError if several packages offer the name."""
+    entries = _read_entry_points(group).get(name, ())
     if len(entries) > 1:
-        raise PluginError(
-            f"{' and '.join(map(_describe, entries))} offer the same name, which cannot mean both: uninstall one of "
-            "them"
-        )
+        raise PluginError(f"{' and '.join(map(_describe, entries))} offer the same name: uninstall one of them")
     return entries[0] if entries else None
 
 
 def _load(entry: EntryPoint) -> Any:
     try:
         return entry.load()
-    except (Exception, SystemExit) as error:  # whatever somebody's code raises while it is imported
+    except (Exception, SystemExit) as error:  # importing other code may raise anything
         raise PluginError(f"{_describe(entry)} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
@@ -276,7 +274,7 @@ def _register(entry: EntryPoint, register: Any, loaded: Any) -> None:
 
 
 def _describe(entry: EntryPoint) -> str:
-    """Return an entry point and the distribution that it belongs to, for messages."""
+    """Return an entry point and its distribution as text for messages."""
     of = "an unknown distribution" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
     return f"{entry.group} entry point {entry.name!r} = {entry.value!r} of {of}"
 
@@ -285,10 +283,10 @@ def _location(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _is_own(cls: type) -> bool:
-    """Return whether a class is of this package, which is registered before anything else is asked for."""
-    return _top(cls.__module__) == _top(__name__)
+def _is_ours(cls: type) -> bool:
+    """Return whether a class belongs to this package."""
+    return _top_package(cls.__module__) == _top_package(__name__)
 
 
-def _top(module: str) -> str:
+def _top_package(module: str) -> str:
     return module.partition(".")[0]

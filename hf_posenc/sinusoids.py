@@ -1,4 +1,4 @@
-"""Sinusoids of positions, and the dtypes in which they are computed."""
+"""Sines and cosines of positions, and the dtypes to compute them in."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which positions are computed beside this tensor: float64 for float64, else float32."""
+    """Return the dtype for computing positions with this tensor: float64 for float64, else float32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for angles: float64, or float32 on MPS, which has nothing wider."""
+    """Return the dtype for angles: float64, or float32 on MPS, which has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -24,7 +24,7 @@ def geometric_frequencies(size: int, base: float, device: torch.device) -> Tenso
 def sinusoids(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """Return sines and cosines of position times frequency.
 
-    Angles are formed in `wide_dtype`: at position 100,000 a float32 product is wrong by up to 0.004 radians.
+    Angles are computed in `wide_dtype`: at position 100,000 a float32 product is wrong by up to 0.004 radians.
 
     Args:
         positions: integers of any shape (...).

@@ -1,4 +1,4 @@
-"""verify(model): moves the positions under a patched model, layer by layer, and reports who notices."""
+"""verify(model): change the positions under a patched model and report which layers respond."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from .upstream.replaced_attention import named, stock_output
 from .upstream.rotary import IdentityRotary
 
 NOTICES = 1e-7
-"""Smallest relative change that counts: a layer that ignores positions repeats the same arithmetic, change 0."""
+"""Relative change above which a layer responds. A layer that ignores positions repeats its arithmetic: change 0."""
 
 SPANS = (2**8, 2**12, 2**16)
-"""Over so many positions the tokens are spread, one after the other, while a layer ignores closer ones."""
+"""Numbers of positions over which to spread the tokens, in this order, while a layer ignores closer positions."""
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The response of one decoder layer when the positions move and everything else stays.
+    """The response of one decoder layer when only its positions change.
 
     Attributes:
-        index: of the layer.
-        response: relative change of the layer's output, as the model stands.
-        live_response: the same with the scheme's parameters drawn at random, and then with positions further and
-            further apart, until the layer responds. A scheme that starts neutral (DA-Transformer) needs the first, a
-            scheme that acts from 8192 tokens on the second. A dead scheme never responds.
+        index: index of the layer.
+        response: relative change of the layer's output, with the model's current parameters.
+        live_response: relative change with random parameters of the scheme, then also with positions further and
+            further apart, until the layer responds. A scheme that starts neutral (DA-Transformer) needs random
+            parameters. A scheme that acts from 8192 tokens on needs distant positions. A dead scheme never responds.
         expected: whether the scheme acts in this layer.
     """
 
@@ -62,14 +62,14 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of `verify`. Changes are relative norms: |changed - original| / |original|.
+    """The findings of `verify`. A change is a relative norm: |changed - original| / |original|.
 
     Attributes:
         scheme: name of the scheme, or names of the schemes.
         layers: one report per decoder layer.
         input_response: change of the hidden states that enter the first layer.
-        model_response: change of the logits (or last hidden states) when all positions move.
-        order_response: change at the last token when two earlier tokens swap places; the causal mask alone gives some.
+        model_response: change of the logits (or last hidden states) when all positions change.
+        order_response: change at the last token when two earlier tokens swap places. The causal mask alone causes one.
         problems: what is wrong, in words; empty if nothing is.
     """
 
@@ -115,25 +115,26 @@ class Report:
 
 @torch.no_grad()
 def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) -> Report:
-    """Move the positions under a patched model and report, per layer and for the whole, whether the output answers.
+    """Reverse the positions under a patched model and report whether each layer and the whole model respond.
 
-    Each layer is run again on the hidden states it had, with only its position inputs changed (the positions reversed),
-    so an answer cannot leak from one layer to the next. Where the scheme changes attention scores, attention without it
-    is compared with the model's own eager attention first. Costs about six short forward passes, and up to six more
-    where a layer does not answer to close positions. Parameters, mode and caches are left as they were.
+    `verify` runs each layer again on the same hidden states, and changes only its positions. So a response cannot leak
+    from one layer to the next. If the scheme changes attention scores, `verify` first compares attention without the
+    scheme with the model's own eager attention. It takes about six short forward passes, and up to six more if a layer
+    ignores close positions. Parameters, mode and caches stay as they were.
 
     Args:
-        model: patched, on any device, in any mode; with an adapter of PEFT around it, the adapter's layers take part.
-        length: tokens to use; None means 16, or as many positions as the scheme has.
-        seed: of the tokens and of the trial parameters.
+        model: a patched model, on any device, in any mode. The layers of a PEFT adapter around it take part.
+        length: number of tokens; None means 16, or fewer if the scheme has fewer positions.
+        seed: seed of the tokens and of the random parameters.
 
     Returns:
-        Report; true if everything is as the scheme says.
+        A report, which is true if every layer behaves as the scheme says.
 
     Raises:
         NotPatchedError: if the model is not patched.
         UnsupportedModelError: if it is wrapped (DistributedDataParallel), sharded (FSDP) or offloaded.
-        ValueError: if `length` is under 4 or beyond the positions of the scheme, or from the model's own forward pass.
+        ValueError: if `length` is under 4 or exceeds the number of positions of the scheme; also what the model's own
+            forward pass raises.
     """
     check_unwrapped(model, "verify the model")
     model = without_adapter(model)
@@ -144,29 +145,35 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
     base = BaseModel.of(model)
     generator = torch.Generator().manual_seed(seed)
     weight = base.token_weight
-    tokens = torch.randint(weight.shape[0], (1, _length(length, patch.limit)), generator=generator).to(weight.device)
-    with evaluation(model), _unguarded(base.found.decoder):
-        ours = patch.attends and base.config._attn_implementation == NAME
-        lost, left = _self_test(base, patch, tokens) if ours else ({}, {})
-        expected, at_input = _answering(patch, base), _answers_at_input(patch, base)
-        standing = _Measurement(base, tokens)
-        trial = _try(standing, base, patch.limit, tokens, expected, at_input, generator)
-        order = _change(_output(base.model, _swapped(tokens, weight.shape[0]))[:, -1], standing.output[:, -1])
+    tokens = torch.randint(weight.shape[0], (1, _number_of_tokens(length, patch.limit)), generator=generator).to(
+        weight.device
+    )
+    with evaluation(model), _allow_stock_attention(base.found.decoder):
+        attends = patch.attends and base.config._attn_implementation == NAME
+        errors, leftover = _self_test(base, tokens) if attends else ({}, {})
+        expected, input_must_respond = _expected_responses(patch, base), _expects_response_at_input(patch, base)
+        current = _Measurement(base, tokens)
+        trial = _measure_with_random_parameters(
+            current, base, patch.limit, tokens, expected, input_must_respond, generator
+        )
+        order_response = _change(
+            _output(base.model, _swap_first_two(tokens, weight.shape[0]))[:, -1], current.output[:, -1]
+        )
     layers = tuple(
         LayerReport(i, response, live, expected[i])
-        for i, (response, live) in enumerate(zip(standing.layers, trial.layers, strict=True))
+        for i, (response, live) in enumerate(zip(current.layers, trial.layers, strict=True))
     )
     problems = [
-        *_problems_of_attention(patch, base, lost, left),
+        *_problems_of_attention(patch, base, errors, leftover),
         *_problems_of_layers(layers),
-        *_problems_of_input(at_input, standing.input, trial.input),
+        *_problems_of_input(input_must_respond, current.input, trial.input),
         *_problems_of_rotation(patch, base),
     ]
-    return Report(patch.name, layers, standing.input, standing.model, order, tuple(problems))
+    return Report(patch.name, layers, current.input, current.model, order_response, tuple(problems))
 
 
-def _length(wanted: int | None, limit: int | None) -> int:
-    """Return the number of tokens to use; ValueError if a scheme of `limit` positions has not so many."""
+def _number_of_tokens(wanted: int | None, limit: int | None) -> int:
+    """Return the number of tokens to use; ValueError if `wanted` is under 4 or above `limit`."""
     if wanted is None:
         return 16 if limit is None else min(16, limit)
     if wanted < 4 or (limit is not None and wanted > limit):
@@ -174,8 +181,8 @@ def _length(wanted: int | None, limit: int | None) -> int:
     return wanted
 
 
-def _swapped(tokens: Tensor, vocabulary: int) -> Tensor:
-    """Return tokens of which the first two have swapped places; of two that are alike the first is another one."""
+def _swap_first_two(tokens: Tensor, vocabulary: int) -> Tensor:
+    """Swap the first two tokens. If they are equal, replace the first one instead."""
     swapped = tokens.clone()
     swapped[0, [0, 1]] = swapped[0, [1, 0]]
     if swapped.equal(tokens):
@@ -183,229 +190,239 @@ def _swapped(tokens: Tensor, vocabulary: int) -> Tensor:
     return swapped
 
 
-def _try(
-    standing: _Measurement,
+def _measure_with_random_parameters(
+    current: _Measurement,
     base: BaseModel,
     limit: int | None,
     tokens: Tensor,
     expected: list[bool],
-    at_input: bool,
+    input_must_respond: bool,
     generator: torch.Generator,
 ) -> _Measurement:
-    """Return the responses with random parameters, and with positions further apart, until all that must answer do.
+    """Return the responses with random parameters. Move positions further apart until every expected response appears.
 
     Args:
-        standing: the responses of the model as it stands.
+        current: the responses with the current parameters.
         base: the model.
-        limit: number of positions that exist, or None.
+        limit: number of positions of the scheme, or None if there is no limit.
         tokens: (1, T).
-        expected: for each layer whether it must answer.
-        at_input: whether the hidden states that enter the first layer must.
-        generator: of the random parameters.
+        expected: whether each layer must respond.
+        input_must_respond: whether the hidden states that enter the first layer must respond.
+        generator: generator of the random parameters.
     """
-    trial = standing
+    trial = current
     owners = [module for module in base.model.modules() if isinstance(module, PositionModule)]
-    if min(standing.layers) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
+    if min(current.layers) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
         with _random_parameters(owners, generator):
             trial = _Measurement(base, tokens)
     for span in SPANS:
-        if trial.input > NOTICES or not at_input:
+        if trial.input > NOTICES or not input_must_respond:
             if all(response > NOTICES for response, wanted in zip(trial.layers, expected, strict=True) if wanted):
                 break
-        apart = (min(span, limit or span) - 1) // (tokens.shape[1] - 1)
+        step = (min(span, limit or span) - 1) // (tokens.shape[1] - 1)
         with _random_parameters(owners, generator):
-            trial = trial.or_more(_Measurement(base, tokens, apart))
+            trial = trial.maximum(_Measurement(base, tokens, step))
     return trial
 
 
 def _problems_of_attention(
-    patch: Patch, base: BaseModel, lost: dict[int, float], left: dict[int, float]
+    patch: Patch, base: BaseModel, errors: dict[int, float], leftover: dict[int, float]
 ) -> Iterator[str]:
-    """Yield what is wrong with attention, from the findings of `_self_test`."""
-    for index, error in lost.items():
+    """Yield the problems of attention.
+
+    Args:
+        patch: the patch of the model.
+        base: the model.
+        errors: layer index -> relative error of attention without the scheme, from `_self_test`.
+        leftover: layer index -> response of attention without the scheme, from `_self_test`.
+    """
+    for index, error in errors.items():
         yield (
             f"layer {index}: attention without the scheme differs from the model's own eager attention by {error:.1%}: "
-            "something that belongs to the model's attention is left out"
+            "a feature of the model's attention is missing"
         )
-    for index, answer in left.items():
+    for index, response in leftover.items():
         yield (
-            f"layer {index}: attention without the scheme answers to positions, by {answer:.1%}: what the base had for "
-            "them is still in it"
+            f"layer {index}: attention without the scheme answers to positions, by {response:.1%}: the base's own "
+            "positions are still in it"
         )
     if patch.attends and (backend := base.config._attn_implementation) != NAME:
         yield f"{patch.name} needs the attention {NAME!r}, but the config says {backend!r}: the scheme is not applied"
 
 
 def _problems_of_layers(layers: Sequence[LayerReport]) -> Iterator[str]:
-    """Yield which layers answer otherwise than the scheme says."""
+    """Yield the layers whose response contradicts the scheme."""
     for layer in layers:
         if not layer.ok:
             does = "ignores positions" if layer.expected else "answers to positions that it should not see"
             yield f"layer {layer.index} {does}"
 
 
-def _problems_of_input(at_input: bool, standing: float, trial: float) -> Iterator[str]:
-    """Yield what is wrong with the hidden states that enter the first layer.
+def _problems_of_input(input_must_respond: bool, current: float, trial: float) -> Iterator[str]:
+    """Yield the problems of the hidden states that enter the first layer.
 
     Args:
-        at_input: whether they must answer to positions.
-        standing: their response as the model stands.
+        input_must_respond: whether they must respond to positions.
+        current: their response with the current parameters.
         trial: their response with random parameters.
     """
-    if at_input and trial <= NOTICES:
+    if input_must_respond and trial <= NOTICES:
         yield "the hidden states that enter the first layer ignore positions"
-    if not at_input and standing > NOTICES:
+    if not input_must_respond and current > NOTICES:
         yield "the hidden states that enter the first layer answer to positions: the base's own table is still there"
 
 
 def _problems_of_rotation(patch: Patch, base: BaseModel) -> Iterator[str]:
-    """Yield what is wrong with how queries and keys are turned."""
+    """Yield the problems of the rotation of queries and keys."""
     silenced = all(scheme.layers is None and not scheme.acts_on.rotations(scheme) for scheme in patch.schemes)
     if silenced and base.found.rotary is not None and not isinstance(base.found.rotary, IdentityRotary):
         yield "queries and keys are rotated: the base's own rotary embedding is still there"
     for scheme in patch.schemes:
-        for layer in _turned_otherwise(scheme, base):
+        for layer in _wrongly_rotated(scheme, base):
             yield f"layer {layer}: another rotation than that of {scheme.name} turns queries and keys"
 
 
-def _answering(patch: Patch, base: BaseModel) -> list[bool]:
-    """Return for each layer whether it must answer to its positions."""
-    own = base.family.always_replaced and base.own_scheme(tuple(base.sizes)) is not None
-    expected = [own or rotated for rotated in base.rotated]  # layers that keep what the base has
+def _expected_responses(patch: Patch, base: BaseModel) -> list[bool]:
+    """Return whether each layer must respond to its positions."""
+    stock_responds = base.family.always_replaced and base.own_scheme(tuple(base.sizes)) is not None
+    expected = [stock_responds or rotated for rotated in base.rotated]  # of layers without a scheme
     for scheme in patch.schemes:
         for layer in base.layers_of(scheme):
             expected[layer] = scheme.acts_on.answers(layer, base)
     return expected
 
 
-def _answers_at_input(patch: Patch, base: BaseModel) -> bool:
-    """Return whether the hidden states that enter the first layer must answer to positions."""
-    kept = all(scheme.layers is not None for scheme in patch.schemes)
+def _expects_response_at_input(patch: Patch, base: BaseModel) -> bool:
+    """Return whether the hidden states that enter the first layer must respond to positions."""
+    keeps_table = all(scheme.layers is not None for scheme in patch.schemes)
     table = base.found.position_table
-    # Ours may be inside a wrapper of PEFT.
-    if kept and table is not None and not any(isinstance(part, PositionEmbedding) for part in table.modules()):
+    # PEFT may have put a wrapper around a table of this package.
+    if keeps_table and table is not None and not any(isinstance(part, PositionEmbedding) for part in table.modules()):
         return True
     return any(scheme.acts_on.answers_at_input(base) for scheme in patch.schemes)
 
 
-def _turned_otherwise(scheme: Any, base: BaseModel) -> list[int]:
-    """Return the layers whose rotary module does not hold the rotation that a scheme builds itself."""
-    if None not in scheme.acts_on.rotations(scheme):  # none, or one that transformers' own modules make
+def _wrongly_rotated(scheme: Any, base: BaseModel) -> list[int]:
+    """Return the layers of a scheme whose rotary module is not the one that the scheme builds."""
+    if None not in scheme.acts_on.rotations(scheme):  # no rotation, or one that transformers' modules compute
         return []
     with torch.device("meta"):
-        kind = type(scheme.build(base.rotation.dims))
+        rotation_class = type(scheme.build(base.rotation.dims))
     wrong = []
     for layer in base.layers_of(scheme):
         for holder in (base.found.layers[layer], base.found.attention_of[layer]):
-            if (own := getattr(holder, STATE, OnLayer()).rotation) is not None:
-                rotary = own()
+            if (reference := getattr(holder, STATE, OnLayer()).rotation) is not None:
+                rotary = reference()
                 break
         else:
             rotary = base.found.rotary
-        if rotary is None or not any(isinstance(each, kind) for each in rotary.modules()):
+        if rotary is None or not any(isinstance(module, rotation_class) for module in rotary.modules()):
             wrong.append(layer)
     return wrong
 
 
 class _Measurement:
-    """Responses of one model as it stands."""
+    """Responses of the model, its input and its layers to reversed positions, with the current parameters."""
 
-    def __init__(self, base: BaseModel, tokens: Tensor, apart: int = 1) -> None:
+    def __init__(self, base: BaseModel, tokens: Tensor, step: int = 1) -> None:
+        """Measure with neighbouring tokens `step` positions apart."""
         model, layers = base.model, base.found.layers
-        forward = torch.arange(tokens.shape[1], device=tokens.device)[None] * apart
+        forward = torch.arange(tokens.shape[1], device=tokens.device)[None] * step
         inputs, self.output = _trace(model, layers, tokens, forward)
-        moved_inputs, moved_output = _trace(model, layers, tokens, forward.flip(-1))
-        self.model = _change(moved_output, self.output)
-        self.input = _change(moved_inputs[0].hidden_states, inputs[0].hidden_states)
+        reversed_inputs, reversed_output = _trace(model, layers, tokens, forward.flip(-1))
+        self.model = _change(reversed_output, self.output)
+        self.input = _change(reversed_inputs[0].hidden_states, inputs[0].hidden_states)
         self.layers = []
-        for layer, call, moved in zip(layers, inputs, moved_inputs, strict=True):
+        for layer, call, reversed_call in zip(layers, inputs, reversed_inputs, strict=True):
             original = first(layer(call.hidden_states, *call.args, **call.kwargs))
-            elsewhere = {**moved.kwargs, **_lent(base.family, call)}
-            self.layers.append(_change(first(layer(call.hidden_states, *moved.args, **elsewhere)), original))
+            reversed_kwargs = {**reversed_call.kwargs, **_borrowed(base.family, call)}
+            changed = first(layer(call.hidden_states, *reversed_call.args, **reversed_kwargs))
+            self.layers.append(_change(changed, original))
 
-    def or_more(self, other: _Measurement) -> _Measurement:
-        """Return these responses, with the other ones where those are larger."""
-        both = copy.copy(self)
-        both.input = max(self.input, other.input)
-        both.layers = [max(pair) for pair in zip(self.layers, other.layers, strict=True)]
-        return both
+    def maximum(self, other: _Measurement) -> _Measurement:
+        """Return the larger response of two measurements, for the input and for each layer."""
+        maximum = copy.copy(self)
+        maximum.input = max(self.input, other.input)
+        maximum.layers = [max(pair) for pair in zip(self.layers, other.layers, strict=True)]
+        return maximum
 
 
-def _lent(family: Family, call: LayerCall) -> dict[str, Any]:
-    """Return a copy of the keys and values that a layer was lent, for a call in which only positions differ."""
+def _borrowed(family: Family, call: LayerCall) -> dict[str, Any]:
+    """Return a copy of the keys and values that a layer borrowed, so that another call differs only in positions."""
     return {} if family.lends_in is None else {family.lends_in: copy.copy(call.kwargs[family.lends_in])}
 
 
-def _self_test(base: BaseModel, patch: Patch, tokens: Tensor) -> tuple[dict[int, float], dict[int, float]]:
-    """Compare attention without a scheme with the model's own eager attention, and with itself at moved positions.
+def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[int, float]]:
+    """Compare attention without a scheme with the model's own eager attention, and with itself at reversed positions.
 
-    A feature of the base that our attention function leaves out shows in the first, and nowhere else. Where the stock
-    attention was replaced, because it bypasses transformers' interface, its own forward is the model's own eager
-    attention. Positions of the base that were not taken out of a layer show in the second.
+    Only the first comparison shows a feature of the base that our attention function leaves out. A stock attention that
+    bypasses transformers' interface is replaced; its own forward then serves as the eager attention. The second
+    comparison shows positions of the base that patching has not removed.
 
     Returns:
-        Layer index -> relative change, where there is one that should not be.
+        errors: layer index -> relative error against the eager attention, for the layers that differ.
+        leftover: layer index -> relative change at reversed positions, for the layers that respond and must not.
     """
     attentions: dict[int, Any] = base.found.attention_of
     model, family = base.model, base.family
     order = torch.arange(tokens.shape[1], device=tokens.device)[None]
     calls, _ = _trace(model, list(attentions.values()), tokens, order)
-    moved, _ = _trace(model, list(attentions.values()), tokens, order.flip(-1))
+    reversed_calls, _ = _trace(model, list(attentions.values()), tokens, order.flip(-1))
     silenced = base.layers_with_scores()
-    lost, left = {}, {}
-    for (index, attention), call, other in zip(attentions.items(), calls, moved, strict=True):
+    errors, leftover = {}, {}
+    for (index, attention), call, other in zip(attentions.items(), calls, reversed_calls, strict=True):
         hidden, args, kwargs = call.hidden_states, call.args, call.kwargs
         blank = hidden.new_zeros(1, 1, tokens.shape[1], tokens.shape[1])
 
-        def eager_mask(given: Any, blank: Tensor = blank) -> Any:
-            ours = isinstance(given, Tensor) and given.ndim == 4
-            return positions.read(given, *blank.shape[-2:]).mask(blank) if ours else given
+        def eager_mask(argument: Any, blank: Tensor = blank) -> Any:
+            is_channel = isinstance(argument, Tensor) and argument.ndim == 4
+            return positions.read(argument, *blank.shape[-2:]).mask(blank) if is_channel else argument
 
         undo = Undo()
         try:
             undo.make(SetModule(attention, "posenc", WithoutPositions()))
-            # The eager attention has no window but the base's own, and no rotation but what it is handed.
+            # The eager attention has only the base's own window, and only the rotation that the layer hands over.
             window = family.attention and family.attention.window(attention)
             undo.make(Keep(attention, on_attention, {"engine": "reference", "window": window, "rotation": None}))
             plain = first(attention(hidden, *args, **kwargs))
-            elsewhere = named(attention, other.args, other.kwargs) if family.always_replaced else other.kwargs
-            # The residual has positions in it, and is not the attention's own.
+            reversed_kwargs = named(attention, other.args, other.kwargs) if family.always_replaced else other.kwargs
+            # The residual holds positions, but comes from outside the attention.
             if residual := family.attention and family.attention.residual:
-                elsewhere = {**elsewhere, residual: named(attention, args, kwargs)[residual]}
-            elsewhere = {**elsewhere, **_lent(family, call)}
-            rest = () if family.always_replaced else other.args
-            answer = _change(first(attention(hidden, *rest, **elsewhere)), plain)
-            if index in silenced and answer > NOTICES:
-                left[index] = answer
+                reversed_kwargs = {**reversed_kwargs, residual: named(attention, args, kwargs)[residual]}
+            reversed_kwargs = {**reversed_kwargs, **_borrowed(family, call)}
+            reversed_args = () if family.always_replaced else other.args
+            response = _change(first(attention(hidden, *reversed_args, **reversed_kwargs)), plain)
+            if index in silenced and response > NOTICES:
+                leftover[index] = response
             undo.make(SetAttribute(attention.config, "_attn_implementation_internal", "eager"))
             if family.always_replaced:
-                given = named(attention, args, kwargs)
-                mask = eager_mask(as_channel(given["attention_mask"], as_bool=family.mask_as_bool))
-                own = stock_output(attention, hidden, {**given, "attention_mask": mask})
+                arguments = named(attention, args, kwargs)
+                mask = eager_mask(as_channel(arguments["attention_mask"], as_bool=family.mask_as_bool))
+                eager = stock_output(attention, hidden, {**arguments, "attention_mask": mask})
             else:
-                masked = {key: eager_mask(given) for key, given in kwargs.items()}
-                own = first(attention(hidden, *(eager_mask(given) for given in args), **masked))
+                masked = {name: eager_mask(argument) for name, argument in kwargs.items()}
+                eager = first(attention(hidden, *(eager_mask(argument) for argument in args), **masked))
         finally:
             undo.roll_back()
-        error = _change(plain, own)
+        error = _change(plain, eager)
         # Eager attention takes its softmax in float32, whatever the dtype.
         precision = max(torch.finfo(dtype).eps for dtype in (hidden.dtype, torch.float32))
         if not error < precision**0.5:
-            lost[index] = error
-    return lost, left
+            errors[index] = error
+    return errors, leftover
 
 
 def _trace(
     model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, position_ids: Tensor
 ) -> tuple[list[LayerCall], Tensor]:
-    """Run the model; return what each layer was called with, and the output."""
+    """Run the model; return the call of each layer, and the output of the model."""
     with recorded(layers) as calls:
         output = _output(model, tokens, position_ids)
     return calls, output
 
 
 def _output(model: PreTrainedModel, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    # A 2-D mask keeps transformers from reading moved positions as packed documents.
+    # With a 2-D mask, transformers does not take reversed positions for packed documents.
     arguments: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
     return model(tokens, attention_mask=torch.ones_like(tokens), use_cache=False, return_dict=True, **arguments)[0]
 
@@ -415,29 +432,29 @@ def _change(changed: Tensor, original: Tensor) -> float:
 
 
 @contextmanager
-def _unguarded(decoder: nn.Module) -> Iterator[None]:
-    """Let a model with a stock backend run, to measure that it ignores its scheme."""
+def _allow_stock_attention(decoder: nn.Module) -> Iterator[None]:
+    """Let a model run with a stock attention backend, so that `verify` can show that it ignores the scheme."""
     hooks = decoder._forward_pre_hooks
-    kept = dict(hooks)
-    for number, hook in kept.items():
+    original = dict(hooks)
+    for number, hook in original.items():
         if hook is require_attention:
             del hooks[number]
     try:
         yield
     finally:
         hooks.clear()
-        hooks.update(kept)
+        hooks.update(original)
 
 
 @contextmanager
 def _random_parameters(owners: list[PositionModule], generator: torch.Generator) -> Iterator[None]:
-    """Draw the parameters of position modules at random, and put the old values back bit for bit."""
+    """Draw the parameters of position modules at random; at the end restore the old values bit for bit."""
     parameters = {id(p): p for owner in owners for p in owner.parameters()}.values()
-    kept = [p.detach().clone() for p in parameters]
+    old_values = [p.detach().clone() for p in parameters]
     try:
         for p in parameters:
             p.copy_(torch.randn(p.shape, generator=generator).to(p) * 0.5)
         yield
     finally:
-        for p, old in zip(parameters, kept, strict=True):
+        for p, old in zip(parameters, old_values, strict=True):
             p.copy_(old)

@@ -739,7 +739,7 @@ def test_what_was_calibrated_is_written_down(tmp_path):
     loaded = hf_posenc.from_pretrained(tmp_path / "calibrated")
     loaded.save_pretrained(tmp_path / "again")
     assert hf_posenc.inspect(tmp_path / "again").calibration == said.calibration
-    with pytest.warns(UserWarning, match="calibration has moved"):
+    with pytest.warns(UserWarning, match="calibration has changed"):
         unpatch_model(model)
     assert "calibration" not in patch_model(model, "t5", seed=0).config.position_encoding
 

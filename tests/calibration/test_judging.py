@@ -198,7 +198,7 @@ def test_moved_weights_are_no_teacher_across_patches(written):
     windows, stock = written("llama"), tiny("llama")
     model = patch_model(tiny("llama"), "nope")
     calibrate(model, windows, matching=Matching(steps=2), judge="attention")
-    with pytest.warns(UserWarning, match="they stay moved: load the checkpoint again"):
+    with pytest.warns(UserWarning, match="they stay changed: load the checkpoint again"):
         unpatch_model(model)
     patch_model(model, "t5", seed=0)
     with pytest.raises(ValueError, match="weights of this model have moved"):
@@ -209,7 +209,7 @@ def test_moved_weights_are_no_teacher_across_patches(written):
     assert not [name for name in vars(model.model) if "posenc" in name]  # nothing is left of it
     patch_model(model, "t5", seed=0)
     calibrate(model, windows, matching=None)
-    with pytest.warns(UserWarning, match="they stay moved"), hf_posenc.patched(tiny("llama"), "nope") as other:
+    with pytest.warns(UserWarning, match="they stay changed"), hf_posenc.patched(tiny("llama"), "nope") as other:
         calibrate(other, windows, matching=Matching(steps=2), judge="attention")
 
 

@@ -149,7 +149,7 @@ def test_what_cannot_be_divided_is_refused(pair, model_type):
 
 def test_stock_attention_that_bypasses_the_interface_is_refused(pair):
     for answer in pair.run(refused, compare_context_parallel, "bloom", None):
-        assert "stays inside each shard: patch the model first" in answer
+        assert "would stay inside its shard: patch the model first" in answer
 
 
 @pytest.mark.parametrize("family", BASES)

@@ -223,7 +223,7 @@ class TestRegistry:
     def empty(self, monkeypatch):
         monkeypatch.setattr(registry, "_FAMILIES", {})
         monkeypatch.setattr(registry, "_SCHEMES", {})
-        monkeypatch.setattr(registry, "_OFFERED", {})
+        monkeypatch.setattr(registry, "_ENTRY_POINTS", {})
 
     def test_a_model_type_has_one_adapter(self):
         first = registry.register_family(Family(model_types=("a", "b")))

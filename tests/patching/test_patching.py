@@ -334,7 +334,7 @@ def test_a_model_that_is_being_calibrated_is_not_unpatched():
 
     with pytest.raises(UnsupportedModelError, match="another call is patching, unpatching or calibrating"):
         calibrate(model, tokens(3, 8), matching=hf_posenc.Matching(steps=1, batch_size=1, on_step=on_step), held_out=1)
-    with pytest.warns(UserWarning, match="they stay moved"):
+    with pytest.warns(UserWarning, match="they stay changed"):
         unpatch_model(model)
 
 

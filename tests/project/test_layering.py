@@ -156,7 +156,7 @@ REGISTRIES = {
     ("hf_posenc.registry", "_SCHEMES"),
     ("hf_posenc.registry", "_FAMILIES"),
     ("hf_posenc.registry", "_REFUSED"),
-    ("hf_posenc.registry", "_OFFERED"),  # what installed packages offer for these two, not imported yet
+    ("hf_posenc.registry", "_ENTRY_POINTS"),  # what installed packages offer for these two, not imported yet
     # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
     ("hf_posenc.checkpoints.building", "config_class"),
     ("hf_posenc.checkpoints.building", "_model_class"),

@@ -151,7 +151,7 @@ class Fake(Distribution):
 @pytest.fixture
 def offers(monkeypatch, tmp_path):
     """`(group, name, value, distribution)`... -> as if these were installed; the registries are put back afterwards."""
-    monkeypatch.setattr(registry, "_OFFERED", {})
+    monkeypatch.setattr(registry, "_ENTRY_POINTS", {})
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -192,7 +192,7 @@ def offers(monkeypatch, tmp_path):
     def install(*rows):
         found = EntryPoints(EntryPoint(name, value, group)._for(Fake(of)) for group, name, value, of in rows)
         monkeypatch.setattr(registry, "entry_points", lambda: found)
-        registry._OFFERED.clear()
+        registry._ENTRY_POINTS.clear()
         registry.available_schemes()
         registry.supported_model_types()
 
