@@ -143,9 +143,9 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
         patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit, plan.attends)
         config.position_encoding = {**config.position_encoding, SCHEMES: make_entry(plan.schemes)[SCHEMES]}
         placed = place(plan)
-        Undo().make(SetAttribute(base, PATCH, patch), *placed.made)
+        Undo().make(SetAttribute(base, PATCH, patch), *placed.pending)
         if not next(base.parameters()).is_meta:  # from_config; from_pretrained initialises what it does not load
-            for owner in placed.owners:
+            for owner in placed.position_modules:
                 with gathered(owner):
                     owner.reset_parameters()
         for part in _parts(self, base.config):
