@@ -222,7 +222,7 @@ def snapshot_without_logits(whole):
 @pytest.mark.parametrize(
     "where",
     [
-        "patching.place._mark_layers",
+        "patching.changes._mark_layers",
         "api.classes_of_ours",
         "api.make_entry",
         "checkpoints.building.model_class",
