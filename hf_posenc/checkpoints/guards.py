@@ -17,8 +17,8 @@ ACTIVATIONS = ("activation_function", "hidden_act", "hidden_activation")
 """Attributes of configs that name an activation. Most stock models look up its name when they are built."""
 
 CHECKED = "tie_word_embeddings"
-"""A setting that the stock config classes of decoders check to be a bool. Their base class PreTrainedConfig lacks it, so
-tokenizers and the Trainer, which read config.json with the base class, still can."""
+"""A setting that the stock config classes of decoders check to be a bool. Their base class PreTrainedConfig lacks it,
+so tokenizers and the Trainer, which read config.json with the base class, still can."""
 
 
 def guarded(value: object) -> str:
