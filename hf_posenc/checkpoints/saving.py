@@ -154,8 +154,8 @@ def _check_loadable(model: PreTrainedModel, state: dict[str, Tensor] | None, dir
     packed = packed_in_place(model) if getattr(model, "hf_quantizer", None) is None else None
     if state is None and packed is not None:
         raise UnsupportedModelError(
-            f"this model was quantised in place ({packed} is packed), and its checkpoint could not be loaded: save "
-            "the model before that, and load it with hf_posenc.from_pretrained(..., quantization_config=...)"
+            f"this model was quantised in place ({packed} is packed), and its checkpoint could not be loaded: save it "
+            "before that, and load it with hf_posenc.from_pretrained(..., quantization_config=...)"
         )
     if state is not None:
         _check_state(model, state, directory)

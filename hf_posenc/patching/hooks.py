@@ -124,7 +124,7 @@ def require_attention(decoder: nn.Module, args: Args, kwargs: Kwargs) -> None:
     config: Any = decoder.config
     if config._attn_implementation != NAME:
         raise ValueError(
-            f"the config says attention {config._attn_implementation!r}, which was set behind the patch and would "
-            f"ignore the scheme: set it back to {NAME!r}, or unpatch the model"
+            f"the config says attention {config._attn_implementation!r}, which was set behind the patch, so the scheme "
+            f"would be ignored: set it back to {NAME!r}, or unpatch the model"
         )
     check_masks((*args, *kwargs.values()))
