@@ -95,7 +95,7 @@ def patch_model(
     with to_be_patched(model):
         plan = make_plan(model, schemes, attention)
         placed = place_started(plan, seed)
-        plan, undo, changes = placed.plan, Undo(), placed.made
+        plan, undo, changes = placed.plan, Undo(), placed.pending
         samples, layers = stock_samples(model), plan.base.found.layers
         patch = Patch(plan.schemes, attention, undo, layers, plan.limit, plan.attends, samples)
         base = patched_part(model)

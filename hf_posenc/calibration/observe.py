@@ -145,7 +145,7 @@ def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
     undo = Undo()
     try:
         if base.hides_attention:  # patched by no scheme: every layer keeps what the base has
-            undo.make(*place(Plan(replace(base, keeps_table=base.has_table), (), "auto")).made)
+            undo.make(*place(Plan(replace(base, keeps_table=base.has_table), (), "auto")).pending)
             if base.positions_in_mask:
                 decoder = base.model.base_model
                 undo.make(SetClass(decoder, model_class(type(decoder), stock_config(decoder.config))))

@@ -1,11 +1,11 @@
-"""Checkpoints of patched models, which can never be loaded as something else by mistake.
+"""Checkpoints of patched models. No stock class loads them by mistake.
 
-A patched model has the model type `posenc_<base>`, and classes that are made on demand in front of the stock ones. Five
-guards refuse a stock class. Each is for loaders that get past the guards before it:
+A patched model has the model type `posenc_<base>`. Its classes derive from the stock ones and are made on demand. Five
+guards keep stock classes from loading its checkpoints. Each stops loaders that pass the guards before it:
 
-- the model type, for Auto classes;
-- a setting of a type that no stock config class accepts, for stock classes;
-- an attention implementation that is registered nowhere, for stock configs that are made of `config.to_dict()`;
-- an activation that no stock class knows, for stock classes that are given an attention implementation;
-- a tensor named after the scheme, for state dicts that are loaded by hand.
+- The model type stops Auto classes.
+- A setting of a type that no stock config class accepts stops stock classes.
+- An attention implementation that is registered nowhere stops stock configs that are made of `config.to_dict()`.
+- An activation that no stock class knows stops stock classes for which a caller chooses an attention implementation.
+- A tensor named after the scheme stops state dicts that are loaded by hand.
 """

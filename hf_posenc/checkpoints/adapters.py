@@ -1,4 +1,4 @@
-"""Adapters of PEFT on patched models: each names the base it was trained on, and is put on no other."""
+"""PEFT adapters of patched models. An adapter names the base it was trained on, and loads on no other base."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from .scheme_entry import CALIBRATION, ENTRY, SCHEMES, read_schemes
 from .stock_checkpoints import StockModel
 
 WHERE = frozenset(inspect.signature(hf_hub_download).parameters) - {"repo_id", "filename"}
-"""Options of huggingface_hub that say where an adapter is."""
+"""Options of `hf_hub_download` that say where an adapter is."""
 
 
 class AdapterMixin(StockModel):
-    """The part of our model classes that takes adapters."""
+    """The part of our model classes that loads adapters and names their base."""
 
     def load_adapter(self, peft_model_id: str | None = None, *args: object, **kwargs: Any) -> Any:
         """Load an adapter as transformers does, if it was trained on a base that is patched like this model.
 
         Args:
             peft_model_id: the adapter's directory, or a Hub id.
-            *args: as transformers has them.
-            **kwargs: as transformers has them.
+            *args: passed to the method of transformers.
+            **kwargs: passed to the method of transformers.
 
         Returns:
             The value of transformers' method.
 
         Raises:
-            CheckpointError: if the adapter was trained on another base, or does not say on which; if transformers has
-                left weights of it out, as 5.17 does with modules that an adapter saves whole.
+            CheckpointError: if the adapter was trained on another base, or does not name its base; if transformers has
+                not loaded all of its weights, as 5.17 does with `modules_to_save`.
             OSError: if there is no such adapter, or it cannot be read.
         """
         load: Any = super().load_adapter
-        given = inspect.signature(load).bind(peft_model_id, *args, **kwargs).arguments
-        options, config = given.get("kwargs", {}), given.get("peft_config")
-        load_config = vars(given.get("load_config") or SimpleNamespace())
+        arguments = inspect.signature(load).bind(peft_model_id, *args, **kwargs).arguments
+        options, config = arguments.get("kwargs", {}), arguments.get("peft_config")
+        load_config = vars(arguments.get("load_config") or SimpleNamespace())
         adapter = peft_model_id or load_config.get("pretrained_model_name_or_path")
         if config is not None:
             raw = config if isinstance(config, dict) else config.to_dict()
@@ -61,14 +61,14 @@ class AdapterMixin(StockModel):
             source = {
                 **(load_config.get("download_kwargs") or {}),
                 **(options.get("download_kwargs") or {}),
-                **(given.get("adapter_kwargs") or {}),
+                **(arguments.get("adapter_kwargs") or {}),
             }
-            if given.get("local_files_only"):
+            if arguments.get("local_files_only"):
                 source["local_files_only"] = True
             check_adapter(self, adapter, **{key: value for key, value in source.items() if key in WHERE})
-        name = given.get("adapter_name") or "default"
+        name = arguments.get("adapter_name") or "default"
 
-        def is_of_adapter(key: str) -> bool:  # transformers also reports the keys of adapters that were there before
+        def is_of_adapter(key: str) -> bool:  # transformers also reports the keys of other adapters
             return name in key.split(".")
 
         with restored_after_failure(self, is_of_adapter):
@@ -76,15 +76,15 @@ class AdapterMixin(StockModel):
             if missing := sorted(filter(is_of_adapter, getattr(loaded, "missing_keys", ()))):
                 raise CheckpointError(
                     f"hf_posenc: transformers {transformers.__version__} has left {len(missing)} weights of this "
-                    f"adapter at the values that they started with, {missing[0]} among them: the model is as it was "
-                    "before; load the adapter with hf_posenc.load_adapter"
+                    f"adapter at the values that they started with, {missing[0]} among them. The model is as it was "
+                    "before: load the adapter with hf_posenc.load_adapter"
                 )
         return loaded
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute. PEFT leaves the configs of its adapters here, and each is made to name the base.
+        """Set an attribute. When PEFT sets the configs of its adapters, add the name of their base.
 
-        Warns (UserWarning) of an adapter that neither trains nor saves position parameters which nothing has trained.
+        Warn (UserWarning) if nothing has trained the position parameters, and an adapter neither trains nor saves them.
         """
         if name == "peft_config" and isinstance(value, dict):
             for adapter, config in value.items():
@@ -94,11 +94,11 @@ class AdapterMixin(StockModel):
 
 
 def _warn_of_frozen_positions(model: PreTrainedModel, config: PeftConfig) -> None:
-    """Warn if an adapter leaves position parameters at the values that they started with.
+    """Warn if an adapter leaves position parameters at their initial values.
 
     Args:
-        model: patched, with the adapter inside.
-        config: of the adapter. If it names its base, `lora_config` or `name_base` made it, and the user has chosen.
+        model: a patched model with the adapter inside.
+        config: the adapter's config. If it names its base, `lora_config` or `name_base` made it, and nobody is warned.
     """
     patch, calibrated = patch_of(model), CALIBRATION in model.config.position_encoding
     if patch is None or calibrated or config.inference_mode or ENTRY in (config.auto_mapping or {}):
@@ -115,52 +115,52 @@ def _warn_of_frozen_positions(model: PreTrainedModel, config: PeftConfig) -> Non
         owners = sorted({name.split(".")[-2] for name in frozen})
         warnings.warn(
             f"this adapter neither trains nor saves the position parameters of {patch.name} ({len(frozen)} tensors, "
-            f"{frozen[0]} the first), which nothing has trained or calibrated yet: take hf_posenc.lora_config(model), "
+            f"{frozen[0]} among them), which nothing has trained or calibrated yet: use hf_posenc.lora_config(model), "
             f"name modules_to_save={owners} in the config, or calibrate the model first",
             stacklevel=3,
         )
 
 
 def _is_within(parameter: str, modules: tuple[str, ...]) -> bool:
-    """Return whether a parameter is in one of the modules that PEFT finds by the ends of their names."""
+    """Return whether a parameter is inside a module whose name ends like one of `modules`, as PEFT matches them."""
     parts = parameter.split(".")[:-1]
     return bool(modules) and any(".".join(parts[:end]).endswith(modules) for end in range(1, len(parts) + 1))
 
 
 def name_base(model: PreTrainedModel, config: PeftConfig) -> PeftConfig:
-    """Return a PEFT config that names the patched base of its adapter, which `load_adapter` compares.
+    """Return a PEFT config that names the patched base of its adapter. `load_adapter` compares the name.
 
-    PEFT keeps the name in configs with a `task_type`, and drops it from others. Configs of adapters that sit inside the
-    model get it without this function. Give it those of prompts and prefixes before `get_peft_model`.
+    PEFT keeps the name in configs with a `task_type`, and drops it from other configs. Adapters inside the model, such
+    as LoRA's, are named without this function. Call it for prompts and prefixes, before `get_peft_model`.
 
     Args:
-        model: patched.
-        config: of any class of PEFT; it stays unchanged. One that names a base already keeps it.
+        model: a patched model.
+        config: a config of any PEFT class; it stays unchanged. If it already names a base, the copy names the same.
 
     Returns:
         A copy of the config.
     """
-    named = config.auto_mapping or {}
+    mapping = config.auto_mapping or {}
     config = copy.copy(config)
     config.auto_mapping = {
         "base_model_class": type(model).__name__,
         "parent_library": type(model).__module__,
         ENTRY: dict(model.config.position_encoding),
-        **named,
+        **mapping,
     }
     return config
 
 
 def check_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **where: Any) -> None:
-    """Check that an adapter was trained on a base patched like this model.
+    """Check that an adapter was trained on a base that was patched like this model.
 
     Args:
-        model: patched or stock.
+        model: a patched or stock model.
         adapter: the adapter's directory, or a Hub id.
-        **where: `subfolder`, `revision`, `token`, `cache_dir`, ... as huggingface_hub has them.
+        **where: `subfolder`, `revision`, `token`, `cache_dir`, ... of `hf_hub_download`.
 
     Raises:
-        CheckpointError: if it was not, or the adapter does not name its base.
+        CheckpointError: if the adapter was trained on another base, or does not name its base.
         OSError: if there is no such adapter, or it cannot be read.
     """
     require_same_base(model, read_adapter_config(adapter, where), adapter, where)
@@ -172,59 +172,61 @@ def require_same_base(
     """Raise CheckpointError unless an adapter names a base that was patched like a model.
 
     Args:
-        model: patched or stock.
-        raw: the adapter's config, as JSON holds it.
-        adapter: its name in messages.
-        source: where it is, for `hf_hub_download`: the config of its base is looked for there.
+        model: a patched or stock model.
+        raw: contents of the adapter's adapter_config.json.
+        adapter: name of the adapter in messages.
+        source: options of `hf_hub_download` for the adapter. Its `cache_dir` may also hold the base's config.
     """
-    here = getattr(model.config, ENTRY, None)
+    own_entry = getattr(model.config, ENTRY, None)
     mapping, name = raw.get("auto_mapping") or {}, raw.get("base_model_name_or_path") or ""
     if not isinstance(mapping, dict) or not isinstance(name, str) or not isinstance(mapping.get(ENTRY, {}), dict):
         raise CheckpointError(
             f"hf_posenc: adapter_config.json of {adapter}: auto_mapping must be an object, and so must its {ENTRY}; "
             "base_model_name_or_path must be text"
         )
-    cls = str(mapping.get("base_model_class") or "")
+    base_class = str(mapping.get("base_model_class") or "")
     if ENTRY in mapping:
         trained_on: Any = mapping[ENTRY]
     elif (config := _base_config(name, raw.get("revision"), source)) is not None:
         trained_on = config.get(ENTRY) if str(config.get("model_type")).startswith("posenc_") else None
     elif name and name == model.__dict__.get("name_or_path"):
         return
-    elif cls and not cls.startswith("PosEnc"):
+    elif base_class and not base_class.startswith("PosEnc"):
         trained_on = None
     else:
         base = f"the base {name!r}, which is not on this machine" if name else "no base"
-        base += f", and only that it was a {cls}" if cls else ""
+        base += f", and only that it was a {base_class}" if base_class else ""
         raise CheckpointError(
             f"hf_posenc: the adapter {adapter} names {base}: it cannot be told whether it was trained on "
-            f"{_describe(here)}. Adapters name their base if their config has a task_type and they sit inside the "
-            "model; for prompts and prefixes hf_posenc.lora.name_base(model, config) writes it. If you know that it "
-            "fits, peft.PeftModel.from_pretrained(model, adapter) loads it unchecked"
+            f"{_describe(own_entry)}. An adapter names its base if its config has a task_type and it sits inside the "
+            "model; for prompts and prefixes hf_posenc.lora.name_base(model, config) adds the name. If you know that "
+            "the adapter fits, peft.PeftModel.from_pretrained(model, adapter) loads it unchecked"
         )
-    if not _are_the_same(trained_on, here):
+    if not _are_the_same(trained_on, own_entry):
         raise CheckpointError(
-            f"hf_posenc: the adapter {adapter} was trained on {_describe(trained_on)}, this model has {_describe(here)}"
+            f"hf_posenc: the adapter {adapter} was trained on {_describe(trained_on)}, this model has "
+            f"{_describe(own_entry)}"
         )
 
 
 def _describe(entry: object) -> str:
+    """Return the schemes of an entry in words."""
     schemes = [{key: value for key, value in scheme.items() if value is not None} for scheme in read_schemes(entry)]
     return " and ".join(map(str, schemes)) or "stock positions"
 
 
-def _are_the_same(trained_on: Any, here: Any) -> bool:
-    """Return whether two entries, each None for stock positions, name the same schemes with the same values."""
-    then, now = (json.loads(json.dumps(read_schemes(entry))) for entry in (trained_on, here))
+def _are_the_same(trained_on: Any, own_entry: Any) -> bool:
+    """Return whether two entries name the same schemes with the same values. None stands for stock positions."""
+    then, now = (json.loads(json.dumps(read_schemes(entry))) for entry in (trained_on, own_entry))
     if not then or not now:
-        return not trained_on and not here
+        return not trained_on and not own_entry
     if SCHEMES not in trained_on:  # of version 0.1
         then = list(map(translate_scheme, then))
     return len(then) == len(now) and all(map(mean_the_same, then, now))
 
 
 def _base_config(name: str, revision: object, source: dict[str, Any]) -> JsonObject | None:
-    """Return the config of the base that an adapter names, from a folder or the cache of downloads, or None."""
+    """Return the config of the base that an adapter names, from a folder or the Hub cache, or None."""
     if not name:
         return None
     path = Path(name) / "config.json"
@@ -232,21 +234,21 @@ def _base_config(name: str, revision: object, source: dict[str, Any]) -> JsonObj
         cache, revision = source.get("cache_dir"), revision if isinstance(revision, str) else None
         try:
             path = Path(hf_hub_download(name, "config.json", revision=revision, cache_dir=cache, local_files_only=True))
-        except (OSError, ValueError):  # not there, or no name of a repository
+        except (OSError, ValueError):  # not in the cache, or no name of a repository
             return None
     return json_object(path)
 
 
 def read_adapter_config(adapter: str | os.PathLike[str], source: dict[str, Any]) -> JsonObject:
-    """Return the contents of adapter_config.json. Nothing that it names is imported.
+    """Return the contents of an adapter's adapter_config.json, without importing modules that it names.
 
     Args:
         adapter: the adapter's directory, or a Hub id.
-        source: where it is, for `hf_hub_download`.
+        source: options of `hf_hub_download` that say where the adapter is.
 
     Raises:
-        CheckpointError: if it is no JSON object, or would have PEFT import a module.
-        OSError: if it is not there, or cannot be read.
+        CheckpointError: if the file holds no JSON object, or would make PEFT import a module.
+        OSError: if there is no such file, or it cannot be read.
     """
     path = Path(adapter) / (source.get("subfolder") or "") / CONFIG_NAME
     if not path.is_file():
@@ -255,5 +257,5 @@ def read_adapter_config(adapter: str | os.PathLike[str], source: dict[str, Any])
         path = Path(hf_hub_download(str(adapter), CONFIG_NAME, **source))
     raw = json_object(path)
     if raw.get("megatron_config"):
-        raise CheckpointError(f"hf_posenc: {path}: megatron_config would have PEFT import the module that it names")
+        raise CheckpointError(f"hf_posenc: {path}: megatron_config would make PEFT import the module that it names")
     return raw

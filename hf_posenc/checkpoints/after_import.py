@@ -12,11 +12,11 @@ from typing import Any
 
 
 def after_import(name: str, action: Callable[[], None]) -> None:
-    """Call a function once, right after a module is imported: now, if it is imported already.
+    """Call a function once, right after a module is imported, or now if it already is.
 
     Args:
-        name: of the module, absolute.
-        action: is called after the module's own code has run.
+        name: absolute name of the module.
+        action: function to call after the module's code has run.
     """
     if name in sys.modules:
         action()
@@ -25,7 +25,7 @@ def after_import(name: str, action: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """A finder of one module. It finds the module as the others do, gives it a loader that calls back, and is gone."""
+    """A finder for one module. It asks the other finders, wraps the module's loader, and removes itself."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of our module, and None for every other."""
+        """Return the spec of the module, or None for any other module."""
         if fullname != self.name or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
@@ -45,22 +45,22 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """A loader that loads a module as its own loader does, and then calls back."""
+    """Wraps a module's loader, and calls a function after the module is loaded."""
 
     def __init__(self, loader: Any, action: Callable[[], None]) -> None:
         self.loader = loader
         self.action = action
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)  # whatever else loaders have: get_source, is_package, ...
+        return getattr(self.loader, name)  # other methods of loaders: get_source, is_package, ...
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module as its own loader does."""
+        """Create the module with the wrapped loader."""
         module: ModuleType | None = self.loader.create_module(spec)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, restore its own loader, and call back."""
+        """Run the module with the wrapped loader, remove the wrapper, and call the function."""
         self.loader.exec_module(module)
         module.__loader__ = self.loader
         if module.__spec__ is not None:

@@ -1,4 +1,4 @@
-"""Tell transformers the model types of patched models, so that its Auto classes find our classes."""
+"""Tell transformers the model types of patched models, so that its Auto classes load our classes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
 _MODELING = "transformers.models.auto.modeling_auto"
 
 CLASSES = "hf_posenc.classes"
-"""The module by which checkpoints, pickles and AutoConfig find our classes."""
+"""Name of the module from which checkpoints, pickles and AutoConfig import our classes."""
 
 
 def register_family(family: Family) -> Family:
-    """Serve the model types of a family: from here on they can be patched, and their patched models loaded.
+    """Serve the model types of a family. From now on, models of these types can be patched, saved and loaded.
 
     Args:
-        family: where architectures of transformers keep their layers and positions.
+        family: description of architectures of transformers: where they have their layers and positions.
 
     Returns:
         `family`, unchanged.
 
     Raises:
-        UnsupportedModelError: the installed transformers has no such model type.
-        ValueError: it names no model type, or one that another family serves. Registering an equal one is allowed.
+        UnsupportedModelError: if the installed transformers lacks a model type of the family.
+        ValueError: if the family names no model type, or one that another family serves. An equal family may be
+            registered again.
     """
     import transformers
 
@@ -46,11 +47,10 @@ def register_family(family: Family) -> Family:
 
 
 def announce_all() -> None:
-    """Tell AutoConfig the name of our config class of every model type that is served.
+    """Tell AutoConfig the names of our config classes for all served model types.
 
-    This runs no code of other packages that offer families: an entry point is named after a model type, and our classes
-    are made of the stock ones. A model type that cannot be served is a warning (UserWarning) that names the package,
-    and everything else works without it.
+    This runs no code of other packages that offer families, because an entry point is named after its model type. If
+    the installed transformers lacks a model type, a UserWarning names the package, and the other model types work.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -58,19 +58,19 @@ def announce_all() -> None:
         offer = registry.offer(model_type)
         if model_type in CONFIG_MAPPING_NAMES:
             _announce(model_type)
-        elif offer is not None:  # one of ours is newer than the installed transformers
+        elif offer is not None:  # without an offer, it is a model type of ours that this transformers lacks
             warnings.warn(f"{offer} cannot be used: the installed transformers has no such model type", stacklevel=2)
-    if _MODELING not in sys.modules:  # otherwise it is importing the module after which this runs
+    if _MODELING not in sys.modules:  # modeling_auto may be importing the module after which this function runs
         importlib.import_module(_MODELING)
 
 
 def announce_multimodal() -> None:
-    """Tell AutoConfig the name of our config class of every multimodal model type, whatever model is inside."""
+    """Tell AutoConfig the names of our config classes for all multimodal model types."""
     _announce(*multimodal_model_types())
 
 
 def multimodal_model_types() -> tuple[str, ...]:
-    """Return the model types whose models have a language model inside, as transformers' tables list them."""
+    """Return the multimodal model types in transformers' tables."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -82,10 +82,10 @@ def multimodal_model_types() -> tuple[str, ...]:
 
 
 def _announce(*model_types: str) -> None:
-    """Tell AutoConfig the names of our config classes of some model types, and the module that has them.
+    """Tell AutoConfig the names of our config classes for some model types, and the module that has the classes.
 
-    AutoConfig knows its own classes like this: by a name, and a module that is asked for it when a checkpoint names its
-    model type. `AutoConfig.register` would need each class at once, and with it the code of every family.
+    AutoConfig imports its own classes in the same way, when a checkpoint names their model type. `AutoConfig.register`
+    would need every class now, and with it the code of every family.
     """
     from transformers.models.auto.configuration_auto import (
         CONFIG_MAPPING,

@@ -45,8 +45,8 @@ class PosEncConfigMixin(ConfigMixin):
         """Initialize the stock config, and register its models with the Auto classes.
 
         Args:
-            *args: handed on.
-            **kwargs: handed on.
+            *args: passed to the stock class.
+            **kwargs: passed to the stock class.
         """
         super().__post_init__(*args, **kwargs)
         register_models(type(self))
@@ -57,16 +57,16 @@ class PosEncConfigMixin(ConfigMixin):
 
 
 class MultimodalMixin(PosEncConfigMixin):
-    """Mixin in front of the stock config class of a multimodal model. The schemes are those of its text config."""
+    """Mixin in front of the stock config class of a multimodal model. Its text config holds the schemes."""
 
     text_config: Any
 
     def __post_init__(self, *args: object, **kwargs: object) -> None:
-        """Make the text config, of our class, before the stock class makes one of its own.
+        """Make the text config with our class, before the stock class makes a stock one.
 
         Args:
-            *args: handed on.
-            **kwargs: handed on.
+            *args: passed to the stock class.
+            **kwargs: passed to the stock class.
         """
         if isinstance(text := self.text_config, dict) and str(text.get("model_type")).startswith("posenc_"):
             self.text_config = CONFIG_MAPPING[text["model_type"]](**text)
@@ -90,35 +90,36 @@ class MultimodalMixin(PosEncConfigMixin):
 
 
 class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
-    """Mixin in front of a stock model class. It builds the schemes in, and guards the attention implementation."""
+    """Mixin in front of a stock model class. It builds the schemes in, and refuses attention that would drop them."""
 
     def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object) -> None:
         """Build the stock model and the schemes that the config names.
 
         Args:
-            config: of a class made by `config_class`.
-            *args: handed on.
-            **kwargs: handed on.
+            config: a config of a class made by `config_class`.
+            *args: passed to the stock class.
+            **kwargs: passed to the stock class.
         """
-        read = config.__dict__.pop(READ, None)
-        schemes_of_config(config)  # before its version is looked at: a malformed entry may have none
+        was_read = config.__dict__.pop(READ, None) is not None
+        schemes_of_config(config)  # first, because a malformed entry may have no version
         check_version(config)
         translate_config(config)
         schemes = schemes_of_config(config)
-        attends = self._needs_own_attention(config)
+        needs_attention = self._needs_own_attention(config)
         language = language_config(config)
         backend = language._attn_implementation_internal
-        if attends and any(kind in str(backend) for kind in ("flash", "paged")):
+        if needs_attention and any(kind in str(backend) for kind in ("flash", "paged")):
             raise ValueError(_reason_to_refuse(schemes, backend))
-        for part in _with_parts(config):
-            # Stock constructors refuse these names, as they should.
+        for part in _with_sub_configs(config):
+            # Stock constructors refuse these names.
             if part._attn_implementation_internal in (NAME, UNREGISTERED):
                 part._attn_implementation_internal = None
         try:
             with stock_inside(config):
                 super().__init__(config, *args, **kwargs)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            if read is None or args or kwargs or isinstance(error, HfPosencError):  # not, or not only, of a checkpoint
+            # The caller, and not the checkpoint, may be wrong.
+            if not was_read or args or kwargs or isinstance(error, HfPosencError):
                 raise
             raise CheckpointError(
                 f"hf_posenc: config.json of {config.model_type!r} makes no {type(self).__name__}: "
@@ -128,11 +129,11 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             self.loss_type = "ForCausalLM"
         if patch_of(self) is None:
             self._build_schemes(schemes)
-        elif attends:
+        elif needs_attention:
             language._attn_implementation_internal = NAME
 
     def _build_schemes(self, schemes: Sequence[Scheme]) -> None:
-        """Patch the stock model for good, without the inverse steps."""
+        """Patch the stock model without recording the inverse steps."""
         base, config = patched_part(self), self.config
         try:
             plan = make_plan(base, schemes, "auto")
@@ -142,19 +143,19 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
         patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit, plan.attends)
         config.position_encoding = {**config.position_encoding, SCHEMES: make_entry(plan.schemes)[SCHEMES]}
-        placed = place(plan)
-        Undo().make(SetAttribute(base, PATCH, patch), *placed.made)
-        if not next(base.parameters()).is_meta:  # from_config; from_pretrained initialises what it does not load
-            for owner in placed.owners:
-                with gathered(owner):
-                    owner.reset_parameters()
+        changes = place(plan)
+        Undo().make(SetAttribute(base, PATCH, patch), *changes.pending)
+        if not next(base.parameters()).is_meta:  # on the meta device, from_pretrained initialises what it does not load
+            for module in changes.position_modules:
+                with gathered(module):
+                    module.reset_parameters()
         for part in _parts(self, base.config):
             if not isinstance(part, PosEncMixin):
                 part.__class__ = model_class(type(part), stock_config(part.config))
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False: transformers would leave modules without parameters of their own out of initialisation."""
+        """Return False. With True, transformers would not initialise modules without direct parameters."""
         return False
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -167,7 +168,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
                 init.zeros_(buffer)
 
     def _posenc_attends(self) -> bool:
-        """Return whether attention has to be that of this package."""
+        """Return whether the model needs the attention function of this package."""
         return self._needs_own_attention(self.config)
 
     @staticmethod
@@ -179,7 +180,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
     ) -> str:
         """Refuse an implementation that would drop the schemes.
 
-        The stock constructor and `set_attn_implementation` call it.
+        The stock constructor and `set_attn_implementation` call this method.
         """
         if self._posenc_attends() and not is_init_check and attn_implementation != NAME:
             raise ValueError(_reason_to_refuse(schemes_of_config(self.config), attn_implementation))
@@ -196,37 +197,37 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing: transformers would copy our source into the next checkpoint."""
+        """Do nothing. The method of transformers would copy our source into the next checkpoint."""
 
 
 def _reason_to_refuse(schemes: Sequence[Scheme], attn_implementation: str | None) -> str:
-    """Return why schemes that attend through this package refuse another attention implementation."""
-    parts = [part for scheme in schemes if (part := scheme.acts_on.dropped_by_stock_attention(scheme)) is not None]
-    if not parts:
+    """Return why schemes that need our attention function refuse another attention implementation."""
+    dropped = [part for scheme in schemes if (part := scheme.acts_on.dropped_by_stock_attention(scheme)) is not None]
+    if not dropped:
         return (
             f"attn_implementation={attn_implementation!r} would leave {' and '.join(s.name for s in schemes)} "
             f"without positions, which reach the layers of this family only through the attention {NAME!r}: keep it, "
             "or unpatch the model first"
         )
     return (
-        f"attn_implementation={attn_implementation!r} would drop {' and '.join(parts)}, which changes attention "
+        f"attn_implementation={attn_implementation!r} would drop {' and '.join(dropped)}, which changes attention "
         f"scores: keep {NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
     )
 
 
-def _with_parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Yield a config and, of a multimodal model's, those inside it."""
+def _with_sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Yield a config and all configs inside it."""
     yield config
     for name in config.sub_configs:
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
-            yield from _with_parts(part)
+            yield from _with_sub_configs(part)
 
 
 def _parts(model: PreTrainedModel, language: PreTrainedConfig) -> list[PreTrainedModel]:
-    """Return the models of transformers that make up a model and its language model: not what reads images or sound.
+    """Return a model and the models of transformers inside it, without encoders of images or sound.
 
     Args:
-        model: the whole.
+        model: the whole model.
         language: config of its language model.
     """
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
@@ -234,9 +235,9 @@ def _parts(model: PreTrainedModel, language: PreTrainedConfig) -> list[PreTraine
 
 
 def _lacks_loss_type(model: PreTrainedModel) -> bool:
-    """Return whether transformers cannot tell a causal language model's loss from its class name: GPT2LMHeadModel.
+    """Return whether transformers cannot infer a model's loss from its class name, such as GPT2LMHeadModel.
 
-    It then takes the right loss and warns, which breaks `torch.compile(fullgraph=True)`.
+    transformers then takes the right loss and warns. The warning breaks `torch.compile(fullgraph=True)`.
     """
     return model.loss_type is None and model.can_generate()
 
@@ -245,28 +246,28 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def cached(function: Function) -> Function:
-    """Cache the values of a function. A type checker sees its signature, which `functools.cache` hides."""
+    """Cache the values of a function as `functools.cache` does, and keep its signature for type checkers."""
     return cast(Function, functools.cache(function))
 
 
 @cached
 def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Return our config class in front of a stock one, model type `posenc_<base>`."""
+    """Return our config class, with model type `posenc_<base>`, that derives from a stock one."""
     members: dict[str, object] = {"model_type": f"posenc_{stock.model_type}", "__module__": __name__}
     mixin = MultimodalMixin if "text_config" in stock.sub_configs else PosEncConfigMixin
     if mixin is PosEncConfigMixin:
         members |= {"__annotations__": {ENTRY: "dict | None"}, ENTRY: None}
     cls = type("PosEnc" + stock.__name__, (mixin, stock), members)
-    cls.__module__ = CLASSES  # set afterwards: dataclasses look into the module, which need not be imported yet
+    cls.__module__ = CLASSES  # set afterwards, because dataclasses look into the module, which may not be imported yet
     return cls
 
 
 @cached
 def register_models(config: type[PreTrainedConfig]) -> None:
-    """Register our class of each head of a family with its Auto class, and its target modules with PEFT.
+    """Register our model classes of a family with the Auto classes, and LoRA's default target modules with PEFT.
 
     This runs when the first config of a class is made, which is before anybody looks for its model. Registering all
-    families when the package is imported would import the code of all of them.
+    families when the package is imported would import the code of all families.
 
     Args:
         config: a class made by `config_class`.
@@ -276,7 +277,7 @@ def register_models(config: type[PreTrainedConfig]) -> None:
     stock: type[PreTrainedConfig] = stock_class(config, PosEncConfigMixin)
     for auto, name in heads_of(config).items():
         model = getattr(transformers, name)
-        if model.config_class not in stock.sub_configs.values():  # heads of a multimodal type are of its text type
+        if model.config_class not in stock.sub_configs.values():  # not the text model of a multimodal type
             getattr(transformers, auto).register(config, model_class(model, stock), exist_ok=True)
     for name, table in vars(peft.utils.constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict) and stock.model_type in table:
@@ -284,14 +285,14 @@ def register_models(config: type[PreTrainedConfig]) -> None:
 
 
 def model_class(stock: type[PreTrainedModel], config: type[PreTrainedConfig] | None = None) -> type[PreTrainedModel]:
-    """Return our model class in front of a stock one.
+    """Return our model class that derives from a stock one.
 
     Args:
-        stock: model class.
-        config: stock config class of the model; that of the model class's own model type can be left out.
+        stock: stock model class.
+        config: stock config class of the model; None means the model class's own config class.
     """
-    usual = stock.config_class
-    return _model_class(stock, usual if config is None or config.model_type == usual.model_type else config)
+    default = stock.config_class
+    return _model_class(stock, default if config is None or config.model_type == default.model_type else config)
 
 
 @cached
@@ -309,14 +310,14 @@ def _model_class(stock: type[PreTrainedModel], stock_config: type[PreTrainedConf
 
 
 def saved_class(raw: JsonObject) -> type[PreTrainedModel]:
-    """Return our model class that a patched checkpoint names. Nothing of the checkpoint is run.
+    """Return our model class that a patched checkpoint names. No code of the checkpoint runs.
 
     Args:
-        raw: its config.json.
+        raw: contents of the checkpoint's config.json.
 
     Raises:
-        UnsupportedModelError: if no family serves its base.
-        CheckpointError: if it names no class of ours for that base.
+        UnsupportedModelError: if no family serves the base.
+        CheckpointError: if config.json names no class of ours for that base.
     """
     base = str(raw["model_type"]).removeprefix("posenc_")
     family_for(_language_type(raw))
@@ -327,26 +328,26 @@ def saved_class(raw: JsonObject) -> type[PreTrainedModel]:
 
 
 def classes_of_ours(model: PreTrainedModel, language: PreTrainedConfig, entry: JsonObject) -> list[Change]:
-    """Return what gives a patched model and its config our classes, so that no stock class loads what is saved.
+    """Return the changes that give a model and its configs our classes, so that no stock class loads its checkpoints.
 
     Args:
-        model: of stock classes.
-        language: config of its language model; of any but a multimodal model, its own.
-        entry: of that config, with the schemes as they were resolved against the model.
+        model: a model with stock classes.
+        language: config of its language model. Unless the model is multimodal, this is the model's config.
+        entry: the entry `position_encoding` of that config, with resolved schemes.
     """
-    # PEFT writes the name into adapters as their base; the stock checkpoint would be the wrong one.
+    # PEFT writes this name into adapters as their base. The stock checkpoint would be the wrong base.
     changes: list[Change] = [SetAttribute(model, "name_or_path", "")]
     if _lacks_loss_type(model):
         changes.append(SetAttribute(model, "loss_type", "ForCausalLM"))
     config, parts = model.config, _parts(model, language)
     part_classes = [model_class(type(part), stock_config(part.config)) for part in parts]
-    for each in {id(each): each for each in (language, config)}.values():
-        our_config = config_class(type(each))
+    for changed in [language] if language is config else [language, config]:
+        our_config = config_class(type(changed))
         register_models(our_config)
         changes += [
-            SetClass(each, our_config),
-            SetAttribute(each, "model_type", our_config.model_type),  # one that was read from a file has its own
-            SetAttribute(each, "_name_or_path", ""),
+            SetClass(changed, our_config),
+            SetAttribute(changed, "model_type", our_config.model_type),  # a config read from a file has the attribute
+            SetAttribute(changed, "_name_or_path", ""),
         ]
     changes += [SetClass(part, part_class) for part, part_class in zip(parts, part_classes, strict=True)]
     changes += [

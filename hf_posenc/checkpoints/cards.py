@@ -13,14 +13,14 @@ from .markdown import code, plain
 from .scheme_entry import ENTRY, LOSSES, VERSION_KEY, read_calibration, read_schemes
 
 LIBRARY = "hf_posenc"
-"""`library_name` and tag of our checkpoints on the Hub."""
+"""The `library_name` of our checkpoints on the Hub, and one of their tags."""
 
 
 def card(config: JsonObject, base_model: str | None = None) -> str:
-    """Return a model card: metadata, what the model is, and how to load it. It contains nothing that was not measured.
+    """Return a model card: metadata, a description of the schemes and their calibration, and how to load the model.
 
     Args:
-        config: the checkpoint's config.json.
+        config: contents of the checkpoint's config.json.
         base_model: Hub id of the stock checkpoint, if it has one.
 
     Returns:
@@ -28,14 +28,14 @@ def card(config: JsonObject, base_model: str | None = None) -> str:
     """
     entry, base = config[ENTRY], config["model_type"].removeprefix("posenc_")
     schemes = read_schemes(entry)
-    head = metadata(entry)
-    head.base_model = base_model
+    card_metadata = metadata(entry)
+    card_metadata.base_model = base_model
     names = " and ".join(plain(scheme["scheme"]) for scheme in schemes)
     spans = " and ".join(code(scheme["scheme"]) for scheme in schemes)
     about = "\n\n".join(_describe_scheme(scheme) for scheme in schemes)
     in_some_layers = " in some layers" if all(scheme.get("layers") is not None for scheme in schemes) else ""
     return f"""---
-{head.to_yaml()}
+{card_metadata.to_yaml()}
 ---
 
 # {plain(base)} with {names} positions
@@ -58,7 +58,7 @@ def metadata(entry: object) -> ModelCardData:
     """Return the metadata of a card: library, task, and tags with the names of the schemes.
 
     Args:
-        entry: of a config of any version.
+        entry: entry of a config, of any version.
     """
     names = [scheme["scheme"] for scheme in read_schemes(entry)]
     return ModelCardData(
@@ -76,7 +76,7 @@ def _describe_scheme(scheme: JsonObject) -> str:
 
 
 def hyperparameter_table(values: dict[str, object]) -> str:
-    """Return a table of a scheme's hyper-parameters, without `layers`, and with `window` only where it is given."""
+    """Return a table of a scheme's hyper-parameters, without `layers`, and without `window` if it is None."""
     shown = {key: value for key, value in values.items() if key != "layers" and (key != "window" or value is not None)}
     if not shown:
         return "It has no hyper-parameters."
@@ -88,7 +88,7 @@ def layers_of_schemes(schemes: list[tuple[str, object]]) -> str:
     """Return sentences that say which layers each scheme is for.
 
     Args:
-        schemes: pairs of a name and its `layers`: indices, a slice or a layer type as text, or None for every layer.
+        schemes: pairs of a scheme's name and its `layers`: indices, a slice or layer type as text, or None for all.
     """
     sentences = []
     for name, layers in schemes:
@@ -105,22 +105,22 @@ def layers_of_schemes(schemes: list[tuple[str, object]]) -> str:
 
 
 def describe_calibration(calibration: JsonObject) -> str:
-    """Return in words how much text a calibration read, its stage, and its losses.
+    """Return a calibration in words: how many tokens it read, its stage, and its losses.
 
     Args:
-        calibration: as `read_calibration` returns it, not None.
+        calibration: the record, as `read_calibration` returns it.
     """
     return f"with {calibration['tokens']:,} tokens, stage {calibration['stage']}{_describe_losses(calibration)}"
 
 
 def _describe_losses(calibration: JsonObject) -> str:
-    """Return the end of a sentence with the losses of a calibration, as far as they were measured."""
+    """Return the measured losses of a calibration as the end of a sentence, or an empty string."""
     losses = {name: f"{loss:.2f}" for name, loss in calibration.get("held_out_loss", {}).items()}
     base = losses.pop("base", None)
     if not losses:
         return f"; held-out loss of the base {base} nats per token" if base else ""
-    path = " -> ".join(losses[name] for name in LOSSES if name in losses)
-    return f"; held-out loss {path} nats per token{f' (base {base})' if base else ''}"
+    stages = " -> ".join(losses[name] for name in LOSSES if name in losses)
+    return f"; held-out loss {stages} nats per token{f' (base {base})' if base else ''}"
 
 
 def _calibration_sentence(entry: JsonObject) -> str:
@@ -137,7 +137,7 @@ def loading_section(repository: str) -> str:
     """Return the section of a card that says how to load a checkpoint.
 
     Args:
-        repository: folder or Hub id, as `from_pretrained` takes it.
+        repository: folder or Hub id of the checkpoint, for the example.
     """
     return f"""## Load it
 

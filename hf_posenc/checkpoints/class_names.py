@@ -13,7 +13,7 @@ from .auto_classes import CLASSES
 Kind = TypeVar("Kind")
 
 STUB = "modeling_hf_posenc"
-"""The file beside a checkpoint that `trust_remote_code=True` runs: it imports our classes, and nothing else."""
+"""Name of the module in a checkpoint's folder that `trust_remote_code=True` runs. It only imports our classes."""
 
 _HEADS = {
     "AutoModel": "MODEL_MAPPING_NAMES",
@@ -24,16 +24,16 @@ _HEADS = {
     "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
 }
-"""Auto class that knows our models -> name of its table in transformers, from model type to class name."""
+"""Auto class -> name of its table in transformers, which maps a model type to the name of its model class."""
 
 
 def heads_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> dict[str, str]:
-    """Return the name of the stock model class of each head that a family has, by Auto class.
+    """Return a dict from Auto class to the name of the stock model class that it loads for a config.
 
     Args:
         config: a config or its class, ours or stock.
     """
-    # Not at the top: this file is also imported while transformers is in the middle of importing that one.
+    # Imported here, because this file is also imported while transformers is still importing modeling_auto.
     from transformers.models.auto import modeling_auto
 
     base = str(config.model_type).removeprefix("posenc_")
@@ -43,21 +43,21 @@ def heads_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> dict[str, str
 
 
 def name_of(model: type[PreTrainedModel], config: type[PreTrainedConfig]) -> str:
-    """Return the name of our class in front of a stock model class.
+    """Return the name of our class that derives from a stock model class.
 
-    A few model types have a config class but no model classes of their own: their models are those of another type. A
-    class of ours has one config class, so that it is then named after both: `PosEnc<type>As<model>`.
+    A few model types share the model classes of another type. Each class of ours has one config class, so it is then
+    named after both types: `PosEnc<type>As<model>`.
 
     Args:
         model: stock model class.
-        config: stock config class of the model, which may be of another model type than the model class's own.
+        config: stock config class of the model. Its model type may differ from that of `model.config_class`.
     """
-    shared = config.model_type != model.config_class.model_type
-    return "PosEnc" + (f"{config.__name__.removesuffix('Config')}As" if shared else "") + model.__name__
+    is_shared = config.model_type != model.config_class.model_type
+    return "PosEnc" + (f"{config.__name__.removesuffix('Config')}As" if is_shared else "") + model.__name__
 
 
 def class_names(config: type[PreTrainedConfig]) -> dict[str, str]:
-    """Return the name of our class of each head that a family has, by Auto class.
+    """Return a dict from Auto class to the name of our model class that it loads for a config.
 
     Args:
         config: stock config class.
@@ -66,7 +66,7 @@ def class_names(config: type[PreTrainedConfig]) -> dict[str, str]:
 
 
 def stub_text(config: type[PreTrainedConfig]) -> str:
-    """Return the two lines of the file that `auto_map` points to.
+    """Return the text of the module `STUB`, to which `auto_map` points.
 
     Args:
         config: stock config class.
@@ -76,27 +76,28 @@ def stub_text(config: type[PreTrainedConfig]) -> str:
 
 
 def architecture(raw: dict[str, object]) -> str:
-    """Return the class name in a config.json, or an empty string."""
+    """Return the model class that a config.json names, or an empty string."""
     names = raw.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
 
 def stock_classes(name: str) -> tuple[type[PreTrainedConfig] | None, type[PreTrainedModel] | None]:
-    """Return the stock config class and model class that a name of ours stands for.
+    """Return the stock config class and model class from which our class of a name derives.
 
-    They are found by name in transformers, and nothing else is ever called by a name that a checkpoint holds.
+    They are looked up by name in transformers. Names in a checkpoint are used for nothing else.
 
     Returns:
-        The config class, or None if this is no name of ours; the model class, or None if it names a config class.
+        The config class, or None if we have no class of that name; and the model class, or None for a config class.
     """
     stem = name.removeprefix("PosEnc")
     model, config = transformers_class(stem, PreTrainedModel), transformers_class(stem, PreTrainedConfig)
     if model is not None:
         config = model.config_class
     elif config is None:
-        of, _, shared = stem.partition("As")
-        model, config = transformers_class(shared, PreTrainedModel), transformers_class(f"{of}Config", PreTrainedConfig)
-        if model is None or config is None or shared not in heads_of(config).values():
+        config_stem, _, model_name = stem.partition("As")
+        model = transformers_class(model_name, PreTrainedModel)
+        config = transformers_class(f"{config_stem}Config", PreTrainedConfig)
+        if model is None or config is None or model_name not in heads_of(config).values():
             return None, None
     if not getattr(config, "model_type", None) or (model is not None and name_of(model, config) != name):
         return None, None
@@ -104,6 +105,6 @@ def stock_classes(name: str) -> tuple[type[PreTrainedConfig] | None, type[PreTra
 
 
 def transformers_class(name: str, kind: type[Kind]) -> type[Kind] | None:
-    """Return the class of transformers with a name if it derives from `kind`, or None."""
-    found = getattr(transformers, name, None)
-    return found if isinstance(found, type) and issubclass(found, kind) else None
+    """Return the class of transformers with this name if it derives from `kind`, or None."""
+    candidate = getattr(transformers, name, None)
+    return candidate if isinstance(candidate, type) and issubclass(candidate, kind) else None

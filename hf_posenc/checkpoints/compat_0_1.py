@@ -1,9 +1,8 @@
-"""Checkpoints and adapters of version 0.1, which go on loading.
+"""Load checkpoints and adapters of version 0.1.
 
-Version 0.1 put a marker on the first layer only. Its hyper-parameters were not resolved: None stood for the base's own
-value. Its `rope` had no scaling unless one was given, and rotated every layer. Its `sinusoidal` trained frequencies in
-radians per token. Names of schemes are written here, and nowhere else outside `schemes/`, because their meaning in that
-version is fixed.
+Version 0.1 put a marker on the first layer only. It did not resolve hyper-parameters: None stood for the base's value.
+Its `rope` had no scaling by default, and rotated every layer. Its `sinusoidal` had frequencies in radians per token.
+Outside `schemes/` only this file names schemes, because what they meant in version 0.1 is fixed.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ _MEANING: dict[str, Callable[[Values], Values]] = {
     "rope": lambda values: {**values, "scaling": values.get("scaling") or "none"},
     "sinusoidal": lambda values: {**values, "trainable": "radians" if values.get("trainable") else False},
 }
-"""Scheme -> a function from the hyper-parameters that version 0.1 wrote to those that mean the same today."""
+"""Scheme -> function that translates its hyper-parameters of version 0.1 into today's."""
 
 
 def was_saved_by_0_1(config: PreTrainedConfig) -> bool:
-    """Return whether version 0.1 saved a config; CheckpointError if the config names no version."""
+    """Return whether version 0.1 saved a config. Raise CheckpointError if the config names no version."""
     return version_of(config).release[:2] < (0, 2)
 
 
 def translate_scheme(scheme: Values) -> Values:
-    """Return a scheme that version 0.1 wrote with the hyper-parameters that mean the same today.
+    """Return a scheme of version 0.1 with today's hyper-parameters.
 
     Args:
-        scheme: name and hyper-parameters, as `read_schemes` returns them.
+        scheme: name and hyper-parameters, as an item of `read_schemes`.
     """
     translate = _MEANING.get(scheme["scheme"])
     return scheme if translate is None else translate(scheme)
 
 
 def translate_config(config: Any) -> None:
-    """Replace the entry of a config, if it is of version 0.1, by one of today's that means the same."""
+    """Translate a config's entry of version 0.1 into today's format. Other configs stay unchanged."""
     entry = getattr(config, ENTRY)
     if SCHEMES in entry:
         return
@@ -50,18 +49,18 @@ def translate_config(config: Any) -> None:
     if was_saved_by_0_1(config):
         rotates = scheme_class(scheme["scheme"])().acts_on.needs_queries()
         scheme = translate_scheme(scheme)
-        rotated_layers = family_of(config).rotation.config_switches
-        if rotated_layers is not None and rotates:
-            setattr(config, rotated_layers, [1] * config.num_hidden_layers)
+        switches_attribute = family_of(config).rotation.config_switches
+        if switches_attribute is not None and rotates:
+            setattr(config, switches_attribute, [1] * config.num_hidden_layers)
     setattr(config, ENTRY, {SCHEMES: [scheme], VERSION_KEY: entry[VERSION_KEY]})
 
 
 def mean_the_same(then: Values, now: Values) -> bool:
-    """Return whether a scheme that an older version may have written means a resolved one.
+    """Return whether a saved scheme, maybe of an older version, equals a resolved one.
 
     Args:
-        then: name and hyper-parameters. None may stand for the base's own rotation.
-        now: name and hyper-parameters of a resolved scheme.
+        then: name and hyper-parameters of the saved scheme. None may stand for the base's rotation.
+        now: name and hyper-parameters of the resolved scheme.
     """
     return set(then) == set(now) and all(_means(key, value, now[key]) for key, value in then.items())
 
@@ -73,11 +72,11 @@ def _means(key: str, then: Any, now: Any) -> bool:
         return False
     by_layer_type = isinstance(now, dict) and "rope_type" not in now
     if by_layer_type and not (isinstance(then, dict) and set(then) == set(now)):
-        return all(_means(key, then, each) for each in now.values())
+        return all(_means(key, then, value) for value in now.values())
     if key != "scaling":
         return then is None
     if then is None:
         return bool(now == "none")
-    # The length that the base was trained for was filled in later.
-    filled = isinstance(then, dict) and isinstance(now, dict) and {**now, **then} == now
-    return filled and set(now) - set(then) <= {"original_max_position_embeddings"}
+    # Resolving may have filled in the length that the base was trained at.
+    extends = isinstance(then, dict) and isinstance(now, dict) and {**now, **then} == now
+    return extends and set(now) - set(then) <= {"original_max_position_embeddings"}

@@ -1,4 +1,4 @@
-"""The part of our config classes that writes and checks the config of a patched model."""
+"""The part of our config classes that writes and checks configs of patched models."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from .scheme_entry import renew_entry
 from .stock_checkpoints import StockConfig
 
 READ = "_posenc_read"
-"""Attribute of a config between its reading and the building of the model. It holds the digest of what was read, the
-options of the call, and the config as a dict at that time."""
+"""Name of an attribute that a config has after it was read and before its model is built. It holds the digest of the
+config.json, the options of the call, and the config as a dict when it was read."""
 
 
 class ConfigMixin(OfPatched, StockConfig):
-    """The part of our config classes that writes the schemes and the guards, and checks them when they are read."""
+    """The part of our config classes that writes schemes and guards into configs, and checks them when it reads one."""
 
     position_encoding: dict[str, object] | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Set an attribute without its guard, which the stock class would refuse. Making a config calls this too."""
+        """Set an attribute without its guard, which the stock class would refuse."""
         super().__setattr__(name, unguarded(name, value))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Check that a dict is unchanged since it was saved, and make a config of it.
+        """Check that a saved config was not changed, and make a config of it.
 
         Args:
-            config_dict: a config.json.
-            **kwargs: handed on.
+            config_dict: contents of a config.json.
+            **kwargs: passed to the method of transformers.
 
         Returns:
-            The config; with `return_unused_kwargs` a pair.
+            The config; with `return_unused_kwargs`, a pair of config and unused options.
 
         Raises:
-            CheckpointError: if the dict was changed after it was saved, or cannot be a config of this class.
+            CheckpointError: if the dict was changed after it was saved, or makes no config of this class.
         """
         if not isinstance(config_dict, dict):
             raise CheckpointError(f"hf_posenc: a config is a JSON object, not {config_dict!r}")
@@ -57,7 +57,7 @@ class ConfigMixin(OfPatched, StockConfig):
             made = super().from_dict(saved, **kwargs)
         except (HfPosencError, OSError):
             raise
-        except Exception as error:  # whatever a stock class finds wrong, of any type
+        except Exception as error:  # stock classes raise exceptions of any type
             raise CheckpointError(
                 f"hf_posenc: config.json makes no {cls.__name__}: {type(error).__name__}: {error}"
             ) from error
@@ -67,7 +67,7 @@ class ConfigMixin(OfPatched, StockConfig):
 
     @property
     def output_attentions(self) -> bool | None:
-        """Whether the model returns its attention weights. Our attention has them, so no other has to be chosen."""
+        """Whether the model returns its attention weights. transformers allows it for eager attention, we for ours."""
         return self._output_attentions
 
     @output_attentions.setter
@@ -79,13 +79,13 @@ class ConfigMixin(OfPatched, StockConfig):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Return False: transformers 5.17 would give layer types new names, which the stock model does not know."""
+        """Return False. With True, transformers 5.17 would rename layer types, and stock models lack the new names."""
         return False
 
     def validate(self) -> None:
-        """Check the config as transformers does.
+        """Check the config as transformers does, but allow `output_attentions` with our attention.
 
-        transformers takes `output_attentions` for its own eager attention only, so that it must not see it on ours.
+        transformers allows it only for its eager attention.
         """
         wanted = self._output_attentions
         if self._attn_implementation == NAME:
@@ -101,13 +101,13 @@ class ConfigMixin(OfPatched, StockConfig):
         return {**guards, "attn_implementation": UNREGISTERED}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the config as a dict, with all guards but that of `tie_word_embeddings`, which PEFT reads here."""
+        """Return the config as a dict, with guards. `tie_word_embeddings` has no guard here, because PEFT reads it."""
         stock: dict[str, Any] = super().to_dict()
         stock.pop(READ, None)
         return {**stock, **self._guards()}
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return the dict that is saved, with all guards, and the entry in the form of this version."""
+        """Return the dict that is saved, with all guards, and the entry in the format of this version."""
         saved = super().to_diff_dict()
         saved.pop(READ, None)
         auto_map = {"AutoConfig": f"{STUB}.{type(self).__name__}"}
@@ -115,27 +115,27 @@ class ConfigMixin(OfPatched, StockConfig):
         entry = self.position_encoding
         if isinstance(entry, dict):
             entry = renew_entry(entry)
-        checked = {CHECKED: guarded(getattr(self, CHECKED))} if hasattr(self, CHECKED) else {}
-        return {**saved, "position_encoding": entry, "auto_map": auto_map, **checked, **self._guards()}
+        type_guard = {CHECKED: guarded(getattr(self, CHECKED))} if hasattr(self, CHECKED) else {}
+        return {**saved, "position_encoding": entry, "auto_map": auto_map, **type_guard, **self._guards()}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: transformers would copy our source into the next checkpoint."""
+        """Do nothing. The method of transformers would copy our source into the next checkpoint."""
 
 
 def stock_config(config: PreTrainedConfig) -> type[PreTrainedConfig]:
-    """Return the stock class of a config: its own, or the one behind the mixin."""
+    """Return the class of a stock config, or the stock class from which the class of a config of ours derives."""
     return stock_class(type(config), ConfigMixin) if isinstance(config, ConfigMixin) else type(config)
 
 
 @contextmanager
 def stock_inside(config: PreTrainedConfig) -> Iterator[None]:
-    """Make the text config of a multimodal config stock for the length of a `with` block.
+    """Give the text config of a multimodal config its stock class and model type for a `with` block.
 
-    Stock classes look at its model type, and build the language model by it.
+    Stock classes choose the class of the language model by this model type.
 
     Args:
-        config: ours; nothing is done with one that is no multimodal model's.
+        config: a config of ours. Unless it is a multimodal model's, it stays unchanged.
     """
     text = language_config(config)
     if text is config or not isinstance(text, ConfigMixin):

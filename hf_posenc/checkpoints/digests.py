@@ -1,4 +1,4 @@
-"""Digests of what was saved: an accidental change is noticed before it loads as another model."""
+"""Digests of saved files, by which accidental changes are noticed before a checkpoint loads as another model."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from .guards import UNREGISTERED
 from .headers import VARIANTS, WEIGHTS, JsonObject, json_object, read_header
 
 DIGESTS = "hf_posenc_digests"
-"""Key of a saved config: SHA-256 by file name, of the config itself and of the headers and index of its weights.
+"""Key of a dict in a saved config, from file name to SHA-256, for the config and for the weights' headers and index.
 
-They notice accidents. They stop nobody who changes the digests too."""
+Digests reveal accidents. Whoever changes files on purpose can change the digests too."""
 
 
 def config_digest(config: JsonObject) -> str:
-    """Return the digest of a saved config, without what transformers adds or rewrites when it reads one."""
+    """Return the digest of a saved config, without keys that transformers adds or rewrites when it reads a config."""
     saved = {k: v for k, v in config.items() if k not in (DIGESTS, "auto_map") and not k.startswith("_")}
     return _digest(with_floats(saved))
 
 
 def with_floats(value: object) -> Any:
-    """Return a JSON value with the floats that JSON lacks; transformers writes `{"__float__": "Infinity"}` for one."""
+    """Return a JSON value with floats in place of transformers' `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
         return (
             float(value["__float__"]) if set(value) == {"__float__"} else {k: with_floats(v) for k, v in value.items()}
         )
-    return [with_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [with_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _digest(content: object) -> str:
-    """Return the SHA-256 of a JSON value, whatever the order of its keys and its spaces."""
+    """Return the SHA-256 of a JSON value. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def weight_digests(directory: Path) -> dict[str, str]:
-    """Return digests that tell whose weights a folder holds, without reading the weights.
+    """Return digests of the headers and indices of a folder's weight files, without reading the weights.
 
     Args:
-        directory: of a checkpoint.
+        directory: folder of a checkpoint.
 
     Returns:
-        By file name the digest of each header of a `model*.safetensors` (names, dtypes, shapes and places of its
-        tensors) and of each index of shards.
+        File name -> digest of the header of a `model*.safetensors` (names, dtypes, shapes and offsets of its tensors),
+        or of an index of shards.
 
     Raises:
-        CheckpointError: if a header or an index cannot be read, or an index names a file that is not beside it.
+        CheckpointError: if a header or an index cannot be read, or an index names anything but weight files.
     """
     digests = {}
     for path in sorted(directory.iterdir()):
@@ -76,7 +76,7 @@ def write_digests(folder: Path) -> None:
 
 
 def _saved_digests(config: JsonObject) -> dict[str, str]:
-    """Return the digests in a saved config. There are none if version 0.1 saved it or somebody removed them."""
+    """Return the digests in a saved config. They are empty if version 0.1 saved it, or somebody removed them."""
     digests = config.get(DIGESTS, {})
     if not isinstance(digests, dict) or not all(isinstance(value, str) for value in digests.values()):
         raise CheckpointError(f"hf_posenc: config.json: {DIGESTS} must map file names to digests, not be {digests!r}")
@@ -84,7 +84,7 @@ def _saved_digests(config: JsonObject) -> dict[str, str]:
 
 
 def check_saved_config(config: JsonObject) -> None:
-    """Raise CheckpointError unless a config is what was saved."""
+    """Raise CheckpointError if a config was changed after it was saved."""
     if _saved_digests(config).get("config.json", own := config_digest(config)) != own:
         model = f"of this {config['model_type']}" if config.get("model_type") else "without a model_type"
         raise CheckpointError(
@@ -99,11 +99,11 @@ def check_saved_config(config: JsonObject) -> None:
 
 
 def check_no_adapter(folder: Path, directory: Path) -> None:
-    """Raise CheckpointError if an adapter lies beside a model: transformers would load the base that it names.
+    """Raise CheckpointError if a model's folder also holds an adapter. transformers would load the adapter's base.
 
     Args:
-        folder: to look into.
-        directory: its name in messages.
+        folder: the folder to read, as `files.read` passes it.
+        directory: the checkpoint's folder, for messages.
     """
     if (folder / "adapter_config.json").exists():
         raise CheckpointError(
@@ -116,15 +116,15 @@ def check_saved_weights(config: JsonObject, folder: Path, directory: Path) -> No
     """Raise CheckpointError unless the weights in a folder are those that were saved with its config.
 
     Args:
-        config: its config.json.
-        folder: to look into.
-        directory: its name in messages.
+        config: contents of the folder's config.json.
+        folder: the folder to read, as `files.read` passes it.
+        directory: the checkpoint's folder, for messages.
     """
-    saved, found = _saved_digests(config), weight_digests(folder)
-    # A file that was put beside those that were saved could be loaded in their place; one of a variant could not.
-    whole = any(WEIGHTS.fullmatch(name) for name in saved)
-    wanted = {name for name in found if name in saved or (whole and WEIGHTS.fullmatch(name))}
-    strange = sorted(name for name in wanted if saved.get(name) != found[name])
+    saved, actual = _saved_digests(config), weight_digests(folder)
+    # Added weight files could be loaded in place of the saved ones. Added variants, such as fp16, could not.
+    has_saved_weights = any(WEIGHTS.fullmatch(name) for name in saved)
+    checked = {name for name in actual if name in saved or (has_saved_weights and WEIGHTS.fullmatch(name))}
+    strange = sorted(name for name in checked if saved.get(name) != actual[name])
     if strange:
         raise CheckpointError(
             f"hf_posenc: {', '.join(strange)} in {directory}: not what was saved with its config.json. If the weights "

@@ -1,15 +1,14 @@
-"""Safe reading and writing of a checkpoint's folder. Every access to it goes through this file.
+"""Safe reading and writing of a checkpoint's folder. Every access to the folder goes through this file.
 
-A folder may come from anybody, and others may read or write it at the same time. Three rules hold everywhere:
+A folder may come from anybody, and other processes may read or write it at the same time. Three rules hold everywhere:
 
-- A checkpoint is complete or absent. A save collects its files in a folder of its own inside the target. It renames
-  that folder to `PENDING` once it is complete, and then moves its files into place. A kill before the rename leaves the
-  old checkpoint. A kill after it leaves the new one, of which some files still lie in `PENDING`.
-- Only a writer that holds the lock moves or removes anything. Readers change nothing. After such a kill they read the
-  files where they lie.
-- A name that is read from a file is never used as a path unless it is one that a save of ours writes.
+- A checkpoint is complete or absent. A save collects its files in a staging folder inside the target folder. It renames
+  the complete staging folder to `PENDING`, and then moves the files into place. A kill before the rename leaves the old
+  checkpoint. A kill after it leaves the new checkpoint, with some files still in `PENDING`.
+- Only a writer that holds the lock moves or removes files. Readers change nothing. They also read files in `PENDING`.
+- A name that was read from a file is used as a path only if this package writes files of that name.
 
-Where nothing can be locked, readers still notice that files were exchanged while they were reading, and read again.
+If a file system has no locks, readers still notice that files were exchanged meanwhile, and read again.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from .headers import VARIANTS, WEIGHTS, read_json
 Result = TypeVar("Result")
 
 STAGING = ".hf_posenc-saving"
-"""Prefix of folders that are being written. The next save removes those that a kill has left."""
+"""Prefix of staging folders. The next save removes those that a killed process has left."""
 
 PENDING = ".hf_posenc-saved"
-"""Folder whose files are complete and replace those beside it."""
+"""Folder with the files of a complete save that still have to be moved into place."""
 
 ATTEMPTS = 5
-"""How often a folder is read anew because somebody exchanged its files without a lock."""
+"""How often a folder is read, at most, if somebody exchanges its files without a lock."""
 
-_LIST = "remove.json"
-_OWN = ".hf_posenc-"
+_STALE_LIST = "remove.json"  # in `PENDING`: the names of weight files that the save removes
+_INTERNAL = ".hf_posenc-"  # prefix of our lock, staging folders and `PENDING`
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -48,27 +47,27 @@ _OWN = ".hf_posenc-"
 
 @contextmanager
 def staged(directory: Path) -> Iterator[Path]:
-    """Collect files that then replace those of a directory, all or none.
+    """Collect files in a staging folder, and then replace the files of a directory by them, all or none.
 
-    Weights that the new files do not replace (shards of another number, the one file that became shards) are removed.
-    Other files of the directory (a trainer's state, a tokenizer, logs) stay. Several processes and threads may save
-    into one directory: it then holds all files of the last one to finish.
+    Weight files of the old checkpoint that the new one lacks, such as more shards, are removed. Other files of the
+    directory (a trainer's state, a tokenizer, logs) stay. Several processes and threads may save into one directory.
+    It then holds the checkpoint of the last one to finish.
 
     Args:
-        directory: where the files belong; made if it does not exist.
+        directory: folder of the checkpoint; made if it does not exist.
 
     Yields:
-        An empty folder to write into, sub-folders included. If the body raises, the directory stays as it is.
+        An empty folder for the files, and for sub-folders. If the body raises, the directory stays as it is.
 
     Raises:
         OSError: if files cannot be written.
-        CheckpointError: if an interrupted save lies in the directory that no version of this package wrote.
+        CheckpointError: if a `PENDING` folder lies in the directory that no version of this package wrote.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _own_folder(directory) as staging:
         yield staging
         names = {path.name for path in staging.iterdir()}
-        if not names:  # a process that only takes part in gathering
+        if not names:  # this process only takes part in gathering
             return
         for path in staging.rglob("*"):
             _flush(path)
@@ -77,7 +76,7 @@ def staged(directory: Path) -> Iterator[Path]:
             stale = []
             if any(WEIGHTS.fullmatch(name) for name in names):
                 stale = [p.name for p in directory.iterdir() if WEIGHTS.fullmatch(p.name) and p.name not in names]
-            listed = staging / _LIST
+            listed = staging / _STALE_LIST
             listed.write_text(json.dumps(sorted(stale)))
             _flush(listed)
             os.rename(staging, directory / PENDING)
@@ -87,13 +86,13 @@ def staged(directory: Path) -> Iterator[Path]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Write one file, whole or not at all.
+    """Write one file completely or not at all.
 
     Args:
-        path: of the file; its folder is made if it does not exist.
+        path: path of the file; its folder is made if it does not exist.
 
     Yields:
-        The path to write to, in the same folder. If the body raises, an older file stays as it is.
+        A temporary path in the same folder, to write to. If the body raises, the old file stays as it is.
 
     Raises:
         OSError: if the file cannot be written.
@@ -110,17 +109,17 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(directory: Path) -> Iterator[Path]:
-    """Make a folder, whole or not at all.
+    """Make a folder completely or not at all.
 
     Args:
-        directory: must not exist yet, or be empty. The folder that it lies in is made if it does not exist.
+        directory: path of the new folder. Nothing, or an empty folder, may be there. Its parent is made if need be.
 
     Yields:
-        A path of the same name in a temporary folder beside it. The body makes the folder there. If the body raises,
-        nothing is left.
+        A path of the same name in a temporary folder, where the body makes the folder. If the body raises, nothing is
+        left.
 
     Raises:
-        OSError: if it cannot be written, or there is something at `directory` by then.
+        OSError: if the folder cannot be written, or something else was put at `directory` meanwhile.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{STAGING}-", dir=directory.parent) as name:
@@ -134,15 +133,15 @@ def complete(directory: Path, *, locked: bool = False) -> bool:
     """Complete an interrupted save: move its files into place. Every save does this first; readers need not.
 
     Args:
-        directory: of a checkpoint.
-        locked: whether the caller is the one writer.
+        directory: folder of a checkpoint.
+        locked: whether the caller holds the write lock.
 
     Returns:
         Whether there was an interrupted save.
 
     Raises:
-        OSError: if there was one and the directory cannot be written.
-        CheckpointError: if no save of this package left the files that lie there.
+        OSError: if there was an interrupted save and the directory cannot be written.
+        CheckpointError: if `PENDING` holds files that no save of this package left.
     """
     pending = directory / PENDING
     if not os.path.lexists(pending):
@@ -150,38 +149,37 @@ def complete(directory: Path, *, locked: bool = False) -> bool:
     if not locked:
         with write_lock(directory):
             return complete(directory, locked=True)
-    files, stale = _interrupted(pending)
+    files, stale = _read_pending(pending)
     for path in files:
         target = directory / path.relative_to(pending)
         _make_parents(target, directory)
-        moved = directory / f"{STAGING}-{path.name}"
+        temporary = directory / f"{STAGING}-{path.name}"
         with suppress(FileNotFoundError):
-            os.remove(moved)
+            os.remove(temporary)
         try:
-            os.link(path, moved)
+            os.link(path, temporary)
         except OSError:  # a file system without hard links
-            shutil.copy2(path, moved)
-        os.replace(moved, target)
+            shutil.copy2(path, temporary)
+        os.replace(temporary, target)
     for name in stale:
         with suppress(FileNotFoundError):
             os.remove(directory / name)
     _flush(directory)
-    # The list goes last: while it is there, what is left of the folder can be moved again.
+    # The list is removed last. While it is there, another call can complete the rest.
     for path in files:
         os.remove(path)
     for path in sorted((path for path in pending.rglob("*") if path.is_dir()), reverse=True):
         path.rmdir()
     with suppress(FileNotFoundError):
-        os.remove(pending / _LIST)
+        os.remove(pending / _STALE_LIST)
     pending.rmdir()
     return True
 
 
-def _interrupted(pending: Path) -> tuple[list[Path], list[str]]:
-    """Return the files that wait in a `PENDING` folder, and the names of weights to remove.
+def _read_pending(pending: Path) -> tuple[list[Path], list[str]]:
+    """Return the files in a `PENDING` folder, and the names of stale weight files to remove.
 
-    The config is the first, because it decides who may read the rest: once it is moved, a stock class refuses the
-    folder.
+    The config comes first. Once it is in place, stock classes refuse the folder.
     """
     problem = None
     entries: list[Path] = []
@@ -190,39 +188,39 @@ def _interrupted(pending: Path) -> tuple[list[Path], list[str]]:
         problem = "is no folder"
     else:
         entries = sorted(pending.rglob("*"), key=lambda path: (path.name != "config.json", path))
-        listed = pending / _LIST
+        listed = pending / _STALE_LIST
         strange = [path for path in entries if path.is_symlink() or not (path.is_file() or path.is_dir())]
         if strange:
             problem = f"holds {strange[0].name!r}, which is no plain file"
         elif listed.is_file():
             stale = read_json(listed)
             if not isinstance(stale, list) or not all(isinstance(n, str) and WEIGHTS.fullmatch(n) for n in stale):
-                problem = f"has a {_LIST} that names something else than weights beside it"
+                problem = f"has a {_STALE_LIST} that names something else than weights beside it"
     if problem is not None:
         raise CheckpointError(
-            f"hf_posenc: {pending} {problem}, so no save of this package left it. If you trust the files beside it, "
-            f"remove {PENDING}; nothing was read, moved or removed"
+            f"hf_posenc: {pending} {problem}, so no save of this package left it. Nothing was read, moved or removed. "
+            f"If you trust the files beside it, remove {PENDING}"
         )
-    return [path for path in entries if path.is_file() and path != pending / _LIST], stale
+    return [path for path in entries if path.is_file() and path != pending / _STALE_LIST], stale
 
 
 def _make_parents(target: Path, directory: Path) -> None:
-    """Make the sub-folders of a file's path below a directory, through no symbolic link."""
-    for folder in reversed(target.relative_to(directory).parents[:-1]):
-        here = directory / folder
-        if here.is_symlink():
-            raise CheckpointError(f"hf_posenc: {here} is a symbolic link: nothing is written through it; remove it")
-        here.mkdir(exist_ok=True)
+    """Make the folders between a directory and a file below it. Raise CheckpointError if one is a symbolic link."""
+    for relative in reversed(target.relative_to(directory).parents[:-1]):
+        folder = directory / relative
+        if folder.is_symlink():
+            raise CheckpointError(f"hf_posenc: {folder} is a symbolic link: nothing is written through it; remove it")
+        folder.mkdir(exist_ok=True)
 
 
 @contextmanager
 def _own_folder(directory: Path) -> Iterator[Path]:
     """Make a staging folder that nobody else removes while this process lives."""
     while True:
-        staging = directory / f"{STAGING}-{secrets.token_hex(8)}"  # not of tempfile, which keeps other users out
+        staging = directory / f"{STAGING}-{secrets.token_hex(8)}"  # tempfile would keep other users out
         staging.mkdir()
         handle = lock(staging, shared=False)
-        if staging.is_dir():  # nobody took it for abandoned before it was locked
+        if staging.is_dir():  # another save may remove it as abandoned before it is locked
             break
         release(handle)
     try:
@@ -233,13 +231,13 @@ def _own_folder(directory: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove the staging folders of killed saves, which nobody holds the lock of."""
-    for left in directory.glob(f"{STAGING}-*"):
-        if left.is_symlink() or not left.is_dir():
+    """Remove the staging folders that nobody has locked, because the processes that made them were killed."""
+    for path in directory.glob(f"{STAGING}-*"):
+        if path.is_symlink() or not path.is_dir():
             with suppress(FileNotFoundError):
-                left.unlink()
-        elif (handle := lock(left, shared=False, wait=0.0)) is not None:
-            shutil.rmtree(left, ignore_errors=True)
+                path.unlink()
+        elif (handle := lock(path, shared=False, wait=0.0)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
             release(handle)
 
 
@@ -258,20 +256,20 @@ def _flush(path: Path) -> None:
 
 
 def read(directory: Path, load: Callable[[Path], Result]) -> Result:
-    """Read a checkpoint's folder while nobody exchanges its files. Nothing in it is changed.
+    """Read a checkpoint's folder while nobody exchanges its files. The folder stays unchanged.
 
     Args:
-        directory: of a checkpoint.
-        load: takes the folder to read from. That is the directory itself, or, if a save was killed before it had moved
-            its files, a temporary folder of links to them. It is called again if files were exchanged meanwhile.
+        directory: folder of a checkpoint.
+        load: function of the folder to read from. This is the directory itself, or, after an interrupted save, a
+            temporary folder of links to the files. `load` is called again if files were exchanged meanwhile.
 
     Returns:
         The value of `load`.
 
     Raises:
-        CheckpointError: if files were exchanged at each of several attempts, or an interrupted save lies there that no
-            version of this package wrote.
-        Exception: any that `load` raises.
+        CheckpointError: if files were exchanged at each of `ATTEMPTS` attempts, or a `PENDING` folder lies in the
+            directory that no version of this package wrote.
+        Exception: any exception of `load`.
     """
     for _ in range(ATTEMPTS):
         with read_lock(directory):
@@ -279,7 +277,7 @@ def read(directory: Path, load: Callable[[Path], Result]) -> Result:
             try:
                 with _view(directory) as folder:
                     result = load(folder)
-            except Exception:  # files that were exchanged can fail in any way, in any library that reads them
+            except Exception:  # libraries can fail in any way on exchanged files
                 if _signature(directory) == before:
                     raise
             else:
@@ -290,16 +288,16 @@ def read(directory: Path, load: Callable[[Path], Result]) -> Result:
 
 @contextmanager
 def _view(directory: Path) -> Iterator[Path]:
-    """Yield the directory, or a folder of links to the files that completing an interrupted save would leave."""
+    """Yield the directory, or after an interrupted save a folder of links to the files of the completed checkpoint."""
     pending = directory / PENDING
     if not os.path.lexists(pending):
         yield directory
         return
-    files, stale = _interrupted(pending)
+    files, stale = _read_pending(pending)
     with tempfile.TemporaryDirectory(prefix="hf_posenc-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for path in directory.iterdir():
-            if path.name not in stale and not path.name.startswith(_OWN) and not (pending / path.name).exists():
+            if path.name not in stale and not path.name.startswith(_INTERNAL) and not (pending / path.name).exists():
                 _link(path, folder / path.name)
         for path in files:
             target = folder / path.relative_to(pending)
@@ -316,7 +314,7 @@ def _link(path: Path, target: Path) -> None:
 
 
 def _signature(directory: Path) -> dict[str, tuple[int, int, int]]:
-    """Return inode, size and time of each config and weight file, which differ once the file was exchanged."""
+    """Return inode, size and modification time of each config and weight file. They differ for an exchanged file."""
     signature = {}
     for folder in (directory, directory / PENDING):
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """Locks on a checkpoint's folder: one writer alone, or readers together.
 
-They are `flock`s, which end with their process. Where the file system or the operating system has none, nothing is
-locked, and nobody waits.
+The locks are `flock`s, which end with their process. If the file system or the operating system has no `flock`, nothing
+is locked, and nobody waits.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ except ImportError:  # Windows
 logger = logging.getLogger(__name__)
 
 LOCK = ".hf_posenc-lock"
-"""File that writers lock alone and readers lock together. It is empty and stays."""
+"""Name of the lock file: a writer locks it alone, readers share it. It is empty and stays in the folder."""
 
-_TURN = 5.0  # seconds that a reader lets a waiting writer go first
-_PATIENCE = 60.0  # seconds that a writer waits before it logs a warning
+_YIELD_SECONDS = 5.0  # how long a reader lets a waiting writer go first
+_WARNING_SECONDS = 60.0  # how long a writer waits before it logs a warning
 
 
 @contextmanager
 def write_lock(directory: Path) -> Iterator[None]:
-    """Hold a folder as its one writer, once no reader of ours is at work.
+    """Wait for the readers of a folder, and be its one writer for a `with` block.
 
     Args:
-        directory: of a checkpoint.
+        directory: folder of a checkpoint.
     """
     os.close(os.open(directory / LOCK, os.O_CREAT | os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0), 0o666))
-    gate = lock(directory, shared=False)  # lets no further readers in, else those who overlap would never end
+    # Keeps new readers out while the writer waits. Otherwise overlapping readers could keep it waiting for ever.
+    gate = lock(directory, shared=False)
     handle = None
     try:
-        handle = lock(directory / LOCK, shared=False, wait=_PATIENCE)
+        handle = lock(directory / LOCK, shared=False, wait=_WARNING_SECONDS)
         if handle is None and fcntl is not None:
             logger.warning("hf_posenc: waiting to save in %s until others have finished there", directory)
             handle = lock(directory / LOCK, shared=False)
@@ -50,15 +51,15 @@ def write_lock(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def read_lock(directory: Path) -> Iterator[None]:
-    """Keep writers from moving files in a folder, after a writer that is waiting already has had its turn.
+    """Keep writers from moving files in a folder for a `with` block. A waiting writer goes first, within a time limit.
 
-    It gets its turn only for a while. Otherwise readers who wait for each other (processes that load one model
-    together) could be kept apart for good by a writer who waits for the first of them.
+    The time limit prevents a deadlock: processes that load one model together wait for each other, while the writer
+    waits for the first of them.
 
     Args:
-        directory: of a checkpoint.
+        directory: folder of a checkpoint.
     """
-    gate = lock(directory, shared=True, wait=_TURN)
+    gate = lock(directory, shared=True, wait=_YIELD_SECONDS)
     try:
         handle = lock(directory / LOCK, shared=True)
     finally:
@@ -73,19 +74,19 @@ def lock(path: Path, *, shared: bool, wait: float | None = None) -> int | None:
     """Lock a file or folder.
 
     Args:
-        path: is only opened.
-        shared: whether others may share the lock.
-        wait: seconds to wait at most; None waits as long as it takes.
+        path: the file or folder; it stays unchanged.
+        shared: whether other processes may share the lock.
+        wait: how many seconds to wait at most; None means no limit.
 
     Returns:
-        A handle for `release`, or None if the time is up, there is no such file, or nothing can be locked there.
+        A handle for `release`, or None if the time is up, the file does not exist, or the file system has no locks.
     """
     if fcntl is None:
         return None
     try:
-        # Some network file systems grant an exclusive lock only to who may write.
-        writable = not shared and not path.is_dir()
-        handle = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | getattr(os, "O_NONBLOCK", 0))
+        # Some network file systems grant an exclusive lock only on files that are open for writing.
+        needs_write = not shared and not path.is_dir()
+        handle = os.open(path, (os.O_RDWR if needs_write else os.O_RDONLY) | getattr(os, "O_NONBLOCK", 0))
     except OSError:
         return None
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -111,5 +112,5 @@ def lock(path: Path, *, shared: bool, wait: float | None = None) -> int | None:
 def release(handle: int | None) -> None:
     """Release a lock, if there is one."""
     if handle is not None:
-        fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile would keep it locked otherwise
+        fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked process may still have the handle
         os.close(handle)

@@ -6,35 +6,32 @@ import json
 from typing import Any
 
 UNREGISTERED = "hf_posenc_patched"
-"""`attn_implementation` of a saved config. Stock model classes refuse to be built with it because it is registered
-nowhere, not even where hf_posenc was imported, unlike the name of our attention function."""
+"""`attn_implementation` of a saved config. It is registered nowhere, so stock model classes cannot be built with it.
+
+The name of our attention function would not do, because importing hf_posenc registers it."""
 
 PREFIX = "hf_posenc:"
-"""Prefix of values that stock classes look up or check, so that they find one that they do not know."""
+"""Prefix of guarded values. Stock classes look these values up or check them, and fail."""
 
 ACTIVATIONS = ("activation_function", "hidden_act", "hidden_activation")
-"""Attributes of configs that name an activation. Most stock models look it up when they are built, and fail."""
+"""Attributes of configs that name an activation. Most stock models look up its name when they are built."""
 
 CHECKED = "tie_word_embeddings"
-"""A setting that stock config classes of decoders declare as a bool, and check when a config is made. The class that
-all derive from does not have it. Tokenizers and the Trainer read config.json by that class, and still can."""
+"""A setting that the stock config classes of decoders check to be a bool. Their base class PreTrainedConfig lacks it,
+so tokenizers and the Trainer, which read config.json with the base class, still can."""
 
 
 def guarded(value: object) -> str:
-    """Return a setting as a saved config holds it: the prefix, and a string unchanged or any other value as JSON.
-
-    Args:
-        value: of a config's attribute; JSON can hold it.
-    """
+    """Return the guarded form of a config's value: the prefix, and then the string, or any other value as JSON."""
     return PREFIX + (value if isinstance(value, str) else json.dumps(value))
 
 
 def unguarded(name: str, value: object) -> Any:
-    """Return the value of a config's attribute without its guard, if it has one.
+    """Return the value of a config's attribute without its guard.
 
     Args:
-        name: of the attribute.
-        value: guarded or not.
+        name: name of the attribute.
+        value: its value, guarded or not.
     """
     if not isinstance(value, str) or not value.startswith(PREFIX):
         return value

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint's files: JSON values, and the headers of weights. No weights are read."""
+"""Read the JSON files of a checkpoint, and the headers of its weight files. No weights are read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from ..errors import CheckpointError
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Names of weights and of their index, as a save of ours writes them."""
+"""Names of weight files and of their index that we write."""
 
 VARIANTS = re.compile(r"model[\w.-]*\.safetensors(\.index[\w.-]*\.json)?")
-"""These names, and those of a variant: `model.fp16.safetensors`."""
+"""Names of weight files and indices, also of variants such as `model.fp16.safetensors`."""
 
 JsonObject = dict[str, Any]
-"""A JSON object. Its values are checked where they are used, since anybody may have written them."""
+"""A JSON object. Its readers check its values, because anybody may have written them."""
 
 _LARGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
 
@@ -25,8 +25,8 @@ def read_json(path: Path) -> Any:
     """Return the JSON value in a file.
 
     Raises:
-        CheckpointError: if it holds anything else.
-        OSError: if it cannot be read.
+        CheckpointError: if the file is no valid JSON.
+        OSError: if the file cannot be read.
     """
     try:
         return json.loads(path.read_bytes())
@@ -38,8 +38,8 @@ def json_object(path: Path) -> JsonObject:
     """Return the JSON object in a file.
 
     Raises:
-        CheckpointError: if it holds anything else.
-        OSError: if it cannot be read.
+        CheckpointError: if the file holds no JSON object.
+        OSError: if the file cannot be read.
     """
     value = read_json(path)
     if not isinstance(value, dict):
@@ -48,11 +48,11 @@ def json_object(path: Path) -> JsonObject:
 
 
 def read_header(path: Path) -> JsonObject:
-    """Return the header of a safetensors file: its metadata, and dtype, shape and place of each tensor.
+    """Return the header of a safetensors file: its metadata, and dtype, shape and offsets of each tensor.
 
     Raises:
-        CheckpointError: if it has none.
-        OSError: if it cannot be read.
+        CheckpointError: if the file has no valid header.
+        OSError: if the file cannot be read.
     """
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -72,10 +72,10 @@ def read_tensor_headers(directory: Path) -> dict[str, JsonObject]:
     """Return the header of each tensor in a checkpoint's weight files.
 
     Args:
-        directory: of a checkpoint.
+        directory: folder of a checkpoint.
 
     Returns:
-        By name its `dtype`, as safetensors calls it, its `shape` and its `data_offsets`; empty without weights.
+        Tensor name -> its `dtype`, as safetensors calls it, its `shape` and its `data_offsets`. Empty without weights.
 
     Raises:
         CheckpointError: if a header cannot be read.
@@ -86,7 +86,7 @@ def read_tensor_headers(directory: Path) -> dict[str, JsonObject]:
             headers |= read_header(path)
     headers.pop("__metadata__", None)
     for name, header in headers.items():
-        known = isinstance(header, dict) and isinstance(header.get("dtype"), str)
-        if not known or not isinstance(header.get("shape"), list):
+        has_dtype = isinstance(header, dict) and isinstance(header.get("dtype"), str)
+        if not has_dtype or not isinstance(header.get("shape"), list):
             raise CheckpointError(f"hf_posenc: the weights in {directory} say no dtype and shape of {name!r}")
     return headers

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: find a checkpoint there, and upload one in one commit."""
+"""Find checkpoints on the Hugging Face Hub, and upload a checkpoint in one commit."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from .headers import JsonObject, json_object
 from .markdown import one_line
 from .scheme_entry import ENTRY
 
-_LOADED = re.compile(r"""hf_posenc\.from_pretrained\(\s*(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""")
-# What looks like an absolute path within a card. It begins a word, so that a part of an address does not match.
-_ABSOLUTE = re.compile(r"""(?<![^\s"'`(\[=,])/[^\s"'`)\],;|<>]+""")
+_LOADING_CALL = re.compile(r"""hf_posenc\.from_pretrained\(\s*(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""")
+# An absolute path in a card. It has to begin a word, so that a part of a web address does not match.
+_ABSOLUTE_PATH = re.compile(r"""(?<![^\s"'`(\[=,])/[^\s"'`)\],;|<>]+""")
 _WEIGHTS = ("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*")
-# The card is made anew; the rest is a trainer's state.
+# `push` makes the card itself. The other files are a trainer's state.
 _NOT_UPLOADED = (
     "README.md",
     ".*",
@@ -48,13 +48,13 @@ _NOT_UPLOADED = (
 
 
 def checkpoint_name(name: str) -> str:
-    """Return the name of a checkpoint unchanged, if it can be one.
+    """Return a name unchanged if it can be that of a checkpoint.
 
     Args:
         name: a folder or a Hub id.
 
     Raises:
-        FileNotFoundError: if it can only be meant as a folder, and there is none.
+        FileNotFoundError: if the name can only mean a folder, and there is no such folder.
     """
     path = Path(name)
     if path.is_file():
@@ -65,9 +65,9 @@ def checkpoint_name(name: str) -> str:
 
 
 def find_checkpoint(name: str, revision: str | None = None) -> str:
-    """Return the name of a checkpoint that exists: as a folder, in the cache, or on the Hub.
+    """Return a name unchanged if a checkpoint of that name exists: as a folder, in the Hub cache, or on the Hub.
 
-    The Hub is asked once, for five seconds at most. Loading would ask again and again.
+    The Hub is asked once, for five seconds at most. Loading would try again and again.
 
     Args:
         name: a folder or a Hub id.
@@ -83,7 +83,7 @@ def find_checkpoint(name: str, revision: str | None = None) -> str:
             HfApi().model_info(name, revision=revision, timeout=5.0)
     except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError):
         raise FileNotFoundError(f"there is no folder {name}, and the Hub has no such checkpoint for you") from None
-    except Exception as error:  # whatever the library raises by which huggingface_hub asks
+    except Exception as error:  # any exception of the HTTP library that huggingface_hub uses
         why = one_line(str(error).splitlines()[0] if str(error) else type(error).__name__)
         raise FileNotFoundError(f"there is no folder {name}, and the Hub has not answered: {why}") from None
     return name
@@ -101,20 +101,21 @@ def push(
     create_pr: bool = False,
     tags: list[str] | None = None,
 ) -> CommitInfo:
-    """Upload a checkpoint's folder in one commit: what was there before is whole until the new one is.
+    """Upload a checkpoint's folder in one commit. Until then the repository keeps its old checkpoint.
 
-    Weight files of the repository that the folder does not have are deleted in the same commit. A card that is there
-    already is kept, and only its metadata are completed. In the folder's own card the example loads the repository.
+    The same commit deletes weight files of the repository that the folder does not have. If the repository has a card,
+    it stays, and only its metadata are completed. Otherwise the folder's card is uploaded, and its example loads the
+    repository.
 
     Args:
-        folder: a checkpoint saved by a patched model; it is only read.
+        folder: a checkpoint saved by a patched model; it stays unchanged.
         repo_id: `name` or `organization/name`; made if it does not exist.
         commit_message: title of the commit.
-        commit_description: its text.
-        private: whether a new repository is private; None leaves it to the account's default.
-        token: access token; None takes the one that is stored.
-        revision: branch, made if it does not exist; None means the main one.
-        create_pr: open a pull request instead of committing.
+        commit_description: text of the commit message below the title.
+        private: whether a new repository is private; None means the account's default.
+        token: access token; None means the stored one.
+        revision: branch, made if it does not exist; None means the main branch.
+        create_pr: whether to open a pull request instead of committing.
         tags: more tags for the card.
 
     Returns:
@@ -123,7 +124,7 @@ def push(
     Raises:
         FileNotFoundError: if there is no such folder, or it has no config.json.
         ValueError: if it is not a checkpoint of this package; `CheckpointError` if its config is malformed.
-        huggingface_hub.errors.HfHubHTTPError: what the Hub refuses.
+        huggingface_hub.errors.HfHubHTTPError: if the Hub refuses the upload.
     """
     _check_folder(folder)
 
@@ -135,7 +136,7 @@ def push(
             api.create_branch(repo, branch=revision, exist_ok=True)
         text = _read_remote_card(repo, revision, token)
         if text is None:
-            text = _own_card(view, config, repo, revision)
+            text = _folder_card(view, config, repo, revision)
         readme = CommitOperationAdd("README.md", _complete_card(text, config, tags or []).encode())
         adds = [CommitOperationAdd(path.name, path) for path in _uploaded_files(view)]
         stale = _stale_weights(api.list_repo_files(repo, revision=revision), {add.path_in_repo for add in adds})
@@ -152,7 +153,9 @@ def push(
 
 
 def planned(folder: Path) -> dict[str, int]:
-    """Return the size in bytes of each file that `push` would upload beside the card, by name. The Hub is not asked.
+    """Return a dict from file name to size in bytes of the files that `push` would upload, without the card.
+
+    The Hub is not asked.
 
     Args:
         folder: as for `push`, with the same errors.
@@ -175,8 +178,8 @@ def _read_config(view: Path, folder: Path) -> JsonObject:
     """Return the config of a patched checkpoint.
 
     Args:
-        view: folder to read.
-        folder: its name in messages.
+        view: the folder to read, as `files.read` passes it.
+        folder: the checkpoint's folder, for messages.
     """
     if not (view / "config.json").is_file():
         raise FileNotFoundError(f"{folder} is no checkpoint: it has no config.json")
@@ -187,7 +190,7 @@ def _read_config(view: Path, folder: Path) -> JsonObject:
 
 
 def _uploaded_files(folder: Path) -> list[Path]:
-    """Return the files that go to the Hub unchanged. The card does not."""
+    """Return the files of a folder that are uploaded unchanged, so without the card."""
     return [
         path
         for path in sorted(folder.iterdir())
@@ -195,9 +198,10 @@ def _uploaded_files(folder: Path) -> list[Path]:
     ]
 
 
-def _stale_weights(there: list[str], names: set[str]) -> list[str]:
-    """Return the weight files of a repository that are not among the names of an upload."""
-    return [name for name in there if name not in names and any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
+def _stale_weights(remote_names: list[str], uploaded: set[str]) -> list[str]:
+    """Return the names of weight files of a repository that an upload does not replace."""
+    stale = (name for name in remote_names if name not in uploaded)
+    return [name for name in stale if any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
 
 
 def _read_remote_card(repo: str, revision: str | None, token: bool | str | None) -> str | None:
@@ -207,27 +211,27 @@ def _read_remote_card(repo: str, revision: str | None, token: bool | str | None)
         return None
 
 
-def _own_card(folder: Path, config: JsonObject, repo: str, revision: str | None) -> str:
-    """Return the card of a folder, whose example loads the repository, without paths of this machine."""
+def _folder_card(folder: Path, config: JsonObject, repo: str, revision: str | None) -> str:
+    """Return the card of a folder, or a new one. Its example loads the repository; paths of this machine are cut."""
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else card(config)
     arguments = json.dumps(repo) + (f", revision={json.dumps(revision)}" if revision else "")
-    text = _LOADED.sub(lambda _: f"hf_posenc.from_pretrained({arguments})", text)
-    return _ABSOLUTE.sub(_without_folders, text)
+    text = _LOADING_CALL.sub(lambda _: f"hf_posenc.from_pretrained({arguments})", text)
+    return _ABSOLUTE_PATH.sub(_without_folders, text)
 
 
-def _without_folders(found: re.Match[str]) -> str:
-    """Return the last name of a path of this machine, and anything else that looks like a path unchanged."""
-    path = Path(re.sub(r"\\(.)", r"\1", found[0]))  # without the escapes of Markdown
-    return found[0].rpartition("/")[2] if path.is_relative_to(Path.home()) or path.exists() else found[0]
+def _without_folders(match: re.Match[str]) -> str:
+    """Return the last component of a path of this machine, and any other match unchanged."""
+    path = Path(re.sub(r"\\(.)", r"\1", match[0]))  # without the escapes of Markdown
+    return match[0].rpartition("/")[2] if path.is_relative_to(Path.home()) or path.exists() else match[0]
 
 
 def _complete_card(text: str, config: JsonObject, tags: list[str]) -> str:
-    """Return a card with our metadata added to its own."""
-    content = ModelCard(text, ignore_metadata_errors=True)
-    assert isinstance(content.data, ModelCardData)
+    """Return the text of a card with our metadata, and more tags, added to its metadata."""
+    model_card = ModelCard(text, ignore_metadata_errors=True)
+    assert isinstance(model_card.data, ModelCardData)
     ours = metadata(config[ENTRY])
-    content.data.library_name = LIBRARY
-    content.data.pipeline_tag = content.data.pipeline_tag or ours.pipeline_tag
-    content.data.tags = list(dict.fromkeys([*(content.data.tags or []), *(ours.tags or []), *tags]))
-    return str(content)
+    model_card.data.library_name = LIBRARY
+    model_card.data.pipeline_tag = model_card.data.pipeline_tag or ours.pipeline_tag
+    model_card.data.tags = list(dict.fromkeys([*(model_card.data.tags or []), *(ours.tags or []), *tags]))
+    return str(model_card)

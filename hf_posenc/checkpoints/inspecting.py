@@ -28,7 +28,7 @@ from .stock_checkpoints import check_checkpoint_served
 from .weights import check_loaded, check_shapes, named_tensors, position_keys
 
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "force_download", "local_files_only", "proxies")
-"""Options of transformers' from_pretrained that say where a checkpoint is; its config is found with the same."""
+"""Options of transformers' from_pretrained that say where a checkpoint is."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Inspection:
 
     Attributes:
         source: the directory or Hub id.
-        base: model type of the stock family.
-        architecture: class that it was saved from.
-        schemes: each with its name, `scheme`, and its hyper-parameters; none for a stock checkpoint.
-        calibration: `stage` and `tokens` of its last calibration, and `held_out_loss` where it was measured; or None.
-        version: of hf_posenc that saved it, or None.
+        base: stock model type.
+        architecture: name of the model class that saved it.
+        schemes: a dict for each scheme: its name, as `scheme`, and its hyper-parameters. Empty for a stock checkpoint.
+        calibration: the last calibration, or None: `stage`, `tokens`, and `held_out_loss` if it was measured.
+        version: version of hf_posenc that saved it, or None.
         problem: why this installation cannot load it, or None if it can.
     """
 
@@ -56,10 +56,10 @@ class Inspection:
     @property
     def scheme(self) -> str | None:
         """The schemes' names, or None for a stock checkpoint."""
-        return " + ".join(each["scheme"] for each in self.schemes) or None
+        return " + ".join(scheme["scheme"] for scheme in self.schemes) or None
 
     def __str__(self) -> str:
-        """Return a few readable lines. Escapes stand for what cannot be printed, because a config may be anybody's."""
+        """Return a few readable lines. Unprintable characters are escaped: anybody may have written them."""
         positions = " + ".join(map(_describe_scheme, self.schemes)) or "stock positions"
         calibration = "no" if self.calibration is None else describe_calibration(self.calibration)
         rows = {
@@ -73,14 +73,14 @@ class Inspection:
 
 
 def _describe_scheme(scheme: JsonObject) -> str:
-    """Return a scheme and its hyper-parameters, those that every scheme has only where they are given."""
+    """Return a scheme with its hyper-parameters as text, without `layers` and the like if they are None."""
     values = {key: value for key, value in scheme.items() if key != "scheme"}
     shown = {key: value for key, value in values.items() if key not in EVERY_SCHEME or value is not None}
     return f"{scheme['scheme']}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
 
 
 def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
-    """Describe a checkpoint without reading its weights; one in a directory also without a network.
+    """Describe a checkpoint without reading its weights. A checkpoint in a directory needs no network.
 
     Args:
         name_or_path: a directory or a Hub id.
@@ -107,7 +107,7 @@ def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
     version = entry.get(VERSION_KEY) if isinstance(entry, dict) else None
     try:
         calibration = read_calibration(entry)
-    except CheckpointError:  # it is the `problem`
+    except CheckpointError:  # `problem` says it
         calibration = None
     return Inspection(
         source=str(name_or_path),
@@ -121,15 +121,15 @@ def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:
 
 
 def read_config(name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> JsonObject:
-    """Return the config.json of a checkpoint, of a directory also where a save was interrupted.
+    """Return the contents of a checkpoint's config.json, also after an interrupted save.
 
     Args:
         name_or_path: a directory or a Hub id.
-        options: of `from_pretrained`; those that say where the checkpoint is are used.
+        options: options of `from_pretrained`. Those that do not say where the checkpoint is are ignored.
 
     Raises:
-        CheckpointError: if it holds no JSON object.
-        OSError: if there is none, or it cannot be read.
+        CheckpointError: if config.json holds no JSON object.
+        OSError: if there is no config.json, or it cannot be read.
     """
     directory = Path(name_or_path) / (options.get("subfolder") or "")
     if directory.is_dir():
@@ -159,12 +159,12 @@ def _examine_folder(folder: Path, directory: Path) -> tuple[dict[str, Any], str 
 
 
 def _problem_of(raw: JsonObject, folder: Path | None, source: str | os.PathLike[str]) -> str | None:
-    """Return why a checkpoint cannot be loaded, or None; no weight is read or allocated.
+    """Return why a checkpoint cannot be loaded, or None. No weight is read or allocated.
 
     Args:
-        raw: its config.json.
-        folder: that it lies in, or None for one on the Hub, of which only the config is looked at.
-        source: its name in messages.
+        raw: contents of the checkpoint's config.json.
+        folder: the checkpoint's folder. None checks the config only, for a checkpoint on the Hub.
+        source: name of the checkpoint in messages.
     """
     try:
         if not str(raw.get("model_type")).startswith("posenc_"):
@@ -188,30 +188,31 @@ def _check_sizes(
     headers: dict[str, JsonObject],
     source: str | os.PathLike[str],
 ) -> None:
-    """Check that a config makes a model, and that the headers of the weights beside it fit. No weight is read.
+    """Check that a config makes a model, and that the weights have the model's names and shapes. No weight is read.
 
     Args:
-        cls: our class that the config names.
-        config: as it was read.
-        headers: of its weights, by `read_tensor_headers`; if empty, the config alone is checked.
+        cls: our model class that the config names.
+        config: the checkpoint's config.
+        headers: the weights' headers, of `read_tensor_headers`. If empty, only the config is checked.
         source: name of the checkpoint in messages.
 
     Raises:
-        CheckpointError: if the config makes no model, or position parameters are missing, unexpected or no floats.
+        CheckpointError: if the config makes no model, or position parameters are missing or unexpected.
         WeightShapeError: if weights have other shapes than the config asks for.
     """
     layers = language_config(config).num_hidden_layers
-    marked = {name.split(f".{MARKER}")[0] for name in headers if f".{MARKER}" in name}
-    if headers and not was_saved_by_0_1(config) and len(marked) != layers:  # building that many might never end
+    marked_layers = {name.split(f".{MARKER}")[0] for name in headers if f".{MARKER}" in name}
+    # Checked first, because building as many layers as a config asks for might never end.
+    if headers and not was_saved_by_0_1(config) and len(marked_layers) != layers:
         raise CheckpointError(
-            f"hf_posenc: config.json of {source} says {layers} layers, its weights have {len(marked)}"
+            f"hf_posenc: config.json of {source} says {layers} layers, its weights have {len(marked_layers)}"
         )
     try:
         with torch.device("meta"):
             model = cls(config)
     except HfPosencError:
         raise
-    except Exception as error:  # whatever a stock class finds wrong, of any type
+    except Exception as error:  # stock classes raise exceptions of any type
         raise CheckpointError(
             f"hf_posenc: config.json of {source} makes no {cls.__name__}: {type(error).__name__}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Text for Markdown: values and code are shown as they are, whatever they contain."""
+"""Escape values and code for Markdown, so that they show as they are."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ import re
 
 
 def plain(value: object) -> str:
-    """Return a value as one line of Markdown without markup, HTML, or an end of a table's cell.
-
-    Args:
-        value: is shown as `str` does.
-    """
+    """Return `str(value)` as one line of Markdown, with markup, HTML and the pipes of tables escaped."""
     text = one_line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])|[\\`*\[\]|~#$!]", lambda found: "\\" + found[0], text)
-    # At the beginning of a line these would begin a list.
+    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])|[\\`*\[\]|~#$!]", lambda match: "\\" + match[0], text)
+    # A number with a dot, a dash or the like would begin a list.
     return re.sub(r"^(\d*)([-+.)])(?= |$)", r"\1\\\2", text)
 
 
 def one_line(value: object) -> str:
-    """Return a value as one line of text, with control characters and others that cannot be printed as escapes.
-
-    Args:
-        value: is shown as `str` does.
-    """
+    """Return `str(value)` as one line of text, with unprintable characters escaped."""
     return "".join(map(_printable, " ".join(str(value).split())))
 
 
@@ -31,11 +23,11 @@ def _printable(character: str) -> str:
 
 
 def code(value: object, *, cell: bool = False) -> str:
-    """Return a value as an inline code span of Markdown.
+    """Return `str(value)` as a code span of Markdown, in one line.
 
     Args:
-        value: is shown as `str` does, in one line.
-        cell: whether it is for a cell of a table, where a pipe would end it.
+        value: the value to show.
+        cell: whether the span is for the cell of a table, where pipes are escaped.
     """
     text = one_line(value) or " "
     fence = "`" * (_longest_run_of_backticks(text) + 1)
@@ -45,7 +37,7 @@ def code(value: object, *, cell: bool = False) -> str:
 
 
 def fenced(text: str) -> str:
-    """Return lines as a code block of Markdown that nothing in them ends. Escapes stand for what cannot be printed."""
+    """Return text as a code block of Markdown, with a fence that the text does not contain. Escape the unprintable."""
     text = "\n".join("".join(map(_printable, line)) for line in text.splitlines())
     fence = "`" * max(3, _longest_run_of_backticks(text) + 1)
     return f"{fence}\n{text}\n{fence}"

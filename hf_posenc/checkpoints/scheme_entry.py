@@ -1,4 +1,4 @@
-"""The entry `position_encoding` of a config. Every key of it is written and read here."""
+"""The entry `position_encoding` of a config. This file writes and reads all of its keys."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ..version import INSTALL, VERSION
 from .headers import JsonObject
 
 ENTRY = "position_encoding"
-"""Key of a config, and of `auto_mapping` in an adapter_config.json, that holds the entry."""
+"""Key of the entry, in a config and in `auto_mapping` of an adapter_config.json."""
 
 SCHEMES = "schemes"
-"""Key of the entry that holds a list: for each scheme `scheme`, its name, and its hyper-parameters."""
+"""Key of the list of schemes in the entry. An item holds the name, as `scheme`, and the hyper-parameters."""
 
 VERSION_KEY = "hf_posenc_version"
-"""Key of the entry that holds the version which saved it."""
+"""Key of the version of hf_posenc that saved the entry."""
 
 CALIBRATION = "calibration"
-"""Key of the entry that holds what is known of the model's last calibration. It is absent without one."""
+"""Key of the record of the model's last calibration in the entry. Entries of uncalibrated models lack it."""
 
 STAGES = ("closed_form", "attention")
-"""Values of `stage` of a calibration."""
+"""Possible values of `stage` in the record of a calibration."""
 
 LOSSES = ("base", "swapped", "closed_form", "calibrated")
-"""Keys of `held_out_loss` of a calibration, in nats per token."""
+"""Possible keys of `held_out_loss` in the record of a calibration. The losses are in nats per token."""
 
 
 def make_entry(schemes: Sequence[Scheme]) -> JsonObject:
-    """Return the entry of resolved schemes."""
+    """Return the entry for resolved schemes."""
     return {
         SCHEMES: [{"scheme": scheme.name, **scheme.hyperparameters()} for scheme in schemes],
         VERSION_KEY: VERSION,
@@ -44,36 +44,36 @@ def make_entry(schemes: Sequence[Scheme]) -> JsonObject:
 
 
 def renew_entry(entry: JsonObject) -> JsonObject:
-    """Return an entry of any version in the form of this one."""
+    """Return an entry of any version in the format of this version."""
     calibration = read_calibration(entry)
     calibrated = {CALIBRATION: calibration} if calibration else {}
     return {SCHEMES: read_schemes(entry), **calibrated, VERSION_KEY: VERSION}
 
 
 def read_schemes(entry: object) -> list[JsonObject]:
-    """Return each scheme of an entry: `scheme`, its name, and its hyper-parameters by name.
+    """Return the schemes of an entry, each a dict with its name, as `scheme`, and its hyper-parameters.
 
     Version 0.1 had one scheme for all layers, and wrote it without a list.
 
     Args:
-        entry: of a config or an adapter, of any version. Anything that is no entry has no schemes.
+        entry: entry of any version, from a config or an adapter. For any other value the list is empty.
     """
     if not isinstance(entry, dict):
         return []
     if isinstance(listed := entry.get(SCHEMES), list):
-        return [dict(each) for each in listed if isinstance(each, dict) and isinstance(each.get("scheme"), str)]
+        return [dict(item) for item in listed if isinstance(item, dict) and isinstance(item.get("scheme"), str)]
     if not isinstance(entry.get("scheme"), str):
         return []
     return [{**dict.fromkeys(EVERY_SCHEME), **{key: entry[key] for key in entry if key != VERSION_KEY}}]
 
 
 def schemes_of_config(config: PreTrainedConfig) -> tuple[Scheme, ...]:
-    """Return the schemes of a config of ours.
+    """Return the schemes that a config of ours names.
 
     Raises:
-        CheckpointError: if there are none, hyper-parameters are not exactly those of a scheme, or the record of a
+        CheckpointError: if the config names no schemes, if a scheme has other hyper-parameters, or if the record of the
             calibration is malformed.
-        UnknownSchemeError: if a scheme is not registered; the message lists those that are.
+        UnknownSchemeError: if a scheme is not registered. The message lists the registered ones.
     """
     entry = getattr(config, ENTRY, None)
     source = f"config.json of model type {config.model_type!r}"
@@ -82,20 +82,21 @@ def schemes_of_config(config: PreTrainedConfig) -> tuple[Scheme, ...]:
     if not schemes or (listed is not None and (not isinstance(listed, list) or len(schemes) != len(listed))):
         raise CheckpointError(f"hf_posenc: {source} has no {ENTRY}.{SCHEMES} that name schemes")
     read_calibration(entry)
-    return tuple(_parse_scheme(each, source) for each in schemes)
+    return tuple(_parse_scheme(item, source) for item in schemes)
 
 
-def _parse_scheme(entry: JsonObject, source: str) -> Scheme:
-    values = {key: value for key, value in entry.items() if key != "scheme"}
+def _parse_scheme(item: JsonObject, source: str) -> Scheme:
+    """Return the scheme of an item of `read_schemes`. `source` names the config in messages."""
+    values = {key: value for key, value in item.items() if key != "scheme"}
     try:
-        cls = scheme_class(entry["scheme"])
+        cls = scheme_class(item["scheme"])
     except UnknownSchemeError as error:
         raise UnknownSchemeError(
-            f"hf_posenc: {source}: {error}; a scheme of another package is found once that is installed or imported"
+            f"hf_posenc: {source}: {error}; to use a scheme of another package, install or import that package"
         ) from None
     if missing := sorted({field.name for field in dataclasses.fields(cls)} - set(values)):
         raise CheckpointError(
-            f"hf_posenc: {source} lacks {', '.join(missing)} of {entry['scheme']}: without it the model would not be "
+            f"hf_posenc: {source} lacks {', '.join(missing)} of {item['scheme']}: without it the model would not be "
             "the one that was saved"
         )
     try:
@@ -105,17 +106,17 @@ def _parse_scheme(entry: JsonObject, source: str) -> Scheme:
 
 
 def read_calibration(entry: object) -> JsonObject | None:
-    """Return what an entry records of the model's last calibration, or None without a record.
+    """Return the record of the model's last calibration, or None if an entry has no record.
 
     Args:
-        entry: of a config of any version.
+        entry: entry of a config, of any version.
 
     Returns:
-        `stage`, one of `STAGES`; `tokens`, how many were read; and `held_out_loss` where it was measured, some of
-        `LOSSES` in nats per token.
+        `stage`: one of `STAGES`; `tokens`: the number of tokens that were read; and, if it was measured,
+        `held_out_loss`: a dict with keys of `LOSSES`, in nats per token.
 
     Raises:
-        CheckpointError: if the record holds anything else.
+        CheckpointError: if the record is malformed.
     """
     if not isinstance(entry, dict) or CALIBRATION not in entry:
         return None
@@ -140,7 +141,7 @@ def _malformed_calibration(rule: str, value: object) -> CheckpointError:
 
 
 def version_of(config: PreTrainedConfig) -> Version:
-    """Return the version that saved a config of ours; CheckpointError if there is none."""
+    """Return the version of hf_posenc that saved a config of ours. Raise CheckpointError if it names no version."""
     version = (getattr(config, ENTRY, None) or {}).get(VERSION_KEY)
     try:
         return Version(str(version))
@@ -149,13 +150,17 @@ def version_of(config: PreTrainedConfig) -> Version:
 
 
 def check_version(config: PreTrainedConfig) -> None:
-    """Compare the version that saved a config with this one: warn if it is newer, refuse a newer major version.
+    """Warn if a newer version of hf_posenc saved a config, and refuse a newer major version.
 
     Raises:
-        CheckpointError: if there is no version, or a newer major one.
+        CheckpointError: if the config names no version, or a newer major version.
     """
-    saved, own = version_of(config), Version(VERSION)
-    if saved.major > own.major:
-        raise CheckpointError(f"this checkpoint was saved by hf_posenc {saved}, which {VERSION} cannot know: {INSTALL}")
-    if saved.release[:2] > own.release[:2]:
-        warnings.warn(f"this checkpoint was saved by hf_posenc {saved}, newer than this one ({VERSION})", stacklevel=3)
+    saved_by, installed = version_of(config), Version(VERSION)
+    if saved_by.major > installed.major:
+        raise CheckpointError(
+            f"this checkpoint was saved by hf_posenc {saved_by}, which {VERSION} cannot know: {INSTALL}"
+        )
+    if saved_by.release[:2] > installed.release[:2]:
+        warnings.warn(
+            f"this checkpoint was saved by hf_posenc {saved_by}, newer than this one ({VERSION})", stacklevel=3
+        )

@@ -1,4 +1,4 @@
-"""A random mark in every weight file of one save, so that the files of two saves are never taken for one."""
+"""A random mark in all weight files of a save, so that files of two saves cannot be mixed unnoticed."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from transformers.quantizers import HfQuantizer
 Model = TypeVar("Model")
 
 SAVE = "hf_posenc_save"
-"""Key of a safetensors file's metadata. They are part of the header, and so of the digests in config.json."""
+"""Key of the mark in a safetensors file's metadata, which the digests in config.json cover."""
 
 
 class _Stamp(HfQuantizer):
-    """A quantizer that changes no weight: transformers asks it for the metadata of the files that it writes.
+    """A quantizer that only adds the mark: transformers asks a model's quantizer for the metadata of weight files.
 
-    A model that is quantised has a quantizer, whose state dict and metadata are kept.
+    If the model is quantised, it wraps the model's quantizer.
     """
 
-    def __init__(self, own: HfQuantizer | None, state: dict[str, Tensor] | None) -> None:
-        self.own, self.state = own, state
+    def __init__(self, wrapped: HfQuantizer | None, state: dict[str, Tensor] | None) -> None:
+        self.wrapped, self.state = wrapped, state
 
     def is_serializable(self) -> bool:
-        return self.own is None or self.own.is_serializable()
+        return self.wrapped is None or self.wrapped.is_serializable()
 
     @property
     def is_trainable(self) -> bool:
-        return self.own is None or self.own.is_trainable
+        return self.wrapped is None or self.wrapped.is_trainable
 
     @property
     def quantization_config(self) -> Any:
-        """Return that of the model's own quantizer, which transformers names in its error."""
-        return None if self.own is None else self.own.quantization_config
+        """The config of the wrapped quantizer. transformers names it in errors."""
+        return None if self.wrapped is None else self.wrapped.quantization_config
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
-        state, metadata = (self.state, {}) if self.own is None else self.own.get_state_dict_and_metadata(model)
+        state, metadata = (self.state, {}) if self.wrapped is None else self.wrapped.get_state_dict_and_metadata(model)
         return state, {**metadata, SAVE: secrets.token_hex(16)}
 
 
 def stamped(model: Model, state: dict[str, Tensor] | None) -> Model:
-    """Return a view of a model whose weight files all carry one new mark.
+    """Return a view of a model that writes one new mark into all its weight files.
 
     Args:
-        model: is saved, and not changed.
-        state: the state dict that is saved, or None for the model's own.
+        model: the model to save; it stays unchanged.
+        state: the state dict to save, or None for the model's.
 
     Returns:
         An object with the same attributes, modules and parameters, for one call of `save_pretrained`.

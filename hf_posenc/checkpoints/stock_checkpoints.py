@@ -1,4 +1,4 @@
-"""Stock checkpoints: whether their models are served, and which class of transformers loads them."""
+"""Stock checkpoints: whether a family serves them, and which class of transformers loads them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ else:
 
 
 def check_checkpoint_served(raw: JsonObject) -> None:
-    """Raise UnsupportedModelError if no family serves what `AutoModelForCausalLM` makes of a stock checkpoint.
+    """Raise UnsupportedModelError if no family serves the model that `AutoModelForCausalLM` loads from a checkpoint.
 
     Args:
-        raw: its config.json.
+        raw: contents of the stock checkpoint's config.json.
     """
     model_type = str(raw.get("model_type", "unknown"))
     try:
@@ -38,13 +38,14 @@ def check_checkpoint_served(raw: JsonObject) -> None:
 def stock_loader(raw: JsonObject) -> type[PreTrainedModel]:
     """Return the class of transformers that loads a stock checkpoint: its architecture, or an Auto class.
 
-    Raises UnsupportedModelError if no family serves it.
-
-    A model class that is shared with another model type would read the config as one of that type. Its Auto class does
-    not.
+    Some model types share the model classes of another type. Such a class would read the config as one of the other
+    type, so an Auto class loads the checkpoint.
 
     Args:
-        raw: its config.json.
+        raw: contents of the checkpoint's config.json.
+
+    Raises:
+        UnsupportedModelError: if no family serves the model.
     """
     name, model_type = architecture(raw), str(raw.get("model_type"))
     check_checkpoint_served(raw)
@@ -59,9 +60,9 @@ def stock_loader(raw: JsonObject) -> type[PreTrainedModel]:
 
 
 def _language_type(model_type: str) -> str:
-    """Return the model type of what `AutoModelForCausalLM` makes of a stock checkpoint.
+    """Return the model type of the model that `AutoModelForCausalLM` loads from a stock checkpoint.
 
-    It is that of the language model inside for a few multimodal types, and for a few that are another name of one.
+    For a few multimodal types it loads only the language model. A few other types are aliases.
     """
     if model_type not in CONFIG_MAPPING:
         return model_type

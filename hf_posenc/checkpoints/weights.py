@@ -1,4 +1,4 @@
-"""Load the weights of a patched checkpoint, and check that they are exactly those that its config needs."""
+"""Load the weights of a patched checkpoint, and check that they fit its config."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .scheme_entry import schemes_of_config
 from .stock_checkpoints import StockModel
 
 Loaded = tuple[PreTrainedModel, dict[str, Any]]
-"""A model, and transformers' account of missing, unexpected and mismatched keys."""
+"""A model, and transformers' loading info: missing, unexpected and mismatched keys."""
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""Parts of module names that FSDP1 and activation checkpointing add, and leave out of the names in a state dict."""
+"""Prefixes that FSDP1 and activation checkpointing add to the names of modules, but not to the keys of a state dict."""
 
 
 class LoadingMixin(StockModel):
-    """The part of our model classes that loads them."""
+    """The part of our model classes that loads checkpoints."""
 
     @classmethod
     def from_pretrained(
@@ -42,20 +42,20 @@ class LoadingMixin(StockModel):
         output_loading_info: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Load as transformers does, and check that every position parameter was there.
+        """Load a checkpoint as transformers does, and check that no position parameter is missing.
 
         Args:
             pretrained_model_name_or_path: a directory or a Hub id.
-            *args: handed on.
-            output_loading_info: also return transformers' account of missing, unexpected and mismatched keys.
-            **kwargs: handed on.
+            *args: passed to the method of transformers.
+            output_loading_info: whether to return also transformers' loading info (missing keys and so on).
+            **kwargs: passed to the method of transformers.
 
         Returns:
-            The model, in eval mode; with `output_loading_info` a pair.
+            The model in eval mode, or a pair of model and loading info.
 
         Raises:
-            CheckpointError: if the config's entry or a weight is missing, a position parameter is unexpected, or files
-                are not those that were saved together.
+            CheckpointError: if the entry of the config or a weight is missing, if a position parameter is unexpected,
+                or if the files were not saved together.
             WeightShapeError: if a weight has another shape than the config asks for.
             UnsupportedModelError: for tensor parallelism, if the scheme changes attention scores.
         """
@@ -74,8 +74,8 @@ class LoadingMixin(StockModel):
         """Load from a folder that nobody changes meanwhile.
 
         Args:
-            folder: is read.
-            directory: its name in messages.
+            folder: the folder to read, as `files.read` passes it.
+            directory: the checkpoint's folder, for messages.
             *args: as for `from_pretrained`.
             **kwargs: as for `from_pretrained`.
         """
@@ -86,33 +86,33 @@ class LoadingMixin(StockModel):
             check_saved_weights(raw, folder, directory)
         if isinstance(config := kwargs.get("config"), ConfigMixin) and READ in config.__dict__:
             digest, options, as_read = config.__dict__[READ]
-            if digest != config_digest(raw):  # saved anew since an Auto class read the config
+            if digest != config_digest(raw):  # the checkpoint was saved again since an Auto class read the config
                 if config.to_dict() != as_read:
                     raise CheckpointError(
-                        f"hf_posenc: {directory} was saved anew after the given config had been read from it and "
-                        "changed: read the config again, or pass the changes to from_pretrained"
+                        f"hf_posenc: {directory} was saved anew after its config had been read, and the config that "
+                        "was passed has been changed: read the config again, or pass the changes to from_pretrained"
                     )
                 kwargs["config"] = cls.config_class.from_pretrained(folder, **_config_overrides(options))
         model, info = cls._from_pretrained(folder, directory, *args, **kwargs)
         if folder != directory and "disk" in (getattr(model, "hf_device_map", None) or {}).values():
             raise CheckpointError(
                 f"hf_posenc: a save into {directory} was interrupted before its files were moved into place, and "
-                "weights that stay on disk would be looked for where they lie now: call "
-                "hf_posenc.checkpoints.files.complete on the folder first"
+                "weights offloaded to disk could not be read later: call hf_posenc.checkpoints.files.complete on the "
+                "folder first"
             )
         return model, info
 
     @classmethod
     def _from_pretrained(cls, path: object, source: object, *args: object, **kwargs: Any) -> Loaded:
-        """Load as transformers does, and check its account of the weights.
+        """Load a checkpoint as transformers does, and check the loading info.
 
         Args:
-            path: is read: a folder, a Hub id, or None.
-            source: its name in messages.
+            path: the folder or Hub id to read, or None.
+            source: name of the checkpoint in messages.
             *args: as for `from_pretrained`.
             **kwargs: as for `from_pretrained`.
         """
-        kwargs.setdefault("use_safetensors", True)  # our format; other formats are read by unpickling
+        kwargs.setdefault("use_safetensors", True)  # other formats would be unpickled
         try:
             model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
@@ -125,12 +125,12 @@ class LoadingMixin(StockModel):
 
     @classmethod
     def _finalize_model_loading(cls, model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
-        """Check the shapes of loaded weights before transformers allocates memory for those that were not loaded.
+        """Check the loaded weights before transformers allocates memory for missing ones.
 
         Args:
-            model: parameters that were not loaded are still on the meta device.
-            load_config: transformers' record of the call.
-            loading_info: transformers' account of the keys so far.
+            model: the model, with missing parameters still on the meta device.
+            load_config: the call's options, as transformers records them.
+            loading_info: transformers' loading info so far.
         """
         source, mismatched = load_config.pretrained_model_name_or_path, loading_info.mismatched_keys
         if not load_config.ignore_mismatched_sizes:
@@ -143,14 +143,14 @@ class LoadingMixin(StockModel):
 
 
 def _config_overrides(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config that a user gave, among the options with which an Auto class read it."""
+    """Return the config settings that a user passed among the options of an Auto class."""
     return {
         k: v for k, v in options.items() if not k.startswith("_") and k not in ("return_unused_kwargs", "name_or_path")
     }
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model's state dict with their names. Tied weights come once by each of their names.
+    """Yield names and tensors of a model's state dict, tied weights once for each of their names.
 
     Nothing is gathered from other processes.
     """
@@ -163,7 +163,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def position_keys(model: nn.Module) -> set[str]:
-    """Return the state-dict keys that belong to a patched model's schemes: their parameters and the markers."""
+    """Return the state-dict keys of a patched model's position parameters and markers."""
     return {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
@@ -176,11 +176,11 @@ def check_shapes(model: PreTrainedModel, mismatched: Iterable[object], source: o
     """Raise WeightShapeError if weights have other shapes than the config asks for.
 
     Args:
-        model: made from the config.
-        mismatched: for each such weight its name, its shape, and the one that is wanted.
+        model: the model that was made from the config.
+        mismatched: a tuple for each such weight: its name, its shape, and the shape in the model.
         source: name of the checkpoint in the message.
     """
-    if listed := ", ".join(str(each) for each in sorted(mismatched, key=str)):
+    if listed := ", ".join(str(mismatch) for mismatch in sorted(mismatched, key=str)):
         raise WeightShapeError(
             f"hf_posenc: weights of {source} have another shape than {model.config.position_encoding} and the rest "
             f"of its config ask for (key, found, wanted): {listed}"
@@ -188,29 +188,29 @@ def check_shapes(model: PreTrainedModel, mismatched: Iterable[object], source: o
 
 
 def check_loaded(model: PreTrainedModel, info: dict[str, Any], source: object) -> None:
-    """Check transformers' account of loaded keys.
+    """Check transformers' loading info.
 
-    A head that another architecture does not have starts at random, as in transformers. Nothing else may.
+    Only the head may be missing, if the checkpoint was saved by a class with another head. It then starts at random.
 
     Args:
-        model: was loaded.
-        info: its `missing_keys`, `mismatched_keys` and `unexpected_keys`.
+        model: the loaded model.
+        info: the loading info: `missing_keys`, `mismatched_keys` and `unexpected_keys`.
         source: name of the checkpoint in the message.
 
     Raises:
-        CheckpointError: if a weight was missing, or a position parameter left over or of another shape.
+        CheckpointError: if a weight is missing, or a position parameter is unexpected or has another shape.
     """
-    own = position_keys(model)
+    own_keys = position_keys(model)
     missing = set(info["missing_keys"])
-    if was_saved_by_0_1(model.config):  # which marked the first layer only
-        missing -= {key for key in own if key.rpartition(".")[2].startswith(MARKER)}
+    if was_saved_by_0_1(model.config):  # version 0.1 marked only the first layer
+        missing -= {key for key in own_keys if key.rpartition(".")[2].startswith(MARKER)}
     if type(model).__name__ not in (model.config.architectures or []):
         prefix = f"{model.base_model_prefix}."
         missing = {key for key in missing if key.startswith(prefix) or model.base_model is model}
     mismatched = {key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]}
     problems = {
         "missing": sorted(missing),
-        "of another shape": sorted(own & mismatched),
+        "of another shape": sorted(own_keys & mismatched),
         "unexpected": sorted(key for key in info["unexpected_keys"] if "posenc" in key),
     }
     if any(problems.values()):

@@ -1,1 +1,1 @@
-"""A live model: what it is, what enters its layers, changes that can be undone, and what others put around it."""
+"""Tools for live models: describe them, watch their layers, change them and undo it, and find wrappers around them."""

@@ -1,4 +1,4 @@
-"""Having a live model attend through the attention function of this package."""
+"""Make a live model use the attention function of this package, and choose its engine."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from .undo import Keep, SetAttribute, SetModule, Undo
 
 @dataclass(frozen=True)
 class AttendThroughUs:
-    """Has every layer attend through the attention function of this package, also those without a scheme on it.
+    """Makes every layer use the attention function of this package, with or without a scheme on its scores.
 
     Attributes:
-        base: patched, or stock.
-        engine: of the layers without a scheme on their scores, where a window or a replaced forward needs one anyway.
+        base: the patched or stock model.
+        engine: engine of layers without a scheme on their scores that have a window or a replaced attention.
     """
 
     base: BaseModel
     engine: str = "auto"
 
     def make(self, undo: Undo) -> None:
-        """Change what the layers need that do not attend through us yet, and the configs."""
+        """Set the attention implementation in the configs, and give every attention a position module and its state."""
         base = self.base
         for layer, attention in base.found.attention_of.items():
             if base.family.names.attention_heads is not None:
                 undo.make(Keep(attention, on_attention, {"heads": base.sizes[layer].num_heads}))
             if "posenc" not in attention._modules:
-                chosen = on_attention(attention).window is not None or base.family.always_replaced
+                needs_engine = on_attention(attention).window is not None or base.family.always_replaced
                 undo.make(
                     SetModule(attention, "posenc", WithoutPositions()),
-                    Keep(attention, on_attention, {"engine": self.engine if chosen else "auto"}),
+                    Keep(attention, on_attention, {"engine": self.engine if needs_engine else "auto"}),
                 )
         for config in base.configs:
             undo.make(SetAttribute(config, "_attn_implementation_internal", NAME))
@@ -47,11 +47,11 @@ def choose_engine(model: PreTrainedModel, attention: str) -> None:
     """Set the engine that computes the attention of a patched model.
 
     Args:
-        model: patched.
-        attention: `auto` or an engine's name.
+        model: a patched model.
+        attention: `auto`, or the name of an engine.
 
     Raises:
-        ValueError: if the scheme keeps the model's own attention and this is not `auto`.
+        ValueError: if the scheme keeps the model's own attention and `attention` is not `auto`.
     """
     patch = patch_of(model)
     assert patch is not None
@@ -63,9 +63,9 @@ def choose_engine(model: PreTrainedModel, attention: str) -> None:
             "change scores only"
         )
     patch.attention = attention
-    replaced = family_of(model.config).always_replaced
+    is_replaced = family_of(model.config).always_replaced
     for module in model.modules():
         state = getattr(module, STATE, None)
         if isinstance(state, OnAttention) and "posenc" in module._modules:
-            if replaced or state.window is not None or not isinstance(module.posenc, WithoutPositions):
+            if is_replaced or state.window is not None or not isinstance(module.posenc, WithoutPositions):
                 use_engine(module, attention)

@@ -1,4 +1,4 @@
-"""A live model as its family describes it: sizes, windows, tables, token vectors. Its rotation is in `rotation.py`."""
+"""A live model as its family describes it: sizes, windows, tables, token vectors. `rotation.py` has its rotation."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .patch_record import language_model, patch_of
 from .rotation import BaseRotation
 from .watch import entering
 
-SAMPLE = 4096
-"""Number of tokens, from all over the vocabulary, by which the size of token vectors is measured."""
+RMS_SAMPLE = 4096
+"""Number of tokens, spread over the vocabulary, from which the RMS of token vectors is computed."""
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A live model as its family describes it. Placements ask it questions, see `hf_posenc.placement.Base`.
+    """A live model as its family describes it. Implements `hf_posenc.placement.Base`.
 
     Attributes:
-        model: with or without head.
-        family: what is known of its architecture.
-        found: its modules.
-        sizes: of the attention of each layer that has one, by the layer's index.
-        keeps_table: whether its own table of positions stays, because some layers keep what the base has.
+        model: the model, with or without head.
+        family: facts about its architecture.
+        found: the modules of the model that the family names.
+        sizes: layer index -> sizes of the layer's attention, for the layers that have attention.
+        keeps_table: whether the base's table of positions stays, because some layers keep the base's positions.
     """
 
     model: PreTrainedModel
@@ -50,10 +50,10 @@ class BaseModel:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> BaseModel:
-        """Describe a model; of a multimodal one, the language model inside.
+        """Describe a model, or the language model inside a multimodal model.
 
         Raises:
-            UnsupportedModelError: if its family is not known, or refuses a setting of it.
+            UnsupportedModelError: if no family serves the model, or its family refuses a setting.
         """
         model = language_model(model)
         config = model.config
@@ -70,19 +70,19 @@ class BaseModel:
 
     @property
     def configs(self) -> list[PreTrainedConfig]:
-        """The model's config, and those of its attentions: a layer that was copied (copy.deepcopy) has its own."""
-        own = (module.config for module in self.found.attentions if "config" in module.__dict__)
-        of_attentions = (each.whole if isinstance(each, LayerConfig) else each for each in own)
-        return list({id(config): config for config in (self.config, *of_attentions)}.values())
+        """The configs of the model and its attentions, without repetition. A layer's deepcopy has a config copy."""
+        attention_configs = (module.config for module in self.found.attentions if "config" in module.__dict__)
+        wholes = (config.whole if isinstance(config, LayerConfig) else config for config in attention_configs)
+        return list({id(config): config for config in (self.config, *wholes)}.values())
 
     @property
     def name(self) -> str:
-        """Stock model type."""
+        """The stock model type."""
         return base_model_type(self.config)
 
     @property
     def length(self) -> int | None:
-        """The length the base was made for, in tokens, or None if its config does not say."""
+        """The length in tokens that the base was trained at, or None if the config does not say it."""
         return getattr(self.config, self.family.names.config_length, None)
 
     @property
@@ -97,93 +97,99 @@ class BaseModel:
 
     @property
     def token_weight(self) -> Tensor:
-        """The vectors of the tokens, (vocabulary, E)."""
-        embedding: Any = self.found.token_embedding  # PEFT's wrappers have the attribute too
+        """The token vectors, (vocabulary, E)."""
+        embedding: Any = self.found.token_embedding  # PEFT's wrappers also have the attribute
         weight: Tensor = embedding.weight
         return weight
 
     @property
     def rotation(self) -> BaseRotation:
-        """How the base turns queries and keys."""
+        """The base's rotation of queries and keys."""
         return BaseRotation(self.family, self.found, self.config, self.sizes)
 
     @property
     def rotated(self) -> tuple[bool, ...]:
-        """For each layer, whether the base turns its queries and keys."""
+        """For each layer, whether the base rotates its queries and keys."""
         return self.found.rotated
 
     @property
     def lenders(self) -> dict[int, int]:
-        """For each layer that borrows keys and values, the index of the layer that makes them."""
-        borrows = self.family.names.attention_borrows
-        if borrows is None:
+        """Index of a layer that borrows keys and values -> index of the layer that lends them."""
+        borrows_attribute = self.family.names.attention_borrows
+        if borrows_attribute is None:
             return {}
-        types, makes = self.config.layer_types, {}
+        types = self.config.layer_types
+        borrowers, lender_of_type = [], {}
         for layer, attention in self.found.attention_of.items():
-            if not getattr(attention, borrows):
-                makes[types[layer]] = layer
-        return {layer: makes[types[layer]] for layer, each in self.found.attention_of.items() if getattr(each, borrows)}
+            if getattr(attention, borrows_attribute):
+                borrowers.append(layer)
+            else:
+                lender_of_type[types[layer]] = layer
+        return {layer: lender_of_type[types[layer]] for layer in borrowers}
 
     @property
     def has_temperature(self) -> bool:
-        """Whether queries of all layers are multiplied by a factor that grows with the position."""
+        """Whether the base multiplies the queries of all layers by a factor that grows with the position."""
         keys = self.family.rotation.parameter_temperature
         return bool(keys) and bool(self.config.rope_parameters.get(keys[0]))
 
     @property
     def hides_attention(self) -> bool:
-        """Whether nobody sees its queries and keys: a stock model that never calls transformers' interface."""
+        """Whether queries and keys cannot be recorded, because the stock model bypasses the attention interface."""
         return self.family.always_replaced and patch_of(self.model) is None
 
     @property
     def has_table(self) -> bool:
-        """Whether positions enter at the input, from a table."""
+        """Whether the base adds positions to its input, from a table."""
         return self.found.position_table is not None
 
     @property
     def positions_in_mask(self) -> bool:
-        """Whether layers can only take their positions from the mask of our attention function."""
+        """Whether layers get positions only through the mask of our attention function."""
         return self.family.positions_in_mask
 
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
-        """Return the indices of a fitted scheme's layers; without a selection those in which it can act."""
+        """Return the indices of a fitted scheme's layers. If it selects none, these are all in which it can act."""
         assert not isinstance(scheme.layers, str)
         return scheme.acts_on.possible_layers(self) if scheme.layers is None else scheme.layers
 
     def layers_with_scores(self) -> tuple[int, ...]:
-        """Return the layers of a patched model that have a scheme on their attention scores."""
+        """Return the indices of a patched model's layers that have a scheme on their attention scores."""
         modules = {index: attention._modules.get("posenc") for index, attention in self.found.attention_of.items()}
         return tuple(index for index, module in modules.items() if not isinstance(module, WithoutPositions | None))
 
     def own_scheme(self, layers: tuple[int, ...]) -> Scheme | None:
-        """Return what the attention of a base does in some layers by code of its own, as a scheme; None for nothing."""
-        own = self.family.attention
-        if own is None:
+        """Return a scheme that computes the positions of a base without a rotary module, for some of its layers.
+
+        None if the base's attention code encodes no positions by itself.
+        """
+        attention = self.family.attention
+        if attention is None:
             return None
-        if (factor := own.alibi(self.found.attentions[0])) is not None:
+        if (factor := attention.alibi(self.found.attentions[0])) is not None:
             slopes = tuple(factor * slope for slope in alibi_slopes(self.dims.num_heads))
             return Alibi(slopes=slopes, layers=layers)
-        return self.fit_rotation(Rope(layers=layers)) if own.rope_parameters(self.config) else None
+        return self.fit_rotation(Rope(layers=layers)) if attention.rope_parameters(self.config) else None
 
     def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
-        """Return a rotary scheme with all that was not given taken from the base, see `BaseRotation.fit`."""
+        """Return a rotary scheme, with unset hyper-parameters taken from the base. See `BaseRotation.fit`."""
         return self.rotation.fit(scheme, self.layers_of(scheme))
 
     def has_own_rotation(self, scheme: RotaryScheme) -> bool:
-        """Return whether a fitted rotary scheme is what the base does by itself."""
+        """Return whether a fitted rotary scheme is the base's own rotation."""
         return self.rotation.is_own(scheme)
 
     def turns_like_stock(self, scheme: RotaryScheme) -> bool:
-        """Return whether a stock class would turn the scheme's layers as the patched model does."""
+        """Return whether a stock class would rotate the scheme's layers as the patched model does."""
         return self.rotation.is_stock(scheme, self.layers_of(scheme))
 
     @property
     def windows(self) -> dict[int, int]:
-        """The sliding window, in tokens, of each layer to whose attention the base gives one."""
-        own, types = self.family.attention, getattr(self.config, "layer_types", None)
+        """Layer index -> the base's sliding window in tokens, for the layers that have one."""
+        pieces, types = self.family.attention, getattr(self.config, "layer_types", None)
         windows = {}
         for layer, attention in self.found.attention_of.items():
-            window = None if own is None else own.window(attention)
+            window = None if pieces is None else pieces.window(attention)
             if window is None and (types is None or types[layer] == "sliding_attention"):
                 window = getattr(self.config, "sliding_window", None)
             if window is not None:
@@ -191,7 +197,11 @@ class BaseModel:
         return windows
 
     def require_own_attention(self, scheme: str) -> None:
-        """Raise UnsupportedModelError if the attention function of this package cannot compute the attention."""
+        """Raise UnsupportedModelError if the model cannot use the attention function of this package.
+
+        Args:
+            scheme: name of the scheme that needs it, for messages.
+        """
         if (self.model.tp_size or 1) > 1:
             raise UnsupportedModelError(f"{scheme}: {SPLIT_HEADS}")
         backend = self.config._attn_implementation or "eager"
@@ -202,22 +212,22 @@ class BaseModel:
             )
 
     def native(self) -> Native:
-        """Return what the base uses for positions; the table is detached, without the rows before position 0."""
+        """Return the facts about the base by which schemes start. Its table begins at position 0, and is detached."""
         table = None
         if isinstance(self.found.position_table, nn.Embedding):
             table = self.found.position_table.weight.detach()[self.family.table_offset :]
         return Native(table, self._token_rms(), self.length)
 
     def _token_rms(self) -> float:
-        """Return the root mean square of what enters the first layer, without positions; 0 on the meta device."""
+        """Return the RMS of the token vectors that enter the first layer, without positions; 0 on the meta device."""
         weight = self.token_weight
         if weight.is_meta:
             return 0.0
-        tokens = torch.arange(0, len(weight), max(1, len(weight) // SAMPLE), device=weight.device)
+        tokens = torch.arange(0, len(weight), max(1, len(weight) // RMS_SAMPLE), device=weight.device)
         if self.has_table:
             vectors: Tensor = self.found.token_embedding(tokens)
-        else:  # a forward pass, because many families scale their embeddings on the way
-            with evaluation(self.found.decoder):  # without dropout, which would change their size
+        else:  # a forward pass, because many families scale their embeddings
+            with evaluation(self.found.decoder):  # dropout would change the RMS
                 vectors = entering(self.found.decoder, self.found.layers[0], tokens[:, None])
         return vectors.detach().double().square().mean().sqrt().item()
 
@@ -226,23 +236,24 @@ def _sizes(family: Family, config: PreTrainedConfig, attention: Any, num_layers:
     """Return the sizes of one attention."""
     names = family.names
     heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)
-    keys = names.attention_key_value_heads
-    own = None if keys is None else int(getattr(attention, keys))
-    if (groups := names.attention_key_value_groups) is not None:
-        own = heads // getattr(attention, groups)
-    dim = names.attention_head_dim
-    size = config.hidden_size // heads if dim is None else getattr(attention, dim)
+    key_value_heads = None
+    if (attribute := names.attention_key_value_heads) is not None:
+        key_value_heads = int(getattr(attention, attribute))
+    if (attribute := names.attention_key_value_groups) is not None:
+        key_value_heads = heads // getattr(attention, attribute)
+    head_dim_attribute = names.attention_head_dim
+    head_dim = config.hidden_size // heads if head_dim_attribute is None else getattr(attention, head_dim_attribute)
     return Dims(
         num_heads=heads,
-        num_key_value_heads=own or getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=size,
+        num_key_value_heads=key_value_heads or getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
         hidden_size=config.hidden_size,
         num_layers=num_layers,
-        value_dim=size if names.attention_value_dim is None else getattr(attention, names.attention_value_dim),
+        value_dim=head_dim if names.attention_value_dim is None else getattr(attention, names.attention_value_dim),
     )
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """Return the module that owns the layers of a model of a known family."""
+    """Return the module that owns the layers of a model."""
     model = language_model(model)
     return families.base.decoder_of(family_of(model.config), model)

@@ -1,4 +1,4 @@
-"""Spreading a patched model over several devices, by the options of `from_pretrained` in transformers."""
+"""Spread a patched model over several devices, as `from_pretrained` of transformers does with `device_map`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import accelerate
 from transformers import PreTrainedModel
 
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Values of `device_map` that have accelerate choose a device for each module."""
+"""Values of `device_map` for which accelerate chooses the device of each module."""
 
 
 def take_dispatch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Remove and return the options that spread a model over several devices; none for a model on one.
+    """Remove and return the options that spread a model over several devices; none for a model on one device.
 
-    transformers would use them while it loads, before there are new modules to place.
+    transformers would use them while it loads, before patching adds modules.
 
     Args:
-        options: of `from_pretrained`; those that are returned are removed.
+        options: options of `from_pretrained`. The returned ones are removed from it.
     """
     device_map = options.get("device_map")
     several = isinstance(device_map, dict) and len(set(device_map.values())) > 1
@@ -34,11 +34,11 @@ def dispatch(
     offload_folder: object = None,
     **options: object,
 ) -> PreTrainedModel:
-    """Spread a patched model over several devices, by the options of `from_pretrained`."""
+    """Spread a patched model over several devices, with options of `from_pretrained`."""
     if isinstance(device_map, str):
-        whole = list(model._no_split_modules or [])
+        unsplit_classes = list(model._no_split_modules or [])
         if device_map != "sequential":
             low_zero = device_map == "balanced_low_0"
-            max_memory = accelerate.utils.get_balanced_memory(model, max_memory, whole, low_zero=low_zero)
-        device_map = accelerate.infer_auto_device_map(model, max_memory, whole)
+            max_memory = accelerate.utils.get_balanced_memory(model, max_memory, unsplit_classes, low_zero=low_zero)
+        device_map = accelerate.infer_auto_device_map(model, max_memory, unsplit_classes)
     return accelerate.dispatch_model(model, device_map, offload_dir=offload_folder, **options)

@@ -1,4 +1,4 @@
-"""Evaluation mode for the length of a `with` block."""
+"""Evaluation mode for a `with` block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and afterwards back into the mode that it was in.
-
-    Args:
-        model: any module.
-    """
+    """Put a model's modules into evaluation mode for a `with` block, and restore their modes afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

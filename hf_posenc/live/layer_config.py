@@ -1,4 +1,4 @@
-"""A config that one attention reads in place of its model's."""
+"""A config for one attention, with other `rope_parameters` than the model's."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import Any
 
 
 class LayerConfig:
-    """A model's config as one of its attentions sees it: with other `rope_parameters`, and all else the model's."""
+    """A view of a model's config for one attention. Only some `rope_parameters` differ."""
 
     def __init__(self, whole: Any, **parameters: Any) -> None:
-        """Stand in front of a config.
+        """Make a view of a config.
 
         Args:
-            whole: of the model; what it says later is seen here too.
-            **parameters: values of keys of `rope_parameters`.
+            whole: the model's config. Later changes of it show in the view.
+            **parameters: keys of `rope_parameters`, with this attention's values.
         """
         self.__dict__.update(whole=whole, parameters=parameters)
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """The model's, with the values of this layer."""
+        """The model's `rope_parameters`, with this attention's values."""
         return {**self.whole.rope_parameters, **self.parameters}
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model's config."""
-        if name in ("whole", "parameters"):  # not there yet, in a copy that is being made
+        if name in ("whole", "parameters"):  # a copy that is being made lacks them
             raise AttributeError(name)
         return getattr(self.whole, name)
 

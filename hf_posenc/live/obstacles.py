@@ -1,4 +1,4 @@
-"""Wrappers, shards, offloading and quantisation of a model, which of them prevent patching, and models around it."""
+"""Wrappers, shards, offloading and quantisation: find them in a model, and refuse those that prevent patching."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .weight_samples import is_packed, is_plain
 
 
 def check_unwrapped(model: object, action: str) -> None:
-    """Raise unless a model is whole and itself: no wrapper around it, no parameters spread over processes.
+    """Raise if a model is wrapped, or its parameters are spread over processes.
 
     Args:
         model: any module.
-        action: what cannot be done with it otherwise, as in "patch the model".
+        action: what the caller is about to do, as in "patch the model".
 
     Raises:
         UnsupportedModelError: for DistributedDataParallel, DataParallel, FSDP (1 and 2) and DeepSpeed's ZeRO-3.
@@ -49,12 +49,12 @@ def check_unwrapped(model: object, action: str) -> None:
 
 
 def check_in_place(model: nn.Module, action: str, *, one_device: bool = True) -> None:
-    """Raise unless a model's weights are all there, on one device: hooks that move them know the modules of one moment.
+    """Raise if hooks offload a model's weights or spread them over devices. Such hooks would miss new modules.
 
     Args:
         model: any module.
-        action: what cannot be done with it otherwise, as in "patch the model".
-        one_device: refuse also what is spread over devices and stays there.
+        action: what the caller is about to do, as in "patch the model".
+        one_device: whether to refuse also weights that are spread over devices and stay there.
 
     Raises:
         UnsupportedModelError: for a model that accelerate or diffusers has offloaded or spread over devices.
@@ -71,14 +71,14 @@ def check_in_place(model: nn.Module, action: str, *, one_device: bool = True) ->
     raise UnsupportedModelError(
         f"this {type(model).__name__} is {state}: {action} before dispatching. hf_posenc.from_pretrained(..., "
         "scheme=..., device_map=...) patches first; accelerate.hooks.remove_hook_from_module(model, recurse=True) "
-        "takes hooks off and brings back the weights that were offloaded from memory"
+        "takes hooks off and brings back weights that were offloaded to memory"
     )
 
 
 def _aligning(model: nn.Module) -> list[AlignDevicesHook]:
     """Return accelerate's hooks in a model that move weights or inputs."""
-    hooks = [hook for module in model.modules() if (own := module.__dict__.get("_hf_hook")) for hook in _single(own)]
-    return [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
+    attached = [hook for module in model.modules() if (hook := module.__dict__.get("_hf_hook"))]
+    return [single for hook in attached for single in _single(hook) if isinstance(single, AlignDevicesHook)]
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -88,37 +88,37 @@ def is_offloaded(model: nn.Module) -> bool:
 
 @contextmanager
 def brought_in(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Bring in the weights of a module for the length of a `with` block, where accelerate has offloaded them.
+    """Bring in the weights of a module for a `with` block, if accelerate has offloaded them.
 
     Args:
-        model: offloaded or not.
-        module: a part of it; the hook of a module around it may move its weights.
+        model: a model, offloaded or not.
+        module: a module of the model. Hooks of the modules that contain it may also move its weights.
     """
-    name = next(name for name, each in model.named_modules() if each is module)
-    around = [each for prefix, each in model.named_modules() if not prefix or f"{name}.".startswith(f"{prefix}.")]
+    path = next(name for name, candidate in model.named_modules() if candidate is module)
+    containing = [owner for name, owner in model.named_modules() if not name or f"{path}.".startswith(f"{name}.")]
     with ExitStack() as stack:
-        for each in around:
-            if (hook := each.__dict__.get("_hf_hook")) is not None:
-                hook.pre_forward(each)
-                stack.callback(hook.post_forward, each, None)
+        for owner in containing:
+            if (hook := owner.__dict__.get("_hf_hook")) is not None:
+                hook.pre_forward(owner)
+                stack.callback(hook.post_forward, owner, None)
         yield
 
 
 def check_unquantized(model: nn.Module, action: str) -> None:
-    """Raise unless a model's weights are the numbers that it computes with.
+    """Raise if a model's weights are quantised.
 
     Args:
         model: any module.
-        action: what cannot be done with it otherwise, as in "calibrate the model".
+        action: what the caller is about to do, as in "calibrate the model".
 
     Raises:
-        UnsupportedModelError: for a model that was quantised, by transformers (bitsandbytes, GPTQ and all others) or in
-            place (torchao, torch.ao).
+        UnsupportedModelError: if transformers has quantised the model (bitsandbytes, GPTQ and others), or torchao or
+            torch.ao in place.
     """
     packed = next((name for name, weight in model.named_parameters() if is_packed(weight)), packed_in_place(model))
     if packed is None and not getattr(model, "is_quantized", False):
         return
-    where = "" if packed is None else f" ({packed} is one that is packed)"
+    where = "" if packed is None else f" ({packed} is packed)"
     raise UnsupportedModelError(
         f"the weights of this {type(model).__name__} are quantised{where}: {action} before that, save it, and load it "
         "quantised with hf_posenc.from_pretrained(..., quantization_config=...)"
@@ -134,34 +134,36 @@ def packed_in_place(model: nn.Module) -> str | None:
 
 
 def _single(hook: ModelHook) -> list[ModelHook]:
-    return [each for part in hook.hooks for each in _single(part)] if isinstance(hook, SequentialHook) else [hook]
+    """Return the hooks inside a SequentialHook, or the hook itself."""
+    return [single for inner in hook.hooks for single in _single(inner)] if isinstance(hook, SequentialHook) else [hook]
 
 
 def models_around(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the models of transformers that a bare model is a part of, such as a multimodal one around its decoder.
+    """Return the models of transformers that contain a model without head, such as a multimodal model.
 
-    Nothing in a module leads to what is around it, so that the garbage collector is asked.
+    A module does not refer to the module that contains it, so the garbage collector is asked for referrers.
     """
-    if model.base_model is not model:  # with a head it is whole
+    if model.base_model is not model:  # a model with a head is whole
         return []
-    found: list[PreTrainedModel] = []
-    inner: list[nn.Module] = [model]
-    while inner:
-        tables = [each for each in gc.get_referrers(*inner) if isinstance(each, dict)]
-        owners = [each for each in gc.get_referrers(*tables) if isinstance(each, dict) and "_modules" in each]
-        # Its attributes are a module's __dict__, or are in the module itself, as Python likes.
-        referrers = (*gc.get_referrers(*tables), *gc.get_referrers(*owners))
-        holders = [each for each in referrers if isinstance(each, nn.Module)]
-        known = {id(each) for each in (model, *found, *inner)}
-        inner = [each for each in holders if id(each) not in known and any(child is model for child in each.modules())]
-        found += [each for each in inner if isinstance(each, PreTrainedModel)]
-    return found
+    outer_models: list[PreTrainedModel] = []
+    level: list[nn.Module] = [model]
+    while level:
+        children_dicts = [referrer for referrer in gc.get_referrers(*level) if isinstance(referrer, dict)]
+        candidates = (referrer for referrer in gc.get_referrers(*children_dicts) if isinstance(referrer, dict))
+        attribute_dicts = [candidate for candidate in candidates if "_modules" in candidate]
+        # Python keeps a module's attributes in its __dict__, or in the module itself.
+        referrers = (*gc.get_referrers(*children_dicts), *gc.get_referrers(*attribute_dicts))
+        seen = {id(module) for module in (model, *outer_models, *level)}
+        owners = [owner for owner in referrers if isinstance(owner, nn.Module) and id(owner) not in seen]
+        level = [owner for owner in owners if any(child is model for child in owner.modules())]
+        outer_models += [module for module in level if isinstance(module, PreTrainedModel)]
+    return outer_models
 
 
 def is_spread(model: PreTrainedModel) -> bool:
     """Return whether FSDP or DeepSpeed's ZeRO-3 has spread a model's parameters over processes.
 
-    Parameters that transformers itself has spread (`distributed_config`) do not count: it can gather them.
+    Parameters that transformers itself has spread (`distributed_config`) do not count, because it can gather them.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return True
@@ -174,10 +176,10 @@ def is_spread(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Make parameters whole that DeepSpeed's zero.Init has spread over processes, and spread them again.
+    """Gather parameters that DeepSpeed's zero.Init has spread over processes, and spread them again afterwards.
 
     Args:
-        module: on every process; what the first one writes is what stays.
+        module: the module with these parameters, on every process. The values that the first process writes stay.
     """
     spread = [parameter for parameter in module.parameters() if hasattr(parameter, "ds_id")]
     if not spread:

@@ -1,4 +1,4 @@
-"""The record of a patch, a plain attribute of the base model, and the lock of calls that change a model."""
+"""The record of a patch, which the base model holds, and a lock for calls that change a model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .undo import Undo
 from .weight_samples import Sample
 
 PATCH = "_posenc_patch"
-"""Attribute of a base model that holds the record of its patch."""
+"""Name of the base model's attribute that holds the record of its patch."""
 
 CHANGING = "_posenc_changing"
-"""Attribute of a base model while a call changes it: `(id of the base model, the call)`."""
+"""Name of the base model's attribute that locks it while a call changes it: `(id of the base model, token)`."""
 
 
 class OfPatched:
-    """Mark of the classes that patched models and their configs have."""
+    """Base class of the classes of patched models and their configs."""
 
 
 @dataclass
@@ -35,16 +35,16 @@ class Patch:
     """The record of a patch.
 
     Attributes:
-        schemes: as fitted to the model, in the order in which they were given.
-        attention: `auto` or an engine's name.
-        undo: the inverse steps; None for a model that was loaded patched, whose stock positions are gone.
-        layers: the decoder layers that were patched, which need not be those that the model has now.
-        limit: number of positions that exist, or None if there is no limit.
-        attends: whether the model attends through the attention function of this package.
-        samples: of the stock weights, as they were when the model was first patched.
-        started: by its name in the base model, how often each position parameter had been written when the model was
-            patched, as torch counts it: one that still has that count was never trained. Empty for a model that was
-            loaded patched.
+        schemes: the schemes, fitted to the model, in the caller's order.
+        attention: `auto`, or the name of an engine.
+        undo: the inverse steps. None if the model was loaded from a patched checkpoint, without stock positions.
+        layers: the decoder layers when the model was patched. The model may have other layers now.
+        limit: the number of positions that the model can tell apart, or None if there is no limit.
+        attends: whether the model uses the attention function of this package.
+        samples: samples of the stock weights from when the model was first patched.
+        started: name of a position parameter in the base model -> its `_version` when the model was patched. torch
+            counts writes in `_version`, so a parameter with the same version was never trained. Empty if the model was
+            loaded from a patched checkpoint.
     """
 
     schemes: tuple[Scheme, ...]
@@ -63,7 +63,7 @@ class Patch:
 
 
 def patch_of(model: nn.Module) -> Patch | None:
-    """Return the record of a patched model, also below an adapter of PEFT, or None for a stock model."""
+    """Return the record of a patched model, also if PEFT wraps it, or None for a stock model."""
     return patched_part(model).__dict__.get(PATCH)
 
 
@@ -74,9 +74,9 @@ def patched_part(model: nn.Module) -> Any:
 
 
 def language_model(model: Any) -> Any:
-    """Return the language model inside a multimodal one, with its head where it has its own; any other model as it is.
+    """Return the language model inside a multimodal model, or any other model unchanged.
 
-    It is the outermost model of transformers that has the text config of the whole.
+    It is the outermost model of transformers with the text config. So it has a head if the head is inside.
     """
     if not isinstance(model, PreTrainedModel) or (config := language_config(model.config)) is model.config:
         return model
@@ -85,34 +85,34 @@ def language_model(model: Any) -> Any:
 
 
 def without_adapter(model: object) -> Any:
-    """Return the model that PEFT has wrapped, with the adapter's layers inside; any other model as it is."""
+    """Return the model that PEFT has wrapped, with the adapter's layers inside, or any other model unchanged."""
     if isinstance(model, PeftMixedModel):
         return model.base_model.model
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def adapted_parts(model: nn.Module) -> list[Any]:
-    """Return the modules that PEFT has put inside a model, also without a wrapper around it (`model.add_adapter`)."""
+    """Return the modules that PEFT has put inside a model, also by `model.add_adapter`, which does not wrap it."""
     return [module for module in model.modules() if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper))]
 
 
 @contextmanager
 def alone(model: nn.Module, action: str) -> Iterator[None]:
-    """Keep other calls from changing a model for the length of a `with` block.
+    """Keep other calls from changing a model for a `with` block.
 
     Args:
-        model: with or without head; the two are one model.
-        action: what is done to it, as in "patch the model".
+        model: the model, with or without head. A model is also locked through its head.
+        action: what the caller is about to do, as in "patch the model".
 
     Raises:
-        UnsupportedModelError: if another call, as a rule of another thread, is changing the model.
+        UnsupportedModelError: if another call, usually in another thread, is changing the model.
     """
     model, owner = without_adapter(model), patched_part(model)
-    mine = (id(owner), object())
-    holder = owner.__dict__.setdefault(CHANGING, mine)
-    if holder[0] != id(owner):  # of the model that this one was copied from meanwhile
-        holder = owner.__dict__[CHANGING] = mine
-    if holder is not mine:
+    own_lock = (id(owner), object())
+    lock = owner.__dict__.setdefault(CHANGING, own_lock)
+    if lock[0] != id(owner):  # this model is a copy, made while the original was locked
+        lock = owner.__dict__[CHANGING] = own_lock
+    if lock is not own_lock:
         raise UnsupportedModelError(
             f"another call is patching, unpatching or calibrating this {type(model).__name__}: {action} when it has "
             "returned"

@@ -1,4 +1,4 @@
-"""How a live model turns queries and keys, and which other rotations its attention can carry."""
+"""How a live model rotates queries and keys, and which other rotations its attention can carry."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class BaseRotation:
     """The rotation of a live model.
 
     Attributes:
-        family: what is known of its architecture.
-        found: its modules.
-        config: the model's.
-        sizes: of the attention of each layer that has one, by the layer's index.
+        family: facts about the model's architecture.
+        found: the modules of the model that the family names.
+        config: the model's config.
+        sizes: layer index -> sizes of the layer's attention, for the layers that have attention.
     """
 
     family: Family
@@ -47,25 +47,25 @@ class BaseRotation:
 
     @property
     def dims(self) -> Dims:
-        """Sizes of what is rotated, in the first layer that has attention."""
+        """`dims_of` the first layer that has attention."""
         return self.dims_of(next(iter(self.sizes)))
 
     def dims_of(self, layer: int) -> Dims:
-        """Return the sizes of what is rotated: heads, or the part of each head that is set apart for rotation."""
-        part = self.family.rotation.attention_part
-        if part is None:
+        """Return the sizes of a layer's attention, with the rotary part of a head as `head_dim` if it is separate."""
+        attribute = self.family.rotation.attention_part
+        if attribute is None:
             return self.sizes[layer]
-        return replace(self.sizes[layer], head_dim=getattr(self.found.attention_of[layer], part))
+        return replace(self.sizes[layer], head_dim=getattr(self.found.attention_of[layer], attribute))
 
     @property
     def pairs(self) -> str:
-        """Which dimensions the base turns together, `half` or `interleaved`."""
+        """Which two dimensions the base rotates as a pair, `half` or `interleaved`."""
         flag = self.family.rotation.config_interleaved
         return "interleaved" if flag is not None and getattr(self.config, flag) else self.family.rotation.pairs
 
     @property
     def length(self) -> int | None:
-        """The length the base was made for, in tokens, or None if its config does not say."""
+        """The length in tokens that the base was trained at, or None if the config does not say it."""
         return getattr(self.config, self.family.names.config_length, None)
 
     @property
@@ -75,28 +75,28 @@ class BaseRotation:
         return 0 if key is None else len(self.config.rope_parameters.get(key) or range(COORDINATES))
 
     def own(self) -> RopeParameters:
-        """Return the base's own `rope_parameters`, as far as transformers reads them."""
-        facts = self.family.rotation
-        own = own_rotation(self._config(), self.dims, self.found.rotary, facts.slices_rotary, self._sizes_by_type())
-        if facts.parameter_coordinates is not None:  # no choice of a scheme's
-            own.pop(facts.parameter_coordinates, None)
-        return own
+        """Return the base's `rope_parameters`, with the keys that transformers reads."""
+        facts, sizes = self.family.rotation, self._head_dims_by_type()
+        parameters = own_rotation(self._config(), self.dims, self.found.rotary, facts.slices_rotary, sizes)
+        if facts.parameter_coordinates is not None:  # schemes cannot choose it
+            parameters.pop(facts.parameter_coordinates, None)
+        return parameters
 
     def is_own(self, scheme: RotaryScheme) -> bool:
-        """Return whether a fitted scheme is what the base does by itself where it rotates, in every respect."""
+        """Return whether a fitted scheme is exactly the base's own rotation."""
         if self.found.rotary is None or (parameters := self.parameters(scheme)) is None:
             return False
-        part = self.family.rotation.attention_part
-        if part is not None and turned_dimensions(self.found.rotary) != self.dims.head_dim:
-            return False  # Mistral 4's, which without a scaling has angles for whole heads
+        has_rotary_part = self.family.rotation.attention_part is not None
+        if has_rotary_part and turned_dimensions(self.found.rotary) != self.dims.head_dim:
+            return False  # Mistral 4 without a scaling has angles for whole heads
         return parameters == self.parameters(self._complete(Rope()))
 
     def fit(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> RotaryScheme:
-        """Return a scheme with everything that was not given taken from the base.
+        """Return a scheme, with unset hyper-parameters taken from the base.
 
         Args:
-            scheme: as the caller gave it.
-            layers: indices of its layers.
+            scheme: the scheme, with the caller's hyper-parameters.
+            layers: indices of the scheme's layers.
 
         Raises:
             UnsupportedModelError: if the base's attention cannot carry the rotation.
@@ -111,32 +111,32 @@ class BaseRotation:
         facts = self.family.rotation
         if facts.parameter_coordinates is not None and not facts.slices_rotary and scheme.leaves_dimensions:
             raise UnsupportedModelError(
-                f"{scheme.name}: {self._name} divides all pairs of a head among time, height and width, so that "
+                f"{scheme.name}: {self._name} divides all pairs of a head among time, height and width, so "
                 "partial_rotary_factor cannot leave some out"
             )
         parameters = self.parameters(scheme)
         if parameters is None:
             if len({self.sizes[layer].head_dim for layer in layers}) > 1:
                 raise UnsupportedModelError(
-                    f"{scheme.name}: the layers of {self._name} have heads of different sizes, and its frequencies are "
-                    "made for one: name layers that are alike"
+                    f"{scheme.name}: the layers of {self._name} have heads of different sizes, and the scheme's "
+                    "frequencies fit one size: name layers with heads of one size"
                 )
             pairs = len(scheme.build(dims).frequencies(torch.device("cpu")))
             if not 0 < pairs <= dims.head_dim // 2:
                 raise ValueError(f"{scheme.name}: {pairs} frequencies do not fit heads of {dims.head_dim}")
         elif not self.is_own(scheme):
-            kinds = by_layer_type(parameters).values()
-            starts = [kind.get(ORIGINAL_LENGTH) for kind in kinds if kind.get("rope_type") != "default"]
-            if self.length is None and None in starts:
+            rotations = by_layer_type(parameters).values()
+            lengths = [each.get(ORIGINAL_LENGTH) for each in rotations if each.get("rope_type") != "default"]
+            if self.length is None and None in lengths:
                 raise ValueError(
-                    f"{scheme.name}: a scaling starts from the length that the base was made for, which the config of "
-                    f"{self._name} does not say: set config.{self.family.names.config_length}"
+                    f"{scheme.name}: a scaling starts from the length that the base was trained at, which the config "
+                    f"of {self._name} does not say: set config.{self.family.names.config_length}"
                 )
-            self._check_coordinates(scheme, self.make(parameters))  # which raises if it cannot
+            self._check_coordinates(scheme, self.make(parameters))  # `make` raises ValueError if it cannot
         return scheme
 
     def is_stock(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> bool:
-        """Return whether a stock class would turn these layers of a patched model as it does with a fitted scheme."""
+        """Return whether a stock class would rotate layers of a patched model as their fitted scheme does."""
         parameters = scheme.rope_parameters()
         if self.found.rotary is None or parameters is None:
             return False
@@ -144,33 +144,33 @@ class BaseRotation:
             return False
         if scheme.leaves_dimensions and not self.family.rotation.slices_rotary:
             return False
-        if (size := self.family.rotation.attention_size) is None:
+        if (size_attribute := self.family.rotation.attention_size) is None:
             return True
-        turned = int(self.dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
-        return all(getattr(self.found.attention_of[layer], size) == turned for layer in layers)
+        rotary_dim = int(self.dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
+        return all(getattr(self.found.attention_of[layer], size_attribute) == rotary_dim for layer in layers)
 
     def parameters(self, scheme: RotaryScheme) -> RopeParameters | None:
-        """Return a fitted scheme's `rope_parameters` as this base writes them: whole heads need no saying.
+        """Return a fitted scheme's `rope_parameters` with the keys that this base's config has, or None.
 
         Raises:
-            ValueError: if they name layer types that the base does not have.
+            ValueError: if they name other layer types than the base has.
         """
         parameters = scheme.rope_parameters()
         if parameters is None:
             return None
-        written = by_layer_type(self.own())
-        wanted = {kind: dict(rotation) for kind, rotation in by_layer_type(parameters).items()}
-        if None in wanted and None not in written:
-            wanted = {kind: dict(wanted[None]) for kind in written}
-        if set(wanted) != set(written):
-            has = ", ".join(str(kind) for kind in written if kind is not None)
+        of_base = by_layer_type(self.own())
+        wanted = {layer_type: dict(rotation) for layer_type, rotation in by_layer_type(parameters).items()}
+        if None in wanted and None not in of_base:
+            wanted = {layer_type: dict(wanted[None]) for layer_type in of_base}
+        if set(wanted) != set(of_base):
+            base_types = ", ".join(str(layer_type) for layer_type in of_base if layer_type is not None)
             raise ValueError(
                 f"{scheme.name}: rope_parameters name the layer types {', '.join(map(str, wanted))}, this base has "
-                f"{has or 'none'}"
+                f"{base_types or 'none'}"
             )
-        for kind, rotation in wanted.items():
+        for layer_type, rotation in wanted.items():
             if rotation.setdefault("partial_rotary_factor", 1.0) == 1.0:
-                if "partial_rotary_factor" not in written[kind]:
+                if "partial_rotary_factor" not in of_base[layer_type]:
                     del rotation["partial_rotary_factor"]
         if (key := self.family.rotation.parameter_coordinates) is not None and key in self.config.rope_parameters:
             wanted[None][key] = self.config.rope_parameters[key]
@@ -178,17 +178,15 @@ class BaseRotation:
 
     def make(self, parameters: RopeParameters) -> nn.Module:
         """Return a rotary module of transformers with these `rope_parameters`."""
-        facts = self.family.rotation
-        rotary = make_rotary(
-            parameters, self._config(), self.dims, self.found.rotary, facts.slices_rotary, self._sizes_by_type()
-        )
-        for each in rotary.modules():
-            if isinstance(each, PartialRotary):
-                each.takes = each.gives = facts.angles
+        facts, sizes = self.family.rotation, self._head_dims_by_type()
+        rotary = make_rotary(parameters, self._config(), self.dims, self.found.rotary, facts.slices_rotary, sizes)
+        for module in rotary.modules():
+            if isinstance(module, PartialRotary):
+                module.takes = module.gives = facts.angles
         return rotary
 
     def scaling_with(self, layer: int, parameters: RopeParameters) -> float:
-        """Return the factor of the scores that a layer's attention would have, made with these `rope_parameters`."""
+        """Return the `scaling` that a layer's attention would have if it were built with these `rope_parameters`."""
         attention: Any = self.found.attention_of[layer]
         config = copy.deepcopy(self.config)
         config.rope_parameters = parameters
@@ -198,7 +196,7 @@ class BaseRotation:
 
     @property
     def _thetas(self) -> set[float]:
-        """The bases of frequencies of the layers that rotate, where each layer has one."""
+        """The different `rope_theta` of the layers that rotate, if the config lists them by layer; else empty."""
         name = self.family.rotation.config_thetas
         return set() if name is None else {theta for theta in getattr(self.config, name) if theta}
 
@@ -207,33 +205,33 @@ class BaseRotation:
         return base_model_type(self.config)
 
     def _check_attention(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> None:
-        """Raise UnsupportedModelError if the base's attention cannot be made to turn its queries and keys so."""
+        """Raise UnsupportedModelError if the base's attention cannot rotate queries and keys with a scheme."""
         if self.found.rotary is None and self.family.attention is None:
             raise UnsupportedModelError(
-                f"{scheme.name}: this {self._name} rotates nothing, and its attention makes queries and keys where no "
-                "rotation can be put"
+                f"{scheme.name}: this {self._name} rotates nothing, and no rotation can be put between the projections "
+                "and the scores of its attention"
             )
         if self.family.rotation.config_thetas is not None and len(self._thetas) != 1:
             raise UnsupportedModelError(
                 f"{scheme.name}: the layers of this {self._name} have {len(self._thetas)} bases of frequencies, and "
-                f"one rotation stands for one: config.{self.family.rotation.config_thetas}"
+                f"a rotation has one: config.{self.family.rotation.config_thetas}"
             )
         if self.found.rotary is not None and scheme.pairs not in (None, self.pairs):
             by = "halves" if self.pairs == "half" else "neighbouring dimensions"
             raise UnsupportedModelError(
-                f"{scheme.name}: {self._name} rotates by {by} in its own code, so layout={scheme.pairs!r} cannot be "
-                "had: the rows of its query and key projections would have to be reordered"
+                f"{scheme.name}: {self._name} rotates by {by} in its own code, so layout={scheme.pairs!r} is "
+                "impossible: the rows of its query and key projections would have to be reordered"
             )
         if self.family.rotation.rotates is not None and scheme.layers is not None:
-            still = [layer for layer in layers if not self.found.rotated[layer]]
-            if still:
+            rotated = self.found.rotated
+            if unrotated := [layer for layer in layers if not rotated[layer]]:
                 raise UnsupportedModelError(
-                    f"{scheme.name}: {self._name} leaves layer {', '.join(map(str, still))} unrotated in its own code: "
-                    f"name layers among {', '.join(str(i) for i, turned in enumerate(self.found.rotated) if turned)}"
+                    f"{scheme.name}: {self._name} leaves layer {', '.join(map(str, unrotated))} unrotated in its own "
+                    f"code: name layers among {', '.join(str(i) for i, rotates in enumerate(rotated) if rotates)}"
                 )
 
-    def _sizes_by_type(self) -> dict[str, int]:
-        """Return the size of heads by layer type where they differ."""
+    def _head_dims_by_type(self) -> dict[str, int]:
+        """Return a dict from layer type to head size, or an empty one if all heads have one size."""
         if len({dims.head_dim for dims in self.sizes.values()}) == 1:
             return {}
         return {self.config.layer_types[layer]: dims.head_dim for layer, dims in self.sizes.items()}
@@ -255,7 +253,7 @@ class BaseRotation:
         return scheme.with_base(self.own(), self.length, scaling_types(), self.pairs)
 
     def _config(self) -> PreTrainedConfig:
-        """Return the config that says how the base rotates, one made for that where its own says it otherwise."""
+        """Return a config whose `rope_parameters` describe the base's rotation: the model's, a copy, or LLaMA's."""
         if self._thetas:
             config = copy.copy(self.config)
             config.rope_parameters = {**config.rope_parameters, "rope_theta": min(self._thetas)}

@@ -1,4 +1,4 @@
-"""Changes of a live model, and their inverse steps: each is recorded before its change is made."""
+"""Changes of a live model, and their inverse steps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from ..layer_state import STATE, OnAttention, OnDecoder, OnLayer
 
 
 class Change(Protocol):
-    """A change of a live model. It is only data until `Undo.make` makes it."""
+    """A change of a live model. `Undo.make` makes it."""
 
     def make(self, undo: Undo) -> None:
-        """Record the inverse step, and take the step."""
+        """Record the inverse step, then make the change."""
 
 
 class Undo:
-    """Inverse steps, newest first. Each is recorded before its step is taken; if that step then fails, it does nothing.
+    """The inverse steps of changes that were made.
 
-    They are a list of (function, arguments), not an ExitStack, because `deepcopy` and `pickle` follow arguments. So a
-    copied model undoes its own changes, not those of the model that it was copied from. They do not follow closures.
+    Each is recorded before its change is made. If the change then fails, its inverse step does nothing.
+
+    Steps are pairs (function, arguments), because `deepcopy` and `pickle` copy arguments but not closures, which an
+    ExitStack holds. So a copied model undoes its own changes, not those of the original.
     """
 
     def __init__(self) -> None:
-        """Start with nothing to undo."""
+        """Start without steps."""
         self.steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def make(self, *changes: Change) -> None:
@@ -41,27 +43,27 @@ class Undo:
         self.steps.append((step, arguments))
 
     def roll_back(self) -> None:
-        """Undo everything."""
+        """Undo all changes, the newest first."""
         while self.steps:
             step, arguments = self.steps.pop()
             step(*arguments)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Undo everything for the length of a `with` block; afterwards all is back, the same modules and values."""
-        kept: list[tuple[object, _Snapshot]] = []
+        """Undo all changes for a `with` block, and afterwards restore the same modules and values."""
+        snapshots: list[tuple[object, _Snapshot]] = []
         try:
             for step, arguments in reversed(self.steps):
-                kept.append((arguments[0], _Snapshot(arguments[0])))
+                snapshots.append((arguments[0], _Snapshot(arguments[0])))
                 step(*arguments)
             yield
         finally:
-            for owner, snapshot in reversed(kept):
+            for owner, snapshot in reversed(snapshots):
                 snapshot.restore(owner)
 
 
 class _Snapshot:
-    """The class, the attributes, and the entries of attributes that are dictionaries: children, buffers, hooks, ..."""
+    """An object's class and attributes, and the entries of its dictionaries (children, buffers, hooks, ...)."""
 
     def __init__(self, owner: object) -> None:
         self.cls = type(owner)
@@ -72,31 +74,31 @@ class _Snapshot:
         owner.__class__ = self.cls
         owner.__dict__.clear()
         owner.__dict__.update(self.attributes)
-        for table, entries in self.tables:  # the dictionaries stay the same: handles of hooks refer to them
+        for table, entries in self.tables:  # the dictionaries stay the same objects, because hook handles refer to them
             table.clear()
             table.update(entries)
 
 
 @contextmanager
 def restored_after_failure(model: nn.Module, parts: Callable[[str], bool]) -> Iterator[None]:
-    """Restore a model if the body of a `with` block raises: its modules, what they hold, and what asks for gradients.
+    """Restore a model if the body of a `with` block raises: its modules, their attributes, and `requires_grad`.
 
     Args:
         model: any module.
-        parts: by the name of a parameter, whether its numbers may be overwritten, and are to be restored too.
+        parts: function of a parameter's name: whether to restore the parameter's values too.
     """
-    kept = [(module, _Snapshot(module)) for module in model.modules()]
-    asking = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    numbers = [(parameter, parameter.detach().clone()) for name, parameter in model.named_parameters() if parts(name)]
+    snapshots = [(module, _Snapshot(module)) for module in model.modules()]
+    requires_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    values = [(parameter, parameter.detach().clone()) for name, parameter in model.named_parameters() if parts(name)]
     try:
         yield
     except BaseException:
-        for module, snapshot in kept:
+        for module, snapshot in snapshots:
             snapshot.restore(module)
-        for parameter, asks in asking:
-            parameter.requires_grad_(asks)
-        for parameter, values in numbers:
-            parameter.data = values
+        for parameter, required in requires_grad:
+            parameter.requires_grad_(required)
+        for parameter, old_values in values:
+            parameter.data = old_values
         raise
 
 
@@ -109,7 +111,7 @@ class SetModule:
     module: nn.Module
 
     def make(self, undo: Undo) -> None:
-        """Put the module in; the inverse puts the old one back, on the device and in the dtype of its owner by then."""
+        """Set the module. The inverse restores the old one, on the device and in the dtype that its owner has then."""
         owner, parameter = self.owner, next(self.owner.parameters(), None)
         dtype = None if parameter is None else parameter.dtype
         undo.add(_restore_module, owner, self.name, owner._modules.get(self.name), dtype, owner.training)
@@ -122,7 +124,7 @@ def _restore_module(
     if module is None:
         owner._modules.pop(name, None)
         return
-    # The module was kept aside while the model may have been moved or cast.
+    # The model may have been moved or cast while this module was not part of it.
     parameter = next(owner.parameters(), None)
     if parameter is not None and not parameter.is_meta:
         module.to(parameter.device)
@@ -179,12 +181,12 @@ def _remove_attribute(owner: object, name: str) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """Changes fields of the state that is kept on a module, see `hf_posenc.layer_state`.
+    """Changes fields of the state of a patched module, see `hf_posenc.layer_state`.
 
     Attributes:
         owner: an attention, a layer or a decoder.
-        read: returns the state that is kept there: `on_attention`, `on_layer` or `on_decoder`.
-        fields: new values, by name.
+        read: function that returns its state: `on_attention`, `on_layer` or `on_decoder`.
+        fields: name of a field -> its new value.
     """
 
     owner: nn.Module
@@ -192,7 +194,7 @@ class Keep:
     fields: dict[str, Any]
 
     def make(self, undo: Undo) -> None:
-        """Put a changed state in place; the inverse puts the old one back."""
+        """Set a changed copy of the state; the inverse restores the old state."""
         SetAttribute(self.owner, STATE, replace(self.read(self.owner), **self.fields)).make(undo)
 
 
@@ -207,7 +209,7 @@ class SetClass:
         """Change the class; the inverse restores it."""
         owner = self.owner
         if "forward" in owner.__dict__ and has_own_forward(owner):
-            # A bound method that stood for nothing (accelerate leaves one behind) would keep the old class's.
+            # accelerate leaves a bound method behind, which would still call the forward of the old class.
             undo.add(_restore_attribute, owner, "forward", owner.__dict__["forward"])
             del owner.__dict__["forward"]
         undo.add(_restore_class, owner, type(owner))
@@ -221,7 +223,7 @@ def _restore_class(owner: object, cls: type) -> None:
 
 
 def has_own_forward(module: object) -> bool:
-    """Return whether a module runs the forward of its class, and no other that was put on the instance."""
+    """Return whether a module runs the forward of its class, not one that somebody has set on the instance."""
     forward = module.__dict__.get("forward")
     return forward is None or (
         getattr(forward, "__self__", None) is module

@@ -1,4 +1,4 @@
-"""Watching a live model: the calls of its layers, and the hidden states that enter one of them."""
+"""Record the calls of a live model's layers, and the hidden states that enter a layer."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from ..errors import UnsupportedModelError
 
 _STANCE = threading.RLock()
-"""Held while the stance of torch.compile is changed: all threads share it, and each puts back what it found."""
+"""Lock around a change of torch.compile's stance, which all threads share."""
 
 
 Args = tuple[Any, ...]
-"""The positional arguments with which a module is called."""
+"""Positional arguments of the call of a module."""
 
 Kwargs = dict[str, Any]
-"""Its arguments by name."""
+"""Keyword arguments of the call of a module."""
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """The arguments of one call of a layer, from which it can be called again by itself.
+    """The arguments of one call of a layer, with which the layer can be called again.
 
     Attributes:
-        hidden_states: (B, T, E), as a rule before hooks of this package have added to them, see `recorded`.
+        hidden_states: (B, T, E), usually without the vectors that hooks of this package add, see `recorded`.
         args: the other positional arguments.
-        kwargs: the other arguments by name.
+        kwargs: the other keyword arguments.
     """
 
     hidden_states: Tensor
@@ -44,8 +44,8 @@ def recorded(layers: Sequence[nn.Module], *, behind_hooks: bool = False) -> Iter
     """Record the calls of layers, or attentions, while a model runs.
 
     Args:
-        layers: whose calls.
-        behind_hooks: record the hidden states to which hooks of a scheme have added, not those before.
+        layers: the layers or attentions whose calls are recorded.
+        behind_hooks: whether to record hidden states after a scheme's hooks have added vectors, not before.
 
     Yields:
         One entry per call, in the order of the calls.
@@ -58,37 +58,39 @@ def recorded(layers: Sequence[nn.Module], *, behind_hooks: bool = False) -> Iter
 
     with ExitStack() as hooks:
         for layer in layers:
-            # First in line as a rule: hooks of a scheme add positions to what this one has seen.
+            # Usually before the hooks of a scheme, which add position vectors.
             hook = layer.register_forward_pre_hook(record, prepend=not behind_hooks, with_kwargs=True)
             hooks.callback(hook.remove)
         yield calls
 
 
 def caught(module: nn.Module, run: Callable[[], object], *, to_end: bool = False) -> tuple[Args, Kwargs]:
-    """Return the arguments with which a module is first called during a run, before other hooks see them.
+    """Return the arguments of the first call of a module during a forward pass, before other hooks change them.
 
-    The run stops there, unless it is to end by itself. The module stays in its place: transformers may install hooks in
-    this pass that record outputs, once and for all, on the layers that it finds. Code that the caller has compiled runs
-    uncompiled here, because torch.compile cannot trace the hook and would compile for this pass alone.
+    The forward pass stops at this call, unless `to_end` is set. A hook catches the call, because replacing the module
+    would break output recording: transformers installs its recording hooks once, on the layers that it finds. Compiled
+    code runs uncompiled here, because torch.compile cannot trace the hook.
 
     Args:
-        module: that is called, as a rule a layer.
-        run: a forward pass, to be called without arguments.
-        to_end: do not stop. An offloaded model needs it: its hooks take weights away when their module returns.
+        module: the module that is called, usually a layer.
+        run: function without arguments that runs the forward pass.
+        to_end: whether to let the forward pass end. Offloaded models need it, because their hooks take weights away
+            when a module returns.
 
     Raises:
-        UnsupportedModelError: if the run never calls the module.
+        UnsupportedModelError: if the forward pass never calls the module.
     """
-    looking = {threading.get_ident()}
+    watched_threads = {threading.get_ident()}
     calls: list[tuple[Args, Kwargs]] = []
 
-    def stop(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        if threading.get_ident() in looking:  # other threads compute on; so does a copy that has this hook
+    def catch(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        # Other threads, and copies of the module that still have this hook, are not stopped.
+        if threading.get_ident() in watched_threads:
             calls.append((args, kwargs))
             if not to_end:
                 raise _Caught
 
-    hook = module.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+    hook = module.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
     try:
         with _STANCE, torch.compiler.set_stance("force_eager"):
             run()
@@ -96,23 +98,23 @@ def caught(module: nn.Module, run: Callable[[], object], *, to_end: bool = False
         pass
     finally:
         hook.remove()
-        looking.clear()
+        watched_threads.clear()
     if not calls:
         raise UnsupportedModelError(f"a {type(module).__name__} of this model is never called")
     return calls[0]
 
 
-class _Caught(Exception):  # no error: it stops a forward pass
-    """Ends a forward pass whose call has been seen."""
+class _Caught(Exception):
+    """Stops a forward pass once a call is caught. It is no error."""
 
 
 @torch.no_grad()
 def entering(decoder: nn.Module, layer: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the hidden states that enter a layer, before hooks of a scheme add to them.
+    """Return the hidden states that enter a layer, without the vectors that a scheme's hooks add.
 
     Args:
-        decoder: patched or stock, in evaluation mode.
-        layer: one of its layers.
+        decoder: a patched or stock decoder in evaluation mode.
+        layer: one of the decoder's layers.
         tokens: (B, T), documents without padding.
 
     Returns:
@@ -127,5 +129,5 @@ def entering(decoder: nn.Module, layer: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def first(output: Any) -> Tensor:
-    """Return the hidden states that a layer returned, alone or with others."""
+    """Return the hidden states in a layer's output, which may be a tuple."""
     return output[0] if isinstance(output, tuple | list) else output

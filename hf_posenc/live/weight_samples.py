@@ -1,4 +1,4 @@
-"""What a model's weights are: packed or plain, and samples that show later whether they have moved."""
+"""Samples of a model's weights, which show later whether training has changed them, and tests for packed weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from ..modules import PositionModule
 
 SAMPLES = "_posenc_samples"
-"""Attribute of the base model of a stock model whose weights moved while it was patched: samples of what they were."""
+"""Name of a base model's attribute with samples of its original weights. It is set if the weights were trained while
+the model was patched, and outlives the patch."""
 
-NUMBERS = 64
-"""Numbers that are kept of each weight. A step of training moves nearly all of them."""
+SAMPLE_SIZE = 64
+"""How many numbers of a weight a sample holds, at most. A training step changes nearly all of them."""
 
 PEFT_PARTS = ("base_layer", "original_module")
-"""Where PEFT keeps a weight that it has wrapped: parts of the parameter's name then."""
+"""Names of modules that PEFT inserts between a weight and its module."""
 
 
 @dataclass(frozen=True)
@@ -26,43 +27,46 @@ class Sample:
     """Some numbers of a weight.
 
     Attributes:
-        count: of all its numbers.
-        numbers: up to `NUMBERS` of them, spread evenly.
+        count: how many numbers the weight has.
+        numbers: up to `SAMPLE_SIZE` of them, evenly spaced.
     """
 
     count: int
     numbers: Tensor
 
     def same(self, other: Sample) -> bool:
-        """Return whether both are of the same weight, up to a cast to the less precise of both dtypes."""
-        if self.count != other.count:  # embeddings that were resized: nothing can be said
+        """Return whether two samples are equal after a cast to the less precise dtype of the two."""
+        if self.count != other.count:  # resized embeddings cannot be compared
             return True
-        mine, theirs = self.numbers.cpu(), other.numbers.cpu()
-        coarse = mine if mine.element_size() <= theirs.element_size() else theirs
-        return bool(torch.equal(mine.to(coarse.dtype).nan_to_num(), theirs.to(coarse.dtype).nan_to_num()))
+        first, second = self.numbers.cpu(), other.numbers.cpu()
+        dtype = first.dtype if first.element_size() <= second.element_size() else second.dtype
+        return bool(torch.equal(first.to(dtype).nan_to_num(), second.to(dtype).nan_to_num()))
 
 
 def samples_of(model: nn.Module) -> dict[str, Sample]:
-    """Return samples of all weights but those of schemes, by name; none of weights that are packed, or on no device."""
-    placed = {id(p) for module in model.modules() if isinstance(module, PositionModule) for p in module.parameters()}
-    found = {}
+    """Return a dict from name to sample of a model's weights, without schemes', packed and meta-device weights."""
+    position_modules = (module for module in model.modules() if isinstance(module, PositionModule))
+    position_ids = {id(parameter) for module in position_modules for parameter in module.parameters()}
+    samples = {}
     for name, weight in model.named_parameters():
-        if id(weight) not in placed and not weight.is_meta and not is_packed(weight):
-            found[_stock_name(name)] = _sample(weight.detach())
-    return found
+        if id(weight) not in position_ids and not weight.is_meta and not is_packed(weight):
+            samples[_stock_name(name)] = _sample(weight.detach())
+    return samples
 
 
 def stock_samples(model: PreTrainedModel) -> dict[str, Sample]:
-    """Return samples of the weights that a stock model had when it was first patched; now, if it never was."""
+    """Return samples of a stock model's weights from when it was first patched, or from now if it never was."""
     return model.base_model.__dict__.get(SAMPLES) or samples_of(model)
 
 
 def keep_if_moved(model: PreTrainedModel, samples: dict[str, Sample]) -> bool:
-    """Return whether the weights of a model that is stock again have moved. What it is patched with next must know it.
+    """Return whether the weights of an unpatched model have changed, and keep samples of the original ones if so.
+
+    The next patch of the model reads the samples.
 
     Args:
-        model: stock.
-        samples: of its weights, as they were when it was first patched; kept on it if they have moved.
+        model: a stock model that was patched before.
+        samples: samples of its weights from when it was first patched.
     """
     if have_moved(model, samples):
         setattr(model.base_model, SAMPLES, samples)
@@ -72,7 +76,7 @@ def keep_if_moved(model: PreTrainedModel, samples: dict[str, Sample]) -> bool:
 
 
 def have_moved(model: nn.Module, samples: dict[str, Sample]) -> bool:
-    """Return whether a model's weights differ from samples that were taken of them; names that are gone say nothing."""
+    """Return whether a model's weights differ from earlier samples. Weights that no longer exist are skipped."""
     now = samples_of(model)
     return any(not before.same(now[name]) for name, before in samples.items() if name in now)
 
@@ -80,17 +84,17 @@ def have_moved(model: nn.Module, samples: dict[str, Sample]) -> bool:
 def _sample(weight: Tensor) -> Sample:
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     flat = local.reshape(-1)
-    return Sample(flat.numel(), flat[:: max(1, flat.numel() // NUMBERS)][:NUMBERS].clone())
+    return Sample(flat.numel(), flat[:: max(1, flat.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].clone())
 
 
 def is_packed(weight: Tensor) -> bool:
-    """Return whether a weight is kept as integers, in 8 bits, or by a tensor class that stands for another one."""
-    kept = weight.detach()
-    return not is_plain(kept) or not kept.is_floating_point() or kept.element_size() < 2
+    """Return whether a weight is stored as integers, in 8 bits, or as a tensor class of another package."""
+    stored = weight.detach()
+    return not is_plain(stored) or not stored.is_floating_point() or stored.element_size() < 2
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Return whether a weight is of torch's own classes, and no tensor class of another package's."""
+    """Return whether a weight has a class of torch, not a tensor class of another package."""
     return type(weight) in (Tensor, nn.Parameter, DTensor)
 
 

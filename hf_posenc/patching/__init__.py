@@ -1,1 +1,1 @@
-"""How schemes get into a live model and out of it: what is planned, placed, and undone."""
+"""Put schemes into a live model: check the model, plan, list the changes, and hook the layers."""

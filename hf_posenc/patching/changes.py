@@ -1,4 +1,4 @@
-"""What puts the planned schemes into a live model, as a list of changes."""
+"""Turn a plan into the list of changes that put its schemes into a live model."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ from .hooks import (
     require_counts,
     require_one_coordinate,
 )
-from .layers import KEPT, MARKER, Carried, PatchedLayers, require_patched_layers
+from .layers import BASE_MARKER, MARKER, Carried, PatchedLayers, require_patched_layers
 from .plan import Plan
 
-STILL = "posenc_still"
-"""Module of the decoder that turns nothing, for layers with schemes where others go on rotating."""
+UNROTATED = "posenc_still"
+"""Name of a rotary module that rotates by zero. Layers with schemes take it where other layers keep the base's."""
 
 UNLIMITED = 2**17
-"""`max_position_embeddings` of a patched model whose scheme has no limit; `generate` caps its default length by it."""
+"""`max_position_embeddings` of a patched model whose scheme has no limit. `generate` caps its default length by it."""
 
 
 class NoEmbedding(PositionEmbedding):
-    """Stands in for a base's own table of positions: adds nothing."""
+    """Replaces the base's table of positions by zeros."""
 
     def __init__(self, size: int) -> None:
-        """Return vectors of this size.
+        """Set the size of the zero vectors.
 
         Args:
-            size: E.
+            size: the hidden size, E.
         """
         super().__init__()
         self.size = size
 
     def embed(self, position_ids: Tensor) -> Tensor:
-        """Return zeros (B|1, T, E) that take no memory."""
+        """Return zeros (B|1, T, E), expanded from one number."""
         return torch.zeros(1, device=position_ids.device).expand(*position_ids.shape, self.size)
 
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Draw new parameters from this seed, leaving torch's generators as they were; None draws from them as they are."""
+    """Seed torch's generators for a `with` block, and restore them afterwards. With None, leave them alone."""
     if seed is None:
         yield
         return
@@ -75,54 +75,54 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 @dataclass
 class Changes:
-    """Everything that a plan changes in a model. Nothing of it is made yet.
+    """The changes that a plan needs. `Undo.make` makes them later.
 
     Attributes:
-        plan: of the whole model; its schemes are resolved.
-        made: the changes, in order.
-        owners: the new modules that own position parameters, each with the module of the model that it goes into.
+        plan: the plan of the whole model, with resolved schemes.
+        pending: the changes, in the order in which they have to be made.
+        position_modules: new module with position parameters -> the module of the model that it goes into.
     """
 
     plan: Plan
-    made: list[Change] = field(default_factory=list)
-    owners: dict[PositionModule, nn.Module] = field(default_factory=dict)
+    pending: list[Change] = field(default_factory=list)
+    position_modules: dict[PositionModule, nn.Module] = field(default_factory=dict)
 
     def add(self, *changes: Change) -> None:
-        """Change something more."""
-        self.made += changes
+        """Append changes to the list."""
+        self.pending += changes
 
     def put(self, owner: nn.Module, name: str, module: nn.Module) -> None:
-        """Set or replace a sub-module, and list what in it has position parameters."""
+        """Set or replace a sub-module, and list the position modules inside it."""
         self.add(SetModule(owner, name, module))
-        for each in module.modules():
-            if isinstance(each, PositionModule):
-                self.owners.setdefault(each, owner)
+        for inner in module.modules():
+            if isinstance(inner, PositionModule):
+                self.position_modules.setdefault(inner, owner)
 
-    def own(self, name: str, module: nn.Module) -> Reference:
-        """Let the decoder own a module under a name, or where that is taken, under the next one."""
-        decoder, free, number = self.plan.base.found.decoder, name, 2
-        while self.takes(free):
-            free, number = f"{name}_{number}", number + 1
-        self.put(decoder, free, module)
-        return Reference(decoder, free)
+    def add_to_decoder(self, name: str, module: nn.Module) -> Reference:
+        """Add a module to the decoder, as `name`, or as `name_2`, `name_3`, ... if that name is taken."""
+        decoder, free_name, number = self.plan.base.found.decoder, name, 2
+        while self.has_name(free_name):
+            free_name, number = f"{name}_{number}", number + 1
+        self.put(decoder, free_name, module)
+        return Reference(decoder, free_name)
 
-    def takes(self, name: str) -> bool:
+    def has_name(self, name: str) -> bool:
         """Return whether the decoder has a module of this name, or will have one."""
         decoder = self.plan.base.found.decoder
-        coming = (each for each in self.made if isinstance(each, SetModule) and each.owner is decoder)
-        return name in decoder._modules or any(each.name == name for each in coming)
+        additions = (change for change in self.pending if isinstance(change, SetModule) and change.owner is decoder)
+        return name in decoder._modules or any(addition.name == name for addition in additions)
 
 
 class ModelSite:
-    """A model that is to be changed, and the layers of it that one scheme is for, see `placement.Site`."""
+    """A model to change, and the layers that one scheme is for. Implements `placement.Site`."""
 
     def __init__(self, changes: Changes, scheme: Scheme, marker: str) -> None:
-        """Look at the layers of one scheme.
+        """Look up the layers of a scheme.
 
         Args:
-            changes: of the whole model; those of the scheme are added.
-            scheme: one of the plan's.
-            marker: name of the buffer of its layers.
+            changes: the changes of the whole model. Methods append the scheme's changes.
+            scheme: one of the plan's schemes.
+            marker: name of the buffer that marks the scheme's layers.
         """
         self.changes = changes
         self.plan = changes.plan
@@ -130,7 +130,7 @@ class ModelSite:
         self.layers = changes.plan.layers_of(scheme)
         self.scheme = scheme
         self.marker = marker
-        self.on_attentions: str | None = None
+        self.attention_attribute: str | None = None
         self.on_layers = False
         self.at_first = False
         self.adds_vectors = False
@@ -145,7 +145,7 @@ class ModelSite:
         return self.base.sizes.get(layer, self.base.dims)
 
     def silence_rotation(self) -> None:
-        """Switch off the base's own rotation in the layers, and factors of queries that grow with the position."""
+        """Switch off the base's rotation in the layers, and its query factors that grow with the position."""
         found, rotation = self.base.found, self.base.family.rotation
         for layer in self.layers:
             if layer in found.attention_of:
@@ -157,16 +157,22 @@ class ModelSite:
             return
         identity = IdentityRotary(found.rotary, rotation.angles)
         if self.plan.rotated_by_base:
-            known = self.changes.takes(STILL)
-            still = Reference(found.decoder, STILL) if known else self.changes.own(STILL, identity)
-            give_rotation(self, still, takes_layer_type=len(identity.pairs) > 1)
+            if self.changes.has_name(UNROTATED):
+                unrotated = Reference(found.decoder, UNROTATED)
+            else:
+                unrotated = self.changes.add_to_decoder(UNROTATED, identity)
+            give_rotation(self, unrotated, takes_layer_type=len(identity.pairs) > 1)
         else:
             self.changes.put(found.decoder, str(rotation.rotary), identity)
             if rotation.config_thetas is not None:
                 give_rotation(self, Reference(found.decoder, str(rotation.rotary)), takes_layer_type=False)
 
     def _silence_temperature(self, strength: str) -> None:
-        """Switch off a factor of queries by its key of `rope_parameters`; by layer where other layers rotate."""
+        """Switch off a query factor: in the model's config, or in each layer's where other layers rotate.
+
+        Args:
+            strength: key of `rope_parameters` that scales the factor.
+        """
         if not self.plan.rotated_by_base and not any(self.plan.rotating):
             for config in self.base.configs:
                 off = {**config.rope_parameters, strength: 0.0}
@@ -177,28 +183,31 @@ class ModelSite:
             self.changes.add(SetAttribute(attention, "config", LayerConfig(attention.config, **{strength: 0.0})))
 
     def share(self, module: nn.Module) -> Reference:
-        """Let the decoder own a module that the layers share."""
-        return self.changes.own("posenc", module)
+        """Add a module that the layers share to the decoder."""
+        return self.changes.add_to_decoder("posenc", module)
 
     def on_attention(self, layer: int, module: nn.Module) -> None:
-        """Put a module on the attention of a layer, which then attends through it."""
+        """Put a module on the attention of a layer. The attention then computes its scores with it."""
         attention = self.base.found.attention_of[layer]
         self.changes.put(attention, "posenc", module)
         self.changes.add(Keep(attention, on_attention, {"engine": self.plan.attention}))
-        self.on_attentions = "posenc"
+        self.attention_attribute = "posenc"
 
     def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
-        """Add the vectors that a module makes to the hidden states that enter a layer."""
-        target = self.base.found.layers[layer]
+        """Add a module's vectors to the hidden states that enter a layer."""
+        decoder_layer = self.base.found.layers[layer]
         self.adds_vectors = True
-        self.changes.put(target, "posenc", Shared(module) if isinstance(module, Reference) else module)
+        self.changes.put(decoder_layer, "posenc", Shared(module) if isinstance(module, Reference) else module)
         if self.base.family.positions_in_mask:
-            names = tuple(signature(target.forward).parameters)
-            self.changes.add(Keep(target, on_layer, {"family": self.base.family.model_types[0], "arguments": names}))
+            state = {
+                "family": self.base.family.model_types[0],
+                "arguments": tuple(signature(decoder_layer.forward).parameters),
+            }
+            self.changes.add(Keep(decoder_layer, on_layer, state))
         self.on_layers = True
 
     def at_input(self, module: PositionEmbedding) -> None:
-        """Add the vectors that a module makes to the hidden states that enter the first layer."""
+        """Add a module's vectors to the hidden states that enter the first layer."""
         found, names = self.base.found, self.base.family.names
         if found.position_table is None:
             self.before_layer(0, module)
@@ -210,53 +219,53 @@ class ModelSite:
         self.changes.put(found.decoder, names.position_table, module)
 
     def turn(self, scheme: RotaryScheme) -> None:
-        """Turn the queries and keys of the layers as the scheme says."""
+        """Rotate the queries and keys of the layers with the scheme."""
         base, found, facts = self.base, self.base.found, self.base.family.rotation
         if base.rotation.is_own(scheme) and all(found.rotated[layer] for layer in self.layers):
-            self._take_all_turned(found.rotary)
-            return  # the base's own rotation is right as it is: nothing to do, and so nothing to get wrong
+            self._set_attention_size(found.rotary)
+            return  # the base already rotates so
         if scheme.layers is not None and facts.attention_switch is not None:
-            for layer in self.layers:  # named, so turned, though the base may leave it out
+            for layer in self.layers:  # the caller named it, so it rotates even if the base leaves it out
                 self.changes.add(SetAttribute(found.attention_of[layer], facts.attention_switch, 1))
         if base.rotation.is_own(scheme):
             return
         parameters = base.rotation.parameters(scheme)
         rotary = self._rotary(scheme, parameters)
         if found.rotary is None:
-            rotation = self.changes.own("rotary_emb", rotary)
+            rotation = self.changes.add_to_decoder("rotary_emb", rotary)
             for layer in self.layers:
                 state = {"rotation": rotation, "pairs": scheme.pairs or facts.pairs}
                 self.changes.add(Keep(found.attention_of[layer], on_attention, state))
-            self.on_attentions = STATE
+            self.attention_attribute = STATE
         elif len(self.layers) == len(self.base.sizes):
             assert facts.rotary is not None
             self.changes.put(found.decoder, facts.rotary, rotary)
             if facts.config_thetas is not None:
                 give_rotation(self, Reference(found.decoder, facts.rotary), takes_layer_type=False)
             if parameters is not None:
-                own: Any = base.config.rope_parameters
-                beside = {key: own[key] for key in facts.parameter_temperature if key in own and key not in parameters}
+                stock: Any = base.config.rope_parameters
+                temperature_keys = [key for key in facts.parameter_temperature if key in stock]
+                temperature = {key: stock[key] for key in temperature_keys if key not in parameters}
                 for config in base.configs:
-                    self.changes.add(SetAttribute(config, "rope_parameters", {**parameters, **beside}))
+                    self.changes.add(SetAttribute(config, "rope_parameters", {**parameters, **temperature}))
         else:
-            give_rotation(
-                self, self.changes.own("posenc_rotary", rotary), takes_layer_type=_is_by_layer_type(parameters)
-            )
+            rotation = self.changes.add_to_decoder("posenc_rotary", rotary)
+            give_rotation(self, rotation, takes_layer_type=_is_by_layer_type(parameters))
         if facts.rescales and parameters is not None:
             for layer in self.layers:
                 scaling = base.rotation.scaling_with(layer, parameters)
                 self.changes.add(SetAttribute(found.attention_of[layer], "scaling", scaling))
-        self._take_all_turned(rotary)
+        self._set_attention_size(rotary)
 
-    def _take_all_turned(self, rotary: nn.Module | None) -> None:
-        """Tell attention that slices by a number of its own how many dimensions there are cosines for."""
+    def _set_attention_size(self, rotary: nn.Module | None) -> None:
+        """Set the attribute that tells the attentions of some families how many dimensions to rotate."""
         if (name := self.base.family.rotation.attention_size) is not None and rotary is not None:
             size = turned_dimensions(rotary)
             for layer in self.layers:
                 self.changes.add(SetAttribute(self.base.found.attention_of[layer], name, size))
 
     def _rotary(self, scheme: RotaryScheme, parameters: RopeParameters | None) -> nn.Module:
-        """Return the module that makes the angles."""
+        """Return a module that computes the cosines and sines of a scheme."""
         found, facts = self.base.found, self.base.family.rotation
         rotary: nn.Module
         if parameters is not None:
@@ -275,8 +284,8 @@ class ModelSite:
 
     @property
     def carried(self) -> Carried:
-        """The share of the scheme that each of the layers carries now."""
-        return Carried(self.marker, self.on_attentions, self.on_layers)
+        """The attributes that each layer of the site must have from now on."""
+        return Carried(self.marker, self.attention_attribute, self.on_layers)
 
 
 def _is_by_layer_type(parameters: RopeParameters | None) -> bool:
@@ -284,18 +293,18 @@ def _is_by_layer_type(parameters: RopeParameters | None) -> bool:
 
 
 def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: bool) -> None:
-    """Let the layers of a base that rotates take their cosines and sines from a module of their own.
+    """Let a site's layers take their cosines and sines from another module than the base's rotary module.
 
     Args:
         site: the layers.
-        rotation: the module.
-        takes_layer_type: whether it is called with the layer's type, as Gemma 3's is.
+        rotation: the module that computes the cosines and sines.
+        takes_layer_type: whether the module is called with the layer's type, as Gemma 3's is.
     """
     types: Any = getattr(site.base.config, "layer_types", None)
     for index in site.layers:
         layer = site.base.found.layers[index]
         if site.base.family.rotation.config_thetas is not None and not site.base.rotated[index]:
-            continue  # it gets no cosines, and stays unrotated
+            continue  # the base passes it no cosines, and it stays unrotated
         state = {
             "rotation": rotation,
             "rotation_arguments": (types[index],) if takes_layer_type else (),
@@ -306,17 +315,17 @@ def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: boo
 
 
 def place(plan: Plan) -> Changes:
-    """Return what puts the schemes of a plan into its model. Changes nothing, and leaves new parameters uninitialised.
+    """Return the changes that put the schemes of a plan into its model. Their parameters are not initialised yet.
 
     Args:
-        plan: the checked plan; its schemes are resolved.
+        plan: a checked plan with resolved schemes.
     """
     changes = Changes(plan)
     names = [scheme.name for scheme in plan.schemes]
     sites = []
-    for number, scheme in enumerate(plan.schemes):
-        again = names[:number].count(scheme.name)
-        marker = MARKER + scheme.name + (f"_{again + 1}" if again else "")
+    for index, scheme in enumerate(plan.schemes):
+        namesakes = names[:index].count(scheme.name)
+        marker = MARKER + scheme.name + (f"_{namesakes + 1}" if namesakes else "")
         sites.append(ModelSite(changes, scheme, marker))
     _silence_base(changes, sites)
     for layer in plan.replaced:
@@ -327,9 +336,9 @@ def place(plan: Plan) -> Changes:
             for layer in site.layers:
                 if (attention := plan.base.found.attention_of.get(layer)) is not None:
                     changes.add(Keep(attention, on_attention, {"window": site.scheme.window}))
-    if (own := plan.own) is not None:
-        sites.append(ModelSite(changes, own, KEPT))
-        own.acts_on.put(own, sites[-1])
+    if (base_scheme := plan.base_scheme) is not None:
+        sites.append(ModelSite(changes, base_scheme, BASE_MARKER))
+        base_scheme.acts_on.put(base_scheme, sites[-1])
     if plan.attends:
         changes.add(AttendThroughUs(plan.base, plan.attention), AddPreHook(plan.base.found.decoder, require_attention))
     _mark_layers(changes, sites)
@@ -338,27 +347,27 @@ def place(plan: Plan) -> Changes:
 
 
 def place_started(plan: Plan, seed: int | None) -> Changes:
-    """Return what puts the schemes of a plan into a live model, its new parameters started and where their layer is.
+    """Resolve the schemes of a plan, and return the changes with initialised parameters.
 
     Args:
-        plan: the checked plan; its schemes are resolved here, by the base's weights.
-        seed: of parameters that start at random; None draws from torch's generators.
+        plan: a checked plan. Its schemes are resolved by the base's weights.
+        seed: seed of parameters that start at random; None draws from torch's generators.
     """
     model, native = plan.base.model, plan.base.native()
     plan = replace(plan, schemes=tuple(scheme.resolve(native, plan.base.dims) for scheme in plan.schemes))
     device = next(model.parameters()).device
-    # Whatever the caller's default device is; new rotations of a model on the meta device have values all the same.
+    # Not the caller's default device. Rotations have values even if the model is on the meta device.
     with torch.device("cpu" if device.type == "meta" else device), torch.no_grad():
         changes = place(plan)
         with seeded(seed):
-            for owner, neighbour in changes.owners.items():
-                beside = _floating_parameter(neighbour, model)  # FSDP wants one dtype per layer
-                owner.to(device=beside.device, dtype=beside.dtype)
-                if isinstance(owner, PositionEmbedding):
-                    owner.initialize(native)
+            for module, owner in changes.position_modules.items():
+                neighbour = _floating_parameter(owner, model)  # FSDP wants one dtype per layer
+                module.to(device=neighbour.device, dtype=neighbour.dtype)
+                if isinstance(module, PositionEmbedding):
+                    module.initialize(native)
                 else:
-                    owner.reset_parameters()
-                owner.train(model.training)
+                    module.reset_parameters()
+                module.train(model.training)
     return changes
 
 
@@ -372,59 +381,61 @@ def _floating_parameter(*modules: nn.Module) -> nn.Parameter:
 
 
 def _silence_base(changes: Changes, sites: list[ModelSite]) -> None:
-    """Switch off the base's own positions in the layers that have schemes, leaving nothing of them there."""
+    """Switch off the base's positions in the layers that have schemes."""
     base = changes.plan.base
     found, family = base.found, base.family
     for site in sites:
         site.scheme.acts_on.silence(site)
-    if found.position_table is not None and not changes.plan.kept:
+    if found.position_table is not None and not changes.plan.base_layers:
         assert family.names.position_table is not None
         silent = NoEmbedding(base.dims.hidden_size)
         silent.like = Reference(found.decoder, family.names.token_embedding)
         changes.add(SetModule(found.decoder, family.names.position_table, silent))
-    own = family.attention
-    if own is None:
+    attention = family.attention
+    if attention is None:
         return
-    if own.idle_rotary is not None:
-        native = found.decoder.get_submodule(own.idle_rotary)
-        changes.add(SetModule(found.decoder, own.idle_rotary, IdentityRotary(native)))
-    attributes = {**own.decoder_attributes, **family.decoder_attributes}
+    if attention.idle_rotary is not None:
+        rotary = found.decoder.get_submodule(attention.idle_rotary)
+        changes.add(SetModule(found.decoder, attention.idle_rotary, IdentityRotary(rotary)))
+    attributes = {**attention.decoder_attributes, **family.decoder_attributes}
     changes.add(*(SetAttribute(found.decoder, name, value) for name, value in attributes.items()))
 
 
 def _replace_attention(changes: Changes, attention: nn.Module) -> None:
-    """Put our class in front of the class of an attention."""
+    """Give an attention a class of ours that derives from its own."""
     base = changes.plan.base
-    own = base.family.own_attention()
-    state = {"family": base.family.model_types[0], "window": own.window(attention)}
-    changes.add(Keep(attention, on_attention, state), SetAttribute(attention, "scaling", own.scaling(attention)))
+    pieces = base.family.own_attention()
+    state = {"family": base.family.model_types[0], "window": pieces.window(attention)}
+    changes.add(Keep(attention, on_attention, state), SetAttribute(attention, "scaling", pieces.scaling(attention)))
     if "config" not in attention.__dict__:
         changes.add(SetAttribute(attention, "config", base.config))
     changes.add(SetClass(attention, replaced_class(type(attention))))
 
 
 def _mark_layers(changes: Changes, sites: list[ModelSite]) -> None:
-    """Register the buffer that names the scheme on every layer, and have the decoder check them."""
+    """Register the buffer that names the scheme on every layer, and hooks that check layers and positions."""
     plan = changes.plan
     found, family = plan.base.found, plan.base.family
-    carried = {layer: site.carried for site in sites for layer in site.layers}
-    each = [carried.get(layer, Carried(KEPT)) for layer in range(len(found.layers))]
-    each = [
-        mine if layer in found.attention_of else replace(mine, on_attention=None) for layer, mine in enumerate(each)
-    ]
-    for layer, carries in zip(found.layers, each, strict=True):
+    of_sites = {layer: site.carried for site in sites for layer in site.layers}
+    carried = []
+    for index, layer in enumerate(found.layers):
+        share = of_sites.get(index, Carried(BASE_MARKER))
+        if index not in found.attention_of:
+            share = replace(share, on_attention=None)
+        carried.append(share)
         marker = torch.zeros(1, dtype=torch.uint8, device=next(layer.parameters()).device)
-        changes.add(AddBuffer(layer, carries.marker, marker), AddPreHook(layer, enter_layer))
-    alike = len(sites) == 1 and len(sites[0].layers) == len(each) == len(found.attention_of)
-    if family.drops_position_ids or plan.needs_one_coordinate:
-        one = plan.needs_one_coordinate
-        changes.add(AddPreHook(found.decoder, require_one_coordinate if one else hand_down_position_ids))
+        changes.add(AddBuffer(layer, share.marker, marker), AddPreHook(layer, enter_layer))
+    are_alike = len(sites) == 1 and len(sites[0].layers) == len(carried) == len(found.attention_of)
+    if plan.needs_one_coordinate:
+        changes.add(AddPreHook(found.decoder, require_one_coordinate))
+    elif family.drops_position_ids:
+        changes.add(AddPreHook(found.decoder, hand_down_position_ids))
     if any(site.adds_vectors for site in sites):
         changes.add(AddPreHook(found.decoder, require_counts))
     layers = PatchedLayers(
         family.names.layers,
         family.names.attention,
-        tuple(each[:1] if alike else each),
+        tuple(carried[:1] if are_alike else carried),
         at_first=any(site.at_first for site in sites),
     )
     names = tuple(signature(type(found.decoder).forward).parameters)[1:]
@@ -436,24 +447,24 @@ def _mark_layers(changes: Changes, sites: list[ModelSite]) -> None:
 
 
 def _rotary_lengths(plan: Plan) -> list[int] | None:
-    """Return the lengths at which new rotations change their frequencies; None if the base's own goes on turning."""
+    """Return the lengths at which new rotations change their frequencies, or None if a layer keeps the base's."""
     if plan.rotated_by_base:
         return None
-    rotating: list[Any] = [scheme for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True) if rotates]
-    rotations = [plan.base.rotation.parameters(scheme) or {} for scheme in rotating]
+    rotary_schemes: list[Any] = [scheme for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True) if rotates]
+    rotations = [plan.base.rotation.parameters(scheme) or {} for scheme in rotary_schemes]
     return [parameters[ORIGINAL_LENGTH] for parameters in rotations if ORIGINAL_LENGTH in parameters]
 
 
 def _set_lengths(changes: Changes) -> None:
-    """Tell the config how long the model may run; `generate` reads it."""
+    """Set the lengths in the config that `generate` reads."""
     plan = changes.plan
     config, family = plan.base.config, plan.base.family
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if plan.limit is not None:
         changes.add(SetAttribute(config, name, plan.limit))
-    elif hasattr(config, name) and not family.sized_by_length and not plan.kept and not any(plan.rotating):
+    elif hasattr(config, name) and not family.sized_by_length and not plan.base_layers and not any(plan.rotating):
         changes.add(SetAttribute(config, name, max(UNLIMITED, config.max_position_embeddings)))
     if ORIGINAL_LENGTH in config.__dict__ and (lengths := _rotary_lengths(plan)) is not None:
-        # Phi-3's generate drops the cache when it crosses this length, to switch between its two sets of frequencies;
-        # and transformers prefers it to what rope_parameters say.
+        # Phi-3's generate drops the cache at this length, to switch between its two sets of frequencies. transformers
+        # prefers this attribute to the length in rope_parameters.
         changes.add(SetAttribute(config, ORIGINAL_LENGTH, min(lengths, default=UNLIMITED)))

@@ -1,4 +1,4 @@
-"""What can stand in the way of patching and unpatching a live model. Nothing is changed here."""
+"""Check that a live model can be patched or unpatched, and keep other calls away from it meanwhile."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ TAKE_OFF = (
 
 @contextmanager
 def to_be_patched(model: Any) -> Iterator[None]:
-    """Hold a stock model for the length of a `with` block, in which no other call changes it.
+    """Check that a stock model can be patched, and keep other calls from changing it for a `with` block.
 
     Raises:
-        AlreadyPatchedError: if the model, or another one that has a layer in common with it, is patched.
-        UnsupportedModelError: if it is no model of a family that is served, is wrapped, sharded, offloaded or spread
-            over devices, or another call is changing it.
+        AlreadyPatchedError: if the model is patched, or another patched model shares a layer or the config with it.
+        UnsupportedModelError: if no family serves the model; if it is wrapped, sharded, offloaded or spread over
+            devices; or if another call is changing it.
     """
     check_unwrapped(model, "patch the model")
     if without_adapter(model) is not model:
@@ -47,14 +47,14 @@ def to_be_patched(model: Any) -> Iterator[None]:
             raise AlreadyPatchedError(f"this {type(model).__name__} is patched with {name}; unpatch_model(model) first")
         if isinstance(model.config, OfPatched):
             raise AlreadyPatchedError(
-                f"the config of this {type(model).__name__} is the same object as that of a model that is patched: "
+                f"this {type(model).__name__} shares its config object with a patched model: "
                 "make each model from a config of its own, copy.deepcopy(config)"
             )
         for name, module in model.named_modules():
             if any(key.startswith(MARKER) for key in module._buffers):
                 raise AlreadyPatchedError(
-                    f"{name} of this {type(model).__name__} is a layer of another model that is patched, or a copy of "
-                    "one: unpatch that model first, or take the layer of a stock model"
+                    f"{name} of this {type(model).__name__} is a layer of another patched model, or a copy of such a "
+                    "layer: unpatch that model first, or take the layer of a stock model"
                 )
         check_in_place(model, "patch the model")
         check_served(model.config)
@@ -63,22 +63,22 @@ def to_be_patched(model: Any) -> Iterator[None]:
 
 @contextmanager
 def to_be_unpatched(model: Any) -> Iterator[tuple[Patch, Undo]]:
-    """Hold a patched model for the length of a `with` block, in which no other call changes it.
+    """Check that a patched model can be unpatched, and keep other calls from changing it for a `with` block.
 
     Yields:
-        The record of its patch, and the inverse steps.
+        The record of the patch, and its inverse steps.
 
     Raises:
-        NotPatchedError: if it is not patched, or was loaded patched.
-        UnsupportedModelError: if it is wrapped, sharded, offloaded or spread over devices, or another call is changing
-            it; if it has copies of patched layers, or a forward that was put on it later.
+        NotPatchedError: if the model is not patched, or was loaded from a patched checkpoint.
+        UnsupportedModelError: if it is wrapped, sharded, offloaded or spread over devices; if another call is changing
+            it; or if a copy of a patched layer, or a forward that somebody added later, would stay.
     """
     check_unwrapped(model, "unpatch the model")
     if without_adapter(model) is not model:
         raise UnsupportedModelError(
-            f"{type(model).__name__} wraps the model, and its adapter was trained on the positions that would go: take "
-            "it off first with model = model.merge_and_unload(), or model.unload() (which drops it; for prompts "
-            "model.get_base_model()), then unpatch what that returns"
+            f"{type(model).__name__} wraps the model, and its adapter was trained on the positions that unpatching "
+            "removes: take it off first with model = model.merge_and_unload(), or model.unload() (which drops it; for "
+            "prompts model.get_base_model()), then unpatch what that returns"
         )
     if not isinstance(model, PreTrainedModel):
         raise NotPatchedError(f"this {type(model).__name__} is not patched")
@@ -97,16 +97,16 @@ def to_be_unpatched(model: Any) -> Iterator[tuple[Patch, Undo]]:
 
 
 def _check_undone(model: PreTrainedModel, patch: Patch) -> None:
-    """Raise UnsupportedModelError if undoing a patch would leave something of it, or a forward that somebody added."""
-    known = {id(layer) for layer in patch.layers}
+    """Raise UnsupportedModelError if undoing a patch would leave copied layers, or forwards that somebody added."""
+    patched_ids = {id(layer) for layer in patch.layers}
     for name, module in model.named_modules():
-        if id(module) not in known and any(key.startswith(MARKER) for key in module._buffers):
+        if id(module) not in patched_ids and any(key.startswith(MARKER) for key in module._buffers):
             raise UnsupportedModelError(
                 f"{name} is a copy of a patched layer, which cannot be unpatched: remove it first, or copy layers "
                 "before the model is patched"
             )
         if isinstance(module, ReplacedAttention) and not has_own_forward(module):
             raise UnsupportedModelError(
-                f"{name} was given a forward of its own after the model was patched, which would stay: take "
-                f"it off ({TAKE_OFF}), then unpatch the model"
+                f"somebody has given {name} a forward of its own after the model was patched, and unpatching would "
+                f"leave it: take it off ({TAKE_OFF}), then unpatch the model"
             )

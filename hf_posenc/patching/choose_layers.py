@@ -1,4 +1,4 @@
-"""The layers and the window that a caller chooses for each scheme, as indices and numbers of a model."""
+"""Resolve the `layers` and `window` of schemes to layer indices and numbers of tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..schemes.base import Scheme
 
 
 def choose_layers(schemes: Sequence[Scheme], base: BaseModel) -> tuple[Scheme, ...]:
-    """Return schemes whose layers are indices and whose windows are numbers of Python, each where it can act.
+    """Return the schemes with `layers` as indices and `window` as an int, after checking both.
 
     Raises:
         UnsupportedModelError: if a scheme cannot act in a layer.
         TypeError: if `layers` or `window` is of a wrong type.
-        ValueError: if there are no such layers, two schemes name one layer, or a window changes nothing.
+        ValueError: if a layer does not exist, two schemes name one layer, or a window changes nothing.
     """
-    types = getattr(base.config, "layer_types", None)
+    layer_types = getattr(base.config, "layer_types", None)
     chosen = tuple(
         replace(
             scheme,
-            layers=_select_layers(scheme.name, scheme.layers, base.num_layers, types),
-            window=_window_of(scheme),
+            layers=_select_layers(scheme.name, scheme.layers, base.num_layers, layer_types),
+            window=_parse_window(scheme),
         )
         for scheme in schemes
     )
@@ -49,7 +49,7 @@ def _check_layers(schemes: Sequence[Scheme], base: BaseModel) -> None:
         for layer in base.layers_of(scheme):
             if layer not in possible:
                 raise UnsupportedModelError(
-                    f"{scheme.name}: layer {layer} of {base.name} has no attention, so nothing there has positions: "
+                    f"{scheme.name}: layer {layer} of {base.name} has no attention, so it has no positions: "
                     f"name layers among {', '.join(map(str, possible))}"
                 )
             if (other := scheme_in.setdefault(layer, scheme)) is not scheme:
@@ -67,15 +67,15 @@ def _check_window(scheme: Scheme, base: BaseModel) -> None:
     for layer in base.layers_of(scheme):
         if scheme.layers is not None and layer not in base.sizes:
             raise ValueError(f"{scheme.name}: window={window} cannot act in layer {layer}, which has no attention")
-        if (own := windows.get(layer)) is not None and own <= window:
+        if (base_window := windows.get(layer)) is not None and base_window <= window:
             raise ValueError(
                 f"{scheme.name}: window={window} would change nothing in layer {layer}, which has a sliding window of "
-                f"{own} tokens: give a smaller one, or name other layers"
+                f"{base_window} tokens: give a smaller one, or name other layers"
             )
 
 
-def _window_of(scheme: Scheme) -> int | None:
-    """Return a scheme's window as a number of Python; TypeError or ValueError if it is no number of tokens."""
+def _parse_window(scheme: Scheme) -> int | None:
+    """Return a scheme's window as an int. Raise TypeError or ValueError if it is no number of tokens."""
     if scheme.window is None:
         return None
     if isinstance(scheme.window, bool) or not isinstance(scheme.window, SupportsIndex):
@@ -94,24 +94,24 @@ def _select_layers(
     """Return the indices of the layers that a scheme is for.
 
     Args:
-        name: of the scheme, for messages.
-        layers: see `Layers`; any sequence of integers will do. Negative indices count from the last layer.
+        name: the scheme's name, for messages.
+        layers: indices, text or None, see `Layers`. Negative indices count from the last layer.
         count: number of layers of the model.
-        layer_types: the config's type of each layer, or None.
+        layer_types: type of each layer according to the config, or None.
 
     Returns:
-        Indices in order; None for every layer.
+        Indices in ascending order, or None for every layer.
 
     Raises:
-        TypeError: for anything but indices, text and None.
-        ValueError: for layers that do not exist, layers that are named twice, and a selection of no layer.
+        TypeError: if `layers` is neither indices nor text nor None.
+        ValueError: if a layer does not exist or is named twice, or no layer is selected.
     """
     if layers is None:
         return None
     if isinstance(layers, str):
-        chosen = _by_text(name, layers, count, layer_types or ())
+        chosen = _parse_text(name, layers, count, layer_types or ())
     else:
-        indices = _indices(name, layers)
+        indices = _parse_indices(name, layers)
         if wrong := [index for index in indices if not -count <= index < count]:
             raise ValueError(
                 f"{name}: there is no layer {', '.join(map(str, wrong))}: the model has {count}, counted from 0"
@@ -124,26 +124,26 @@ def _select_layers(
     return None if len(chosen) == count else tuple(chosen)
 
 
-def _by_text(name: str, layers: str, count: int, layer_types: Sequence[str]) -> list[int]:
-    """Return the layers of a layer type, or of a slice."""
-    known = sorted(set(layer_types))
-    if layers in known:
+def _parse_text(name: str, layers: str, count: int, layer_types: Sequence[str]) -> list[int]:
+    """Return the indices that a layer type or a slice such as `3::4` selects."""
+    types = sorted(set(layer_types))
+    if layers in types:
         return [index for index, layer_type in enumerate(layer_types) if layer_type == layers]
     try:
         bounds = [int(part) if part.strip() else None for part in layers.split(":")]
         if 2 <= len(bounds) <= 3:
             return list(range(count))[slice(*bounds)]
-    except ValueError:  # no number, or a step of 0
+    except ValueError:  # not a number, or a step of 0
         pass
-    choices = f"{', '.join(known)}, or " if known else ""
+    choices = f"{', '.join(types)}, or " if types else ""
     raise ValueError(
         f"{name}: layers={layers!r} is neither a layer type of this model nor a slice: give {choices}a "
         "slice like '3::4', or a list of indices"
     )
 
 
-def _indices(name: str, layers: Iterable[SupportsIndex]) -> list[int]:
-    """Return indices of layers as numbers of Python; TypeError if they are no integers."""
+def _parse_indices(name: str, layers: Iterable[SupportsIndex]) -> list[int]:
+    """Return layer indices as ints. Raise TypeError if one is no integer."""
     try:
         indices = list(layers)
         if not any(isinstance(index, bool) for index in indices):

@@ -1,7 +1,7 @@
-"""The share of a scheme that every decoder layer must carry. It is checked at each forward pass and when saving.
+"""The parts of a scheme that every decoder layer must have. Each forward pass and each save checks them.
 
-Layers can be dropped, copied and appended after a model was patched, and a layer without its share of a scheme would
-run without positions and say nothing. A buffer on each layer names the scheme that the layer has.
+Users may drop, copy and append layers after a model was patched. A layer without a scheme's parts would silently run
+without positions. So a buffer on each layer names the layer's scheme.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from ..layer_state import on_decoder
 from ..live.watch import Args, Kwargs
 
 MARKER = "hf_posenc_"
-"""Start of the name of a buffer on every layer; the scheme's name follows. Nothing reads its value. What counts is the
-key in the state dict, which a model with other positions does not know (without it the weights of a model whose scheme
-has no parameters would load into the stock model), and that a layer which was added later has none."""
+"""Prefix of the name of a buffer on every layer. The scheme's name follows it. Nothing reads the buffer's value.
 
-KEPT = MARKER + "base"
-"""Marker of a layer that keeps what the base has, in a model whose other layers have schemes."""
+A model with other positions lacks its key in the state dict. Without that key, the weights of a scheme without
+parameters would load into the stock model. And a layer that was added after patching lacks the buffer."""
 
-AGAIN = "unpatch the model, change its layers, then patch it again"
+BASE_MARKER = MARKER + "base"
+"""Marker of a layer that keeps the base's positions in a patched model."""
+
+REMEDY = "unpatch the model, change its layers, then patch it again"
 
 
 @dataclass(frozen=True)
 class Carried:
-    """The share of a scheme that one layer carries.
+    """The parts of a scheme that one layer must have.
 
     Attributes:
-        marker: name of its buffer.
-        on_attention: attribute that its attention must have, or None.
-        on_layer: whether it must own a module of position vectors.
+        marker: name of the layer's marker buffer.
+        on_attention: name of an attribute that the layer's attention must have, or None.
+        on_layer: whether the layer must own a module of position vectors.
     """
 
     marker: str
@@ -43,15 +44,15 @@ class Carried:
 
 @dataclass(frozen=True)
 class PatchedLayers:
-    """The shares of schemes that the layers of a decoder must carry.
+    """The parts of schemes that the layers of a decoder must have.
 
-    Attributes are read through whatever wraps a layer (FSDP, activation checkpointing, regional compilation): those
-    wrappers hand unknown names on.
+    A layer may be wrapped by FSDP, activation checkpointing or regional compilation. These wrappers look up unknown
+    attributes in the layer.
 
     Attributes:
-        layers: from the decoder to its list of layers.
-        attention: from a layer to its attention.
-        carried: one for each layer; a single one where all layers carry the same, however many there are.
+        layers: path from the decoder to its list of layers.
+        attention: path from a layer to its attention.
+        carried: the parts of each layer; a single entry if all layers must have the same.
         at_first: whether the first layer, and no other, must own a module of position vectors.
     """
 
@@ -61,41 +62,40 @@ class PatchedLayers:
     at_first: bool = False
 
     def problem(self, decoder: nn.Module) -> str | None:
-        """Return what is wrong with the layers that a decoder has now, and what to do, or None."""
+        """Return what is wrong with a decoder's layers and what to do, or None if nothing is wrong."""
         layers: Any = decoder.get_submodule(self.layers)
-        name, alike = type(decoder).__name__, len(self.carried) == 1
-        if not alike and len(layers) != len(self.carried):
-            return (
-                f"{name} has {len(layers)} layers now, and {len(self.carried)} when schemes were given to them: {AGAIN}"
-            )
+        name, are_alike = type(decoder).__name__, len(self.carried) == 1
+        if not are_alike and len(layers) != len(self.carried):
+            return f"{name} has {len(layers)} layers now, and had {len(self.carried)} when it was patched: {REMEDY}"
         for index, layer in enumerate(layers):
-            carried = self.carried[0 if alike else index]
-            if not hasattr(layer, carried.marker) or not self._carries(layer, carried.on_attention):
-                if not alike:
-                    return f"layer {index} of {name} does not carry what was put into the layer there: {AGAIN}"
+            carried = self.carried[0 if are_alike else index]
+            if not hasattr(layer, carried.marker) or not self._has_on_attention(layer, carried.on_attention):
+                if not are_alike:
+                    return f"layer {index} of {name} does not carry what patching put into layer {index}: {REMEDY}"
                 return (
                     f"layer {index} of {name} is not patched, though the model is: it was added or changed "
-                    f"afterwards. Append copies of patched layers (copy.deepcopy) instead, or {AGAIN}"
+                    f"afterwards. Append copies of patched layers (copy.deepcopy) instead, or {REMEDY}"
                 )
             if carried.on_layer and not hasattr(layer, "posenc"):
-                return f"layer {index} of {name} lost its position vectors: {AGAIN}"
+                return f"layer {index} of {name} lost its position vectors: {REMEDY}"
             if self.at_first and hasattr(layer, "posenc") != (index == 0):
                 return (
                     f"layer {index} of {name} is {'no longer' if index == 0 else 'a copy of'} the first layer, which "
-                    f"adds the position vectors to the hidden states: {AGAIN}"
+                    f"adds the position vectors to the hidden states: {REMEDY}"
                 )
         return None
 
-    def _carries(self, layer: Any, on_attention: str | None) -> bool:
-        """Return whether a layer's attention has what it must have; some layers have no attention."""
-        if on_attention is None:
+    def _has_on_attention(self, layer: Any, attribute: str | None) -> bool:
+        """Return whether a layer's attention has an attribute. True for None."""
+        if attribute is None:
             return True
-        for part in self.attention.split("."):
-            layer = getattr(layer, part, None)
-        return hasattr(layer, on_attention)
+        module = layer
+        for name in self.attention.split("."):
+            module = getattr(module, name, None)
+        return hasattr(module, attribute)
 
 
 def require_patched_layers(decoder: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """Forward pre-hook of a patched decoder: refuses to run with layers that lack their share of a scheme."""
+    """Forward pre-hook of a patched decoder: refuse to run if a layer lacks a part of its scheme."""
     if (problem := on_decoder(decoder).layers.problem(decoder)) is not None:
         raise UnsupportedModelError(problem)

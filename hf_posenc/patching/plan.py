@@ -24,8 +24,8 @@ class Plan:
 
     Attributes:
         base: the model.
-        schemes: fitted to the base.
-        attention: `auto` or an engine's name.
+        schemes: the schemes, fitted to the base.
+        attention: `auto`, or the name of an engine.
     """
 
     base: BaseModel
@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def attends(self) -> bool:
-        """Whether some layer needs the attention function of this package; then all layers attend through it."""
+        """Whether all layers use the attention function of this package. They do if one layer needs it."""
         return needs_own_attention(self.base.family, self.schemes)
 
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
@@ -42,20 +42,20 @@ class Plan:
         return self.base.layers_of(scheme)
 
     @property
-    def kept(self) -> tuple[int, ...]:
-        """The layers with attention that nobody names, which keep what the base has."""
+    def base_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention that no scheme names. They keep the base's positions."""
         named = {layer for scheme in self.schemes for layer in self.layers_of(scheme)}
         return tuple(layer for layer in self.base.sizes if layer not in named)
 
     @property
-    def own(self) -> Scheme | None:
-        """What the base does in layers that nobody names, where their attention is replaced all the same."""
-        return self.base.own_scheme(self.kept) if self.kept and self.base.family.always_replaced else None
+    def base_scheme(self) -> Scheme | None:
+        """The scheme that computes the base's positions in `base_layers` if their attention is replaced, or None."""
+        return self.base.own_scheme(self.base_layers) if self.base_layers and self.base.family.always_replaced else None
 
     @property
     def rotated_by_base(self) -> tuple[int, ...]:
-        """The layers that the base's own rotary module goes on turning."""
-        layers = [layer for layer in self.kept if self.base.rotated[layer]]
+        """Indices of the layers that the base's rotary module still rotates."""
+        layers = [layer for layer in self.base_layers if self.base.rotated[layer]]
         for scheme in self.schemes:
             if scheme.acts_on.leaves_rotation(scheme, self.base):
                 layers += self.layers_of(scheme)
@@ -63,23 +63,26 @@ class Plan:
 
     @property
     def rotating(self) -> tuple[bool, ...]:
-        """For each scheme, whether it rotates."""
+        """For each scheme, whether it rotates queries and keys."""
         return tuple(bool(scheme.acts_on.rotations(scheme)) for scheme in self.schemes)
 
     @property
     def replaced(self) -> tuple[int, ...]:
-        """The layers whose attention is replaced by a class that attends through transformers' interface.
+        """Indices of the layers whose attention is replaced by a class that uses transformers' attention interface.
 
-        They are all layers of a base that bypasses it, and the rotating ones of a base without a rotary module.
+        They are all layers if the family bypasses the interface. If the base has no rotary module, they are the layers
+        of rotary schemes.
         """
         if self.base.family.always_replaced:
             return tuple(self.base.sizes)
-        rotating = zip(self.schemes, self.rotating, strict=True) if self.base.found.rotary is None else ()
+        if self.base.found.rotary is not None:
+            return ()
+        rotating = zip(self.schemes, self.rotating, strict=True)
         return tuple(layer for scheme, rotates in rotating if rotates for layer in self.layers_of(scheme))
 
     @property
     def needs_one_coordinate(self) -> bool:
-        """Whether some layer counts positions by one number, in a model whose positions may have several."""
+        """Whether a layer takes one number per position, in a model whose positions may have several coordinates."""
         if self.base.family.rotation.parameter_coordinates is None:
             return False
         return any(
@@ -89,7 +92,7 @@ class Plan:
 
     @property
     def limit(self) -> int | None:
-        """The number of positions that exist, or None if there is no limit."""
+        """The number of positions that the model can tell apart, or None if there is no limit."""
         limits = [scheme.limit for scheme in self.schemes if scheme.limit is not None]
         if self.base.keeps_table:
             limits.append(self.base.config.max_position_embeddings)
@@ -97,30 +100,27 @@ class Plan:
 
 
 def needs_own_attention(family: Family, schemes: Sequence[Scheme]) -> bool:
-    """Return whether a model has to attend through the attention function of this package.
+    """Return whether a model needs the attention function of this package.
 
     Args:
-        family: of the model.
-        schemes: that it has.
+        family: the model's family.
+        schemes: the model's schemes.
     """
     carrier: Carrier = family
     return family.always_replaced or any(scheme.acts_on.needs_own_attention(scheme, carrier) for scheme in schemes)
 
 
 def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str) -> Plan:
-    """Check that the schemes can be carried by the model; changes nothing.
+    """Fit schemes to a model, and check that the model can carry them. The model stays unchanged.
 
     Args:
         model: a stock model, with or without head.
-        schemes: what to put in, each into its layers.
-        attention: `auto` or an engine's name.
-
-    Returns:
-        The plan.
+        schemes: the schemes to put in, each into its layers.
+        attention: `auto`, or the name of an engine.
 
     Raises:
-        UnsupportedModelError: if the model or one of its settings cannot carry a scheme, or somebody has replaced a
-            forward that would have to carry it.
+        UnsupportedModelError: if the model or one of its settings cannot carry a scheme, or somebody has replaced the
+            forward of an attention that has to carry one.
         TypeError: if `layers` or `window` is of a wrong type.
         ValueError: if hyper-parameters do not fit the model, or two schemes name one layer.
     """
@@ -144,36 +144,32 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
 
 
 def _check_lenders(plan: Plan) -> None:
-    """Raise UnsupportedModelError if a layer would turn its queries otherwise than the keys that it borrows."""
-    turned_by: dict[int, Scheme | bool] = dict.fromkeys(plan.rotated_by_base, True)
+    """Raise UnsupportedModelError if a layer borrows keys that are rotated otherwise than its queries."""
+    rotated_by: dict[int, Scheme | bool] = dict.fromkeys(plan.rotated_by_base, True)
     for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True):
-        turned_by |= {layer: scheme for layer in plan.layers_of(scheme) if rotates and layer not in turned_by}
+        rotated_by |= {layer: scheme for layer in plan.layers_of(scheme) if rotates and layer not in rotated_by}
     for layer, lender in plan.base.lenders.items():
-        if turned_by.get(layer) is not turned_by.get(lender):
+        if rotated_by.get(layer) is not rotated_by.get(lender):
             raise UnsupportedModelError(
                 f"layer {layer} of {plan.base.name} takes its keys from layer {lender}, which would be rotated "
-                f"otherwise than its queries: name layers {lender} and {layer} together"
+                f"differently from its queries: name layers {lender} and {layer} together"
             )
 
 
 def _check_forwards(plan: Plan) -> None:
-    """Check that no scheme would be bypassed by a forward that somebody put on an attention.
-
-    Raises:
-        UnsupportedModelError: if one would; the message says what to do.
-    """
+    """Raise UnsupportedModelError if somebody has put a forward on an attention that would bypass a scheme."""
     found = plan.base.found
     replaced = plan.replaced
     for index, attention in found.attention_of.items():
         if index not in replaced and not plan.attends:
             continue
-        hooked = has_own_forward(attention)
-        if not hooked and index not in replaced and "_hf_hook" in attention.__dict__:  # which calls what it replaced
-            behind = attention.__dict__.get("_old_forward")
-            hooked = getattr(behind, "__func__", None) is type(attention).forward
-        if not hooked:
+        runs_class_forward = has_own_forward(attention)
+        if not runs_class_forward and index not in replaced and "_hf_hook" in attention.__dict__:
+            old_forward = attention.__dict__.get("_old_forward")  # accelerate's hook calls it
+            runs_class_forward = getattr(old_forward, "__func__", None) is type(attention).forward
+        if not runs_class_forward:
             raise UnsupportedModelError(
                 f"the attention of layer {index} has a forward of its own ({attention.__dict__['forward']!r:.80}), "
-                f"which {names_of(plan.schemes)} would not reach: take it off ({TAKE_OFF}), patch the model, and put "
-                "it on again"
+                f"which would bypass {names_of(plan.schemes)}: take it off ({TAKE_OFF}), patch the model, and put it "
+                "on again"
             )

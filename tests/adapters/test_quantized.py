@@ -44,7 +44,7 @@ def test_what_needs_the_weights_is_refused(packed, tmp_path):
     model = hf_posenc.patch_model(tiny("llama"), "rope")
     projection = model.model.layers[1].self_attn.q_proj
     projection.weight = packed(projection.weight)
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.q_proj\.weight is one that is packed"):
+    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn\.q_proj\.weight is packed"):
         hf_posenc.export_stock(model, tmp_path / "stock")
     assert not (tmp_path / "stock").exists()
     with pytest.raises(UnsupportedModelError, match=r"quantised .*: calibrate the model before that"):

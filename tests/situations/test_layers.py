@@ -155,7 +155,7 @@ def test_layers_that_were_compiled_one_by_one_before(case, way, tmp_path):
         model.save_pretrained(tmp_path)
         assert_same(logits(from_pretrained(tmp_path)), logits(model))
     else:
-        with pytest.raises(UnsupportedModelError, match="has put a wrapper around a part of this model"):
+        with pytest.raises(UnsupportedModelError, match="has wrapped a part of this model"):
             model.save_pretrained(tmp_path)
     assert_same(logits(unpatch_model(model)), logits(tiny("llama")))
 
