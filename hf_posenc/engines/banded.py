@@ -40,7 +40,7 @@ SHRINK = 0.8
 """Heads share a kernel call if the smallest number of keys they need is above this share of the largest."""
 
 AT_ONCE = 2**18
-"""Numbers of keys read at once for the bound. It makes a dozen passes over them, so they should stay in the caches."""
+"""Most elements of the keys that are bounded at once. The bound passes over them a dozen times, in the CPU's caches."""
 
 KEY_STEP = 64
 """Windows are rounded up to this many keys."""

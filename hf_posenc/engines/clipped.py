@@ -116,7 +116,7 @@ class _Chunk:
         self.near = near
         self.width = end - start + near - 1
         row, column = torch.arange(end - start)[:, None], torch.arange(self.width)
-        self.hidden = (column > row + near - 1) | (column < self.missing)
+        self.masked = (column > row + near - 1) | (column < self.missing)
 
     def window(self, tensor: Tensor) -> Tensor:
         """Return the chunk's keys or values in float32, (B, H, width, D), padded with zeros before the first key."""
@@ -132,7 +132,7 @@ class _Chunk:
         """Return the scores (B, H, rows, width), `-inf` where masked, from scaled queries and a window of keys."""
         block = q @ k.mT
         self.band(block).add_(q @ a.near.mT)
-        return block.masked_fill_(self.hidden, float("-inf"))
+        return block.masked_fill_(self.masked, float("-inf"))
 
     def add(self, sums: Tensor, part: Tensor) -> None:
         """Add gradients of the window to the sums of all keys, (B, H, L, D), in place."""
@@ -178,7 +178,7 @@ class _Clipped(torch.autograd.Function):
             for chunk in chunks:
                 scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, chunk.window(key), a)
                 top = scores.amax(-1, keepdim=True)
-                weights = scores.sub_(top).clamp_(min=SMALLEST).exp_().masked_fill_(chunk.hidden, 0.0)
+                weights = scores.sub_(top).clamp_(min=SMALLEST).exp_().masked_fill_(chunk.masked, 0.0)
                 part = weights @ chunk.window(value)
                 if value_table is not None:
                     part += chunk.band(weights) @ b.near
@@ -229,7 +229,7 @@ class _Clipped(torch.autograd.Function):
                 q, g, o = (each[:, :, chunk.rows].float() for each in (query, gradient, output))
                 q, k = q * scaling, chunk.window(key)
                 weights = chunk.scores(q, k, a).sub_(log_sums[:, :, chunk.rows, None]).clamp_(min=SMALLEST).exp_()
-                weights.masked_fill_(chunk.hidden, 0.0)
+                weights.masked_fill_(chunk.masked, 0.0)
                 grad_scores = g @ chunk.window(value).mT
                 if value_table is not None:
                     chunk.band(grad_scores).add_(g @ b.near.mT)

@@ -112,6 +112,7 @@ class RotationFacts:
 
 
 NO_ROTARY = RotationFacts(rotary=None)
+"""Facts of a family without a rotary module."""
 
 
 @dataclass(frozen=True, kw_only=True)
