@@ -1,7 +1,7 @@
-"""Attention engines: tensor code that computes the attention of a scheme. They do not know transformers.
+"""Attention engines: tensor code that computes the attention of a scheme. They do not import transformers.
 
-A scheme says which form its scores have (`hf_posenc.forms`), an engine which forms it takes. `dispatch.choose` returns
-the first engine of this table that can carry a call exactly. Each engine is in the file of its name.
+A scheme says which form its scores have (`hf_posenc.forms`), and an engine which forms it takes. `dispatch.choose`
+returns the first engine of this table that can compute a call exactly. Each engine is in the file of its name.
 
 | engine | forms | device | accuracy class |
 |---|---|---|---|
@@ -18,9 +18,9 @@ the first engine of this table that can carry a call exactly. Each engine is in 
 
 Accuracy classes:
 
-- reference: float32 whatever the dtype of the model, float64 for float64. It is the definition.
-- float32: float32 throughout; bfloat16 inputs are widened, which is exact.
-- flash: products of the inputs in their dtype, sums, scores and biases in float32.
-- eager: products are rounded to the dtype of the inputs, as in transformers' eager attention. `decode` computes so in
-  bfloat16 and float16, where it does not use the flash kernel.
+- reference: float64 for models in float64, float32 for all others. It is the definition.
+- float32: float32 throughout. bfloat16 inputs are converted to float32, which is exact.
+- flash: products of the inputs in their dtype; sums, scores and biases in float32.
+- eager: products are rounded to the dtype of the inputs, as in transformers' eager attention. `decode` is of this class
+  in bfloat16 and float16, where it does not use the flash kernel.
 """

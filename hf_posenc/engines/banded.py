@@ -5,20 +5,20 @@ denominator is at least `exp(s_ii)`. For any vector `c`, the same for all keys o
 
     s_ij - s_ii = scaling (q_i . (k_j - c) - q_i . (k_i - c)) <= scaling (r_i - q_i . (k_i - c)) = g_i,
 
-where `r_i` bounds `q_i . (k_j - c)` over `j <= i`: by Cauchy-Schwarz `|q_i| max_j |k_j - c|`, and by coordinates
-`sum_t |q_it| max_j |k_jt - c_t|`; the smaller one counts. In trained models keys have large parts in common, which `c`
-removes, and a few large coordinates, which the second bound sees. Without both the bound is several times larger. The
-share of a row's weight on keys further away than `w` is then at most
+where `r_i` bounds `q_i . (k_j - c)` over `j <= i`. It is the smaller of two bounds: `|q_i| max_j |k_j - c|` by
+Cauchy-Schwarz, and `sum_t |q_it| max_j |k_jt - c_t|` by coordinates. In trained models keys have a large part in
+common, which `c` removes, and a few large coordinates, for which the second bound is tighter. Without both, `r_i` would
+be several times larger. The share of a row's weight on keys further away than `w` is then at most
 
     sum_(d > w) exp(g_i - m d) <= exp(g_i - m (w + 1)) / (1 - exp(-m)),
 
-which is below `epsilon` as soon as `w + 1 >= (g_i + ln(1 / epsilon) - ln(1 - exp(-m))) / m`. With `epsilon = 2^-24`
-leaving them out moves a row's weights by less than the rounding of float32. The bound costs O(L D), holds for any
-input, and is taken from the inputs of the call. For each head and chunk of queries it is the largest over the rows and
-the batch. `c` is the middle of each coordinate's range. Heads with steep slopes need few keys, so the cost falls from
-O(L^2) towards O(L) with the length.
+which is below `epsilon` as soon as `w + 1 >= (g_i + ln(1 / epsilon) - ln(1 - exp(-m))) / m`. With `epsilon = 2^-24`,
+skipping these keys changes a row's weights by less than the rounding of float32. The bound is computed from the inputs
+of the call. It costs O(L D) and holds for any input. A head and chunk of queries has the largest bound of its rows over
+the batch. `c` is the middle of each coordinate's range. Heads with steep slopes need few keys, so with growing length
+the cost falls from O(L^2) towards O(L).
 
-Accuracy class: that of `toeplitz`, which computes the other keys.
+Accuracy class: that of `toeplitz`, which computes the keys that are not skipped.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ EPSILON = 2.0**-24
 """Largest share of a row's weight that may be left out: half a unit in the last place of float32."""
 
 SHRINK = 0.8
-"""Heads share a kernel call where each needs more than this share of the keys of any other."""
+"""Heads share a kernel call if the smallest number of keys they need is above this share of the largest."""
 
 AT_ONCE = 2**18
-"""Numbers that the bound is computed from at once, in a dozen passes, so that they stay in the caches."""
+"""Most elements of the keys that are bounded at once. The bound passes over them a dozen times, in the CPU's caches."""
 
 KEY_STEP = 64
 """Windows are rounded up to this many keys."""
 
 
 class Banded(SpanEngine[Slopes]):
-    """A bias per head that falls linearly with the distance (ALiBi), exactly; sliding windows."""
+    """The engine for a bias that falls linearly with the distance (ALiBi), with sliding windows."""
 
     name = "banded"
     forms = (Slopes,)
@@ -59,7 +59,7 @@ class Banded(SpanEngine[Slopes]):
 
 
 def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: int, epsilon: float = EPSILON) -> Tensor:
-    """Return how many keys, counted back from a query and itself included, may matter.
+    """Return how many keys may matter, counted back from a query and including its own key.
 
     Args:
         query: (B, H, Q, D).
@@ -74,9 +74,9 @@ def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: in
     """
     heads = max(1, AT_ONCE // key[:, 0].numel())
     pairs = zip(query.split(heads, 1), key.split(heads, 1), strict=True)
-    room = scaling * torch.cat([_gaps(q.float(), k.float(), rows) for q, k in pairs]).double()
+    gaps = scaling * torch.cat([_gaps(q.float(), k.float(), rows) for q, k in pairs]).double()
     slope = slopes.double()[:, None]
-    needed = (room + math.log(1 / epsilon) - torch.log(-torch.expm1(-slope))) / slope
+    needed = (gaps + math.log(1 / epsilon) - torch.log(-torch.expm1(-slope))) / slope
     # A learned slope may also reward distance, and inputs may not be finite: then the bound does not hold.
     return torch.where((slope > 0) & ~needed.isnan(), needed, math.inf)
 
@@ -87,20 +87,22 @@ def _gaps(query: Tensor, key: Tensor, rows: int) -> Tensor:
     centre = (key.amax(2, keepdim=True) + key.amin(2, keepdim=True)) / 2
     key = key - centre
     norms = torch.linalg.vector_norm(query, dim=-1)
-    reach = torch.linalg.vector_norm(key, dim=-1).cummax(-1).values
-    largest = reach[..., -1:] + torch.linalg.vector_norm(centre, dim=-1)  # at least the longest key
-    bound = norms * reach[..., shift:]
-    own = (query * key[:, :, shift:]).sum(-1)
+    longest_key = torch.linalg.vector_norm(key, dim=-1).cummax(-1).values
+    largest = longest_key[..., -1:] + torch.linalg.vector_norm(centre, dim=-1)  # at least the longest key
+    bound = norms * longest_key[..., shift:]
+    own_products = (query * key[:, :, shift:]).sum(-1)
     # Rounding of sums of D products, and of the differences, may not make the bound too small.
     slack = 2.0**-15 * norms * largest
-    side = key[:, :, :shift].abs().amax(2) if shift else torch.zeros_like(key[:, :, 0])
+    largest_coordinates = key[:, :, :shift].abs().amax(2) if shift else torch.zeros_like(key[:, :, 0])
     largest_gaps = []
     for start in range(0, queries, rows):
         here = slice(start, min(start + rows, queries))
-        side = torch.maximum(side, key[:, :, shift + here.start : shift + here.stop].abs().amax(2))
-        by_coordinate = (query[:, :, here].abs() @ side[..., None])[..., 0]
-        gaps = torch.minimum(bound[..., here], by_coordinate) + slack[..., here] - own[..., here]
-        largest_gaps.append(gaps.amax((0, 2)))
+        largest_coordinates = torch.maximum(
+            largest_coordinates, key[:, :, shift + here.start : shift + here.stop].abs().amax(2)
+        )
+        by_coordinate = (query[:, :, here].abs() @ largest_coordinates[..., None])[..., 0]
+        gaps = torch.minimum(bound[..., here], by_coordinate) + slack[..., here] - own_products[..., here]
+        largest_gaps.append(gaps.amax((0, 2)))  # over the batch and the rows
     return torch.stack(largest_gaps, 1)
 
 
@@ -119,7 +121,7 @@ def plan(needed: Tensor, queries: int, keys: int, rows: int) -> list[toeplitz.Pi
         end = min(i + rows, queries)
         reach = [min(shift + end, end - i + count[chunk]) for count in counts]
         first = 0
-        while first < len(reach):  # neighbours of nearly the same width go together: no head is copied
+        while first < len(reach):  # only neighbours share a piece, because a slice of heads needs no copy
             last, narrow, wide = first + 1, reach[first], reach[first]
             while last < len(reach) and min(narrow, reach[last]) > SHRINK * max(wide, reach[last]):
                 narrow, wide = min(narrow, reach[last]), max(wide, reach[last])
@@ -147,7 +149,7 @@ def attend(
         value: (B, H, L, D).
         slopes: (H,) float32. Gradients flow to them.
         scaling: factor of the scores.
-        window: a key is visible while it is less than this behind the query; None means no such limit.
+        window: keys at this distance or further are not seen; None means no such limit.
         rows: queries per chunk.
 
     Returns:
@@ -160,8 +162,8 @@ def attend(
         if window is not None:
             needed = needed.clamp(max=window)
         pieces = plan(needed, query.shape[2], length, rows)
-        # Also within a piece, whose keys are those of its widest head. There, weights that do not count could be
-        # denormal numbers, which the processor multiplies many times more slowly.
+        # A piece has the keys of its widest head. For the other heads, keys beyond their own reach are masked: their
+        # weights could be denormal numbers, which the processor multiplies many times more slowly.
         beyond = distance >= needed.amax(1, keepdim=True)
     table = (-slopes[:, None] * distance).masked_fill(beyond, -math.inf)
     return toeplitz.attend(query, key, value, table, scaling=scaling, pieces=pieces)

@@ -1,4 +1,4 @@
-"""The base class of engines, which compute calls of attention, and say of a call why they cannot."""
+"""The base class of engines. An engine computes calls of attention, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Engine:
     Attributes:
         name: the value of `patch_model(..., attention=name)` that chooses it.
         forms: the forms that it takes. None means every scheme, also one without a form.
-        wrong_form: why it does not take a scheme of another form.
-        floors: scores per head (Q times L) below which `auto` passes it over because the next engine is faster. By
-            dtype; None stands for any other.
+        wrong_form: reason for refusing a scheme of another form.
+        floors: dtype -> scores per head (Q times L) below which `auto` skips the engine, because the next one is
+            faster. The key None stands for any other dtype.
         traced: whether torch.compile can trace it.
         sinks: whether it takes calls with attention sinks.
-        value_sizes: whether it takes values of another size than queries and keys. If not, smaller ones are padded
-            with zeros.
+        value_sizes: whether it takes values whose size differs from that of queries and keys. Otherwise smaller
+            values are padded with zeros.
     """
 
     name: ClassVar[str]
@@ -45,11 +45,11 @@ class Engine:
         self.floors = floors or {}
 
     def considered(self, call: Call) -> bool:
-        """Return whether `auto` considers this engine for such a call; if not, its reason does not mention it."""
+        """Return whether `auto` considers this engine for a call. If not, the reason of its choice leaves it out."""
         return True
 
     def floor(self, call: Call) -> int:
-        """Return the scores per head below which `auto` passes the engine over."""
+        """Return the scores per head below which `auto` skips the engine."""
         return self.floors.get(call.query.dtype, self.floors.get(None, 0))
 
     def why_not(self, call: Call) -> str | None:
@@ -61,16 +61,15 @@ class Engine:
         return None if self.forms is None or is_one_of(call.form, self.forms) else self.wrong_form
 
     def refusal(self, call: Call) -> str | None:
-        """Return why the engine does not get a call, or None if it may: what its class lacks, or `why_not`."""
+        """Return why the engine refuses a call, for sinks, value sizes or `why_not`; None if it can compute it."""
         if call.sinks is not None and not self.sinks:
-            return "the model has attention sinks, which it does not know"
+            return "the model has attention sinks, which this engine does not compute"
         size, values = call.query.shape[-1], call.value.shape[-1]
         if values != size and not self.value_sizes:
             if values > size:
-                return f"its values have the size of queries and keys, here they have {values} and not {size}"
+                return f"it takes values no larger than queries and keys; here they have {values} and not {size}"
             if call.form is not None and call.form.value_table is not None:
-                sizes = f"{values} dimensions and not {size} as queries have"
-                return f"the scheme adds vectors to values, which have {sizes}"
+                return f"the scheme adds vectors to values, which have {values} dimensions where queries have {size}"
         return self.why_not(call)
 
     def distrust(self, call: Call) -> str | None:
@@ -87,7 +86,7 @@ class Engine:
 
 
 def why_not_in_blocks(call: Call) -> str | None:
-    """Return why a call cannot be computed a block at a time, which hides the weights, or None if it can."""
+    """Return why a call cannot be computed block by block, without the weights, or None if it can."""
     if torch.compiler.is_compiling():
         return "torch.compile traces the reference engine"
     if call.weights:

@@ -1,8 +1,8 @@
 """The reference engine on a few queries at a time: exact for every scheme and mask, in linear memory.
 
-A chunk of queries needs only its own scores, (rows, L) instead of (Q, L). Keys that the whole chunk cannot see (later
-ones, and those before a sliding window) are cut off. This saves half of plain causal attention. In training a chunk is
-computed again in the backward pass instead of being stored.
+A chunk of queries needs only its own scores, (rows, L) instead of (Q, L). Keys that no query of the chunk sees are cut
+off: later keys, and keys before a sliding window. This saves half of plain causal attention. In training the backward
+pass computes a chunk again instead of storing it.
 
 Accuracy class: that of the reference.
 """
@@ -22,11 +22,14 @@ from . import reference
 from .base import Engine, why_not_in_blocks
 
 SCORES = 2**21
-"""Scores of one chunk, over batch and heads: 8 MiB in float32, which the caches of a CPU hold."""
+"""Number of scores of one chunk, over batch and heads: 8 MiB in float32, which fits into the caches of a CPU."""
 
 
 class Chunked(Engine):
-    """Every scheme, and every mask but a user's own 4-D one; no weights; not while compiling. O(L) memory."""
+    """The engine for every scheme and every mask but a user's own 4-D one. O(L) memory.
+
+    It returns no weights, and torch.compile does not trace it.
+    """
 
     name = "chunked"
     sinks = True
@@ -44,7 +47,7 @@ def attend(call: Call) -> Tensor:
     """Attend as `reference.attend` does, in O(L) memory.
 
     Args:
-        call: with compact positions.
+        call: a call with compact positions.
 
     Returns:
         output (B, Q, H, V) in the query's dtype.
@@ -55,12 +58,12 @@ def attend(call: Call) -> Tensor:
 
 
 def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
-    """Compute a call a few queries at a time, on the keys that some of them may see.
+    """Compute a call a few queries at a time, with the keys that any of them may see.
 
     Args:
-        call: with compact positions.
-        rows: queries at a time.
-        compute: returns the output of a few queries. In training it runs again in the backward pass.
+        call: a call with compact positions.
+        rows: number of queries at a time.
+        compute: returns the output of a call with a few queries. In training it runs again in the backward pass.
 
     Returns:
         output (B, Q, H, V), as `compute` returns it.
@@ -76,8 +79,8 @@ def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
     for start in range(0, queries, rows):
         here = slice(start, min(start + rows, queries))
         seen = _seen(positions, here)
-        given = call.query[:, :, here], call.key[:, :, seen], call.value[:, :, seen], cut(positions, here, seen)
-        parts.append(checkpoint(part, *given, use_reentrant=False) if training else part(*given))
+        tensors = call.query[:, :, here], call.key[:, :, seen], call.value[:, :, seen], cut(positions, here, seen)
+        parts.append(checkpoint(part, *tensors, use_reentrant=False) if training else part(*tensors))
     return torch.cat(parts, 1)
 
 
@@ -97,9 +100,9 @@ def cut(positions: Positions, queries: slice, keys: slice) -> Positions:
 
 
 def _seen(positions: Positions, queries: slice) -> slice:
-    """Return the keys that some query of the chunk may see by order and window; keys are in causal order."""
+    """Return the keys that any query of the chunk may see by order and window. Keys must be in causal order."""
     index = positions.query_index[:, queries]
-    if index.is_cuda:  # reading values would wait for the device; there all keys are scored
+    if index.is_cuda:  # cutting keys off would read values, which waits for the device
         return slice(0, positions.key_index.shape[-1])
     key_index = positions.key_index
     end = int((key_index <= index.max()).sum(-1).max())

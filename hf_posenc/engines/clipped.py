@@ -1,18 +1,19 @@
-"""Vectors of clipped distances (Shaw et al. 2018) in linear memory: far keys by plain flash attention, near ones apart.
+"""Vectors of clipped distances (Shaw et al. 2018) in linear memory.
 
-With `c = min(d, m)` the scores are `q . (k + a_c)` and the values `v + b_c`. Keys at a distance of at least `m` share
-the last vectors. So the scores are `q . k + q . (a_c - a_m) + q . a_m`, and the values `v + (b_c - b_m) + b_m`. Softmax
-does not see `q . a_m`, which is the same for every key of a row. Weights sum to 1, so `b_m` is added to every output.
-Without these two it is plain attention, except in a band of `m` distances.
+Far keys are computed by plain flash attention, near keys by matrix products. With `c = min(d, m)` the scores are
+`q . (k + a_c)` and the values `v + b_c`. Keys at a distance of at least `m` share the last vectors. So the scores are
+`q . k + q . (a_c - a_m) + q . a_m`, and the values `v + (b_c - b_m) + b_m`. Softmax ignores `q . a_m`, which is the
+same for every key of a row. Weights sum to 1, so `b_m` is added to every output. What remains is plain attention,
+except in a band of `m` distances.
 
-For a chunk of queries the keys before the band are plain attention without any mask, which the flash kernel computes
-with its log-sum-exp. Keys before a whole group of chunks are computed in one call, since the kernel is faster with many
-queries, and those since then in another. The other keys of the chunk, rows + m - 1 of them, are scored one by one, and
-the parts are merged by their log-sum-exps. In a block of scores (rows, rows + m - 1) the band is a strided view: entry
+For a chunk of queries the flash kernel computes the keys before the band, without a mask, and returns the log-sum-exp
+of their scores. It is faster with many queries, so one call computes the keys before a whole group of chunks, and
+another the keys between these and the band. Matrix products score the other keys of the chunk, rows + m - 1 of them.
+The parts are merged by their log-sum-exps. In a block of scores (rows, rows + m - 1) the band is a strided view: entry
 `t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
 
-Backward: the kernel's own for the far part, given the merged output and log-sum-exp. The near part is computed again.
-The gradients of a row's scores sum to 0, so the gradient of `a_m` is minus the sum of the others.
+Backward: the far part takes the kernel's backward, with the merged output and log-sum-exp. The near part is computed
+again. The gradients of a row's scores sum to 0, so the gradient of `a_m` is minus the sum of those of the other `a_c`.
 
 Accuracy class: flash for the far part, float32 for the near one.
 """
@@ -31,17 +32,17 @@ from ..positions import Positions
 from .spans import Context, SpanEngine
 
 ROWS = 128
-"""Queries per chunk: the near part costs rows + m keys of each."""
+"""Queries per chunk. In the near part every query costs rows + m keys."""
 
 CHUNKS = 8
-"""Chunks per call for the keys before all of them."""
+"""Chunks per group. One kernel call computes the keys before the whole group."""
 
 SMALLEST = -80.0
-"""Logarithm below which a weight is 0: from there on `exp` is several times slower, and float32 ends at -87."""
+"""Smallest logarithm of a weight. Below it `exp` is several times slower, and from -87 on it is denormal in float32."""
 
 
 class Clipped(SpanEngine[ClippedVectors]):
-    """Vectors of clipped distances (Shaw); no sliding windows."""
+    """The engine for vectors of clipped distances (Shaw), without sliding windows."""
 
     name = "clipped"
     forms = (ClippedVectors,)
@@ -70,7 +71,7 @@ def attend(
         key: (B, H, L, D), L >= Q.
         value: (B, H, L, D).
         key_table: (m + 1, D) or (H, m + 1, D), added to keys by clipped distance. Gradients flow to it.
-        value_table: the same for values, or None.
+        value_table: the vectors that are added to values, of the same shape, or None.
         scaling: factor of the scores.
 
     Returns:
@@ -87,7 +88,7 @@ def attend(
 
 
 class _Table:
-    """The vectors of near keys minus the one that far keys share, (H|1, m, D)."""
+    """A table of vectors. `near` holds the vectors of near keys minus the vector that far keys share, (H|1, m, D)."""
 
     def __init__(self, table: Tensor) -> None:
         by_head = table.detach().float() if table.ndim == 3 else table.detach().float()[None]
@@ -96,16 +97,16 @@ class _Table:
         self.near = (by_head[:, :-1] - by_head[:, -1:]).flip(1)  # furthest first, as in the band
 
     @staticmethod
-    def gradient(table: Tensor, of_near: Tensor) -> Tensor:
-        """Return the gradient of a table from that of `near` (H, m, D)."""
-        gradient = torch.cat([of_near.flip(1), -of_near.sum(1, keepdim=True)], 1)
+    def gradient(table: Tensor, grad_near: Tensor) -> Tensor:
+        """Return the gradient of a table from the gradient of its `near` (H, m, D)."""
+        gradient = torch.cat([grad_near.flip(1), -grad_near.sum(1, keepdim=True)], 1)
         if table.shape[-2] == 1:
             gradient = gradient.sum(1, keepdim=True)
         return (gradient.sum(0) if table.ndim == 2 else gradient).to(table.dtype)
 
 
 class _Chunk:
-    """The near part of one chunk of queries: those from slot `start` to `end`, which sit on keys `shift` further."""
+    """The near part of one chunk: the queries `start` to `end` and their near keys; `i` sits on key `i + shift`."""
 
     def __init__(self, start: int, end: int, shift: int, near: int) -> None:
         self.rows = slice(start, end)
@@ -115,31 +116,31 @@ class _Chunk:
         self.near = near
         self.width = end - start + near - 1
         row, column = torch.arange(end - start)[:, None], torch.arange(self.width)
-        self.hidden = (column > row + near - 1) | (column < self.missing)
+        self.masked = (column > row + near - 1) | (column < self.missing)
 
     def window(self, tensor: Tensor) -> Tensor:
-        """Return the chunk's keys or values in float32, (B, H, width, D), with zeros before the first."""
+        """Return the chunk's keys or values in float32, (B, H, width, D), padded with zeros before the first key."""
         part = tensor[:, :, self.keys].float()
         return torch.nn.functional.pad(part, (0, 0, self.missing, 0)) if self.missing else part
 
     def band(self, block: Tensor) -> Tensor:
-        """Return the view of the m near distances, (B, H, rows, m), of a contiguous block (B, H, rows, width)."""
+        """Return a view of a contiguous block (B, H, rows, width): its m near distances, (B, H, rows, m)."""
         shape = (*block.shape[:3], self.near)
         return block.as_strided(shape, (*block.stride()[:2], self.width + 1, 1), block.storage_offset())
 
     def scores(self, q: Tensor, k: Tensor, a: _Table) -> Tensor:
-        """Return the scores (B, H, rows, width), `-inf` where hidden; q is scaled, k is a window."""
+        """Return the scores (B, H, rows, width), `-inf` where masked, from scaled queries and a window of keys."""
         block = q @ k.mT
         self.band(block).add_(q @ a.near.mT)
-        return block.masked_fill_(self.hidden, float("-inf"))
+        return block.masked_fill_(self.masked, float("-inf"))
 
     def add(self, sums: Tensor, part: Tensor) -> None:
-        """Add the rows of the window to sums (B, H, L, D), in place."""
+        """Add gradients of the window to the sums of all keys, (B, H, L, D), in place."""
         sums[:, :, self.keys] += part[:, :, self.missing :]
 
 
 def _groups(queries: int, shift: int, near: int, rows: int) -> Iterator[tuple[slice, slice, list[_Chunk]]]:
-    """Yield the queries of each group of chunks, the keys before all of their near ones, and the chunks."""
+    """Yield for each group its queries, the keys before every near key of the group, and its chunks."""
     for start in range(0, queries, rows * CHUNKS):
         group = slice(start, min(start + rows * CHUNKS, queries))
         starts = range(start, group.stop, rows)
@@ -164,84 +165,84 @@ class _Clipped(torch.autograd.Function):
     ) -> Tensor:
         shift, queries = key.shape[2] - query.shape[2], query.shape[2]
         a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
-        output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        output, log_sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
-        def plain(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-            part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        def far_keys(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
+            part, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, :, rows], key[:, :, keys], value[:, :, keys], 0.0, False, scale=scaling
             )
-            return part.float(), total.reshape(*part.shape[:3], 1)
+            return part.float(), log_sum.reshape(*part.shape[:3], 1)
 
         for group, keys, chunks in _groups(queries, shift, a.near.shape[1], rows):
-            before = plain(group, keys) if keys.stop else None
+            far_part = far_keys(group, keys) if keys.stop else None
             for chunk in chunks:
                 scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, chunk.window(key), a)
                 top = scores.amax(-1, keepdim=True)
-                weights = scores.sub_(top).clamp_(min=SMALLEST).exp_().masked_fill_(chunk.hidden, 0.0)
+                weights = scores.sub_(top).clamp_(min=SMALLEST).exp_().masked_fill_(chunk.masked, 0.0)
                 part = weights @ chunk.window(value)
                 if value_table is not None:
                     part += chunk.band(weights) @ b.near
                 total = weights.sum(-1, keepdim=True)
                 parts = [(part / total, total.log_().add_(top))]
-                if before is not None:
+                if far_part is not None:
                     here = slice(chunk.rows.start - group.start, chunk.rows.stop - group.start)
-                    parts.append((before[0][:, :, here], before[1][:, :, here]))
+                    parts.append((far_part[0][:, :, here], far_part[1][:, :, here]))
                 if chunk.first > keys.stop:
-                    parts.append(plain(chunk.rows, slice(keys.stop, chunk.first)))
+                    parts.append(far_keys(chunk.rows, slice(keys.stop, chunk.first)))
                 merged = torch.stack([each for _, each in parts]).logsumexp(0)
                 output[:, :, chunk.rows] = sum(out * (each - merged).exp_() for out, each in parts)
-                sums[:, :, chunk.rows] = merged[..., 0]
-        ctx.save_for_backward(query, key, value, key_table, value_table, output, sums)
+                log_sums[:, :, chunk.rows] = merged[..., 0]
+        ctx.save_for_backward(query, key, value, key_table, value_table, output, log_sums)
         ctx.settings = scaling, rows
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[tuple[float, int]], gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, key_table, value_table, output, sums = ctx.saved_tensors
+        query, key, value, key_table, value_table, output, log_sums = ctx.saved_tensors
         shift, queries = key.shape[2] - query.shape[2], query.shape[2]
         scaling, rows = ctx.settings
         a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
-        of_query, of_key, of_value = (torch.zeros(each.shape) for each in (query, key, value))  # in float32
-        of_a, of_b = (torch.zeros(query.shape[1], *table.near.shape[1:]) for table in (a, b))
+        grad_query, grad_key, grad_value = (torch.zeros(each.shape) for each in (query, key, value))  # in float32
+        grad_a, grad_b = (torch.zeros(query.shape[1], *table.near.shape[1:]) for table in (a, b))
 
-        def plain(rows: slice, keys: slice) -> None:
+        def far_keys(rows: slice, keys: slice) -> None:
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient[:, :, rows].contiguous(),
                 query[:, :, rows],
                 key[:, :, keys],
                 value[:, :, keys],
                 output[:, :, rows],
-                sums[:, :, rows].contiguous(),
+                log_sums[:, :, rows].contiguous(),
                 0.0,
                 False,
                 scale=scaling,
             )
-            of_query[:, :, rows] += dq
-            of_key[:, :, keys] += dk
-            of_value[:, :, keys] += dv
+            grad_query[:, :, rows] += dq
+            grad_key[:, :, keys] += dk
+            grad_value[:, :, keys] += dv
 
         for group, keys, chunks in _groups(queries, shift, a.near.shape[1], rows):
             if keys.stop:
-                plain(group, keys)
+                far_keys(group, keys)
             for chunk in chunks:
                 q, g, o = (each[:, :, chunk.rows].float() for each in (query, gradient, output))
                 q, k = q * scaling, chunk.window(key)
-                weights = chunk.scores(q, k, a).sub_(sums[:, :, chunk.rows, None]).clamp_(min=SMALLEST).exp_()
-                weights.masked_fill_(chunk.hidden, 0.0)
-                of_scores = g @ chunk.window(value).mT
+                weights = chunk.scores(q, k, a).sub_(log_sums[:, :, chunk.rows, None]).clamp_(min=SMALLEST).exp_()
+                weights.masked_fill_(chunk.masked, 0.0)
+                grad_scores = g @ chunk.window(value).mT
                 if value_table is not None:
-                    chunk.band(of_scores).add_(g @ b.near.mT)
-                    of_b += (chunk.band(weights).mT @ g).sum(0)
-                of_scores.sub_((g * o).sum(-1, keepdim=True)).mul_(weights)
-                in_band = chunk.band(of_scores)
-                of_query[:, :, chunk.rows] += (of_scores @ k + in_band @ a.near).mul_(scaling)
-                of_a += (in_band.mT @ q).sum(0)
-                chunk.add(of_key, of_scores.mT @ q)
-                chunk.add(of_value, weights.mT @ g)
+                    chunk.band(grad_scores).add_(g @ b.near.mT)
+                    grad_b += (chunk.band(weights).mT @ g).sum(0)
+                grad_scores.sub_((g * o).sum(-1, keepdim=True)).mul_(weights)
+                in_band = chunk.band(grad_scores)
+                grad_query[:, :, chunk.rows] += (grad_scores @ k + in_band @ a.near).mul_(scaling)
+                grad_a += (in_band.mT @ q).sum(0)
+                chunk.add(grad_key, grad_scores.mT @ q)
+                chunk.add(grad_value, weights.mT @ g)
                 if chunk.first > keys.stop:
-                    plain(chunk.rows, slice(keys.stop, chunk.first))
-        of_keys = _Table.gradient(key_table, of_a)
-        of_values = None if value_table is None else _Table.gradient(value_table, of_b)
-        of_inputs = (each.to(query.dtype) for each in (of_query, of_key, of_value))
-        return *of_inputs, of_keys, of_values, None, None
+                    far_keys(chunk.rows, slice(keys.stop, chunk.first))
+        grad_key_table = _Table.gradient(key_table, grad_a)
+        grad_value_table = None if value_table is None else _Table.gradient(value_table, grad_b)
+        grad_inputs = (each.to(query.dtype) for each in (grad_query, grad_key, grad_value))
+        return *grad_inputs, grad_key_table, grad_value_table, None, None

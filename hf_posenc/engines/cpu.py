@@ -1,6 +1,6 @@
-"""Features of a CPU that decide which engine is faster there.
+"""Features of the CPU that decide which engine is faster.
 
-torch has no public names for them. Where its private names are missing, the answer is no.
+torch tells them under private names only. Where such a name is missing, the answer is no.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 @functools.cache
 def has_amx() -> bool:
-    """Return whether the CPU multiplies matrices in tiles (AMX). Then the flash kernel is fast in bfloat16, too."""
+    """Return whether the CPU multiplies matrices in tiles (AMX). If so, the flash kernel is also fast in bfloat16."""
     return _reports("_is_amx_tile_supported")
 
 

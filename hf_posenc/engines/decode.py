@@ -1,21 +1,21 @@
-"""Few queries on many keys, as in a decoding step: keys and values are read once, as they lie in the cache.
+"""Attention of few queries to many keys, as in a decoding step. Keys and values are read once, from the cache.
 
 Such a step costs as much as reading the cache. The reference engine repeats keys for every head of a group and copies
 them to float32. Here the queries of the heads that share a key are rows of one product. Only tensors of the size of the
 scores, 1/D of the keys, are in float32. At that size a mask costs nothing, so padding, packing, sliding windows and
 static caches are those of the reference engine.
 
-There are two ways. In the first, the sum of what is added to the scores is a mask to the flash kernel of the CPU. The
-scheme must only add to scores, as all but DA-Transformer do, and weights, soft cap and dropout must not be asked for.
-The second is two matrix products with a softmax between them. It is taken otherwise, on other devices, and in bfloat16
-on CPUs that have fast products of it but whose kernel does not use them (`products_are_faster`).
+There are two ways. The first passes everything that is added to the scores as a mask to the flash kernel of the CPU. It
+serves schemes that only add to scores, all but DA-Transformer, in calls without weights, soft cap and dropout. All
+other calls and devices take the second way: two matrix products with a softmax between them. So does bfloat16 on CPUs
+with fast bfloat16 products that their kernel does not use (`products_are_faster`).
 
-Vectors that Shaw's scheme adds to values are weighted by the weights of near keys. Where the kernel is used, these
-follow from its log-sum-exp. Far keys share the rest.
+The vectors that Shaw's scheme adds to the values of near keys are weighted like these keys. Where the kernel is used,
+the weights follow from its log-sum-exp. Far keys share one vector, which gets the rest of the weight.
 
-Accuracy class: flash where the kernel is used, and that of the reference in float32 and float64. In bfloat16 and
-float16 "eager": products are rounded to the dtype of the inputs, as in transformers' eager attention. So are
-Transformer-XL's products with positions in any case.
+Accuracy class: flash where the kernel is used. Matrix products are as accurate as the reference in float32 and float64.
+In bfloat16 and float16 they are "eager": rounded to the dtype of the inputs, as in transformers' eager attention.
+Transformer-XL's products with positions are rounded like that on both ways.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ from . import cpu
 from .base import Engine
 
 QUERIES = 16
-"""Most queries of a call: the mask is dense, and with more of them other engines read the keys in blocks."""
-
+"""Largest number of queries of a call. The mask is dense, and for more queries other engines read keys in blocks."""
 
 SHORT = 4096
-"""Keys up to which vectors for values (Shaw) are cheaper by matrix products than by the kernel."""
+"""Number of keys up to which vectors for values (Shaw) are cheaper by matrix products than by the kernel."""
 
 
 def products_are_faster() -> bool:
@@ -69,9 +68,9 @@ class Terms:
 
     Attributes:
         query: (B, H, Q, D), multiplied by the keys.
-        outside: (B|1, H|1, Q, L); it hides invisible keys, too.
-        inside: (B, H, Q, L) or None.
-        factors: (B|1, H, Q, L) or None.
+        outside: (B|1, H|1, Q, L), added after the cap. It also masks invisible keys.
+        inside: (B, H, Q, L), added before the cap, or None.
+        factors: (B|1, H, Q, L), or None.
     """
 
     query: Tensor
@@ -123,15 +122,14 @@ TERMS: Mapping[type[Form], Callable[[Any, Call, Tensor, Tensor], Terms]] = {
     ClippedVectors: _clipped_vectors,
     RelativeKeys: _relative_keys,
 }
-"""Functions of a form, a call, its distances (B|1, 1, Q, L), and a mask of that shape, 0 where a key is visible."""
-
+"""Form -> function (form, call, distances (B|1, 1, Q, L), mask of that shape, 0 where a key is visible) -> terms."""
 
 CACHED = (RelativeKeys,)
 """Forms whose table is cached between decoding steps."""
 
 
 def _length(distance: Tensor) -> int:
-    """Return how many distances, counted from 0, contain all that occur."""
+    """Return the length of a table that has an entry for every distance from 0 to the largest."""
     return distance.shape[-1] if torch.compiler.is_compiling() else int(distance.amax()) + 1
 
 
@@ -143,7 +141,7 @@ def _counts_down(distance: Tensor) -> bool:
 
 
 def _labels(distance: Tensor, by_label: Tensor) -> Tensor:
-    """Return distances clipped to the last dimension of `by_label` (B, H, Q, m + 1): int64 (B, H, Q, L)."""
+    """Return distances clipped to `m`, int64 (B, H, Q, L), for `by_label` (B, H, Q, m + 1)."""
     clipped = distance.clamp(max=by_label.shape[-1] - 1).to(torch.int64)
     return clipped.expand(*by_label.shape[:-1], distance.shape[-1])
 
@@ -156,38 +154,38 @@ def _by_kernel(terms: Terms, call: Call, key: Tensor, value: Tensor, distance: T
     query, scaling = terms.query, call.scaling
     mask = terms.outside if terms.inside is None else terms.inside.add_(terms.outside)
     mask = mask.expand(*query.shape[:3], -1)
-    output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _stacked(query, key), key, value, 0.0, False, attn_mask=_stacked(mask, key), scale=scaling
     )
-    output, total = output.reshape(query.shape), total.reshape(query.shape[:3])
-    held = torch.ones_like(total)
-    if call.sinks is not None:  # one more score in the sum of each row, whose weight belongs to no key
-        sinks = call.sinks.to(total.dtype)[:, None]
-        held = torch.sigmoid(total - sinks)
-        output, total = output * held[..., None].to(output.dtype), torch.logaddexp(total, sinks)
+    output, log_sum = output.reshape(query.shape), log_sum.reshape(query.shape[:3])
+    key_weight = torch.ones_like(log_sum)
+    if call.sinks is not None:  # one more score in the softmax of each row; its weight goes to no key
+        sinks = call.sinks.to(log_sum.dtype)[:, None]
+        key_weight = torch.sigmoid(log_sum - sinks)
+        output, log_sum = output * key_weight[..., None].to(output.dtype), torch.logaddexp(log_sum, sinks)
     if call.form.value_table is None:
         return output
-    table = call.form.value_table.to(total.dtype)
+    table = call.form.value_table.to(log_sum.dtype)
     near = _near(distance, visible, table)
-    scores = _products(query.to(total.dtype), key[:, :, near].to(total.dtype)) * scaling + mask[..., near]
-    weights = (scores - total[..., None]).exp()
-    return output + _shares(weights, distance[..., near], table, held) @ table
+    scores = _products(query.to(log_sum.dtype), key[:, :, near].to(log_sum.dtype)) * scaling + mask[..., near]
+    weights = (scores - log_sum[..., None]).exp()
+    return output + _shares(weights, distance[..., near], table, key_weight) @ table
 
 
 def _near(distance: Tensor, visible: Tensor, table: Tensor) -> slice:
-    """Return consecutive slots that contain all keys that do not share the last vector, and few others."""
+    """Return a slice of slots that contains every key nearer than `m`. Keys from `m` on share the last vector."""
     slots = ((distance < table.shape[-2] - 1) & visible).any(2).any(0)[0].nonzero()[:, 0]
     return slice(int(slots[0]), int(slots[-1]) + 1) if len(slots) else slice(0, 0)
 
 
 def _shares(weights: Tensor, distance: Tensor, table: Tensor, total: Tensor) -> Tensor:
-    """Return the weight of each vector of a table (.., m + 1, D), (B, H, Q, m + 1), from the weights of near keys.
+    """Return the weight of every vector for values, (B, H, Q, m + 1).
 
     Args:
-        weights: (B, H, Q, near keys).
-        distance: (B|1, 1, Q, near keys).
-        table: the vectors.
-        total: (B, H, Q), the weight of all keys.
+        weights: weights of the near keys, (B, H, Q, near keys).
+        distance: their distances, (B|1, 1, Q, near keys).
+        table: the vectors, (.., m + 1, D).
+        total: weight of all keys, (B, H, Q).
     """
     shares = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
     shares.scatter_add_(-1, _labels(distance, shares), weights)
@@ -198,7 +196,7 @@ def _shares(weights: Tensor, distance: Tensor, table: Tensor, total: Tensor) -> 
 def _by_products(
     terms: Terms, call: Call, key: Tensor, value: Tensor, distance: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (B, H, Q, V) and the weights by matrix products."""
+    """Return the output (B, H, Q, V) and the weights (B, H, Q, L), by matrix products."""
     wide = torch.promote_types(key.dtype, torch.float32)
     scores = _products(terms.query, key).to(wide).mul_(call.scaling)
     if terms.inside is not None:
@@ -212,14 +210,14 @@ def _by_products(
     output = output.reshape(*terms.query.shape[:3], value.shape[-1])
     if call.form.value_table is not None:
         table = call.form.value_table.to(wide)
-        everywhere = torch.compiler.is_compiling() or key.device.type != "cpu"  # where looking for keys is waiting
-        near = slice(None) if everywhere else _near(distance, visible, table)
+        cannot_look = torch.compiler.is_compiling() or key.device.type != "cpu"  # finding near keys reads values
+        near = slice(None) if cannot_look else _near(distance, visible, table)
         output = output + _shares(weights[..., near], distance[..., near], table, weights.sum(-1)) @ table
     return output, weights
 
 
 def _stacked(rows: Tensor, shared: Tensor) -> Tensor:
-    """Return rows (B, H, Q, N) stacked over the heads that share a key, (B, K, H / K * Q, N)."""
+    """Return rows (B, H, Q, N) with the heads that share a key stacked, (B, K, H / K * Q, N)."""
     return rows.reshape(rows.shape[0], shared.shape[1], -1, rows.shape[-1])
 
 
@@ -232,9 +230,9 @@ def _products(query: Tensor, key: Tensor) -> Tensor:
 
 
 class Decode(Engine):
-    """A few queries on the keys of a cache, without gradients, for every form here, every device and dtype.
+    """Attention of a few queries to the keys of a cache, without gradients, for every form, device and dtype.
 
-    With padding, weights, soft cap and dropout; while compiling, for one query.
+    It takes padding, weights, soft cap and dropout. While torch compiles, it takes one query.
     """
 
     name = "decode"
@@ -242,7 +240,7 @@ class Decode(Engine):
     sinks = True
     value_sizes = True
     forms = tuple(TERMS)
-    wrong_form = "the scheme has none of the forms it knows"
+    wrong_form = "the scheme has none of the forms that this engine computes"
 
     def considered(self, call: Call) -> bool:
         """Return whether this is a decoding step."""
@@ -250,17 +248,17 @@ class Decode(Engine):
         return queries <= QUERIES and queries < keys and not torch.is_grad_enabled()
 
     def floor(self, call: Call) -> int:
-        """Return 0 for a form whose table is cached between steps, which pays at any length."""
+        """Return 0 for forms whose table is cached between steps: for them the engine pays at any length."""
         return 0 if is_one_of(call.form, CACHED) else super().floor(call)
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
         queries, keys = call.query.shape[2], call.key.shape[2]
-        # A size of 1 is never dynamic: while compiling no other comparison leaves the graph open to other lengths.
+        # torch.compile specialises a size of 1 anyway. A comparison with another size would fix the length.
         if queries > 1 and (torch.compiler.is_compiling() or queries > QUERIES):
-            return f"it is for {1 if torch.compiler.is_compiling() else QUERIES} queries at most"
+            return f"it takes at most {1 if torch.compiler.is_compiling() else QUERIES} queries"
         if queries >= keys or torch.is_grad_enabled():
-            return "it is for queries on the keys of a cache, without gradients"
+            return "it is for decoding steps: fewer queries than keys, without gradients"
         if isinstance(call.positions, DensePositions):
             return "the mask is given pair by pair"
         return self.why_not_form(call)
@@ -271,12 +269,12 @@ class Decode(Engine):
         with torch.autocast(query.device.type, enabled=False):
             # Under autocast their dtypes may differ.
             key, value = call.key.to(query.dtype), call.value.to(query.dtype)
-            # Negative only where the key is invisible. With a cache no distance is L or more, but between position ids
-            # of the caller's own, which do not come with one while compiling.
+            # Distances are negative only where the key is invisible. With a cache none is L or more, except between
+            # position ids that the caller chose, and while compiling these do not come with a cache.
             most = key.shape[2] - 1 if torch.compiler.is_compiling() else None
             distance, visible = call.positions.distance().clamp(0, most), call.positions.visible()
             wide = torch.promote_types(query.dtype, torch.float32)
-            # The minimum, not -inf: as in the reference, a row that sees nothing, which is padding, sees everything.
+            # The minimum instead of -inf, as in the reference: a row of padding, which sees no key, gets no NaN.
             hidden = query.new_zeros(distance.shape, dtype=wide).masked_fill_(~visible, torch.finfo(wide).min)
             terms = for_form(TERMS, call.form)(call.form, call, distance, hidden)
             weights = None
@@ -289,13 +287,13 @@ class Decode(Engine):
 
 
 def _kernel_takes(terms: Terms, call: Call, value: Tensor) -> bool:
-    """Return whether the flash kernel of the CPU computes the step, and faster than matrix products do."""
+    """Return whether the flash kernel of the CPU can compute the step, and does it faster than matrix products."""
     query, keys = call.query, call.key.shape[2]
     if torch.compiler.is_compiling() or query.device.type != "cpu" or query.shape[3] != value.shape[3]:
         return False
     if terms.factors is not None or call.softcap is not None or call.dropout > 0 or call.weights:
         return False
-    # The kernel hides the weights: those of vectors for values are computed again, by many small operations.
+    # The kernel returns no weights. Vectors for values need those of near keys again, by many small operations.
     if call.form.value_table is not None and keys <= SHORT:
         return False
     return query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and not products_are_faster())

@@ -1,4 +1,4 @@
-"""Choice of the engine for a call: the first, fastest first, that can carry it exactly; and the reason."""
+"""The choice of the engine for a call: the fastest one that can compute it exactly, and the reason."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ ENGINES: tuple[Engine, ...] = (
 )
 """Every engine, fastest first.
 
-The sizes at which one becomes faster than the next were measured by scripts/benchmark_attention.py, on two cores of a
-Xeon with AMX and of a Zen 5 EPYC. That of `flex` was not measured: its kernels take seconds to compile, too long for
-short calls.
+The numbers are scores per head from which an engine is faster than the next, see `Engine.floors`. They were measured by
+scripts/benchmark_attention.py, on two cores of a Xeon with AMX and of a Zen 5 EPYC. That of `flex` was not measured:
+its kernels take seconds to compile, too long for short calls.
 """
 
 NAMES = tuple(engine.name for engine in ENGINES)
-"""Their names."""
+"""Names of the engines."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Choice:
     """An engine and why it was chosen.
 
     Attributes:
-        engine: its name.
-        reason: why the faster ones were not chosen, in words.
+        engine: name of the engine.
+        reason: why the faster engines were not chosen.
     """
 
     engine: str
@@ -86,7 +86,7 @@ def choose(wanted: str, call: Call) -> Choice:
         if reason := find_engine(wanted).refusal(call):
             raise ValueError(f"attention={wanted!r} cannot compute this call: {reason}; use attention='auto'")
         return Choice(wanted, "asked for")
-    if torch.compiler.is_compiling():  # before sizes are compared, which would fix them in the graph
+    if torch.compiler.is_compiling():  # comparing sizes, as below, would fix them in the graph
         for engine in ENGINES:
             if engine.traced and engine.refusal(call) is None:
                 return Choice(engine.name, "torch.compile traces it")

@@ -1,7 +1,7 @@
 """CUDA: torch's FlexAttention with the scheme in `score_mod` and blocks of the mask built on the device. O(L) memory.
 
-A score `s` of distance `d` is changed in one of three ways. Each is a single function whatever the sizes, so that a
-scheme compiles to one kernel per dtype and phase and not one per call:
+A score `s` at distance `d` is changed in one of three ways. Sizes do not change the function, so a scheme compiles to
+one kernel per dtype and phase instead of one per call:
 
 - linear: `s - m_h d`, one multiplication, for slopes that are not learned (ALiBi).
 - table: `s + b_h(d)` or `f_h(d) s`. The table (H, distances) is computed outside the kernel (learned slopes, T5,
@@ -9,22 +9,23 @@ scheme compiles to one kernel per dtype and phase and not one per call:
 - labels: `s + c q_i . a_min(d, m)`, with `c` the factor of the scores. The products (B, H, Q, m + 1) are computed
   outside the kernel (Shaw, keys only).
 
-Gradients of tables are FlexAttention's gradients of captured tensors, sums by atomic addition. They are right, but not
-the same bits twice, so calls under `torch.use_deterministic_algorithms` are refused. FlexAttention allows the function
-to read each table once, as here.
+FlexAttention sums the gradients of tables by atomic addition. They are right, but not the same bits twice, so calls
+under `torch.use_deterministic_algorithms` are refused. FlexAttention allows the function to read each table once.
 
 Visibility comes from the compact channel. A block of 128 queries and 128 keys is skipped, computed with the mask, or
-computed without it. This follows from the smallest and largest index, segment and position in it: (Q / 128)(L / 128)
-numbers, no number per pair of tokens, no wait for the device. With a linear bias, learned or not, blocks out of reach
-are skipped too. Let `s_ij <= a_i = scaling |q_i| max_(j <= i) |k_j|`. The keys of row `i` at distances of at least `w`
-are fewer than L. Relative to the row's own key their weight is
+computed without it. Its smallest and largest index, segment and position decide. These are (Q / 128)(L / 128) numbers
+instead of one per pair of tokens, and need no wait for the device.
+
+With a linear bias, learned or not, blocks out of reach are skipped as well. The scores of row `i` are bounded by
+`s_ij <= a_i = scaling |q_i| max_(j <= i) |k_j|`. Fewer than L of its keys are at distances of at least `w`. Divided by
+the weight of key `i`, their weights sum to
 
     sum exp(a_i - m d) / exp(s_ii) <= L exp(a_i - s_ii - m w),
 
-which is below `epsilon` where `w >= (a_i - s_ii + ln(L / epsilon)) / m`. Unlike the bound of `banded` this one counts
-keys and not distances, and so also holds for position_ids that repeat or leave gaps.
+which is below `epsilon` where `w >= (a_i - s_ii + ln(L / epsilon)) / m`. The bound of `banded` counts distances. This
+one counts keys, and so also holds for position_ids that repeat or leave gaps.
 
-The length of a table is read from the device, once per call, and waited for. The linear way needs no length.
+A call with a table waits for the device once, to read the length of the table. The linear way needs no length.
 
 The kernels are compiled by torch.compile with `fullgraph=True`. More than `GRAPHS` of them is an error, never a silent
 change to uncompiled attention, which would need Q x L numbers. `TORCH_LOGS=recompiles` reports each one.
@@ -62,10 +63,10 @@ SMALLEST_HEAD = 16
 """Smallest head size that the Triton kernel takes."""
 
 INVISIBLE = torch.iinfo(torch.int32).min
-"""Segment of keys that are padding: no query has it."""
+"""Segment of padding keys. No query is in it."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A score, the indices of its row, head, query and key -> the changed score."""
+"""(score, batch row, head, query slot, key slot) -> changed score."""
 
 
 # -------------------------------------------------------------------------------------------------------- the scores
@@ -75,46 +76,48 @@ def _capped(score: Tensor, h: Tensor, caps: Tensor | None) -> Tensor:
     return score if caps is None else caps[h] * torch.tanh(score / caps[h])
 
 
-def linear(slopes: Tensor, query_place: Tensor, key_place: Tensor, caps: Tensor | None) -> ScoreMod:
-    """Return `cap(s) - m_h d`; slopes (H,) float32, places (B, Q) and (B, L)."""
+def linear(slopes: Tensor, query_positions: Tensor, key_positions: Tensor, caps: Tensor | None) -> ScoreMod:
+    """Return `cap(s) - m_h d`; slopes (H,) float32, positions (B, Q) and (B, L)."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = (query_place[b, i] - key_place[b, j]).clamp(min=0)
+        distance = (query_positions[b, i] - key_positions[b, j]).clamp(min=0)
         return _capped(score, h, caps) - slopes[h] * distance
 
     return score_mod
 
 
-def added(table: Tensor, query_place: Tensor, key_place: Tensor, caps: Tensor | None) -> ScoreMod:
+def added(table: Tensor, query_positions: Tensor, key_positions: Tensor, caps: Tensor | None) -> ScoreMod:
     """Return `cap(s) + b_h(d)`; table (H, distances) float32."""
     last = table.shape[1] - 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         # Masked pairs are evaluated too: their distances are put inside the table.
-        distance = (query_place[b, i] - key_place[b, j]).clamp(min=0, max=last)
+        distance = (query_positions[b, i] - key_positions[b, j]).clamp(min=0, max=last)
         return _capped(score, h, caps) + table[h, distance]
 
     return score_mod
 
 
-def rescaled(table: Tensor, query_place: Tensor, key_place: Tensor, caps: Tensor | None, *, relu: bool) -> ScoreMod:
+def rescaled(
+    table: Tensor, query_positions: Tensor, key_positions: Tensor, caps: Tensor | None, *, relu: bool
+) -> ScoreMod:
     """Return `relu(cap(s)) f_h(d)`, or `cap(s) f_h(d)`; table (H, distances) float32."""
     last = table.shape[1] - 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        distance = (query_place[b, i] - key_place[b, j]).clamp(min=0, max=last)
+        distance = (query_positions[b, i] - key_positions[b, j]).clamp(min=0, max=last)
         content = _capped(score, h, caps)
         return (content.relu() if relu else content) * table[h, distance]
 
     return score_mod
 
 
-def labelled(by_label: Tensor, query_place: Tensor, key_place: Tensor, caps: Tensor | None) -> ScoreMod:
+def labelled(by_label: Tensor, query_positions: Tensor, key_positions: Tensor, caps: Tensor | None) -> ScoreMod:
     """Return `cap(s + r(b, h, i, min(d, m)))`; by_label (B, H, Q, m + 1) float32."""
     last = by_label.shape[3] - 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        label = (query_place[b, i] - key_place[b, j]).clamp(min=0, max=last)
+        label = (query_positions[b, i] - key_positions[b, j]).clamp(min=0, max=last)
         return _capped(score + by_label[b, h, i, label], h, caps)
 
     return score_mod
@@ -125,12 +128,12 @@ class Modifier:
     """How FlexAttention modifies the scores for a form.
 
     Attributes:
-        kind: name of the modification; the self-test tries each.
-        make: returns the function of a score, from its numbers, the places of queries and keys, and the caps.
-        numbers: returns these numbers, from the queries, the number of distances, and the factor of the scores. The
-            number of distances is a function, since calling it may wait for the device.
-        slopes: (H,) of a bias that is linear in the distance, or None.
-        on_cpu: whether torch compiles it for a CPU, too.
+        kind: name of the modification. The self-test tries every kind once.
+        make: returns the `ScoreMod`, from the result of `numbers`, the positions of queries and keys, and the caps.
+        numbers: returns the slopes, table or products. Arguments: the queries, a function that returns the number of
+            distances (calling it may wait for the device), and the factor of the scores.
+        slopes: (H,) slopes of a bias that is linear in the distance, or None.
+        on_cpu: whether torch can also compile it for a CPU.
     """
 
     kind: str
@@ -169,7 +172,7 @@ MODIFIERS: Mapping[type[Form], Callable[[Any], Modifier]] = {
     Factors: _factors,
     ClippedVectors: _clipped_vectors,
 }
-"""Functions that return the modifier of each form."""
+"""Form -> function that returns its modifier."""
 
 
 def modifier_of(form: Form) -> Modifier:
@@ -178,25 +181,25 @@ def modifier_of(form: Form) -> Modifier:
 
 
 def score_mod(form: Form, query: Tensor, positions: Positions, scaling: float, softcap: float | None) -> ScoreMod:
-    """Return the function of a score that FlexAttention is given for a form.
+    """Return the function by which FlexAttention changes a score.
 
     Args:
-        form: one that `why_not` does not refuse.
+        form: a form that `why_not` does not refuse.
         query: (B, H, Q, D).
-        positions: of the queries and keys.
+        positions: positions of the queries and keys.
         scaling: factor of the scores.
-        softcap: cap on the scores or None.
+        softcap: cap on the scores, or None.
     """
     # Copies: compiling for a CPU does not take views that overlap themselves or each other.
-    query_place, key_place = (
+    query_positions, key_positions = (
         each.expand(query.shape[0], -1).clone(memory_format=torch.contiguous_format)
         for each in (positions.query_positions, positions.key_positions)
     )
-    # A tensor, since a number would become a symbol as soon as a second one is seen, which score_mod does not take.
+    # As a tensor: torch.compile makes a number a symbol when it sees a second value, and score_mod takes no symbols.
     caps = None if softcap is None else torch.full(query.shape[1:2], softcap, device=query.device)
     modifier = modifier_of(form)
     numbers = modifier.numbers(query, lambda: longest(positions), scaling)
-    return modifier.make(numbers, query_place, key_place, caps)
+    return modifier.make(numbers, query_positions, key_positions, caps)
 
 
 def longest(positions: Positions) -> int:
@@ -210,84 +213,84 @@ def longest(positions: Positions) -> int:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Index, position and segment of each query, or key, (B, T) int32; padding is in the segment INVISIBLE."""
+    """Index, position and segment of queries or of keys, (B, T) int32. Padding is in the segment INVISIBLE."""
 
     index: Tensor
-    place: Tensor
+    position: Tensor
     segment: Tensor
 
 
 def block_mask(positions: Positions, size: int, reach: Tensor | None = None) -> BlockMask:
-    """Build the mask on the device: O((Q / 128) (L / 128)) numbers, without waiting for it.
+    """Build the mask on the device, O((Q / 128) (L / 128)) numbers, without waiting for the device.
 
     Args:
-        positions: of the queries and keys.
-        size: B of the queries; the lists of blocks have it only where rows of the batch differ.
-        reach: (H, blocks of queries) distances from which on keys provably do not count, see `reaches`; or None.
+        positions: positions of the queries and keys.
+        size: B of the queries. The lists of blocks have this size only where rows of the batch differ.
+        reach: (H, blocks of queries) distance from which on keys provably do not count, see `reaches`; or None.
     """
     p = positions
-    everyone = (p.query_index, p.query_positions, p.query_segment, p.key_index, p.key_positions, p.key_segment)
-    batch = max(each.shape[0] for each in (*everyone, p.key_valid, p.window))
-    expanded = [each.expand(batch, -1).int() for each in everyone]
+    per_token = (p.query_index, p.query_positions, p.query_segment, p.key_index, p.key_positions, p.key_segment)
+    batch = max(each.shape[0] for each in (*per_token, p.key_valid, p.window))
+    expanded = [each.expand(batch, -1).int() for each in per_token]
     queries, keys = _Tokens(*expanded[:3]), _Tokens(*expanded[3:])
     keys = replace(keys, segment=torch.where(p.key_valid, keys.segment, INVISIBLE))
     window = p.window.expand(batch, 1).int()
 
-    kept, full = (each[:, None] for each in _blocks(queries, keys, window))
+    computed, full = (each[:, None] for each in _blocks(queries, keys, window))
     if reach is not None:
-        nearest = _extremes(queries.place)[0][..., :, None] - _extremes(keys.place)[1][..., None, :]
-        kept = kept & (nearest[:, None] < reach[None, :, :, None])
-    full = full & kept
-    shape = (1 if reach is None else reach.shape[0], *kept.shape[2:])
-    partial = _ordered((kept & ~full).expand(batch, *shape))
+        nearest = _extremes(queries.position)[0][..., :, None] - _extremes(keys.position)[1][..., None, :]
+        computed = computed & (nearest[:, None] < reach[None, :, :, None])
+    full = full & computed
+    shape = (1 if reach is None else reach.shape[0], *computed.shape[2:])
+    partial = _ordered((computed & ~full).expand(batch, *shape))
     whole = _ordered(full.expand(batch, *shape))
 
-    of_queries, of_keys, segment_of_queries, segment_of_keys, windows = (
+    query_index, key_index, query_segment, key_segment, windows = (
         each.expand(size, -1).clone(memory_format=torch.contiguous_format)
         for each in (queries.index, keys.index, queries.segment, keys.segment, window)
     )
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        lag = of_queries[b, i] - of_keys[b, j]
-        return (lag >= 0) & (lag < windows[b, 0]) & (segment_of_queries[b, i] == segment_of_keys[b, j])
+        lag = query_index[b, i] - key_index[b, j]
+        return (lag >= 0) & (lag < windows[b, 0]) & (query_segment[b, i] == key_segment[b, j])
 
     lengths = (queries.index.shape[1], keys.index.shape[1])
     return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=lengths)
 
 
 def _blocks(queries: _Tokens, keys: _Tokens, window: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which blocks hold a visible pair, and which visible pairs only, bool (B, blocks, blocks)."""
+    """Return which blocks hold a visible pair, and which hold visible pairs only, both bool (B, blocks, blocks)."""
     q_low, q_high = _extremes(queries.index)
     k_low, k_high = _extremes(keys.index)
     q_first, q_last = _extremes(queries.segment)
-    # Padding belongs to no segment: it narrows nothing, and a block with any of it needs the mask.
+    # Padding belongs to no segment: the range of segments leaves it out, and a block with padding needs the mask.
     lowest, k_last = _extremes(keys.segment)
     padded = lowest == INVISIBLE
     k_first, _ = _extremes(keys.segment.masked_fill(keys.segment == INVISIBLE, torch.iinfo(torch.int32).max))
     rows, columns = (..., slice(None), None), (..., None, slice(None))
-    kept = (q_high[rows] >= k_low[columns]) & (q_low[rows] - k_high[columns] < window[:, :, None])
-    kept &= (q_first[rows] <= k_last[columns]) & (k_first[columns] <= q_last[rows])
+    visible = (q_high[rows] >= k_low[columns]) & (q_low[rows] - k_high[columns] < window[:, :, None])
+    visible &= (q_first[rows] <= k_last[columns]) & (k_first[columns] <= q_last[rows])
     full = (q_low[rows] >= k_high[columns]) & (q_high[rows] - k_low[columns] < window[:, :, None])
-    one = (q_first == q_last)[rows] & (k_first == k_last)[columns] & (q_first[rows] == k_first[columns])
-    full &= one & ~padded[columns]
+    same_segment = (q_first == q_last)[rows] & (k_first == k_last)[columns] & (q_first[rows] == k_first[columns])
+    full &= same_segment & ~padded[columns]
     if queries.index.shape[1] % BLOCK:
         full[:, -1] = False
     if keys.index.shape[1] % BLOCK:
         full[:, :, -1] = False
-    return kept, full
+    return visible, full
 
 
 def _extremes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest value of each block, (B, blocks), of values (B, T)."""
-    spare = -values.shape[1] % BLOCK
-    if spare:
-        values = torch.cat([values, values[:, -1:].expand(-1, spare)], 1)
+    """Return the smallest and the largest of the values (B, T) in each block, both (B, blocks)."""
+    missing = -values.shape[1] % BLOCK
+    if missing:
+        values = torch.cat([values, values[:, -1:].expand(-1, missing)], 1)
     blocks = values.view(values.shape[0], -1, BLOCK)
     return blocks.amin(-1), blocks.amax(-1)
 
 
 def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of chosen blocks of keys of each block of queries, and all blocks, the chosen ones first."""
+    """Return how many key blocks are chosen for each query block, and its key blocks in order, chosen ones first."""
     order = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.int().contiguous()
 
@@ -295,13 +298,13 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def reaches(
     query: Tensor, key: Tensor, slopes: Tensor, positions: Positions, scaling: float, epsilon: float = EPSILON
 ) -> Tensor:
-    """Return the distance from which on keys do not count for a block of queries, by the bound above.
+    """Return for each block of queries the distance from which on keys do not count, by the bound above.
 
     Args:
         query: (B, H, Q, D).
-        key: (B, K, Q, D): the same tokens, so that each query's own key is known.
+        key: (B, K, Q, D), keys of the same tokens: key `i` belongs to query `i`.
         slopes: (H,).
-        positions: of the queries and keys.
+        positions: positions of the queries and keys.
         scaling: factor of the scores.
         epsilon: largest share of a row's weight that may be left out.
 
@@ -310,20 +313,22 @@ def reaches(
     """
     batch, heads, length, size = query.shape
     groups = heads // key.shape[1]
-    own = torch.einsum("bkgqd,bkqd->bkgq", query.float().view(batch, -1, groups, length, size), key.float())
+    own_products = torch.einsum("bkgqd,bkqd->bkgq", query.float().view(batch, -1, groups, length, size), key.float())
     key_norms = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32).cummax(-1).values
     query_norms = torch.linalg.vector_norm(query, dim=-1, dtype=torch.float32)
     # Scores of a few hundred and a slope of 2^-8 leave float32 several digits; the slack covers rounding of products.
-    products = query_norms.view(own.shape) * key_norms[:, :, None]
-    room = scaling * (products * (1.0 + 2.0**-12) - own)
-    room = _extremes(room.view(batch * heads, length))[1].view(batch, heads, -1).amax(0)
-    needed = (room + math.log(length / epsilon)) / slopes.float()[:, None]
+    products = query_norms.view(own_products.shape) * key_norms[:, :, None]
+    excess = scaling * (products * (1.0 + 2.0**-12) - own_products)
+    excess = _extremes(excess.view(batch * heads, length))[1].view(batch, heads, -1).amax(0)
+    reach = (excess + math.log(length / epsilon)) / slopes.float()[:, None]
     p = positions
     # Queries and keys are slots of the same tokens, and each visible key sits at or before its query.
-    same = (p.query_index == p.key_index).all() & (p.query_positions == p.key_positions).all()
-    same = same & (p.query_segment == p.key_segment).all() & (p.key_index[:, 1:] > p.key_index[:, :-1]).all()
-    known = (slopes[:, None] > 0) & (scaling > 0) & ~needed.isnan() & same
-    return torch.where(known, needed, math.inf)
+    same_tokens = (p.query_index == p.key_index).all() & (p.query_positions == p.key_positions).all()
+    same_tokens = (
+        same_tokens & (p.query_segment == p.key_segment).all() & (p.key_index[:, 1:] > p.key_index[:, :-1]).all()
+    )
+    bound_holds = (slopes[:, None] > 0) & (scaling > 0) & ~reach.isnan() & same_tokens
+    return torch.where(bound_holds, reach, math.inf)
 
 
 # --------------------------------------------------------------------------------------------------------- the engine
@@ -331,11 +336,11 @@ def reaches(
 
 @functools.cache
 def compiled(device: str) -> Callable[..., Any]:
-    """Return FlexAttention, compiled on its first call; it raises rather than run uncompiled.
+    """Return FlexAttention, compiled on its first call. It raises rather than run uncompiled.
 
     Args:
-        device: `cuda` or `cpu`. For a CPU each shape has a kernel of its own: with more than ten symbols for sizes
-            torch writes C++ that does not compile (it replaces the name of one inside that of another).
+        device: `cuda` or `cpu`. On a CPU every shape gets its own kernel. With more than ten symbols for sizes torch
+            would write C++ that does not compile, because it replaces a symbol's name inside longer names.
     """
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
@@ -354,14 +359,14 @@ def attend(
     """Attend by FlexAttention.
 
     Args:
-        form: one that `why_not` does not refuse.
+        form: a form that `why_not` does not refuse.
         query: (B, H, Q, D).
         key: (B, K, L, D), K divides H.
         value: (B, K, L, D).
-        positions: of these queries and keys.
+        positions: positions of these queries and keys.
         scaling: factor of the scores.
-        softcap: cap on the scores or None.
-        kernel: stands in for the compiled FlexAttention.
+        softcap: cap on the scores, or None.
+        kernel: function to call in place of the compiled FlexAttention.
 
     Returns:
         (B, H, Q, D) in the query's dtype; rows that see no key are 0.
@@ -387,10 +392,10 @@ def attend(
 
 
 def why_not(form: Form, query: Tensor) -> str | None:
-    """Return why the engine cannot compute a form that it takes on these queries, or None if it can.
+    """Return why the kernel cannot take these queries with this form, or None if it can.
 
     Args:
-        form: how the scores depend on distance.
+        form: one of the forms of `MODIFIERS`.
         query: (B, H, Q, D).
     """
     if query.device.type not in ("cuda", "cpu"):
@@ -404,7 +409,7 @@ def why_not(form: Form, query: Tensor) -> str | None:
     if query.device.type == "cpu" and not modifier_of(form).on_cpu:
         return "torch cannot compute products per query and label for a CPU once lengths vary"
     if form.value_table is not None:
-        return "it has no vectors for values: how much each label weighs is known to no kernel that hides the weights"
+        return "it has no vectors for values: they need the attention weights, which the kernel does not return"
     if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled():
         if modifier_of(form).numbers(query[:, :, :1], lambda: 1, 1.0).requires_grad:
             return "it sums gradients of tables by atomic addition, and deterministic algorithms were asked for"
@@ -412,7 +417,7 @@ def why_not(form: Form, query: Tensor) -> str | None:
 
 
 def kind_of(call: Call) -> selftest.Kind:
-    """Return the kind of a call that the engine does not refuse."""
+    """Return the self-test's kind of a call that the engine does not refuse."""
     return selftest.Kind(
         form=modifier_of(call.form).kind,
         dtype=call.query.dtype,
@@ -425,9 +430,10 @@ def kind_of(call: Call) -> selftest.Kind:
 
 
 class Flex(Engine):
-    """ALiBi, DA-Transformer and Shaw without vectors for values, on CUDA; soft cap, every mask but a user's 4-D one.
+    """FlexAttention on CUDA, for tables by distance (ALiBi, DA-Transformer) and for Shaw without vectors for values.
 
-    On a CPU only if asked for, with a C++ compiler and without gradients. No weights, no dropout. O(L) memory.
+    It takes a soft cap, and every mask but a user's 4-D one. It takes no dropout and returns no weights. O(L) memory.
+    On a CPU it runs only if asked for, with a C++ compiler and without gradients.
     """
 
     name = "flex"
@@ -447,9 +453,9 @@ class Flex(Engine):
         return self.why_not_form(call) or why_not(call.form, call.query)
 
     def distrust(self, call: Call) -> str | None:
-        """Return the fault that the self-test found on this device, or None if it was passed.
+        """Return the fault that the self-test found on this device, or None if the device passed.
 
-        Each kind of call is tried once per process: `selftest.tried` keeps the results.
+        Every kind of call is tried once per process: `selftest.tried` keeps the results.
         """
         return selftest.fault(kind_of(call), self.attend)
 

@@ -8,7 +8,7 @@ from .base import Engine
 
 
 class Reference(Engine):
-    """Every scheme, mask and dtype, with weights; O(Q L) memory."""
+    """The engine for every scheme, mask and dtype, with weights. O(Q L) memory."""
 
     name = "reference"
     traced = True
@@ -21,10 +21,10 @@ class Reference(Engine):
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor]:
-    """Attend densely, in float32 whatever the model's dtype (float64 for float64), also under autocast.
+    """Attend densely, in float64 for float64 models and in float32 for all others, also under autocast.
 
     Args:
-        call: any.
+        call: any call.
 
     Returns:
         output (B, Q, H, V) and weights (B, H, Q, L) after dropout, both in the query's dtype.

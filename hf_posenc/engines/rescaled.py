@@ -1,11 +1,12 @@
-"""Scores times a function of distance in linear memory: head by head, a few queries at a time.
+"""Scores times a factor by distance (DA-Transformer) in linear memory: head by head, a few queries at a time.
 
-No flash kernel takes a factor on its scores (DA-Transformer). So a chunk of them is made, (rows, L), small enough for
-the caches. With the rows in reverse order the factor of row `r` and key `j` depends on `r + j` only (see `toeplitz`).
-It is read from a table of O(L) numbers through a strided view: neither distances nor exponentials are computed per
-score. Backward: a chunk is computed again. The gradient of the table is the sum along each diagonal, as in `toeplitz`.
+No flash kernel takes a factor on its scores. So the scores of a chunk of queries are computed, (rows, L), few enough
+for the caches. With the rows in reverse order the factor of row `r` and key `j` depends on `r + j` only (see
+`toeplitz`). It is read from a table of O(L) numbers through a strided view, so that neither distances nor exponentials
+are computed per score. Backward: a chunk is computed again. The gradient of the table is the sum along each diagonal,
+as in `toeplitz`.
 
-Accuracy class: float32 throughout; bfloat16 inputs are widened one head at a time.
+Accuracy class: float32 throughout. bfloat16 inputs are converted to float32 one head at a time.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from .spans import Context, SpanEngine
 from .tiles import by_pair, softmax_backward
 
 ROWS = 256
-"""Most queries per chunk. More waste the upper half of a larger block, fewer leave threads too little to share."""
+"""Largest number of queries per chunk. Larger chunks compute more masked pairs; smaller ones do not occupy threads."""
 
 SCORES = 2**22
-"""Scores of a chunk, 16 MiB of them, above which it has fewer queries."""
+"""Largest number of scores of a chunk, 16 MiB. Long sequences have fewer queries per chunk."""
 
 
 class Rescaled(SpanEngine[Factors]):
-    """Factors of distance on the scores (DA-Transformer); sliding windows."""
+    """The engine for factors by distance on the scores (DA-Transformer), with sliding windows."""
 
     name = "rescaled"
     forms = (Factors,)
@@ -52,7 +53,7 @@ def attend(
         query: (B, H, Q, D) on a CPU, float32 or bfloat16.
         key: (B, H, L, D), L >= Q.
         value: (B, H, L, D).
-        factors: (H, L) float32, `f` of distance 0 .. L-1. Gradients flow to it.
+        factors: (H, L) float32, `f` of distances 0 .. L-1. Gradients flow to it.
         scaling: factor of the scores.
         relu: whether negative scores are clipped at 0 first.
         window: keys at this distance or further are not seen.
@@ -76,13 +77,13 @@ class _Settings(NamedTuple):
 
 
 class _Work:
-    """Tables backwards, chunks, and the scores of one chunk, for both passes. Rows are in reverse order."""
+    """Reversed tables, the chunks, and the scores of one chunk, for both passes. Rows are in reverse order."""
 
     def __init__(self, queries: int, factors: Tensor, settings: _Settings, buffers: int) -> None:
         keys = factors.shape[1]
         self.relu = settings.relu
         self.factors = tiles.reversed_table(factors * settings.scaling, 0.0)
-        # Hidden keys have a bias of -inf, so that no score is visited once more to be masked.
+        # A bias of -inf masks keys in the pass that multiplies the factors.
         self.mask = tiles.reversed_table(tiles.windowed(factors.new_zeros(1, keys), settings.window), -math.inf)[0]
         self.chunks = tiles.split(queries, keys, settings.window, settings.rows)
         self.buffers = tiles.Buffers(min(settings.rows, queries) * keys, buffers)
@@ -92,7 +93,7 @@ class _Work:
         return scores.mul_(by_pair(self.factors[h], last - 1, first, *scores.shape))
 
     def weights(self, h: int, first: int, last: int, q: Tensor, k: Tensor, target: int) -> tuple[Tensor, Tensor]:
-        """Return `relu(q . k)` (rows, keys) in buffer 0, and the weights in another one or the same."""
+        """Return `relu(q . k)` (rows, keys) in buffer 0, and the weights in buffer `target`, which may be 0."""
         content = self.buffers.product(q, k[first:last].T, 0)
         if self.relu:
             content.relu_()
@@ -125,10 +126,10 @@ class _Rescaled(torch.autograd.Function):
         query, key, value, factors = ctx.saved_tensors
         queries, length = query.shape[2], key.shape[2]
         work = _Work(queries, factors, ctx.settings, buffers=3)
-        of_query, of_key, of_value = (torch.empty_like(each) for each in (query, key, value))
-        of_reversed = diagonals = None
+        grad_query, grad_key, grad_value = (torch.empty_like(each) for each in (query, key, value))
+        grad_reversed = diagonals = None
         if ctx.needs_input_grad[3]:
-            of_reversed = torch.zeros_like(work.factors)
+            grad_reversed = torch.zeros_like(work.factors)
             diagonals = tiles.Diagonals(min(ctx.settings.rows, queries), length)
         for b in range(query.shape[0]):
             for h in range(query.shape[1]):
@@ -139,15 +140,15 @@ class _Rescaled(torch.autograd.Function):
                     rows, shape = slice(queries - end, queries - i), (end - i, last - first)
                     content, weights = work.weights(h, first, last, q[rows], k, 1)
                     dv[first:last].addmm_(weights.T, g[rows])
-                    of_scores = softmax_backward(work.buffers.product(g[rows], v[first:last].T, 2), weights)
-                    if of_reversed is not None and diagonals is not None:
-                        torch.mul(of_scores, content, out=diagonals.room(*shape))
-                        diagonals.add_to(of_reversed[h], length - last + first, *shape)
+                    grad_scores = softmax_backward(work.buffers.product(g[rows], v[first:last].T, 2), weights)
+                    if grad_reversed is not None and diagonals is not None:
+                        torch.mul(grad_scores, content, out=diagonals.room(*shape))
+                        diagonals.add_to(grad_reversed[h], length - last + first, *shape)
                     if work.relu:
-                        torch.ops.aten.threshold_backward(of_scores, content, 0, grad_input=of_scores)
-                    work.rescale(h, first, last, of_scores)
-                    dq[rows] = of_scores @ k[first:last]
-                    dk[first:last].addmm_(of_scores.T, q[rows])
-                of_query[b, h], of_key[b, h], of_value[b, h] = dq.flip(0), dk, dv
-        of_factors = None if of_reversed is None else of_reversed[:, :length].flip(1).mul_(ctx.settings.scaling)
-        return of_query, of_key, of_value, of_factors, None
+                        torch.ops.aten.threshold_backward(grad_scores, content, 0, grad_input=grad_scores)
+                    work.rescale(h, first, last, grad_scores)
+                    dq[rows] = grad_scores @ k[first:last]
+                    dk[first:last].addmm_(grad_scores.T, q[rows])
+                grad_query[b, h], grad_key[b, h], grad_value[b, h] = dq.flip(0), dk, dv
+        grad_factors = None if grad_reversed is None else grad_reversed[:, :length].flip(1).mul_(ctx.settings.scaling)
+        return grad_query, grad_key, grad_value, grad_factors, None

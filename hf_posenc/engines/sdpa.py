@@ -13,21 +13,24 @@ from .base import Engine
 from .spans import spans
 
 WHOLE = 2**18
-"""Entries up to which a mask is made whole on a CPU. Above, a mask of few queries at a time, on the keys that they may
-see, took less time in every case: at 4096 tokens 1/15 with a window of 64, half without one."""
+"""Largest mask, in entries, that is made for all queries at once on a CPU.
+
+Above it, masks of few queries on the keys that they may see were always faster: at 4096 tokens they took 1/15 of the
+time with a window of 64, and half without a window.
+"""
 
 PAIRS = 2**20
-"""Entries of the mask of a few queries, at most, on a CPU."""
+"""Largest mask of a few queries on a CPU, in entries."""
 
 PAIRS_ELSEWHERE = 2**25
-"""`PAIRS` on other devices, where small kernels are slow. Up to here masks are made whole there."""
+"""Largest mask on other devices, in entries, of all queries or a few. Small kernels are slow there."""
 
 ROWS = 256
-"""Queries at a time on a CPU, at most: each of them is masked on the keys that any of the others sees."""
+"""Largest number of queries at a time on a CPU. Their mask has every key that any of them sees."""
 
 
 class Sdpa(Engine):
-    """`scaled_dot_product_attention`: O(L) memory, but for a user's 4-D mask and while compiling."""
+    """`scaled_dot_product_attention`. O(L) memory, except with a user's 4-D mask and while torch compiles."""
 
     name = "sdpa"
     forms = (Content,)
@@ -36,7 +39,7 @@ class Sdpa(Engine):
     value_sizes = True
 
     def considered(self, call: Call) -> bool:
-        """Return whether no scheme is on the scores."""
+        """Return whether no scheme changes the scores."""
         return self.why_not_form(call) is None
 
     def why_not(self, call: Call) -> str | None:
@@ -58,7 +61,7 @@ class Sdpa(Engine):
 
 
 def _attend(call: Call, *, causal: bool = False) -> Tensor:
-    """Call the kernel, with a mask if attention is not plainly causal; returns (B, Q, H, V)."""
+    """Return the kernel's output (B, Q, H, V). It gets a mask if attention is not plainly causal."""
     output = torch.nn.functional.scaled_dot_product_attention(
         call.query,
         call.key,
@@ -73,7 +76,7 @@ def _attend(call: Call, *, causal: bool = False) -> Tensor:
 
 
 def _rows(call: Call) -> int:
-    """Return how many queries are computed at a time: all of them where their mask is small, or given pair by pair."""
+    """Return how many queries are computed at a time: all of them if their mask is small or a user's 4-D one."""
     positions, queries, keys = call.positions, int(call.query.shape[2]), int(call.key.shape[2])
     if torch.compiler.is_compiling() or isinstance(positions, DensePositions):
         return queries
@@ -88,7 +91,7 @@ def _rows(call: Call) -> int:
 
 
 def _mask(call: Call) -> Tensor:
-    """Return which keys are seen, bool; or a user's own float mask."""
+    """Return which keys are visible, bool, or a user's own float mask."""
     positions = call.positions
     if isinstance(positions, DensePositions) and positions.seen.is_floating_point():
         return positions.seen.to(call.query.dtype)
@@ -96,9 +99,9 @@ def _mask(call: Call) -> Tensor:
 
 
 def _is_plainly_causal(call: Call) -> bool:
-    """Return whether queries and keys are the same tokens, one document without padding or window, all of it visible.
+    """Return whether queries and keys are the tokens of one document, without padding, cache and window.
 
-    False while compiling and on other devices than a CPU, where reading the positions would wait for the device.
+    False while torch compiles, and on devices other than a CPU, where reading positions would wait for the device.
     """
     positions, length = call.positions, call.query.shape[2]
     if torch.compiler.is_compiling() or call.query.device.type != "cpu" or isinstance(positions, DensePositions):

@@ -1,12 +1,12 @@
 """A self-test of FlexAttention on the user's device, made once per engine and kind of call.
 
-Its kernels are compiled on the user's machine, by the compiler, the driver and the device there. So they are tried
-before `auto` hands them a kind of call. They compute a small example of it, outputs and gradients, with grouped heads,
-two documents, padding, a sliding window and more than one block. The reference engine computes the same in float64. If
-the kernels cannot be compiled, or give other numbers, a warning says so and the next engine is taken.
+The user's own compiler and driver build the kernels of FlexAttention. So the kernels are tried before `auto` hands them
+a kind of call. They compute the output and the gradients of a small example, with two documents, padding, a sliding
+window and more than one block. The reference engine computes the same in float64. If the kernels cannot be compiled,
+or their numbers differ, a warning says so and the next engine is taken.
 
-The example is computed in a thread of its own. Gradient modes, autocast and the hooks of activation checkpointing of
-the call that caused it do not reach there.
+A separate thread computes the example, so that gradient mode, autocast and checkpointing hooks of the user's call do
+not affect it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ LENGTH = 300
 """Tokens of the example: two blocks of queries and part of a third."""
 
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Largest error, relative to the largest number of each tensor; in float32 products may be of the TF32 format."""
+"""Largest error relative to the largest number of a tensor, by dtype. Products of float32 may be computed in TF32."""
 
 SCALING = 0.2
+"""Factor of the example's scores."""
+
 SOFTCAP = 2.0
+"""Cap on the example's scores, where the kind has one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Kind:
         grouped: whether query heads share keys.
         capped: whether scores have a soft cap.
         gradients: whether gradients are taken.
-        device: where.
+        device: device of queries and keys.
     """
 
     form: str
@@ -64,12 +67,12 @@ Attend = Callable[[Call], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Example:
-    """A form with random numbers.
+    """A form of the self-test, with a random table.
 
     Attributes:
-        form: makes it from the numbers.
-        labels: whether these are vectors of 17 labels, (17, D), and not numbers of distances, (H, 2 * LENGTH).
-        learned: whether they have gradients.
+        form: returns the form that has this table.
+        labels: the table has vectors of 17 labels, (17, D). Otherwise it has numbers by distance, (H, 2 * LENGTH).
+        learned: whether gradients of the table are compared.
     """
 
     form: Callable[[Tensor], Form]
@@ -86,29 +89,29 @@ EXAMPLES = {
     ),
     "labelled": Example(lambda table: ClippedVectors(table, None), labels=True),
 }
-"""Forms to try, by the name in `Kind.form`."""
+"""`Kind.form` -> the form to try."""
 
 
 class _Capturing(Exception):
-    """Raised where nothing may be tried, because a CUDA graph is being captured."""
+    """Raised when the self-test cannot run, because a CUDA graph is being captured."""
 
 
 def fault(kind: Kind, attend: Attend) -> str | None:
-    """Return why an engine must not compute such calls here, or None if it passes its self-test; warns of a fault.
+    """Return why an engine must not compute calls of a kind, or None if it passes its self-test. A fault warns once.
 
     Args:
-        kind: of the call.
-        attend: the engine's; what it computes is tried once.
+        kind: kind of the call.
+        attend: the engine's `attend`.
     """
     try:
         return tried(kind, attend)
     except _Capturing:
-        return "it was not tried before this CUDA graph was captured"
+        return "its self-test had not run before this CUDA graph was captured"
 
 
 @functools.cache
 def tried(kind: Kind, attend: Attend) -> str | None:
-    """Try a kind of call, see `fault`. Kernels are compiled once per process, so the result is kept as long."""
+    """Try a kind of call, see `fault`. The result is cached for the process, as the compiled kernels are."""
     if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise _Capturing
     with ThreadPoolExecutor(1) as thread:
@@ -126,28 +129,28 @@ def tried(kind: Kind, attend: Attend) -> str | None:
 def _compare(kind: Kind, attend: Attend) -> str | None:
     try:
         if kind.device.type == "cuda":
-            torch.cuda.set_device(kind.device)  # of this thread
+            torch.cuda.set_device(kind.device)  # each thread has its own current device
         actual = _results(kind, attend)
     except Exception as error:  # whatever compilers, drivers and devices may come up with
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     for name, expected in _results(kind, reference.attend, torch.float64).items():
-        off = ((actual[name].double() - expected).abs().max() / expected.abs().max()).item()
-        if not off <= TOLERANCE[kind.dtype]:  # NaN as well
-            return f"{name} is off by {off:.1e} of its largest number"
+        error_size = ((actual[name].double() - expected).abs().max() / expected.abs().max()).item()
+        if not error_size <= TOLERANCE[kind.dtype]:  # NaN as well
+            return f"{name} is off by {error_size:.1e} of its largest number"
     return None
 
 
 def _results(kind: Kind, attend: Attend, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return the output, and the gradients if the kind has any, of the same example each time.
+    """Return the example's output, and its gradients if the kind takes any. The example is the same every time.
 
     Args:
-        kind: of the call.
-        attend: computes it.
-        dtype: to convert queries, keys, values and the form's numbers to; None leaves them.
+        kind: kind of the call.
+        attend: computes the call.
+        dtype: dtype to which queries, keys, values and the table are converted; None leaves them as they are.
     """
-    example, heads, shared = EXAMPLES[kind.form], 4, 2 if kind.grouped else 4
+    example, heads, key_heads = EXAMPLES[kind.form], 4, 2 if kind.grouped else 4
     positions = _positions(kind.device)
-    shown = positions.query_valid[:, :, None, None]
+    valid = positions.query_valid[:, :, None, None]
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -155,11 +158,11 @@ def _results(kind: Kind, attend: Attend, dtype: torch.dtype | None = None) -> di
 
     tensors = {
         "query": random(2, heads, LENGTH, kind.size),
-        "key": random(2, shared, LENGTH, kind.size),
-        "value": random(2, shared, LENGTH, kind.size),
+        "key": random(2, key_heads, LENGTH, kind.size),
+        "value": random(2, key_heads, LENGTH, kind.size),
     }
-    weight = random(2, heads, LENGTH, kind.size).transpose(1, 2) * shown
-    # float32, as parameters are
+    weight = random(2, heads, LENGTH, kind.size).transpose(1, 2) * valid
+    # parameters are float32
     tensors["table"] = random(*((17, kind.size) if example.labels else (heads, 2 * LENGTH))).float()
     with torch.set_grad_enabled(kind.gradients):
         learned = {
@@ -170,7 +173,7 @@ def _results(kind: Kind, attend: Attend, dtype: torch.dtype | None = None) -> di
         q, k, v, table = (each if dtype is None else each.to(dtype) for each in tensors.values())
         softcap = SOFTCAP if kind.capped else None
         output, _ = attend(Call(q, k, v, positions, scaling=SCALING, softcap=softcap, form=example.form(table)))
-        output = output * shown
+        output = output * valid
         results = {"the output": output.detach()}
         if kind.gradients:
             gradients = torch.autograd.grad((output * weight).sum(), list(learned.values()))
@@ -179,7 +182,7 @@ def _results(kind: Kind, attend: Attend, dtype: torch.dtype | None = None) -> di
 
 
 def _positions(device: torch.device) -> Positions:
-    """Return two rows: two documents; and one behind padding. Both with a sliding window."""
+    """Return the positions of two rows with a sliding window: one with two documents, one with left padding."""
     index = torch.arange(LENGTH, device=device)[None]
     start = torch.tensor([[0], [40]], device=device)
     valid = index >= start

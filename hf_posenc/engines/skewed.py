@@ -1,14 +1,17 @@
-"""A score that depends on query and distance (Transformer-XL) in linear memory: head by head, a few queries at a time.
+"""Scores that depend on query and distance (Transformer-XL) in linear memory: head by head, a few queries at a time.
 
-With `a_i = q_i + u` and `b_i = q_i + v`, scaled, the scores are `a_i . k_j + b_i . r_d`, `d = i - j`. For a chunk of
-queries the second term is one product, (rows, distances), with the `r_d` in falling order. Row `i`, key `j` then stands
-in column `j - first + (rows - 1 - (i - i0))`. So a view with rows one shorter than they are *is* the term in the order
-of the keys (the relative shift of Dai et al. 2019, without a copy). Keys after the query stand beyond the distances,
-where `-inf` is written, as in the columns of distances outside a sliding window. The view is then the causal mask as
-well, and the flash kernel of the CPU takes it as its mask. Backward: a chunk is computed again, with the first term
-added to the view. The gradient is written through the same view, which brings it back into the order of distances.
+Let `a_i = q_i + u` and `b_i = q_i + v`, both scaled. The scores are `a_i . k_j + b_i . r_d`, `d = i - j`. For a chunk
+of queries the second term is one product, (rows, distances), with the `r_d` in falling order of `d`. The pair of row
+`i` and key `j` is in column `j - first + (rows - 1 - (i - i0))`. A view whose rows are one number shorter therefore
+has the term in the order of the keys (the relative shift of Dai et al. 2019, without a copy).
 
-Accuracy class: float32 throughout; bfloat16 inputs are widened one head at a time.
+Keys after the query are in the columns behind the distances. These get `-inf`, as do the distances outside a sliding
+window. So the view is the causal mask as well, and the flash kernel of the CPU takes it as its mask.
+
+Backward: a chunk is computed again, with the first term added to the view. The gradient is written through the same
+view, which puts it back into the order of distances.
+
+Accuracy class: float32 throughout. bfloat16 inputs are converted to float32 one head at a time.
 """
 
 from __future__ import annotations
@@ -25,15 +28,14 @@ from . import tiles
 from .spans import Context, SpanEngine
 
 ROWS = 256
-"""Queries per chunk. The flash kernel takes 64 of them at a time from 192 on, and 32 below, which costs a third."""
-
+"""Queries per chunk. With 192 queries or more the flash kernel takes 64 at a time, otherwise 32, a third slower."""
 
 _Settings = tuple[float, float, int, int]
-"""Scaling, vector scaling, window and rows of a chunk, see `attend`."""
+"""Scaling, vector scaling, window, and rows per chunk; see `attend`."""
 
 
 class Skewed(SpanEngine[RelativeKeys]):
-    """Products of queries with vectors of distance (Transformer-XL); sliding windows."""
+    """The engine for products of queries with vectors of distance (Transformer-XL), with sliding windows."""
 
     name = "skewed"
     forms = (RelativeKeys,)
@@ -74,7 +76,7 @@ def attend(
         query: (B, H, Q, D) on a CPU, float32 or bfloat16.
         key: (B, H, L, D), L >= Q.
         value: (B, H, L, D).
-        relative: `r` (H, L, D), of distance 0 .. L-1. Gradients flow to it.
+        relative: `r` (H, L, D), the vectors of distances 0 .. L-1. Gradients flow to it.
         content_bias: `u` (H, D). Gradients flow to it.
         position_bias: `v` (H, D). Gradients flow to it.
         scaling: factor of terms that contain the query.
@@ -104,7 +106,7 @@ class _Work:
         self.by_distance = torch.zeros(rows * (keys + rows))
 
     def position_terms(self, b: Tensor, falling: Tensor) -> Tensor:
-        """Return `b_i . r_d` or `-inf` by key, (rows, keys), from `r_d` (keys, D) of distances keys - 1 .. 0."""
+        """Return `b_i . r_d`, or `-inf` where masked, (rows, keys); `falling` has `r_d` of distances keys - 1 .. 0."""
         rows, keys = len(b), len(falling)
         by_distance = self.by_distance.as_strided((rows, keys + rows), (keys + rows, 1))
         torch.mm(b, falling.T, out=by_distance[:, :keys])
@@ -113,28 +115,28 @@ class _Work:
         return _shifted(self.by_distance, rows, keys)
 
     def weights(self, a: Tensor, b: Tensor, k: Tensor, falling: Tensor) -> Tensor:
-        """Return weights (rows, keys) in buffer 0."""
+        """Return the attention weights (rows, keys), in buffer 0."""
         terms = self.position_terms(b, falling)
         scores = torch.addmm(terms, a, k.T, out=self.buffers.room(len(a), len(k), 0))
         return torch.softmax(scores, -1, out=scores)
 
-    def by_distances(self, of_scores: Tensor) -> Tensor:
-        """Return gradients in the order of keys, (rows, keys), in the order of distances."""
-        rows, keys = of_scores.shape
-        _shifted(self.by_distance, rows, keys).copy_(of_scores)
+    def by_distances(self, grad_scores: Tensor) -> Tensor:
+        """Bring gradients (rows, keys) from the order of keys into the order of distances."""
+        rows, keys = grad_scores.shape
+        _shifted(self.by_distance, rows, keys).copy_(grad_scores)
         by_distance = self.by_distance.as_strided((rows, keys), (keys + rows, 1))
-        # Beyond the distances there are keys after the query, whose gradient is 0; before them nothing was written.
+        # The first columns of a row may be unwritten memory: no key of the chunk has these distances from its query.
         by_distance[:, :rows].masked_fill_(self.later[:rows, :rows].flip(1), 0.0)
         return by_distance
 
 
 def _shifted(by_distance: Tensor, rows: int, keys: int) -> Tensor:
-    """Return the view by key, (rows, keys), of terms in the order of distances, (rows, keys + rows)."""
+    """Return terms in the order of distances, (rows, keys + rows), as a view in the order of keys, (rows, keys)."""
     return by_distance.as_strided((rows, keys), (keys + rows - 1, 1), rows - 1)
 
 
 def _by_kernel(a: Tensor, k: Tensor, v: Tensor, terms: Tensor) -> Tensor:
-    """Return the output (rows, D) of one chunk from `a` (rows, D), keys, values (keys, D), terms (rows, keys)."""
+    """Return the output (rows, D) of one chunk, from `a` (rows, D), keys and values (keys, D), terms (rows, keys)."""
     q, k, v, mask = (each[None, None] for each in (a, k, v, terms))
     output = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask, scale=1.0)
     part: Tensor = output[0][0, 0]
@@ -142,7 +144,7 @@ def _by_kernel(a: Tensor, k: Tensor, v: Tensor, terms: Tensor) -> Tensor:
 
 
 def _biased(query: Tensor, bias: Tensor, scaling: float, vector_scaling: float) -> Tensor:
-    """Return one head's scaled queries with a bias, (Q, D) float32."""
+    """Return the scaled sum of one head's queries and a bias, (Q, D) float32."""
     return torch.add(bias.float() * vector_scaling, query.float(), alpha=scaling)
 
 
@@ -179,14 +181,14 @@ class _Skewed(torch.autograd.Function):
     def backward(ctx: Context[_Settings], gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, relative, *biases = ctx.saved_tensors
         scaling, vector_scaling, window, rows = ctx.settings
-        of_query, of_key, of_value = (torch.empty_like(each) for each in (query, key, value))
-        of_relative = torch.zeros(relative.shape)
-        of_biases = [torch.zeros(bias.shape) for bias in biases]
+        grad_query, grad_key, grad_value = (torch.empty_like(each) for each in (query, key, value))
+        grad_relative = torch.zeros(relative.shape)
+        grad_biases = [torch.zeros(bias.shape) for bias in biases]
         length = key.shape[2]
         work = _Work(query.shape[2], length, 2, window, rows)
         for h in range(key.shape[1]):
             falling = relative[h].float().flip(0)
-            of_falling = torch.zeros(falling.shape)
+            grad_falling = torch.zeros(falling.shape)
             for n in range(key.shape[0]):
                 k, v, g = (each[n, h].float() for each in (key, value, gradient))
                 a, b = (_biased(query[n, h], bias[h], scaling, vector_scaling) for bias in biases)
@@ -195,15 +197,17 @@ class _Skewed(torch.autograd.Function):
                     keys, distances = slice(first, last), slice(length - (last - first), length)
                     weights = work.weights(a[i:end], b[i:end], k[keys], falling[distances])
                     dv[keys].addmm_(weights.T, g[i:end])
-                    of_scores = tiles.softmax_backward(work.buffers.product(g[i:end], v[keys].T, 1), weights)
-                    da[i:end] = of_scores @ k[keys]
-                    dk[keys].addmm_(of_scores.T, a[i:end])
-                    by_distance = work.by_distances(of_scores)
+                    grad_scores = tiles.softmax_backward(work.buffers.product(g[i:end], v[keys].T, 1), weights)
+                    da[i:end] = grad_scores @ k[keys]
+                    dk[keys].addmm_(grad_scores.T, a[i:end])
+                    by_distance = work.by_distances(grad_scores)
                     db[i:end] = by_distance @ falling[distances]
-                    of_falling[distances].addmm_(by_distance.T, b[i:end])
-                of_query[n, h], of_key[n, h], of_value[n, h] = (da + db) * scaling, dk, dv
-                for sums, part in zip(of_biases, (da, db), strict=True):
+                    grad_falling[distances].addmm_(by_distance.T, b[i:end])
+                grad_query[n, h], grad_key[n, h], grad_value[n, h] = (da + db) * scaling, dk, dv
+                for sums, part in zip(grad_biases, (da, db), strict=True):
                     sums[h] += part.sum(0) * vector_scaling
-            of_relative[h] = of_falling.flip(0)
-        others = (each.to(of.dtype) for each, of in zip((of_relative, *of_biases), (relative, *biases), strict=True))
-        return of_query, of_key, of_value, *others, None
+            grad_relative[h] = grad_falling.flip(0)
+        others = (
+            each.to(of.dtype) for each, of in zip((grad_relative, *grad_biases), (relative, *biases), strict=True)
+        )
+        return grad_query, grad_key, grad_value, *others, None

@@ -1,4 +1,4 @@
-"""Engines that compute plain causal attention of one document. A call is split into such pieces, where it can be."""
+"""The base class of engines that compute plain causal attention of one document, and the split of calls into such."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ F = TypeVar("F", bound=Form)
 S = TypeVar("S")
 
 Span = tuple[slice, slice, slice]
-"""Batch rows, queries and keys that are plain causal attention by themselves; the last query sits on the last key."""
+"""Batch rows, queries and keys of a piece of plain causal attention. The last query sits on the last key."""
 
 
 def spans(positions: Positions) -> list[Span] | None:
     """Split a call into pieces of plain causal attention: the documents of each row, without the padding.
 
     Args:
-        positions: on a CPU.
+        positions: positions of the call, on a CPU.
 
     Returns:
-        The pieces, covering every query that is no padding; None if positions do not count up by one, if there is
-        padding inside a document, or if queries and keys are different tokens and not all keys are valid and of one
-        document.
+        The pieces, which cover every query that is no padding. None if positions do not count up by one, or padding is
+        inside a document. With a cache also None unless all keys are valid and of one document.
     """
     index, key_index = positions.query_index, positions.key_index
     queries, keys = index.shape[-1], key_index.shape[-1]
@@ -38,35 +37,35 @@ def spans(positions: Positions) -> list[Span] | None:
     if bool((key_index[:, 0] != key_index[0, 0]).any()):
         return None
     everything = slice(None)
-    end = int(index[0, -1] - key_index[0, 0]) + 1  # a static cache is longer than what is in it
+    end = int(index[0, -1] - key_index[0, 0]) + 1  # keys from here on are unused slots of a static cache
     if end > keys or end < queries:
         return None
     if bool(positions.key_valid[:, :end].all()) and bool(
         (positions.key_segment[:, :end] == positions.query_segment[:, :1]).all()
     ):  # one document without padding
         lag = positions.query_positions - index
-        same = (positions.key_positions - key_index)[:, :end] == lag[:, :1]
-        return [(everything, everything, slice(0, end))] if bool((lag == lag[:, :1]).all() and same.all()) else None
+        same_lag = (positions.key_positions - key_index)[:, :end] == lag[:, :1]
+        return [(everything, everything, slice(0, end))] if bool((lag == lag[:, :1]).all() and same_lag.all()) else None
     return _documents(positions) if queries == keys == end else None
 
 
 def _documents(positions: Positions) -> list[Span] | None:
-    """Return the documents of each row, of queries and keys that are the same tokens, or None as `spans` does."""
-    everyone = (positions.key_valid, positions.key_segment, positions.key_positions)
-    batch, keys = max(each.shape[0] for each in everyone), positions.key_index.shape[-1]
-    valid, segment, position = (each.expand(batch, keys) for each in everyone)
-    joined = (valid[:, 1:] == valid[:, :-1]) & (segment[:, 1:] == segment[:, :-1])
-    if not bool(((position[:, 1:] - position[:, :-1] == 1) | ~joined | ~valid[:, 1:]).all()):
+    """Return the documents of every row, where queries and keys are the same tokens, or None, see `spans`."""
+    per_token = (positions.key_valid, positions.key_segment, positions.key_positions)
+    batch, keys = max(each.shape[0] for each in per_token), positions.key_index.shape[-1]
+    valid, segment, position = (each.expand(batch, keys) for each in per_token)
+    continues = (valid[:, 1:] == valid[:, :-1]) & (segment[:, 1:] == segment[:, :-1])
+    if not bool(((position[:, 1:] - position[:, :-1] == 1) | ~continues | ~valid[:, 1:]).all()):
         return None
     pieces: list[Span] = []
     for row in range(batch):
-        edges = [0, *((~joined[row]).nonzero()[:, 0] + 1).tolist(), keys]
+        edges = [0, *((~continues[row]).nonzero()[:, 0] + 1).tolist(), keys]
         rows = slice(row, row + 1) if batch > 1 else slice(None)
         documents: set[int] = set()
         for start, stop in pairwise(edges):
             if bool(valid[row, start]):
                 document = int(segment[row, start])
-                if document in documents:  # padding inside a document, whose tokens see each other across it
+                if document in documents:  # padding inside a document: its tokens see each other across the padding
                     return None
                 documents.add(document)
                 pieces.append((rows, slice(start, stop), slice(start, stop)))
@@ -78,14 +77,14 @@ def _counts_up(index: Tensor) -> bool:
 
 
 class Context(Protocol[S]):
-    """The context of a `torch.autograd.Function`: what its forward pass keeps for the backward pass."""
+    """The context of a `torch.autograd.Function`, which holds what the forward pass saves for the backward pass."""
 
     settings: S
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors, which the backward pass finds in `saved_tensors`."""
+        """Save tensors. The backward pass reads them from `saved_tensors`."""
 
 
 class SpanEngine(Engine, Generic[F]):
@@ -110,7 +109,7 @@ class SpanEngine(Engine, Generic[F]):
         return None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        """Compute the pieces one by one, see `Engine.attend`; padding gets zeros."""
+        """Compute the pieces of a call one by one, see `Engine.attend`. The output of padding is 0."""
         positions = call.positions
         assert isinstance(positions, Positions)
         with torch.autocast(call.query.device.type, enabled=False):  # bounds and tables need float32

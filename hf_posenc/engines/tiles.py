@@ -1,10 +1,10 @@
-"""Scores of one head and a few queries at a time, which engines share: (rows, L), small enough for caches.
+"""Tools of the engines that compute scores of one head and a few queries at a time, (rows, L).
 
-A chunk has some consecutive queries and the keys that any of them sees. Its rows are in reverse order, so that a
-function of the distance depends on `row + key` only. So tables of O(L) numbers are read, and summed, through strided
-views.
+A chunk has some consecutive queries and the keys that any of them sees. Its scores fit into the caches. With its rows
+in reverse order a function of the distance depends on `row + key` only. So a table of O(L) numbers is read, and its
+gradients are summed, through strided views.
 
-Scores are float32. bfloat16 inputs are converted to float32, which is exact. Accuracy class: float32 throughout.
+Accuracy class: float32 throughout. bfloat16 inputs are converted to float32, which is exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Chunk = tuple[int, int, int, int]
-"""First and last + 1 query, first and last + 1 key that any of them sees."""
+"""First query, last query + 1, first key that any of them sees, last key + 1."""
 
 
 def split(queries: int, keys: int, window: int, rows: int) -> list[Chunk]:
@@ -33,25 +33,25 @@ def split(queries: int, keys: int, window: int, rows: int) -> list[Chunk]:
 
 
 def windowed(table: Tensor, window: int) -> Tensor:
-    """Return biases of distance (H, L) with those outside a sliding window masked: `-inf` from `window` on."""
+    """Return biases by distance (H, L) with `-inf` outside a sliding window, from distance `window` on."""
     if window >= table.shape[1]:
         return table
     return torch.cat([table[:, :window], torch.full_like(table[:, window:], -math.inf)], 1)
 
 
 def reversed_table(table: Tensor, later: float) -> Tensor:
-    """Return a table (H, L) backwards, and after it L times the number for keys after the query: (H, 2 L)."""
+    """Return a table (H, L) in reverse order, followed by L times the number for later keys: (H, 2 L)."""
     return torch.cat([table.flip(1), torch.full_like(table, later)], 1)
 
 
 def by_pair(reversed_: Tensor, last: int, first_key: int, rows: int, keys: int) -> Tensor:
-    """Return the entries of a chunk's pairs as a view. Rows are reversed: row `r` and key `j` have entry `r + j`.
+    """Return a view of a reversed table that has its entry for every pair of a chunk, at row `r` and key `j`.
 
     Args:
         reversed_: (..., 2 L), see `reversed_table`.
-        last: key slot that the chunk's last query, row 0, sits on.
-        first_key: first key.
-        rows: queries of the chunk.
+        last: key slot on which the chunk's last query, row 0, sits.
+        first_key: first key of the chunk.
+        rows: number of queries.
         keys: number of keys.
 
     Returns:
@@ -68,19 +68,19 @@ def later(rows: int) -> Tensor:
 
 
 class Buffers:
-    """Memory for the scores of one chunk, used again for the next: fresh memory costs as much as a pass over it."""
+    """Memory for the scores of one chunk, reused by the next, since new memory costs as much as a pass over it."""
 
     def __init__(self, numel: int, count: int) -> None:
         """Allocate the memory.
 
         Args:
             numel: largest number of scores of a chunk.
-            count: how many float32 numbers per score are needed at once.
+            count: number of buffers.
         """
         self.memory = torch.empty(count, numel)
 
     def room(self, rows: int, columns: int, buffer: int) -> Tensor:
-        """Return a buffer as (rows, columns) float32; its numbers are those of the last use."""
+        """Return a buffer as (rows, columns) float32. It still holds the numbers of its last use."""
         return self.memory[buffer, : rows * columns].view(rows, columns)
 
     def product(self, a: Tensor, b: Tensor, buffer: int) -> Tensor:
@@ -89,20 +89,20 @@ class Buffers:
 
 
 def softmax_backward(gradient: Tensor, weights: Tensor) -> Tensor:
-    """Turn the gradient of weights (rows, keys) into that of their scores, float32, in place."""
+    """Turn the gradient of weights (rows, keys) into the gradient of their scores, float32, in place."""
     torch.ops.aten._softmax_backward_data(gradient, weights, -1, gradient.dtype, grad_input=gradient)
     return gradient
 
 
 class Diagonals:
-    """Sums of a chunk along each `r + j`. Written with rows one longer than they are, diagonals become columns."""
+    """Sums of a chunk along its diagonals `r + j`. In memory rows are one number longer: diagonals become columns."""
 
     def __init__(self, rows: int, keys: int) -> None:
         """Allocate the memory.
 
         Args:
-            rows: most rows of a chunk.
-            keys: most keys, no fewer than rows.
+            rows: largest number of rows of a chunk.
+            keys: largest number of keys, at least as many as rows.
         """
         self.memory = torch.empty(rows * (keys + rows))
 
@@ -113,7 +113,7 @@ class Diagonals:
         return self.memory.as_strided((rows, keys), (keys + rows + 1, 1))
 
     def add_to(self, sums: Tensor, at: int, rows: int, keys: int) -> None:
-        """Add the sums of the chunk that was written to `sums[at + r + j]`, of (2 L,)."""
+        """Add the diagonal sums of the chunk to sums (2 L,). Diagonal `r + j` is added to `sums[at + r + j]`."""
         sums[at : at + keys + rows - 1] += self._columns(rows, keys).sum(0)[:-1]
 
     def _columns(self, rows: int, keys: int) -> Tensor:

@@ -1,14 +1,14 @@
-"""Attention with an additive bias of distance, in linear memory: chunked flash attention on a strided view of a table.
+"""Attention with a bias by distance, in linear memory: chunked flash attention on a strided view of a table.
 
-Let `b(d)` be the bias and take the rows `i0 <= i < i0 + n` of the queries in reverse order, `i = i0 + n - 1 - r`. The
-bias of row `r` and key `j` is then `b(i0 + n - 1 - (r + j))`: it depends on `r + j` only. Take a vector
-`t[m] = b(L - 1 - m)` for `m < L`, and `-inf` above it. Read with the strides (1, 1) it *is* the bias and the causal
-mask of that chunk. The flash kernel of the CPU takes this view, which copies nothing, as its mask. Per head the table
-has O(L) numbers, whatever the number of queries. Nothing of shape (Q, L) exists.
+Let `b(d)` be the bias, and take the queries `i0 <= i < i0 + n` in reverse order: row `r` is query `i = i0 + n - 1 - r`.
+The bias of row `r` and key `j` is then `b(i0 + n - 1 - (r + j))`, which depends on `r + j` only. Take the vector
+`t[m] = b(L - 1 - m)` for `m < L`, and `t[m] = -inf` from there on. Its view with strides (1, 1) is both the bias and
+the causal mask of that chunk, without a copy. The flash kernel of the CPU takes this view as its mask. The table of a
+head has O(L) numbers, and no tensor has the shape (Q, L).
 
-Backward: the kernel's own, chunk by chunk, with the log-sum-exp of the forward. The gradient of a learned table is the
-sum of the score gradients along each diagonal. They are computed again, one chunk at a time, and written with a row
-stride one longer than a row. This turns diagonals into columns, which are summed.
+Backward: the kernel's, chunk by chunk, with the log-sum-exp of the forward. The gradient of a learned table is the sum
+of the score gradients along each diagonal. A chunk's score gradients are computed again, and written with a row stride
+one longer than a row. This turns diagonals into columns, which are summed.
 
 Accuracy class: flash (float32 accumulation in the kernel; the bias stays in float32 beside bfloat16 inputs).
 """
@@ -28,17 +28,17 @@ from . import tiles
 from .spans import Context, SpanEngine
 
 ROWS = 256
-"""Queries per chunk. Fewer need more kernel calls; more waste the upper half of a larger block on the diagonal."""
+"""Queries per chunk. Smaller chunks need more kernel calls; larger ones compute more masked pairs on the diagonal."""
 
 MANY_ROWS = 768
-"""Queries per chunk of long sequences: from here on the kernel takes 256 at a time instead of 64."""
+"""Queries per chunk of long sequences. With at least so many the kernel takes 256 at a time instead of 64."""
 
 LONG = 8 * MANY_ROWS
-"""Queries from which larger chunks gain more than they waste on the diagonal."""
+"""Number of queries from which chunks of MANY_ROWS are faster."""
 
 
 class Toeplitz(SpanEngine[Bias | Slopes]):
-    """Any additive bias of distance; sliding windows."""
+    """The engine for any bias by distance, with sliding windows."""
 
     name = "toeplitz"
     forms = (Bias, Slopes)
@@ -53,7 +53,7 @@ class Toeplitz(SpanEngine[Bias | Slopes]):
 
 
 Piece = tuple[int, int, int, int, int]
-"""First and last + 1 query row, first and last + 1 head, first key: one kernel call."""
+"""One kernel call: first query, last query + 1, first head, last head + 1, first key."""
 
 
 def whole(queries: int, heads: int, rows: int = ROWS) -> list[Piece]:
@@ -76,15 +76,15 @@ def attend(
     scaling: float,
     pieces: Sequence[Piece] | None = None,
 ) -> Tensor:
-    """Attend causally with a bias of distance; the last query sits on the last key.
+    """Attend causally with a bias by distance; the last query sits on the last key.
 
     Args:
         query: (B, H, Q, D) on a CPU, float32 or bfloat16.
         key: (B, H, L, D), L >= Q.
         value: (B, H, L, D).
-        table: (H, L) float32, bias of distance 0 .. L-1, added to the scaled scores. Gradients flow to it.
+        table: (H, L) float32, biases of distances 0 .. L-1, added to the scaled scores. Gradients flow to it.
         scaling: factor of the scores.
-        pieces: the kernel calls, by default `whole(...)`. Keys that no piece of a row reaches are left out.
+        pieces: the kernel calls, by default `whole(...)`. Keys outside the pieces are skipped.
 
     Returns:
         (B, H, Q, D) in the query's dtype.
@@ -111,11 +111,11 @@ class _Toeplitz(torch.autograd.Function):
     ) -> Tensor:
         shift = key.shape[2] - query.shape[2]
         reversed_ = tiles.reversed_table(table.detach(), -math.inf)
-        output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        output, log_sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         for i, end, h, h_end, j in pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
             mask = tiles.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
-            part, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            part, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, heads, i:end].flip(2),
                 key[:, heads, keys],
                 value[:, heads, keys],
@@ -125,66 +125,66 @@ class _Toeplitz(torch.autograd.Function):
                 scale=scaling,
             )
             output[:, heads, i:end] = part.flip(2)
-            sums[:, heads, i:end] = total.reshape(part.shape[:3]).flip(2)
-        ctx.save_for_backward(query, key, value, table, output, sums)
+            log_sums[:, heads, i:end] = log_sum.reshape(part.shape[:3]).flip(2)
+        ctx.save_for_backward(query, key, value, table, output, log_sums)
         ctx.settings = scaling, pieces
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[tuple[float, tuple[Piece, ...]]], gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, table, output, sums = ctx.saved_tensors
+        query, key, value, table, output, log_sums = ctx.saved_tensors
         (scaling, pieces), shift, length = ctx.settings, key.shape[2] - query.shape[2], key.shape[2]
         reversed_ = tiles.reversed_table(table, -math.inf)
-        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        of_reversed = diagonals = None
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        grad_reversed = diagonals = None
         if ctx.needs_input_grad[3]:
-            of_reversed = torch.zeros_like(reversed_)
+            grad_reversed = torch.zeros_like(reversed_)
             diagonals = tiles.Diagonals(max(end - i for i, end, *_ in pieces), length)
         for i, end, h, h_end, j in pieces:
             heads, keys = slice(h, h_end), slice(j, shift + end)
             mask = tiles.by_pair(reversed_[None, heads], shift + end - 1, j, end - i, shift + end - j)
             g, q, o = (each[:, heads, i:end].flip(2) for each in (gradient, query, output))
             k, v = key[:, heads, keys], value[:, heads, keys]
-            total = sums[:, heads, i:end].flip(2).contiguous()
+            log_sum = log_sums[:, heads, i:end].flip(2).contiguous()
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, q, k, v, o, total, 0.0, False, attn_mask=mask, scale=scaling
+                g, q, k, v, o, log_sum, 0.0, False, attn_mask=mask, scale=scaling
             )
-            of_query[:, heads, i:end] = dq.flip(2)
-            of_key[:, heads, keys] += dk
-            of_value[:, heads, keys] += dv
-            if of_reversed is not None and diagonals is not None:
-                at = length - 1 - (shift + end - 1) + j
-                _add_scores(of_reversed[heads], at, diagonals, mask, scaling, total, (q, k, v, o, g))
-        of_table = None if of_reversed is None else of_reversed[:, :length].flip(1)
-        return of_query, of_key, of_value, of_table, None, None
+            grad_query[:, heads, i:end] = dq.flip(2)
+            grad_key[:, heads, keys] += dk
+            grad_value[:, heads, keys] += dv
+            if grad_reversed is not None and diagonals is not None:
+                first_diagonal = length - 1 - (shift + end - 1) + j
+                _add_scores(grad_reversed[heads], first_diagonal, diagonals, mask, scaling, log_sum, (q, k, v, o, g))
+        grad_table = None if grad_reversed is None else grad_reversed[:, :length].flip(1)
+        return grad_query, grad_key, grad_value, grad_table, None, None
 
 
 def _add_scores(
     sums: Tensor,
-    at: int,
+    first_diagonal: int,
     diagonals: tiles.Diagonals,
     mask: Tensor,
     scaling: float,
-    total: Tensor,
+    log_sum: Tensor,
     chunk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Add the score gradients of a chunk to `sums` (H, 2 L), one entry per diagonal `r + j`, head by head.
 
     Args:
-        sums: added to, in place.
-        at: first diagonal.
-        diagonals: memory.
-        mask: (1, H, rows, keys), the bias.
+        sums: one sum per diagonal, added to in place.
+        first_diagonal: diagonal of the chunk's first row and key.
+        diagonals: memory for the score gradients.
+        mask: bias of the chunk, (1, H, rows, keys).
         scaling: factor of the scores.
-        total: (B, H, rows), the log-sum-exp of each row.
-        chunk: queries, keys, values, outputs and their gradients, (B, H, rows or keys, D).
+        log_sum: log-sum-exp of each row, (B, H, rows).
+        chunk: queries, keys, values, outputs, and gradients of the outputs, (B, H, rows or keys, D).
     """
     rows, keys = mask.shape[-2:]
     for h in range(mask.shape[1]):
-        for b in range(total.shape[0]):
+        for b in range(log_sum.shape[0]):
             q, k, v, o, g = (each[b, h].float() for each in chunk)
-            weights = torch.addmm(mask[0, h], q, k.T, alpha=scaling).sub_(total[b, h, :, None]).exp_()
+            weights = torch.addmm(mask[0, h], q, k.T, alpha=scaling).sub_(log_sum[b, h, :, None]).exp_()
             scores = g @ v.T
             torch.mul(scores.sub_((g * o).sum(-1, keepdim=True)), weights, out=diagonals.room(rows, keys))
-            diagonals.add_to(sums[h], at, rows, keys)
+            diagonals.add_to(sums[h], first_diagonal, rows, keys)

@@ -1,4 +1,4 @@
-"""The facts that the package needs of a model family, and the search for what they name in a live model."""
+"""Facts about a model family: names of modules, rotation, what to refuse. `resolve` looks the names up in a model."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from .own_attention import OwnAttention
 class Names:
     """Names of a family's modules and attributes. The defaults are LLaMA's.
 
-    Names that begin with `attention_` are attributes of the attention module, and with `config_` of the config. The
-    others are dotted paths to modules.
+    Fields that begin with `attention_` hold names of attributes of the attention module, and those with `config_`
+    attributes of the config. All other fields hold dotted paths to modules.
 
     Attributes:
         decoder: path from the base model (`model.base_model`) to the module that owns the layers. `""` means the base
-            model itself. So does any path in a model without a head that has layers.
+            model itself. A model without a head that has the layers itself ignores this path.
         layers: path from the decoder to the `nn.ModuleList` of decoder layers.
         attention: path from a layer to its self-attention module.
         token_embedding: path from the decoder to the token embedding.
         position_table: path from the decoder to the native table of positions, as a rule an `nn.Embedding`. `None`
-            means that the family has none.
-        attention_head_dim: size of a query's or a key's head; `None` means the hidden size divided by the heads.
-        attention_value_dim: size of a value's head; `None` means that of a query's.
+            means that the family has no table.
+        attention_head_dim: head size of queries and keys; `None` means the hidden size divided by the heads.
+        attention_value_dim: head size of values; `None` means that of queries.
         attention_heads: number of query heads, where it differs by layer; `None` means the config's.
         attention_key_value_heads: number of key heads; `None` means the config's.
-        attention_key_value_groups: number of query heads for each key head, where the number of key heads differs by
-            layer; `None` means that it does not.
-        attention_borrows: true in a layer that takes its keys and values from the last layer of its type that makes its
-            own. `None` means that there is none.
-        attention_layer_index: number of the layer; `None` where nobody asks for it, since there is no cache.
-        config_length: length in tokens that the base was made for. A config may lack it.
+        attention_key_value_groups: number of query heads per key head, where the number of key heads differs by layer.
+            `None` means that it does not differ.
+        attention_borrows: true in a layer that borrows keys and values from an earlier layer: the last layer of its
+            type that computes them. `None` means that no layer borrows.
+        attention_layer_index: index of the layer; `None` in a family without a cache, where nothing reads it.
+        config_length: length in tokens at which the base was trained. A config may lack it.
     """
 
     decoder: str = ""
@@ -58,41 +58,41 @@ class Names:
 class RotationFacts:
     """How a base rotates queries and keys. The defaults are LLaMA's.
 
-    Names that begin with `attention_` are attributes of the attention module, with `config_` of the config, and with
-    `parameter_` keys of the config's `rope_parameters`.
+    Fields that begin with `attention_` hold names of attributes of the attention module, those with `config_`
+    attributes of the config, and those with `parameter_` keys of the config's `rope_parameters`.
 
     Attributes:
-        rotary: path from the decoder to the module that makes cos and sin for all layers. `None` means that there is
-            none: the base rotates nothing, or its attention rotates in code of its own.
+        rotary: path from the decoder to the module that makes cos and sin for all layers. `None` means that there is no
+            such module: the base rotates nothing, or the attention's own code rotates.
         pairs: which dimensions of a head are rotated together: `half`, `(u, u + R/2)`, or `interleaved`,
             `(2u, 2u + 1)`.
-        config_interleaved: where this is true, neighbouring dimensions are rotated together, whatever `pairs` says.
+        config_interleaved: if the config has it true, neighbouring dimensions are rotated together, whatever `pairs`
+            says.
         angles: what the rotary module returns for the angles `a, b, ...` of the pairs: `list twice`, cosines and sines
             `[a, b, ..., a, b, ...]`; `each twice`, `[a, a, b, b, ...]`; `once`, `[a, b, ...]`; `complex`, one tensor
             `[e^ia, e^ib, ...]`.
-        slices_rotary: the attention rotates only the first `cos.shape[-1]` dimensions of each head, so that a narrower
-            cos means partial rotation. Otherwise cos must be as wide as the attention expects.
-        attention_size: number of dimensions of a head that are rotated, where the attention slices by that and not by
-            the width of cos.
-        attention_part: size of the part of each head that is set apart for rotation (latent attention, MLA). `None`
-            means that rotation begins at the first dimension of a head.
-        attention_switch: switches rotation on (truthy) or off in that layer. `None` means that every layer rotates, or
-            that `rotates` decides.
-        config_switches: holds one number per layer, 1 where it rotates. It goes with `attention_switch`.
-        config_thetas: holds the base of frequencies of each layer, 0 where it is left unrotated. The decoder then makes
-            cosines and sines by these, not by `rotary`, which only says how.
-        rotates: `(attention)` -> whether that layer rotates, where the family's code decides.
-        rescales: when an attention is made, it takes a factor of `scaling` from `rope_parameters` (YaRN's
+        slices_rotary: the attention rotates the first `cos.shape[-1]` dimensions of a head, so that a narrower cos
+            rotates a part. Otherwise cos must be as wide as the attention expects.
+        attention_size: number of rotated dimensions of a head, where the attention slices by this number instead of the
+            width of cos.
+        attention_part: size of the part of a head that is set apart for rotation (latent attention, MLA). `None` means
+            that rotation begins at the first dimension of a head.
+        attention_switch: truthy in layers that rotate. `None` means that all layers rotate, or that `rotates` decides.
+        config_switches: list with one number per layer, 1 where the layer rotates. It goes with `attention_switch`.
+        config_thetas: list with the base of frequencies of each layer, 0 where the layer does not rotate. The decoder
+            then makes cosines and sines from this list, not by `rotary`.
+        rotates: function (attention) -> whether its layer rotates, where the family's code decides.
+        rescales: the constructor of an attention multiplies `scaling` by a factor from `rope_parameters` (YaRN's
             `mscale_all_dim`).
-        config_layers: lists the layers that `rotary` serves. A model that has others, which another module serves, is
+        config_layers: lists the layers that `rotary` serves. A model with other layers, which another module serves, is
             refused. `None` means that it serves all.
-        parameter_coordinates: divides the pairs of a head among several coordinates of a position, (3, B, T), or
-            (4, B, T) behind those of the text. `None` means that a position is one number.
-        parameter_temperature: keys by which queries are multiplied with a factor that grows with the position. The
-            first is the strength of the factor, 0 for none.
-        attention_temperature: attributes of the attention that do the same, each with the value that switches it off.
-        unrotated_twin: model type, perhaps this one, that computes the same and can leave layers unrotated. A model
-            whose layers are partly unrotated is exported as that. `None` means that there is none.
+        parameter_coordinates: divides the pairs of a head among the coordinates of a position. Position ids are then
+            (3, B, T), or (4, B, T) with those of the text first. `None` means that a position is one number.
+        parameter_temperature: keys of a factor on queries that grows with the position. The first key is the strength
+            of the factor; 0 means no factor.
+        attention_temperature: attribute of an attention with such a factor -> the value that switches the factor off.
+        unrotated_twin: model type that computes the same and can leave layers unrotated; it may be this type. A model
+            with some unrotated layers is exported as this type. `None` means that no such type exists.
     """
 
     rotary: str | None = "rotary_emb"
@@ -115,36 +115,37 @@ class RotationFacts:
 
 
 NO_ROTARY = RotationFacts(rotary=None)
+"""Facts of a family without a rotary module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Where a family of architectures keeps its layers and its positions, and which of its settings are refused.
+    """Where a family of architectures has its layers and its positions, and which of its settings are refused.
 
     Nothing is guessed: `resolve` looks every name up before a model is changed.
 
     Attributes:
         model_types: the `config.model_type` values that the family serves.
-        names: of its modules and attributes.
+        names: names of its modules and attributes.
         rotation: how it rotates queries and keys.
         attention: the pieces of its attention, for a family without a rotary module. `None` means that its attention
-            cannot be replaced: it must call transformers' attention interface, and no scheme can rotate there unless
-            there is a rotary module.
-        refuse: config attributes that must be absent or falsy, each with the reason a user is told.
-        lends_in: argument of the layers in which keys and values travel to the layers that borrow them.
-        decoder_attributes: attributes of the decoder, each with the value under which every layer sees all tokens.
-        table_offset: number of rows in the native table that precede the row of position 0.
+            cannot be replaced. It must then call transformers' attention interface, and schemes can rotate only through
+            a rotary module.
+        refuse: attribute of the config that must be absent or falsy -> the reason that a user is told.
+        lends_in: argument of the layers that carries keys and values to the layers that borrow them.
+        decoder_attributes: attribute of the decoder -> the value under which every layer sees all tokens.
+        table_offset: number of rows of the native table before the row of position 0.
         hybrid: some layers have no attention. In these `names.attention` leads to no module with `scaling`.
         undivided: why its sequences cannot be divided over processes. `None` means that they can, unless it is
             `hybrid`.
-        drops_position_ids: its `position_ids` do not reach the attention, or the layers.
-        positions_in_mask: its `position_ids` do not reach the layers, and are put into the position channel instead.
-        mask_as_bool: its decoder turns the mask into bools, or into what tells ones from zeros and nothing else.
-        sized_by_length: its modules hold a matrix or table of the length that the config says, so that this length is
-            not raised where a scheme has no limit.
-        own_positions: the base's positions in a few words for the list of families, where the other fields do not say
-            it.
-        note: a clause for the list of families, with what a user of schemes has to know beside the other fields.
+        drops_position_ids: `position_ids` do not reach its attention, or its layers.
+        positions_in_mask: `position_ids` do not reach its layers, so the package puts them into the position channel.
+        mask_as_bool: its decoder converts the mask to bool, or to two numbers that stand for True and False.
+        sized_by_length: its modules hold a matrix or table of the config's length. The package therefore does not
+            raise that length for a scheme without a limit.
+        own_positions: the base's positions in a few words, for the list of families. Needed where other fields do not
+            tell.
+        note: a clause for the list of families: what else a user of schemes has to know.
     """
 
     model_types: tuple[str, ...]
@@ -166,16 +167,16 @@ class Family:
 
     @property
     def has_table(self) -> bool:
-        """Whether positions enter at the input, from a table."""
+        """Whether the base adds positions from a table at the input."""
         return self.names.position_table is not None
 
     @property
     def always_replaced(self) -> bool:
-        """Whether the attention is replaced under every scheme, since it never calls transformers' interface."""
+        """Whether every scheme replaces the attention, because it never calls transformers' attention interface."""
         return self.attention is not None and self.attention.bypasses_interface
 
     def own_attention(self) -> OwnAttention:
-        """Return the pieces of its attention; UnsupportedModelError if it names none, and none can be replaced."""
+        """Return the pieces of its attention; UnsupportedModelError if it names none."""
         if self.attention is None:
             raise UnsupportedModelError(
                 f"the family for {', '.join(self.model_types)} names no pieces of its attention, which therefore "
@@ -191,7 +192,7 @@ class Resolved:
     Attributes:
         decoder: the module that owns the layers.
         layers: the decoder layers, first to last.
-        attention_of: the self-attention module of each layer that has one, by the layer's index, in order.
+        attention_of: layer index -> its self-attention module, in order, for the layers that have one.
         token_embedding: the token embedding.
         rotary: the module that makes cos and sin, or `None`.
         position_table: the native table of learned positions, or `None`.
@@ -221,16 +222,16 @@ def language_config(config: Any) -> Any:
         return config
     try:
         text = config.get_text_config(decoder=True)
-    except ValueError:  # there are several
+    except ValueError:  # it has several language models
         return config
     return text if any(part is text for part in vars(config).values()) else config
 
 
 def base_model_type(config: Any) -> str:
-    """Return the stock model type of a config, also of one of our own (`posenc_gpt2` -> `gpt2`).
+    """Return the stock model type of a config, also for a config class of this package (`posenc_gpt2` -> `gpt2`).
 
-    It is that of the config's class: a config that was read from a file repeats what the file says, which may be
-    another name of the same type (`gpt-sw3`). Of a multimodal model it is the type of the language model inside.
+    For a multimodal model it is the type of the language model inside. The class of the config tells the type: the
+    attribute may come from a file, with another name of the same type (`gpt-sw3`).
     """
     config = language_config(config)
     return str(type(config).model_type or config.model_type).removeprefix("posenc_")
@@ -247,19 +248,19 @@ def resolve(family: Family, model: nn.Module) -> Resolved:
         The modules.
 
     Raises:
-        UnsupportedModelError: the config has a setting that the family refuses, or a name leads nowhere. The message
-            has the family's field, the dotted name and the class of the module it was looked up in.
+        UnsupportedModelError: if the config has a setting that the family refuses, or a name leads nowhere. The message
+            then has the family's field, the dotted path, and the class of the module where the path starts.
     """
     _check_config(family, model)
     names = family.names
     decoder = decoder_of(family, model)
-    found = _module(family, "layers", names.layers, decoder)
-    if not isinstance(found, nn.ModuleList) or len(found) == 0:
+    module_list = _module(family, "layers", names.layers, decoder)
+    if not isinstance(module_list, nn.ModuleList) or len(module_list) == 0:
         raise UnsupportedModelError(
             f"family for {', '.join(family.model_types)}: layers={names.layers!r} of {type(decoder).__name__} is "
-            f"no ModuleList with at least one layer, but {_shown(found)}"
+            f"no ModuleList with at least one layer, but {_shown(module_list)}"
         )
-    layers = [getattr(layer, "_orig_mod", layer) for layer in found]  # torch.compile(layer) wraps one, and hides hooks
+    layers = [getattr(layer, "_orig_mod", layer) for layer in module_list]  # hooks belong inside torch.compile(layer)
     attentions = {
         index: _module(family, "attention", names.attention, layer)
         for index, layer in enumerate(layers)
@@ -270,9 +271,9 @@ def resolve(family: Family, model: nn.Module) -> Resolved:
     for attention in attentions.values():
         _check_attributes(family, attention)
     path: Any = family.rotation.rotary
-    # Set to None, it says that this model rotates nothing, as some settings of some families do.
-    unset = path is not None and getattr(decoder, path, decoder) is None
-    rotary = None if path is None or unset else _module(family, "rotary", path, decoder)
+    # Some families set the attribute to None in models that rotate nothing.
+    is_unset = path is not None and getattr(decoder, path, decoder) is None
+    rotary = None if path is None or is_unset else _module(family, "rotary", path, decoder)
     table = names.position_table
     return Resolved(
         decoder=decoder,
@@ -289,10 +290,10 @@ def resolve(family: Family, model: nn.Module) -> Resolved:
 
 
 def decoder_of(family: Family, model: nn.Module) -> nn.Module:
-    """Return the module that owns the layers; a model of some families is that itself when it has no head.
+    """Return the module that owns the layers. In some families this is the model itself if it has no head.
 
     Raises:
-        UnsupportedModelError: if the name leads nowhere.
+        UnsupportedModelError: if the path leads nowhere.
     """
     base: Any = model.base_model
     if base is model and hasattr(base, family.names.layers):
@@ -314,7 +315,7 @@ def _check_config(family: Family, model: Any) -> None:
             f"{type(model).__name__} cannot be patched: config.{served} = {_shown(getattr(model.config, served))}; "
             "the other layers take their angles from a rotary module of their own"
         )
-    # Upstream's own switch for turning any decoder into an encoder: the "causal" mask is then bidirectional.
+    # With is_causal=False transformers makes bidirectional masks, which turns any decoder into an encoder.
     if not getattr(model.config, "is_causal", True):
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be patched: config.is_causal = {model.config.is_causal}; "
@@ -325,7 +326,7 @@ def _check_config(family: Family, model: Any) -> None:
 def _check_attributes(family: Family, attention: nn.Module) -> None:
     """Raise UnsupportedModelError if an attention module lacks an attribute that the family names."""
     names, rotation = family.names, family.rotation
-    for needed in (
+    for attribute in (
         None if family.always_replaced else "scaling",
         names.attention_layer_index,
         names.attention_head_dim,
@@ -339,30 +340,30 @@ def _check_attributes(family: Family, attention: nn.Module) -> None:
         rotation.attention_part,
         *rotation.attention_temperature,
     ):
-        if needed is not None and not hasattr(attention, needed):
+        if attribute is not None and not hasattr(attention, attribute):
             raise UnsupportedModelError(
                 f"family for {', '.join(family.model_types)}: attention={names.attention!r} is a "
-                f"{type(attention).__name__}, which has no attribute {needed!r}"
+                f"{type(attention).__name__}, which has no attribute {attribute!r}"
             )
 
 
 def _rotates(rotation: RotationFacts, attention: nn.Module) -> bool:
-    """Return whether a base rotates in the layer of an attention."""
+    """Return whether a base rotates in the layer of this attention."""
     if rotation.rotates is not None:
         return rotation.rotates(attention)
     return rotation.attention_switch is None or bool(getattr(attention, rotation.attention_switch))
 
 
 def _follow(path: str, parent: nn.Module) -> object:
-    """Return what a dotted path leads to from a module, or `None` where it leads nowhere."""
-    found: Any = parent
+    """Return the object at a dotted path from a module, or `None` if the path leads nowhere."""
+    current: Any = parent
     for attribute in path.split(".") if path else ():
-        found = getattr(found, attribute, None)
-    return found
+        current = getattr(current, attribute, None)
+    return current
 
 
 def _module(family: Family, name_of_field: str, path: str, parent: nn.Module) -> nn.Module:
-    """Return the module that the dotted path in one of the family's fields leads to."""
+    """Return the module at a dotted path; UnsupportedModelError names the family's field that holds the path."""
     found = _follow(path, parent)
     if not isinstance(found, nn.Module):
         raise UnsupportedModelError(
@@ -373,6 +374,6 @@ def _module(family: Family, name_of_field: str, path: str, parent: nn.Module) ->
 
 
 def _shown(value: object) -> str:
-    """Return a value for a message: its text when that is short, otherwise its type."""
+    """Return a value as text for a message: its `repr` if that is short, otherwise its type."""
     text = repr(value)
     return text if len(text) <= 80 else f"<{type(value).__name__}>"

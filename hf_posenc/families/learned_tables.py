@@ -1,4 +1,4 @@
-"""Bases without rotation whose positions are vectors from a table at the input: learned ones, and XGLM's sinusoids."""
+"""Families whose positions are vectors from a table, added at the input: learned vectors, and XGLM's sinusoids."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 from .base import NO_ROTARY, Family, Names
 from .own_attention import DroppingAttention, Heads, OwnAttention, split_fused
 
-# The keys of cross attention have no position relative to the query.
+# In cross attention a key has no distance from the query.
 _CROSS_ATTENTION = {
     "add_cross_attention": "positions of encoder states relative to decoder states are not defined; "
     "only decoder-only models can be patched"
@@ -29,7 +29,7 @@ class _GptBigcode(_Gpt2):
     cache = "layer_past"
 
     def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
-        """Return the heads of a projection that makes all queries first where they share a key, else head by head."""
+        """Return the heads of the fused projection: all queries, one key, one value; or head by head without MQA."""
         fused = attention.c_attn(hidden_states)
         if not attention.multi_query:
             return split_fused(fused, attention.num_heads, attention.head_dim)
@@ -65,7 +65,7 @@ class _OpenaiGpt(DroppingAttention):
         return (attention.split_size // attention.n_head) ** -0.5 if attention.scale else 1.0
 
     def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
-        return [output, weights]  # its layer puts lists together
+        return [output, weights]  # the layer concatenates lists
 
 
 class _Opt(OwnAttention):
@@ -86,13 +86,13 @@ FAMILIES = (
         rotation=NO_ROTARY,
         attention=_Gpt2(),
         refuse={
-            # The upcast path adds the mask as a float bias and never calls the attention interface.
+            # This code path adds the mask as a float bias and never calls the attention interface.
             "reorder_and_upcast_attn": "this path bypasses the attention interface, so a scheme would be ignored; "
             "set it to False (only the numerical precision of the scores differs)",
             **_CROSS_ATTENTION,
         },
     ),
-    # SantaCoder and StarCoder: as a rule all queries share one key and one value.
+    # SantaCoder and StarCoder. In most of them all query heads share one key and one value.
     Family(
         model_types=("gpt_bigcode",),
         names=replace(_GPT2_NAMES, attention_key_value_heads="kv_heads"),
@@ -102,7 +102,7 @@ FAMILIES = (
         sized_by_length=True,  # the decoder has a square causal mask
         positions_in_mask=True,
     ),
-    # Scores are not scaled, and every other layer has a sliding window of its own.
+    # GPT-Neo does not scale scores, and every second layer makes its own sliding window.
     Family(
         model_types=("gpt_neo",),
         names=replace(_GPT2_NAMES, attention="attn.attention", attention_layer_index="layer_id"),
@@ -111,7 +111,7 @@ FAMILIES = (
         sized_by_length=True,  # each layer has a square causal mask
         positions_in_mask=True,
     ),
-    # The first GPT, which has no cache.
+    # The first GPT. It has no cache.
     Family(
         model_types=("openai-gpt",),
         names=replace(
@@ -128,8 +128,8 @@ FAMILIES = (
         mask_as_bool=True,
         note="no cache; `position_ids` must be passed beyond its own length",
     ),
-    # OPTForCausalLM.model is an OPTModel, whose only child is the decoder. Rows 0 and 1 of the table are left over from
-    # fairseq: position p reads row p + 2, and padding (position -1) reads row 1.
+    # OPTForCausalLM.model is an OPTModel, whose only child is the decoder. As in fairseq, position p reads row p + 2 of
+    # the table, and padding (position -1) reads row 1.
     Family(
         model_types=("opt",),
         names=replace(_NAMES, decoder="decoder"),

@@ -1,4 +1,4 @@
-"""Which family serves the models of a config."""
+"""The family that serves the models of a config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .refused import DECODER_HALF
 
 
 def family_of(config: Any) -> Family:
-    """Return the family that serves the models of a config, stock or ours; UnsupportedModelError if none does."""
+    """Return the family that serves the models of a config, stock or ours; UnsupportedModelError if no family does."""
     model_type = base_model_type(config)
     return family_for(model_type)
 
@@ -20,7 +20,7 @@ def check_served(config: Any) -> None:
     """Raise UnsupportedModelError if no family serves the models of a config, or the language model inside them.
 
     Args:
-        config: stock or ours. What is inside differs between checkpoints of a type, so the config is asked for it.
+        config: stock or ours. Checkpoints of one multimodal type may have different language models inside.
     """
     model_type, inside = str(type(config).model_type).removeprefix("posenc_"), base_model_type(config)
     try:

@@ -1,4 +1,4 @@
-"""The pieces of an attention, from which another class can attend in its place."""
+"""The pieces of a stock attention, from which `ReplacedAttention` computes in its place."""
 
 from __future__ import annotations
 
@@ -12,29 +12,27 @@ Heads = tuple[Tensor, Tensor, Tensor]
 """Query (B, H, T, D), key and value (B, K, T, D)."""
 
 
-@dataclass(frozen=True)  # equal wherever the class is, also after copying
+@dataclass(frozen=True)  # so that copies compare equal
 class OwnAttention:
     """The pieces of a base's attention. A family derives from this class, and overrides what differs.
 
-    Two kinds of base have them, neither with a rotary module. In one, the attention calls transformers' attention
-    interface, and is replaced in layers that are to rotate. In the other it does not (`bypasses_interface`), and is
-    replaced in every layer under every scheme; layers that keep what the base has get it from `alibi` and
-    `rope_parameters`.
+    Two kinds of families without a rotary module have one. In the first kind, the attention calls transformers'
+    attention interface, and the package replaces it in layers that a scheme rotates. In the second kind, it does not
+    (`bypasses_interface`), and every scheme replaces it in every layer. Layers that keep the base's positions then get
+    them from `alibi` and `rope_parameters`.
 
-    Methods get the stock attention module first.
+    The first argument of most methods is the stock attention module.
 
     Attributes:
         bypasses_interface: the stock attention never calls transformers' attention interface.
-        query_is_scaled: queries reach the attention function already multiplied by `attention.scaling`, and it is
-            called with `scaling=1.0`.
+        query_is_scaled: the stock attention multiplies queries by `attention.scaling`, and calls the attention function
+            with `scaling=1.0`.
         output_projection: attribute of the attention that holds its output projection.
         cache: argument of the attention that holds the key-value cache.
-        residual: argument of the attention that holds the residual, where `merge_heads` adds that. `None` means that
-            the layer adds it.
-        idle_rotary: path from the decoder to a module that makes cos and sin which nobody reads once the attention is
-            replaced.
-        decoder_attributes: attributes of the decoder, each with the value that switches off positions which the decoder
-            makes itself.
+        residual: argument of the attention that holds the residual, if `merge_heads` adds it. `None` means that the
+            layer adds it.
+        idle_rotary: path from the decoder to a rotary module whose cos and sin the replaced attention does not read.
+        decoder_attributes: attribute of the decoder -> the value that switches off the decoder's own positions.
     """
 
     bypasses_interface: ClassVar[bool] = False
@@ -55,12 +53,12 @@ class OwnAttention:
     def merge_heads(self, attention: Any, output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Return (B, T, E) from the attention function's output (B, T, H, D).
 
-        Residual dropout is included where the stock attention has it, and so is the residual.
+        If the stock attention applies residual dropout or adds the residual, this method does so too.
 
         Args:
             attention: the stock attention.
-            output: of the attention function.
-            arguments: the stock attention's, by name.
+            output: output of the attention function.
+            arguments: arguments of the stock attention by name.
         """
         merged: Tensor = getattr(attention, self.output_projection)(output.flatten(2))
         return merged
@@ -74,38 +72,38 @@ class OwnAttention:
         return attention.scaling
 
     def window(self, attention: Any) -> int | None:
-        """Return the layer's sliding window in tokens, its query's own included, where the mask does not have it."""
+        """Return the layer's sliding window in tokens, the query's own included; `None` if the mask has it or none."""
         return None
 
     def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
-        """Return what the stock attention returns, from its output (B, T, E) and its weights."""
+        """Return output (B, T, E) and weights in the form in which the stock attention returns them."""
         return output, weights
 
     def alibi(self, attention: Any) -> float | None:
-        """Return the factor on ALiBi's slopes that gives the base's own bias by distance; `None` if it has none."""
+        """Return the factor by which the base multiplies ALiBi's slopes; `None` if the base has no ALiBi."""
         return None
 
     def rope_parameters(self, config: Any) -> dict[str, Any]:
-        """Return the base's own rotation as transformers' `rope_parameters`, empty if it rotates nothing."""
+        """Return the base's rotation as transformers' `rope_parameters`, empty if it rotates nothing."""
         return getattr(config, "rope_parameters", None) or {}
 
     def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the stock forward, changed so that the base's own positions do nothing.
+        """Return the arguments of the stock forward, changed so that the base's positions have no effect.
 
-        Only for an attention that bypasses the interface: `verify` compares the result with its replacement's.
+        Only for an attention that bypasses the interface. `verify` compares its output with that of its replacement.
 
         Args:
             attention: the stock attention.
-            arguments: by name, without the hidden states; `attention_mask` is a float mask that is added to scores.
+            arguments: arguments by name, without the hidden states; `attention_mask` is a float mask, added to scores.
         """
         return arguments
 
 
 class DroppingAttention(OwnAttention):
-    """The pieces of an attention that has a module for each of its two dropouts."""
+    """The pieces of an attention with two dropout modules, `attn_dropout` and `resid_dropout`."""
 
     def merge_heads(self, attention: Any, output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Return (B, T, E), some of it dropped while training."""
+        """Return the merged heads (B, T, E), after residual dropout."""
         return attention.resid_dropout(super().merge_heads(attention, output, arguments))
 
     def dropout(self, attention: Any) -> float:
@@ -114,6 +112,6 @@ class DroppingAttention(OwnAttention):
 
 
 def split_fused(fused: Tensor, num_heads: int, head_dim: int) -> Heads:
-    """Return query, key and value of a projection (B, T, H * 3 * D) that makes all three, head by head."""
+    """Return query, key and value from a fused projection (B, T, H * 3 * D), which has all three head by head."""
     query, key, value = fused.view(*fused.shape[:-1], num_heads, 3, head_dim).transpose(1, 2).unbind(-2)
     return query, key, value

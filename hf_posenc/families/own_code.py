@@ -1,4 +1,4 @@
-"""Bases that rotate or add ALiBi in attention of their own, which never calls transformers' attention interface."""
+"""Families whose own attention code rotates or adds ALiBi, and never calls transformers' attention interface."""
 
 import math
 from typing import Any, ClassVar
@@ -14,12 +14,12 @@ _ALIBI = "a bias by distance on the scores (ALiBi)"
 
 
 def no_alibi(*args: Any, **kwargs: Any) -> None:
-    """Stand in for the decoder's function that makes the bias, which nobody reads any more."""
+    """Replace the decoder's function that makes the ALiBi bias, which the replaced attention does not read."""
     return
 
 
 def _without_angles(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an attention with angles of 0."""
+    """Return the arguments of an attention with all angles at 0."""
     cos, sin = arguments["position_embeddings"]
     return {**arguments, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
 
@@ -80,7 +80,7 @@ class _Mpt(OwnAttention):
         return 1.0
 
     def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments without a bias, and with a mask that is True for keys that are not seen."""
+        """Return the arguments without the bias, and with the bool mask of MPT, True for invisible keys."""
         return {**arguments, "position_bias": None, "attention_mask": arguments["attention_mask"] < 0}
 
 
@@ -89,9 +89,9 @@ class _Falcon(_Dense):
     decoder_attributes: ClassVar = {"use_alibi": False}
 
     def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
-        """Return the heads of one projection, which makes them group by group: its queries, its key, its value.
+        """Return the heads of the fused projection. It has groups of heads: some queries, then one key and one value.
 
-        There is one group, or one for each query, or any number in the newer architecture.
+        The number of groups is one, the number of query heads, or any number in the newer architecture.
         """
         groups = attention.num_kv_heads
         fused = attention.query_key_value(hidden_states)
@@ -100,7 +100,7 @@ class _Falcon(_Dense):
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def dropout(self, attention: Any) -> float:
-        return attention.attention_dropout.p if attention.config.alibi else 0.0  # never in a model that rotates
+        return attention.attention_dropout.p if attention.config.alibi else 0.0  # a Falcon that rotates drops nothing
 
     def alibi(self, attention: Any) -> float | None:
         return attention.inv_norm_factor if attention.config.alibi else None
@@ -122,7 +122,7 @@ class _GptNeoxJapanese(_Dense):
         return 1.0 / attention.norm_factor
 
     def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
-        return output, weights, attention.dense_bias  # of the last attention, which its layer adds
+        return output, weights, attention.dense_bias  # the layer adds this bias
 
     def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return _without_angles(arguments)
@@ -139,7 +139,7 @@ class _Gptj(DroppingAttention):
         """Return a rotation of `rotary_dim` dimensions of each head, with the usual base of frequencies."""
         size = config.hidden_size // config.num_attention_heads
         share = config.rotary_dim / size
-        if int(share * size) < config.rotary_dim:  # rounded down: dimensions are cut off after the product
+        if int(share * size) < config.rotary_dim:  # the division was rounded down, and `int` cuts off
             share = math.nextafter(share, 1.0)
         return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
 
@@ -150,10 +150,9 @@ class _Gptj(DroppingAttention):
 
 class _Codegen(_Gptj):
     def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
-        """Return the heads of a projection that makes four parts, each with a quarter of the heads.
+        """Return the heads of the fused projection. It has four parts, one per TPU core that trained the model.
 
-        A part has its queries, then its values, then its keys. It stands for a core of the TPU that the model was
-        trained on.
+        A part has a quarter of the heads: all their queries, then all values, then all keys.
         """
         batch, length, _ = hidden_states.shape
         parts = attention.qkv_proj(hidden_states).view(batch, length, 4, 3, -1, attention.head_dim)
@@ -179,7 +178,7 @@ FAMILIES = (
             layers="h",
             attention="self_attention",
             token_embedding="word_embeddings",
-            config_length="seq_length",  # in the configs of the released models, which were trained for it
+            config_length="seq_length",  # only the configs of the released models have it
         ),
         rotation=NO_ROTARY,
         attention=_Bloom(),

@@ -1,4 +1,4 @@
-"""Hybrids whose attention has no positions of its own: order reaches it through their other layers."""
+"""Hybrid families whose attention has no positions; their other layers make order visible to it."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ class _Jamba(OwnAttention):
 
 FAMILIES = (
     Family(model_types=("jamba",), rotation=NO_ROTARY, attention=_Jamba(), hybrid=True),
-    # A layer is one mixer: attention, a state-space model, an MLP or experts.
+    # A layer of Nemotron-H has a single block: attention, a state-space model, an MLP or experts.
     Family(
         model_types=("nemotron_h",),
         names=Names(attention="mixer", token_embedding="embeddings"),
@@ -23,7 +23,7 @@ FAMILIES = (
         attention=_Jamba(),
         hybrid=True,
     ),
-    # Latent attention, in which nothing can be rotated from outside.
+    # Kimi Linear has latent attention without a rotary module, so that no scheme can rotate in it.
     Family(
         model_types=("kimi_linear",),
         names=Names(attention_head_dim="qk_head_dim", attention_value_dim="v_head_dim"),

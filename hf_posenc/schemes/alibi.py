@@ -19,8 +19,9 @@ from .base import ScoreScheme, init
 def alibi_slopes(num_heads: int) -> list[float]:
     """Return one slope per head, the geometric sequence of the paper.
 
-    Head h (from 1) of a power-of-two count n gets `2 ** (-8 h / n)`. Other counts take the slopes of the largest power
-    of two p < n, then every second slope of 2p, as the authors' code does.
+    If the number of heads n is a power of two, head h = 1 .. n gets `2 ** (-8 h / n)`. Otherwise the first p heads get
+    the slopes of p heads, p the largest power of two below n. The rest get every second slope of 2p heads, as in the
+    authors' code.
 
     Args:
         num_heads: number of query heads H.
@@ -47,13 +48,13 @@ class Alibi(ScoreScheme):
 
     Equation (section 3): `softmax_j(q_i . k_j / sqrt(D) - m_h (i - j))`.
     Beyond the training length: no limit; made for it.
-    Deviations: `trainable=True` is the paper's negative result (its section 3), offered to repeat it. With a soft cap
-    on scores (Gemma 2) the bias is added after the cap, like a mask.
+    Deviations: `trainable=True` is the paper's negative result (its section 3), offered to reproduce it. With a soft
+    cap on scores (Gemma 2) the bias is added after the cap, like a mask.
     Source: Press, Smith, Lewis 2022, arXiv:2108.12409.
 
     Args:
-        slopes: H own slopes, positive or zero; None means the paper's.
-        trainable: make the slopes a parameter of each layer, `slopes` (H,).
+        slopes: H slopes, positive or zero; None means the paper's slopes.
+        trainable: every layer gets its slopes as a parameter `slopes` (H,).
     """
 
     name: ClassVar[str] = "alibi"
@@ -83,21 +84,21 @@ class Alibi(ScoreScheme):
 
 
 class LinearBias(ScoreModule):
-    """`q . k - m_h d`; parameter `slopes` (H,) if trainable."""
+    """The scores `q . k - m_h d`, with a parameter `slopes` (H,) if trainable."""
 
     def __init__(self, start: list[float], trainable: bool) -> None:
-        """Keep the slopes to start from.
+        """Store the slopes.
 
         Args:
-            start: H slopes.
-            trainable: whether they are a parameter.
+            start: H slopes, the start values if they are trained.
+            trainable: whether the slopes are a parameter.
         """
         super().__init__()
         self.start = start
         self.slopes = parameter(len(start)) if trainable else None
 
     def reset_parameters(self) -> None:
-        """Start at the given slopes."""
+        """Start at the slopes `start`."""
         if self.slopes is not None:
             init.copy_(self.slopes, torch.tensor(self.start).to(self.slopes))
 

@@ -25,36 +25,36 @@ EVERY_SCHEME = ("layers", "window")
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """Hyper-parameters of a position encoding; each field is one, and is written to the checkpoint.
+    """Hyper-parameters of a position encoding. Every field is a hyper-parameter, and is written to the checkpoint.
 
     Attributes:
-        layers: which decoder layers it is for: a list of indices, a slice as text (`"3::4"`: every fourth from the
-            fourth on), a layer type of the config (`"full_attention"`), or None for every layer. The others keep what
-            the base has.
-        window: size of a sliding window in tokens that its layers get: a query sees itself and the `window - 1` tokens
-            before it. None leaves the base's own.
+        layers: the decoder layers of the scheme: a list of indices, a slice as text (`"3::4"`: every fourth layer,
+            beginning with the fourth), a layer type of the config (`"full_attention"`), or None for every layer. All
+            other layers keep the base's positions.
+        window: sliding window of its layers in tokens: a query sees its own token and the `window - 1` tokens before.
+            None leaves the base's window.
     """
 
     name: ClassVar[str]
     """Registered name."""
     known_as: ClassVar[Mapping[str, str]] = {}
-    """Names under which people look for it -> how to ask for that, which the error of an unknown scheme suggests."""
+    """Other name of the scheme -> how to ask for the scheme. The error about an unknown scheme suggests it."""
 
     layers: Layers = None
     window: int | None = None
 
     @property
     def acts_on(self) -> Placement:
-        """Where it acts."""
+        """Where the scheme acts."""
         raise NotImplementedError(type(self).__name__)
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return every hyper-parameter by name, as values that JSON can hold: the scheme's own, then every scheme's."""
+        """Return name -> JSON value of every hyper-parameter, those that every scheme has last."""
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
         return {**{key: value for key, value in values.items() if key not in EVERY_SCHEME}, **values}
 
     def __str__(self) -> str:
-        """Return the name with every hyper-parameter; those of every scheme only where they are given."""
+        """Return the scheme's name with its hyper-parameters, those that every scheme has only where they are set."""
         values = self.hyperparameters()
         shown = {key: value for key, value in values.items() if key not in EVERY_SCHEME or value is not None}
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
@@ -65,15 +65,15 @@ class Scheme:
         return None
 
     def resolve(self, native: Native, dims: Dims) -> Scheme:
-        """Return the scheme with every choice that depends on the base model made; ValueError if it cannot be."""
+        """Return the scheme with every choice made that depends on the base model; ValueError if one cannot be made."""
         return self
 
     def without_scaling(self) -> Scheme:
-        """Return the scheme that a base was trained with, where this one is stretched to longer contexts."""
+        """Return the scheme without what stretches it to longer contexts, as the base was trained with it."""
         return self
 
     def one_of(self, field: str, choices: tuple[str, ...]) -> None:
-        """Raise ValueError, naming the choices, unless the field has one of the given values."""
+        """Raise ValueError unless the field's value is one of the choices."""
         if getattr(self, field) not in choices:
             value = getattr(self, field)
             raise ValueError(
@@ -81,7 +81,7 @@ class Scheme:
             )
 
     def positive(self, field: str, kind: Any = (int, float)) -> None:
-        """Raise TypeError or ValueError unless the field is a number of this kind above 0."""
+        """Raise TypeError or ValueError unless the field is a positive number of this type."""
         value: Any = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, kind):
             wanted = "an integer" if kind is int else "a number"
@@ -98,14 +98,14 @@ class Scheme:
             raise ValueError(f"{self.name}: {field} must be 0 or more, not {value!r}")
 
     def flags(self, *names: str) -> None:
-        """Raise TypeError unless each of the fields is a bool."""
+        """Raise TypeError unless all these fields are bools."""
         for field in names:
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"{self.name}: {field} must be True or False, not {getattr(self, field)!r}")
 
     @classmethod
     def parse(cls, hyperparameters: dict[str, Any]) -> Scheme:
-        """Build the scheme from keyword arguments or a checkpoint's entry; TypeError names unknown ones."""
+        """Build the scheme from keyword arguments or a checkpoint's entry; TypeError names unknown hyper-parameters."""
         known = sorted((field.name for field in fields(cls)), key=lambda name: name in EVERY_SCHEME)
         unknown = sorted(set(hyperparameters) - set(known))
         if unknown:
@@ -118,7 +118,7 @@ class Scheme:
 
 
 class ScoreScheme(Scheme):
-    """A scheme that changes attention scores: needs our attention function."""
+    """A scheme that changes attention scores. It needs the attention function of this package."""
 
     @property
     def acts_on(self) -> Placement:
@@ -128,25 +128,25 @@ class ScoreScheme(Scheme):
         """Raise ValueError if the hyper-parameters do not fit these sizes."""
 
     def build(self, dims: Dims) -> ScoreModule:
-        """Return the module of one attention layer, parameters uninitialised until `reset_parameters`."""
+        """Return the module of one attention layer. `reset_parameters` initialises its parameters."""
         raise NotImplementedError(type(self).__name__)
 
     @property
     def share_layers(self) -> bool:
-        """Whether one module serves all layers of the scheme, as a rule a hyper-parameter."""
+        """Whether one module serves all layers of the scheme. In most schemes a field overrides this."""
         return False
 
     def build_shared(self, dims: Dims) -> PositionModule | None:
-        """Return what the scheme's layers share (owned once by the model), or None."""
+        """Return the module that the scheme's layers share, which the model owns, or None."""
         return self.build(dims) if self.share_layers else None
 
     def attach_shared(self, module: ScoreModule, shared: Reference) -> nn.Module:
-        """Return what goes on the attention, given its own module and a reference to the shared one."""
+        """Return the module to put on an attention, from the layer's module and a reference to the shared module."""
         return Shared(shared)
 
 
 class EmbeddingScheme(Scheme):
-    """A scheme that adds vectors to the hidden states, before the first layer or before each of its layers."""
+    """A scheme that adds vectors to the hidden states, before the first layer or before every layer of the scheme."""
 
     @property
     def acts_on(self) -> Placement:
@@ -154,12 +154,12 @@ class EmbeddingScheme(Scheme):
 
     @property
     def every_layer(self) -> bool:
-        """Whether the vectors are added before each of the scheme's layers, or once at the input."""
+        """Whether the vectors are added before every layer of the scheme, instead of once at the input."""
         return False
 
     @property
     def share_layers(self) -> bool:
-        """Whether one module makes the vectors of all layers, where they are added before each."""
+        """Whether one module makes the vectors of all layers. It matters with `every_layer`."""
         return True
 
     def build(self, dims: Dims) -> PositionEmbedding:
@@ -168,18 +168,18 @@ class EmbeddingScheme(Scheme):
 
 
 PROPORTIONAL = "proportional"
-"""The `rope_type` that turns a share of whole heads itself: its cosines are as many as dimensions."""
+"""The `rope_type` that rotates a share of a head, with cosines for the whole head: the other pairs have angle 0."""
 
 
 def by_layer_type(parameters: RopeParameters) -> dict[Any, RopeParameters]:
-    """Return transformers' `rope_parameters` by layer type; where all layers share them, by None."""
+    """Return layer type -> `rope_parameters` of transformers; the key is None where all layers share them."""
     if parameters and all(isinstance(value, dict) for value in parameters.values()):
         return {**parameters}
     return {None: parameters}
 
 
 class RotaryScheme(Scheme):
-    """A scheme that turns pairs of dimensions of queries and keys by angles that depend on the position."""
+    """A scheme that rotates pairs of dimensions of queries and keys by angles that depend on the position."""
 
     @property
     def acts_on(self) -> Placement:
@@ -187,12 +187,12 @@ class RotaryScheme(Scheme):
 
     @property
     def pairs(self) -> str | None:
-        """Which dimensions are a pair: `half`, `(u, u + R/2)`, `interleaved`, `(2u, 2u + 1)`; None: the base's own."""
+        """Which dimensions are a pair: `half`, `(u, u + R/2)`; `interleaved`, `(2u, 2u + 1)`; None for the base's."""
         return None
 
     @property
     def leaves_dimensions(self) -> bool:
-        """Whether its `rope_parameters` turn a share of each head only; `proportional` turns the rest by 0."""
+        """Whether its `rope_parameters` leave dimensions of a head out; `proportional` rotates them by 0 instead."""
         kinds = by_layer_type(self.rope_parameters() or {}).values()
         return any(
             each.get("partial_rotary_factor", 1.0) < 1 and each.get("rope_type") != PROPORTIONAL for each in kinds
@@ -207,21 +207,21 @@ class RotaryScheme(Scheme):
         """Return the scheme with everything that was None taken from the base.
 
         Args:
-            rotation: the base's own `rope_parameters`, by layer type where it has several; empty if it rotates nothing.
-            length: that the base was made for, in tokens.
+            rotation: the base's `rope_parameters`, by layer type where they differ; empty if it rotates nothing.
+            length: length in tokens at which the base was trained.
             types: the `rope_type` values that the installed transformers can compute.
-            pairs: which dimensions the base turns together; `half` if it rotates nothing.
+            pairs: which dimensions the base rotates together; `half` if it rotates nothing.
 
         Raises:
-            ValueError: if it cannot be had on this base.
+            ValueError: if the scheme is impossible on this base.
         """
         return self
 
     def rope_parameters(self) -> RopeParameters | None:
-        """Return transformers' `rope_parameters`, if transformers' own rotary modules are to make the angles.
+        """Return `rope_parameters` if transformers' rotary modules shall make the angles, or None.
 
-        One dict, or one by layer type. One is for all layers, also of a base that has several types. Without
-        `partial_rotary_factor` whole heads are turned.
+        They are one dict for all layers, whatever their types, or layer type -> dict. Without `partial_rotary_factor`
+        whole heads are rotated.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""CoPE: the position of a key is the number of tokens since then that the query counts."""
+"""CoPE: the position of a key is the number of tokens from the key to the query that the query counts."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,21 +18,21 @@ class CoPE(ScoreScheme):
     """Positions counted by content: each query decides which tokens count, learned vectors stand for the counts.
 
     Equations (3) to (6): gates `g_ij = sigmoid(q_i . k_j / sqrt(D))`, positions `p_ij = sum_(t=j..i) g_it`, at most
-    `num_positions - 1`, and `softmax_j((q_i . k_j + q_i . e[p_ij]) / sqrt(D))`, where between integers `q_i . e[p]` is
+    `num_positions - 1`, and `softmax_j((q_i . k_j + q_i . e[p_ij]) / sqrt(D))`. Between integers `q_i . e[p]` is
     interpolated linearly.
     Beyond the training length: no limit; a query that counts few tokens reaches far, and all keys from
     `num_positions - 1` counted tokens on look alike.
     Deviations: the equations leave out the division by `sqrt(D)`. The authors' code divides both terms and the logits
     of the gates, and so does this class. The listing in the paper does not divide `q_i . e[p_ij]`, which is the same
     with `e` times `sqrt(D)`. Only visible keys are counted: no padding, no other documents, nothing beyond a sliding
-    window. Only the order of positions matters: gaps between them are not counted. `e` starts at 0, as attention
-    without positions. All heads share it, as in the authors' code. A soft cap on scores (Gemma 2) caps the whole sum,
-    which is a product of vectors. It leaves the logits of the gates alone, since the sigmoid bounds those. Keys or
-    values of their own for the gates (section 4) are not offered.
+    window. Only the order of positions matters: gaps between them are not counted. `e` starts at 0, which is attention
+    without positions. All heads share `e`, as in the authors' code. A soft cap on scores (Gemma 2) caps the sum of both
+    terms, but not the logits of the gates, which the sigmoid bounds. Separate keys or values for the gates (section 4)
+    are not offered.
     Source: Golovneva, Wang, Weston, Sukhbaatar 2024, arXiv:2405.18719, and the authors' code.
 
     Args:
-        num_positions: vectors, for the positions 0, 1, ...; the paper's `p_max` plus one. At least 2.
+        num_positions: number of vectors, for the positions 0, 1, ...; the paper's `p_max` plus one. At least 2.
         share_layers: one table for all layers, or one per layer.
     """
 
@@ -51,7 +51,7 @@ class CoPE(ScoreScheme):
 
 
 class ContextualPositions(ScoreModule):
-    """Parameter `position_embeddings` `e` (num_positions, D)."""
+    """The module of `cope`, with the parameter `position_embeddings` (`e`, (num_positions, D))."""
 
     def __init__(self, num_positions: int, head_dim: int) -> None:
         """Make the table.
@@ -78,14 +78,14 @@ class ContextualPositions(ScoreModule):
 
     @staticmethod
     def positions(call: Call, content: Tensor) -> Tensor:
-        """Return how many tokens each query counts from each key to itself, (B, H, Q, L) float32 or float64.
+        """Return how many tokens a query counts from a key to itself, for each pair, (B, H, Q, L).
 
         Args:
-            call: widened.
+            call: the call, in float32 or float64.
             content: logits of the gates, (B, H, Q, L).
         """
         gates = content.sigmoid().masked_fill(~call.visible(), 0.0)
-        # All queries see the keys in one order. Of equal positions the earlier token counts as the earlier one.
+        # All queries see the keys in the same order. Tokens at equal positions are ordered by their slots.
         near_first = call.positions.distance()[:, :, :1].argsort(dim=-1, descending=True, stable=True).flip(-1)
         back = near_first.argsort(-1).expand(gates.shape)
         return gates.gather(-1, near_first.expand(gates.shape)).cumsum(-1).gather(-1, back)

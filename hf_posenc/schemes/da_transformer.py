@@ -24,12 +24,12 @@ class DATransformer(ScoreScheme):
     d))`.
     Beyond the training length: no limit; `f` saturates at `1 + exp(v_h)` or 0.
     Deviations: the paper is an encoder with `|i - j|`; here `d >= 0`. `w` starts at 0, where `f = 1`, so that a patched
-    model starts as attention without distances. `relu=False` drops the ReLU, which a model that was trained without it
-    rarely survives; then a factor above 1 also deepens negative scores.
+    model starts as attention without distances. `relu=False` drops the ReLU, because few models that were trained
+    without it survive it. A factor above 1 then makes negative scores more negative.
     Source: Wu, Wu, Huang 2021, arXiv:2010.06925.
 
     Args:
-        relu: clip negative scores at 0 before they are rescaled, as the paper.
+        relu: clip negative scores at 0 before they are rescaled, as in the paper.
     """
 
     name: ClassVar[str] = "da_transformer"
@@ -43,7 +43,7 @@ class DATransformer(ScoreScheme):
 
 
 class DistanceRescaling(ScoreModule):
-    """Parameters `distance_weight` `w` (H,) and `saturation` `v` (H,)."""
+    """The module of `da_transformer`, with the parameters `distance_weight` (`w`) and `saturation` (`v`), both (H,)."""
 
     def __init__(self, num_heads: int, relu: bool) -> None:
         """Make the parameters.
@@ -69,13 +69,13 @@ class DistanceRescaling(ScoreModule):
     def factors(self, distance: Tensor) -> Tensor:
         """Return `f_h(d)` of distances of any shape, (H, *shape), in their dtype, float32 or float64.
 
-        Written as `(a + b) / (a + b exp(-w d))`, where `a = exp(-v)`, `b = 1` for `v > 0`, else `a = 1`, `b = exp(v)`,
-        since `exp(v)` overflows where `f` is an ordinary number. `w d` is cut where `exp` reaches the third root of the
-        largest number (in float32 at 29.6), so that gradients, in which `f` stands squared, are numbers too.
+        It is computed as `(a + b) / (a + b exp(-w d))`, with `a = exp(-v)`, `b = 1` for `v > 0`, else `a = 1`,
+        `b = exp(v)`, because `exp(v)` alone may overflow. `w d` is clipped where `exp` reaches the third root of the
+        largest number (29.6 in float32), so that gradients, which contain `f` squared, stay finite.
         """
         parameters = (self.distance_weight, self.saturation)
         weight, saturation = (by_head(p.to(distance.dtype), distance) for p in parameters)
-        # At v = 0, where it starts, the gradient has to come through one of them: relu's is 0 there, clamp's is 1.
+        # At v = 0, the start, exactly one of the two must pass the gradient on: relu's is 0 there, clamp's is 1.
         a, b = torch.exp(-saturation.relu()), torch.exp(saturation.clamp(max=0))
         largest = math.log(torch.finfo(distance.dtype).max) / 3
         return (a + b) / (a + b * torch.exp(-(weight * distance).clamp(-largest, largest)))

@@ -14,22 +14,22 @@ from ..registry import register_scheme
 from ..sinusoids import compute_dtype
 from .base import ScoreScheme, init
 
-LEAST = 0.01
-"""The smallest value that a number of the formula starts from, that of the authors' code."""
+SMALLEST_START = 0.01
+"""Smallest start value of a rate or exponent, as in the authors' code."""
 
 
 def positive(raw: Tensor) -> Tensor:
-    """Return the positive number that each trained one stands for, `ln(1 + exp(raw))`, in its dtype."""
+    """Return `ln(1 + exp(raw))`, the positive numbers that trained numbers stand for, in their dtype."""
     return softplus(raw, threshold=40.0)  # from 40 on the two agree in every digit of float64
 
 
 def raw_of(number: Tensor) -> Tensor:
-    """Return the trained number that stands for each positive one, the inverse of `positive`."""
+    """Return the trained numbers that stand for positive numbers: the inverse of `positive`."""
     return number + torch.log(-torch.expm1(-number))
 
 
 def drawn(like: Tensor) -> Tensor:
-    """Return float32 numbers uniform in (0, 1), in the shape of `like` and on its device."""
+    """Draw float32 numbers uniformly from (0, 1), in the shape of `like` and on its device."""
     return torch.rand(like.shape, dtype=torch.float32, device=like.device)
 
 
@@ -39,20 +39,20 @@ class Kerple(ScoreScheme):
     """A bias that falls with the logarithm or a power of the distance, at rates that each head learns.
 
     Equation: `softmax_j(q_i . k_j / sqrt(D) - r_h ln(1 + s_h d))` with `r, s > 0` for `variant="log"`, and
-    `softmax_j(q_i . k_j / sqrt(D) - r_h d^p_h)` with `r > 0`, `0 < p < 2` for `variant="power"`: the two conditionally
-    positive definite kernels that the paper tests, of which the logarithm extrapolates best.
+    `softmax_j(q_i . k_j / sqrt(D) - r_h d^p_h)` with `r > 0`, `0 < p < 2` for `variant="power"`. These are the two
+    conditionally positive definite kernels that the paper tests. The logarithm extrapolates better.
     Beyond the training length: no limit; made for it, the biases keep falling.
     Deviations: the authors' code trains `r`, `s` and `p` themselves, and in each forward pass clips them to at least
-    0.01, `p` also to at most 2. Here any trained `x` stands for a number of the range, `ln(1 + exp(x))` for `r` and
-    `s`, `2 / (1 + exp(-x))` for `p`, so that no step can leave it. The numbers start as in that code. `r` beside a
-    logarithm and `p` are uniform in (0, 2), `s` and `r` beside a power in (0, 1). None starts below 0.01, and `p` not
-    above 1.99.
+    0.01, `p` also to at most 2. Here a trained number `x` stands for `ln(1 + exp(x))` in `r` and `s`, and for
+    `2 / (1 + exp(-x))` in `p`, so that no step can leave the range. They start as in that code: with `variant="log"`,
+    `r` is uniform in (0, 2) and `s` in (0, 1); with `variant="power"`, `r` is uniform in (0, 1) and `p` in (0, 2). No
+    number starts below 0.01, and no `p` above 1.99.
     With a soft cap on scores (Gemma 2) the bias is added after the cap, like a mask.
     Source: Chi, Fan, Ramadge, Rudnicky 2022, arXiv:2205.09921, and the authors' code.
 
     Args:
         variant: `log` or `power`.
-        share_layers: the same numbers in all layers (the authors' code), or numbers of their own.
+        share_layers: the same numbers in all layers (the authors' code), or separate numbers per layer.
     """
 
     name: ClassVar[str] = "kerple"
@@ -83,7 +83,7 @@ class LogarithmicBias(ScoreModule):
     def reset_parameters(self) -> None:
         """Start at numbers drawn uniformly."""
         for raw, most in ((self.raw_scale, 2.0), (self.raw_rate, 1.0)):
-            init.copy_(raw, raw_of((most * drawn(raw)).clamp(min=LEAST)).to(raw))
+            init.copy_(raw, raw_of((most * drawn(raw)).clamp(min=SMALLEST_START)).to(raw))
 
     def form(self, like: Tensor) -> Bias:
         dtype = compute_dtype(like)
@@ -110,8 +110,8 @@ class PowerBias(ScoreModule):
 
     def reset_parameters(self) -> None:
         """Start at numbers drawn uniformly."""
-        init.copy_(self.raw_scale, raw_of(drawn(self.raw_scale).clamp(min=LEAST)).to(self.raw_scale))
-        init.copy_(self.raw_exponent, drawn(self.raw_exponent).logit(eps=LEAST / 2).to(self.raw_exponent))
+        init.copy_(self.raw_scale, raw_of(drawn(self.raw_scale).clamp(min=SMALLEST_START)).to(self.raw_scale))
+        init.copy_(self.raw_exponent, drawn(self.raw_exponent).logit(eps=SMALLEST_START / 2).to(self.raw_exponent))
 
     def form(self, like: Tensor) -> Bias:
         dtype = compute_dtype(like)

@@ -15,7 +15,7 @@ from .base import EmbeddingScheme, init
 Initialization = Literal["native", "interpolated", "hierarchical", "sinusoidal", "normal"]
 
 HIERARCHY = 0.4
-"""Su's alpha: how much of a position's vector is its coarse part. 0.5 would make (i, j) and (j, i) equal."""
+"""Su's alpha: the share of the coarse part in a position's vector. With 0.5, (i, j) and (j, i) would be equal."""
 
 
 @register_scheme
@@ -24,20 +24,20 @@ class Learned(EmbeddingScheme):
     """A trained table of position vectors, added to the hidden states.
 
     Equation: `h_t = x_t + P[t]` (Gehring et al. 2017, arXiv:1705.03122, section 3.1; GPT-2).
-    Beyond the training length: nothing; a position past the table raises ValueError with both numbers.
+    Beyond the training length: nothing; a position past the table raises ValueError.
     Deviations: none. `initialization="hierarchical"` is Su Jianlin's decomposition, 2020, spaces.ac.cn/archives/7947:
-    `P[i n + j] = a u_i + (1 - a) u_j`, `u_i = (p_i - a p_0) / (1 - a)`, `a = 0.4`, which continues a trained table of n
+    `P[i n + j] = a u_i + (1 - a) u_j`, `u_i = (p_i - a p_0) / (1 - a)`, `a = 0.4`. It continues a trained table of n
     positions to n^2 and leaves the first n unchanged.
     Source: Gehring et al. 2017, arXiv:1705.03122; Radford et al. 2019 (GPT-2).
 
     Args:
-        num_positions: rows of the table; None means the length the base was configured for.
+        num_positions: rows of the table; None means those of the base's table, or the length in its config.
         placement: add to the `input`, or before `every_layer`.
         share_layers: with `every_layer`, one table for all layers or one per layer.
         initialization: `native` (keep the base's table), `interpolated` (stretch it), `hierarchical` (continue it),
-            `sinusoidal` (at the RMS of the base's table, or of its token embeddings), `normal` (standard deviation
-            0.02). None means `native` where the base's table is long enough, `hierarchical` where it is not,
-            `sinusoidal` where there is none.
+            `sinusoidal` (with the RMS of the base's table, or of its token embeddings), `normal` (standard deviation
+            0.02). None means `native` where the base's table is long enough, `hierarchical` where it is too short, and
+            `sinusoidal` where the base has no table.
     """
 
     name: ClassVar[str] = "learned"
@@ -64,7 +64,7 @@ class Learned(EmbeddingScheme):
         return self.placement == "every_layer"
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
-        """Return the scheme with `num_positions` and `initialization` decided; ValueError where they cannot be had."""
+        """Return the scheme with `num_positions` and `initialization` chosen; ValueError if the base forbids them."""
         if self.placement == "input" and not self.share_layers:
             raise ValueError(
                 "learned: share_layers=False is for placement='every_layer': there is one table at the input"
@@ -73,7 +73,7 @@ class Learned(EmbeddingScheme):
         wanted = self.num_positions or rows or native.max_positions
         if wanted is None:
             raise ValueError(
-                "learned: give num_positions, since the base's config does not say how many it was made for"
+                "learned: give num_positions, since the base's config does not say at which length it was trained"
             )
         choice = self.initialization or ("sinusoidal" if rows == 0 else "native" if wanted <= rows else "hierarchical")
         if choice in ("native", "interpolated", "hierarchical") and rows == 0:
@@ -95,13 +95,13 @@ class Learned(EmbeddingScheme):
 
 
 class Table(PositionEmbedding):
-    """Parameter `table` (num_positions, E)."""
+    """The module of `learned`, with the parameter `table` (num_positions, E)."""
 
     def __init__(self, scheme: Learned, size: int) -> None:
         """Make the table.
 
         Args:
-            scheme: resolved.
+            scheme: the resolved scheme.
             size: E.
         """
         super().__init__()
@@ -111,18 +111,18 @@ class Table(PositionEmbedding):
         self.table = parameter(scheme.num_positions, size)
 
     def reset_parameters(self) -> None:
-        """Start at random, as transformers starts embeddings: for a table that was in no checkpoint."""
+        """Start at random, as transformers starts embeddings, if no checkpoint has the table."""
         init.normal_(self.table, std=0.02)
 
     def initialize(self, native: Native) -> None:
-        """Start from what the base has, as `initialization` says."""
+        """Start as `initialization` says, as a rule from the base's table."""
         if self.initialization == "normal":
             self.reset_parameters()
         else:
             init.copy_(self.table, self.start(native).to(self.table))
 
     def start(self, native: Native) -> Tensor:
-        """Return the first table, (num_positions, E)."""
+        """Return the values from which the table starts, (num_positions, E)."""
         count, size = self.table.shape
         if self.initialization == "sinusoidal" or native.table is None:
             rms = native.token_rms if native.table is None else native.table.double().square().mean().sqrt().item()
@@ -136,7 +136,7 @@ class Table(PositionEmbedding):
         return hierarchical(native.table, count)
 
     def embed(self, position_ids: Tensor) -> Tensor:
-        """Return rows of the table, (B|1, T, E); ValueError past its end (the device's index error while compiling)."""
+        """Return rows of the table, (B|1, T, E); ValueError past its end, while compiling the device's index error."""
         rows = self.table.shape[0]
         if not torch.compiler.is_compiling() and position_ids.numel():
             last = int(position_ids.max())
@@ -149,7 +149,7 @@ class Table(PositionEmbedding):
 
 
 def interpolated(table: Tensor, count: int) -> Tensor:
-    """Stretch a table (n, E) linearly to (count, E), first and last row kept."""
+    """Stretch a table (n, E) linearly to (count, E); its first and last row stay the same."""
     if count == 1:
         return table[:1]
     row = torch.linspace(0, table.shape[0] - 1, count, dtype=torch.float64, device=table.device)
@@ -160,7 +160,7 @@ def interpolated(table: Tensor, count: int) -> Tensor:
 
 
 def hierarchical(table: Tensor, count: int) -> Tensor:
-    """Continue a table (n, E) to (count, E), count <= n^2, by Su's decomposition; the first n rows stay as they are."""
+    """Continue a table (n, E) to (count, E), count <= n^2, by Su's decomposition; the first n rows stay the same."""
     n = table.shape[0]
     basis = (table.double() - HIERARCHY * table[:1].double()) / (1 - HIERARCHY)
     index = torch.arange(count, device=table.device)

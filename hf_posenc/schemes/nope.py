@@ -13,8 +13,8 @@ from .base import Scheme
 class Nope(Scheme):
     """No positions at all: the causal mask is the only order.
 
-    A causal stack can still count: the first layer's average over `t` keys depends on `t` (Haviv et al. 2022,
-    arXiv:2203.16634; Kazemnejad et al. 2023, arXiv:2305.19466, theorem 1).
+    A model with causal attention can still count tokens, because the first layer's average over `t` keys depends on `t`
+    (Haviv et al. 2022, arXiv:2203.16634; Kazemnejad et al. 2023, arXiv:2305.19466, theorem 1).
 
     Equation: `p_ij = softmax_j(q_i . k_j / sqrt(D))` over `j <= i`.
     Beyond the training length: no limit; quality falls as attention spreads over more keys than were seen in training.

@@ -20,12 +20,12 @@ class Shaw(ScoreScheme):
     Equations (4) and (3), causal: `e_ij = q_i . (k_j + aK_c) / sqrt(D)`, `z_i = sum_j p_ij (v_j + aV_c)`, `c = min(d,
     max_distance)`.
     Beyond the training length: no limit; all keys farther than `max_distance` look alike.
-    Deviations: a causal model only ever sees `d >= 0`, so only `max_distance + 1` of the paper's `2k + 1` labels exist.
+    Deviations: a causal model has only `d >= 0`, so only `max_distance + 1` of the paper's `2k + 1` labels exist.
     Source: Shaw, Uszkoreit, Vaswani 2018, arXiv:1803.02155.
 
     Args:
-        max_distance: largest distance with a vector of its own, the paper's `k`. With 0 one vector is everybody's, and
-            what is left of positions is the causal mask.
+        max_distance: clipping distance, the paper's `k`. All keys at this distance or further share a vector. With 0
+            all keys share one vector, and only the causal mask gives order.
         share_heads: one table for all heads (the paper), or one per head.
         share_layers: one pair of tables for the whole model, or one per layer.
         values: also add vectors to the values (the paper finds that keys matter more).
@@ -49,9 +49,10 @@ class Shaw(ScoreScheme):
 
 
 class ClippedDistanceVectors(ScoreModule):
-    """Parameters `key_embeddings` and `value_embeddings`: (max_distance + 1, D) or (H, max_distance + 1, D) each.
+    """The module of `shaw`, with the parameters `key_embeddings` and `value_embeddings`.
 
-    The vectors for values have the size of values, which is not D in latent attention (MLA).
+    Their shape is (max_distance + 1, D), or (H, max_distance + 1, D) unless heads share. In latent attention (MLA) the
+    vectors for values have the size of values instead of D.
     """
 
     def __init__(self, keys: tuple[int, ...], values: tuple[int, ...] | None) -> None:

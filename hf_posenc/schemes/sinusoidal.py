@@ -23,25 +23,25 @@ class Sinusoidal(EmbeddingScheme):
     Equation (section 3.5): `p[t, 2u] = sin(t w_u)`, `p[t, 2u + 1] = cos(t w_u)`, `w_u = base^(-2u/E)`; an odd E ends on
     a sine.
     Beyond the training length: no limit, but models rarely understand positions that they never saw.
-    Deviations: the table is scaled to the size of what it replaces (`scale`), since a pretrained model's embeddings
-    have no reason to be of size sqrt(E). Power-law frequencies `w_u = (2u/E)^alpha`, any others and trained ones (they
-    start at the fixed ones) are Su Jianlin's, 2021, spaces.ac.cn/archives/8231. The trained numbers are logarithms of
-    a frequency's ratio to the fixed one. So a step of an optimizer changes every wavelength by the same share, none
-    turns negative, and weight decay pulls towards the fixed ones. In radians per token, a step that is small for the
-    first waves is many times the frequency of the last ones, and the long waves are lost.
+    Deviations: the vectors are scaled to the RMS of the table they replace (`scale`), since the embeddings of a
+    pretrained model need not have the norm sqrt(E). Power-law frequencies `w_u = (2u/E)^alpha`, chosen ones and trained
+    ones are Su Jianlin's, 2021, spaces.ac.cn/archives/8231. A trained number is the logarithm of the ratio of a
+    frequency to its start. So an optimizer step changes every wavelength by the same share, no frequency turns
+    negative, and weight decay pulls back to the start. Trained in radians per token, a step that is small for the first
+    waves is many times the frequency of the last waves, and the long waves are lost.
     Source: Vaswani et al. 2017, arXiv:1706.03762.
 
     Args:
-        base: of the exponential frequencies.
+        base: base of the exponential frequencies.
         layout: `interleaved` (sine, cosine, sine, ...: the paper) or `split` (all sines, then all cosines: the authors'
             code).
-        frequencies: `exponential` (the paper), `power`, or a list of ceil(E/2) own ones in radians per token.
+        frequencies: `exponential` (the paper), `power`, or a list of ceil(E/2) frequencies in radians per token.
         alpha: exponent of the power law.
         trainable: train the frequencies: `w_u exp(r_u)` with a parameter `log_ratios` (ceil(E/2),) that starts at 0.
-            `"radians"` trains them as they are, a parameter `frequencies` (ceil(E/2),), as version 0.1 did.
+            `"radians"` trains a parameter `frequencies` (ceil(E/2),) in radians per token, as version 0.1 did.
         placement: add to the `input`, or before `every_layer`.
-        scale: factor of the table; `match` gives it the RMS of the position table it replaces, or of the token
-            embeddings.
+        scale: factor of the vectors; `match` gives them the RMS of the position table that they replace, or of the
+            token embeddings.
     """
 
     name: ClassVar[str] = "sinusoidal"
@@ -80,11 +80,11 @@ class Sinusoidal(EmbeddingScheme):
         return self.placement == "every_layer"
 
     def resolve(self, native: Native, dims: Dims) -> EmbeddingScheme:
-        """Return the scheme with `scale` a number; ValueError if it cannot be, or if a hyper-parameter is not read."""
-        read = {"exponential": "base", "power": "alpha"}.get(str(self.frequencies))
-        for unread, default in {"base": 10000.0, "alpha": 2.0}.items():
-            if unread != read and getattr(self, unread) != default:
-                raise ValueError(f"sinusoidal: {unread} is not read by frequencies={self.frequencies!r}: leave it out")
+        """Return the scheme with `scale` as a number; ValueError if it cannot be measured or a field has no effect."""
+        used = {"exponential": "base", "power": "alpha"}.get(str(self.frequencies))
+        for field, default in {"base": 10000.0, "alpha": 2.0}.items():
+            if field != used and getattr(self, field) != default:
+                raise ValueError(f"sinusoidal: {field} is not read by frequencies={self.frequencies!r}: leave it out")
         pairs = (dims.hidden_size + 1) // 2
         if not isinstance(self.frequencies, str) and len(self.frequencies) != pairs:
             raise ValueError(
@@ -107,13 +107,16 @@ class Sinusoidal(EmbeddingScheme):
 
 
 class Waves(PositionEmbedding):
-    """Parameter `log_ratios` (ceil(E/2),) if trainable, or `frequencies` (ceil(E/2),) if trained in radians."""
+    """The module of `sinusoidal`.
+
+    It has a parameter `log_ratios` (ceil(E/2),) if trainable, or `frequencies` (ceil(E/2),) if trained in radians.
+    """
 
     def __init__(self, scheme: Sinusoidal, size: int) -> None:
-        """Keep the hyper-parameters.
+        """Store the hyper-parameters.
 
         Args:
-            scheme: with a numeric scale.
+            scheme: the resolved scheme.
             size: E.
         """
         super().__init__()
@@ -126,16 +129,16 @@ class Waves(PositionEmbedding):
         self.frequencies = parameter((size + 1) // 2) if scheme.trainable == "radians" else None
 
     def fixed_frequencies(self, device: torch.device) -> Tensor:
-        """Return `w_u` as they start, (ceil(E/2),), float64."""
-        given = self.scheme.frequencies
-        if not isinstance(given, str):
-            return torch.tensor(given, dtype=wide_dtype(device), device=device)
-        if given == "exponential":
+        """Return the frequencies at the start of training, (ceil(E/2),), float64."""
+        choice = self.scheme.frequencies
+        if not isinstance(choice, str):
+            return torch.tensor(choice, dtype=wide_dtype(device), device=device)
+        if choice == "exponential":
             return geometric_frequencies(self.size, self.scheme.base, device)
         return (torch.arange(0, self.size, 2, dtype=wide_dtype(device), device=device) / self.size) ** self.scheme.alpha
 
     def waves(self, device: torch.device) -> Tensor:
-        """Return `w_u` as they stand, (ceil(E/2),) in radians per token; gradients flow to what is trained."""
+        """Return the current frequencies, (ceil(E/2),) in radians per token. Gradients flow to the parameter."""
         if self.frequencies is not None:
             return self.frequencies
         fixed = self.fixed_frequencies(device)

@@ -16,12 +16,12 @@ from .base import ScoreScheme, init
 
 
 def buckets(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """Return the bucket of each distance: one per distance for the first half, then logarithmically wider ones.
+    """Return the bucket of each distance. The first half has one distance per bucket, the others grow logarithmically.
 
     Args:
         distance: integers >= 0 of any shape.
-        num_buckets: how many there are.
-        max_distance: from here on every distance is in the last one.
+        num_buckets: number of buckets.
+        max_distance: every distance from here on is in the last bucket.
 
     Returns:
         int64, of the same shape.
@@ -40,14 +40,14 @@ class T5(ScoreScheme):
     Equation (section 2.1): `softmax_j(q_i . k_j / sqrt(D) + b_h(bucket(i - j)))`. The first half of the buckets holds
     one distance each, the others grow logarithmically up to `max_distance`.
     Beyond the training length: no limit; all distances from `max_distance` on look alike.
-    Deviations: the paper does not divide by `sqrt(D)`, a model that was trained with it is left as it is. A decoder has
-    only distances `d >= 0`, so all buckets are theirs. The biases start at 0, as attention without positions. With a
-    soft cap on scores (Gemma 2) the bias is added after the cap, like a mask.
+    Deviations: the paper does not divide by `sqrt(D)`; here a model keeps its own division. A decoder has only
+    distances `d >= 0`, so all buckets are for these. The biases start at 0, which is attention without positions. With
+    a soft cap on scores (Gemma 2) the bias is added after the cap, like a mask.
     Source: Raffel et al. 2020, arXiv:1910.10683; buckets as in the authors' code.
 
     Args:
-        num_buckets: of distances, an even number.
-        max_distance: from here on every distance is in the last bucket; more than half of `num_buckets`.
+        num_buckets: number of buckets, even.
+        max_distance: every distance from here on is in the last bucket; more than half of `num_buckets`.
         share_layers: one table for all layers (the paper), or one per layer.
     """
 
@@ -72,7 +72,7 @@ class T5(ScoreScheme):
 
 
 class BucketedBias(ScoreModule):
-    """Parameter `biases` (num_buckets, H)."""
+    """The module of `t5`, with the parameter `biases` (num_buckets, H)."""
 
     def __init__(self, num_heads: int, num_buckets: int, max_distance: int) -> None:
         """Make the table.
@@ -80,7 +80,7 @@ class BucketedBias(ScoreModule):
         Args:
             num_heads: H.
             num_buckets: rows of the table.
-            max_distance: where the last bucket begins.
+            max_distance: distance from which on the last bucket is used.
         """
         super().__init__()
         self.max_distance = max_distance
@@ -91,7 +91,7 @@ class BucketedBias(ScoreModule):
         init.zeros_(self.biases)
 
     def form(self, like: Tensor) -> Bias:
-        # Converted first, so that the gradients of a bucket's distances are summed in that dtype too.
+        # Converted before indexing, so that the gradients of a bucket's distances are also summed in that dtype.
         biases = self.biases.to(compute_dtype(like)).T  # (H, num_buckets)
 
         def values(distance: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ..sinusoids import compute_dtype, geometric_frequencies, sinusoids
 from .base import ScoreScheme, init
 
 AT_ONCE = 1024
-"""Distances whose sinusoids are computed at once."""
+"""Number of distances whose sinusoids are computed at once."""
 
 
 @register_scheme
@@ -26,12 +26,12 @@ class TransformerXL(ScoreScheme):
     Equation (section 3.3): `(q_i . k_j + q_i . W R_d + u . k_j + v . W R_d) / sqrt(D)`, `R_d` the sinusoid of `d`, size
     E.
     Beyond the training length: no limit; the paper gains from longer attention at test time.
-    Deviations: none in attention; the segment recurrence of the paper is not part of a position encoding. `R_d` is laid
-    out `[sin | cos]` as in the authors' code, not interleaved. With GQA every query head has its own slice of `W`.
+    Deviations: none in attention. The paper's segment recurrence is left out, since it is no position encoding. `R_d`
+    is `[sin | cos]` as in the authors' code, not interleaved. With GQA every query head has its own slice of `W`.
     Source: Dai et al. 2019, arXiv:1901.02860.
 
     Args:
-        share_biases: one `u` and one `v` for all layers (the authors' code unless `untie_r`), or a pair per layer.
+        share_biases: one `u` and one `v` for all layers (the authors' code without `untie_r`), or a pair per layer.
     """
 
     name: ClassVar[str] = "transformer_xl"
@@ -53,7 +53,7 @@ class TransformerXL(ScoreScheme):
 
 
 class SharedBiases(PositionModule):
-    """Parameters `content_bias` `u` (H, D) and `position_bias` `v` (H, D) of all layers."""
+    """The biases that all layers share: parameters `content_bias` (`u`) and `position_bias` (`v`), both (H, D)."""
 
     def __init__(self, dims: Dims) -> None:
         """Make the parameters.
@@ -66,20 +66,23 @@ class SharedBiases(PositionModule):
         self.position_bias = parameter(dims.num_heads, dims.head_dim)
 
     def reset_parameters(self) -> None:
-        """Start at zero: then only `q . W R_d` is new."""
+        """Start at zero, so that `q . W R_d` is the only new term of the scores."""
         init.zeros_(self.content_bias)
         init.zeros_(self.position_bias)
 
     def forward(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `u` and `v`, (H, D) each, in the dtype and on the device of `like`.
+        """Return copies of `u` and `v`, both (H, D), in the dtype and on the device of `like`.
 
-        They are copies: a sharding hook may free the parameters themselves as soon as this returns.
+        A sharding hook may free the parameters themselves as soon as this returns.
         """
         return self.content_bias.to(like, copy=True), self.position_bias.to(like, copy=True)
 
 
 class RelativeSinusoids(ScoreModule):
-    """Parameters `position_projection` `W` (H D, E); unless shared, `content_bias` `u`, `position_bias` `v` (H, D)."""
+    """The module of one layer, with the parameter `position_projection` (`W`, (H D, E)).
+
+    Unless the biases are shared, it also has `content_bias` (`u`) and `position_bias` (`v`), both (H, D).
+    """
 
     shared_biases: Reference
 
@@ -88,7 +91,7 @@ class RelativeSinusoids(ScoreModule):
 
         Args:
             dims: sizes of the attention.
-            own_biases: whether `u` and `v` are this layer's own.
+            own_biases: whether this layer has its own `u` and `v`.
         """
         super().__init__()
         self.dims = dims
@@ -118,13 +121,13 @@ class RelativeSinusoids(ScoreModule):
         return RelativeKeys(table, *self.biases(wide), self.kept_sinusoids, rows)
 
     def kept_sinusoids(self, count: int, like: Tensor) -> Tensor:
-        """Return `W R_d` of distances 0, 1, ..., (H, count, D) in the dtype of `like`, without gradients."""
+        """Return the cached `W R_d` of distances 0 .. count-1, (H, count, D), in the dtype of `like`, no gradients."""
         wide = like.new_empty(0, dtype=compute_dtype(like))
         weight = self.position_projection.detach()
         return self.kept.read(count, like, weight, lambda length: self.projected_sinusoids(length, wide))
 
     def biases(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `u` and `v`, (H, D) each, in the dtype of `like`."""
+        """Return `u` and `v`, both (H, D), in the dtype of `like`."""
         if self.content_bias is None or self.position_bias is None:
             return self.shared_biases()(like)
         return self.content_bias.to(like), self.position_bias.to(like)
@@ -136,8 +139,8 @@ class RelativeSinusoids(ScoreModule):
         def part(first: int, last: int) -> Tensor:
             return self._projected(torch.arange(first, last, device=like.device), like)
 
-        # A part at a time: sinusoids are computed in float64, several times the size of what is kept of them.
-        if torch.compiler.is_compiling():  # where the number of parts would be fixed
+        # Part by part, because sinusoids in float64 take several times the memory of the result.
+        if torch.compiler.is_compiling():  # a loop would fix the number of parts in the graph
             projected = part(0, count)
         elif torch.is_grad_enabled() and weight.requires_grad:
             projected = torch.cat([part(i, min(i + AT_ONCE, count)) for i in range(0, count, AT_ONCE)])

@@ -1,4 +1,4 @@
-"""The rooms of the package that know transformers' internals: attention, masks and rotary modules."""
+"""Code that depends on transformers' internals: attention, masks and rotary modules."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ Arguments = dict[str, Any]
 """Arguments of a forward, by name."""
 
 NAME = "hf_posenc"
-"""Name of our attention and mask function."""
+"""Name under which transformers finds our attention function and our mask function."""
 
 POSITION_IDS = "posenc_position_ids"
-"""Argument by which a decoder's position ids reach layers and attention where a family does not hand them down."""
+"""Argument that carries position ids to layers and attention, in families that do not hand them on themselves."""

@@ -27,7 +27,7 @@ NO_MASK = (
 )
 SPLIT_HEADS = (
     "tensor parallelism (tp_size) and sequence parallelism by heads (sp_size, Ulysses) give each process some of the "
-    "heads, and what this scheme holds per head would meet the wrong ones. Use data parallelism, FSDP, or "
+    "heads, and the scheme's parameters of other heads would be used there. Use data parallelism, FSDP, or "
     "hf_posenc.context_parallel for long sequences; or a scheme that keeps the stock attention: nope, sinusoidal, "
     "learned, rope"
 )
@@ -38,17 +38,17 @@ PAGED = (
 )
 
 PASSED_OVER = {
-    "cache": "of paged attention, refused by itself",
-    "logits_to_keep": "read by the head, which some multimodal models hand on",
-    "use_cache": "the keys and values that arrive are those of the cache already",
+    "cache": "the cache of paged attention, which is refused",
+    "logits_to_keep": "read by the head; some multimodal models also hand it to the layers",
+    "use_cache": "the cached keys and values are already among those that arrive",
     "cache_position": "the slots are in the channel",
     "sliding_window": "the window is in the channel",
     "is_causal": "refused if it is False",
-    "cu_seq_lens_q": "documents are in the channel, and compared with these",
-    "cu_seq_lens_k": "the same as those of the queries without a cache",
-    "max_length_q": "lengths that flash attention wants to know",
-    "max_length_k": "lengths that flash attention wants to know",
-    "seq_idx": "documents, for layers that have a state instead of attention",
+    "cu_seq_lens_q": "documents are in the channel, and these are compared with them",
+    "cu_seq_lens_k": "the same as `cu_seq_lens_q` without a cache",
+    "max_length_q": "read by flash attention",
+    "max_length_k": "read by flash attention",
+    "seq_idx": "documents, for state-space layers",
     "output_attentions": "decides which engine is chosen",
     "output_hidden_states": "read by the model",
     "output_router_logits": "read by the model",
@@ -57,13 +57,13 @@ PASSED_OVER = {
     "num_items_in_batch": "read by the loss",
     "shift_labels": "read by the loss",
     "ignore_index": "read by the loss",
-    "tokenizer": "read by generate, for `stop_strings`, which hands it on",
-    "assistant_tokenizer": "read by generate, for an assistant with words of its own, which hands it on",
+    "tokenizer": "read by generate for `stop_strings`, and handed on",
+    "assistant_tokenizer": "read by generate for an assistant model with another vocabulary, and handed on",
 }
-"""What models hand down to attention that does not change what ours computes, and why."""
+"""Argument that models hand to attention -> why our attention function may ignore it."""
 
 CHECKED = "posenc_checked"
-"""Attribute of a mask: the position ids that were checked against it."""
+"""Attribute of a mask that holds the position ids that were checked against it."""
 
 UNKNOWN_DOCUMENTS = (
     "cu_seq_lens_q divides the batch into documents that the position channel does not know of: pass position_ids that "
@@ -72,7 +72,7 @@ UNKNOWN_DOCUMENTS = (
 
 
 def check_engine(attention: str) -> None:
-    """Raise ValueError unless this is a value of `patch_model(..., attention=...)`: `auto` or an engine's name."""
+    """Raise ValueError unless `attention` is a value for `patch_model(..., attention=...)`: `auto` or an engine."""
     if attention != "auto":
         dispatch.find_engine(attention)
 
@@ -90,10 +90,10 @@ def scheme_attention(
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the scheme that sits on the module; the function behind the attention name `hf_posenc`.
+    """Attend with the scheme of an attention module. transformers calls this for the attention name `hf_posenc`.
 
     Args:
-        module: a model's attention, patched: it has `posenc`, a state (`hf_posenc.layer_state`) and `scaling`.
+        module: a patched attention module. It has `posenc`, a state (`hf_posenc.layer_state`) and `scaling`.
         query: (B, H, Q, D).
         key: (B, K, L, D), including cached keys.
         value: (B, K, L, V), as a rule V = D.
@@ -102,15 +102,15 @@ def scheme_attention(
         dropout: probability that an attention weight is dropped.
         softcap: cap on the scores.
         position_ids: (B|1, Q).
-        **kwargs: what families pass besides, see `PASSED_OVER`; `s_aux` (H,), where the module has sinks.
+        **kwargs: other arguments of families, see `PASSED_OVER`; and `s_aux` (H,), where the module has sinks.
 
     Returns:
         output (B, Q, H, V) and weights (B, H, Q, L) or None.
 
     Raises:
-        ValueError: if the module has no scheme, the mask did not arrive, heads are missing (tensor parallelism), or
-            chosen position ids meet a filled cache.
-        TypeError: for an argument that is not known here and not None.
+        ValueError: if the module has no scheme, the mask did not arrive, heads are missing (tensor parallelism), or the
+            caller chose other position ids than the filled cache continues with.
+        TypeError: for an argument that is neither in `PASSED_OVER` nor None.
         NotImplementedError: for paged attention.
     """
     state = on_attention(module)
@@ -125,8 +125,8 @@ def scheme_attention(
         key, value, positions = state.exchange(key, value, attention_mask, kwargs.get("sliding_window"))
     if (starts := kwargs.get("cu_seq_lens_q")) is not None:
         ensure(positions.divided_at(starts[1:-1]), UNKNOWN_DOCUMENTS)
-    cached = query.shape[2] != key.shape[2]
-    positions = _follow(positions, position_ids if handed_down is None else handed_down, attention_mask, cached)
+    has_cache = query.shape[2] != key.shape[2]
+    positions = _follow(positions, position_ids if handed_down is None else handed_down, attention_mask, has_cache)
     if state.window is not None:
         positions = positions.within(state.window)
     attention: Any = module
@@ -150,20 +150,20 @@ def scheme_attention(
 def _check_arguments(
     module: nn.Module, state: OnAttention, attention_mask: Tensor | None, others: Mapping[str, object]
 ) -> None:
-    """Check what arrived at an attention, see `scheme_attention`.
+    """Check the arguments of an attention, see `scheme_attention`.
 
     Args:
         module: the attention.
-        state: what the patch keeps on it.
-        attention_mask: what arrived as mask.
-        others: arguments that `scheme_attention` does not name.
+        state: its state.
+        attention_mask: its mask.
+        others: its arguments that `scheme_attention` does not name.
     """
     if others.get("cache") is not None:
         raise NotImplementedError(PAGED)
     if "posenc" not in module._modules and state.exchange is None:
         raise ValueError(
             f"{type(module).__name__} runs with the attention implementation {NAME!r} but carries no position "
-            "encoding: apply hf_posenc.patch_model to the model instead of naming the implementation"
+            "encoding: call hf_posenc.patch_model on the model instead of setting the implementation"
         )
     if attention_mask is None:
         raise ValueError(NO_MASK)
@@ -177,21 +177,21 @@ def _check_arguments(
         raise ValueError(BIDIRECTIONAL)
 
 
-def _check_heads(module: nn.Module, state: OnAttention, arrived: int) -> None:
-    heads = state.heads or getattr(module.config, "num_attention_heads", arrived)
-    if arrived != heads:
-        raise ValueError(f"{arrived} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
+def _check_heads(module: nn.Module, state: OnAttention, num_heads: int) -> None:
+    heads = state.heads or getattr(module.config, "num_attention_heads", num_heads)
+    if num_heads != heads:
+        raise ValueError(f"{num_heads} of {heads} heads arrived at the attention layer: {SPLIT_HEADS}")
 
 
 def _follow(
-    positions: Positions | DensePositions, position_ids: Tensor | None, attention_mask: Tensor, cached: bool
+    positions: Positions | DensePositions, position_ids: Tensor | None, attention_mask: Tensor, has_cache: bool
 ) -> Positions | DensePositions:
     """Return positions with the ids that the caller chose, see `Positions.follow`.
 
-    With a cache this only checks the ids. All layers of a forward pass get the same two tensors. The mask remembers the
-    ids that the first layer has checked, so the other layers need not.
+    With a cache this only checks the ids. All layers of a forward pass get the same two tensors, so the first layer
+    checks, and records the ids on the mask.
     """
-    if not cached or torch.compiler.is_compiling():
+    if not has_cache or torch.compiler.is_compiling():
         return positions.follow(position_ids)
     if getattr(attention_mask, CHECKED, None) is not position_ids:
         positions.follow(position_ids)
@@ -200,8 +200,8 @@ def _follow(
 
 
 def _wants_weights(module: nn.Module, others: Mapping[str, object]) -> bool:
-    """Return whether the attention weights are to be recorded; some families do not hand the argument down."""
-    if torch.compiler.is_compiling():  # the engine that is traced returns them anyway
+    """Return whether the caller wants attention weights; some families do not hand `output_attentions` to attention."""
+    if torch.compiler.is_compiling():  # the reference engine, which is traced, returns them anyway
         return False
     recording = output_capturing._active_collector.get() or {}
     return bool(

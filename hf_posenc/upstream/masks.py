@@ -1,6 +1,6 @@
 """The mask function of this package. It makes the position channel from transformers' description of a mask.
 
-Importing it registers the function with transformers under the name `hf_posenc`.
+Importing this module registers the function with transformers under the name `hf_posenc`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ BIDIRECTIONAL = (
     "is_causal is False: no scheme here defines distances to keys that come later. Set config.is_causal "
     "back to True and do not pass is_causal, or unpatch the model"
 )
+"""Message for masks and calls that show later keys."""
 
 MaskFunction = Callable[..., Tensor]
-"""Indices of batch row, head, query slot and key slot -> whether the query sees the key."""
+"""(batch row, head, query slot, key slot) -> whether the query sees the key."""
 
 
 class MaskShape(TypedDict, total=False):
-    """The parts of a mask function, those that it has.
+    """The parts of a mask function. An entry is missing if the mask has no such part.
 
     Attributes:
         causal: True.
         window: sliding window in tokens.
         segments: (B|1, T) number of each token's document.
-        chunks: their length, and the left padding (B,), where a query sees keys of its own chunk only.
+        chunks: length of the chunks, and left padding (B,). A query sees only keys of its own chunk.
     """
 
     causal: bool
@@ -59,7 +60,7 @@ _AND = and_masks(causal_mask_function).__code__
 
 
 def _remapping_code() -> object:
-    """Return the code of 5.23's remapping of packed indices; older releases have none."""
+    """Return the code of the function by which transformers 5.23 remaps packed indices; None in older releases."""
     from transformers import masking_utils
 
     make = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
@@ -70,9 +71,9 @@ _REMAPPED = _remapping_code()
 
 
 def describe_mask(mask_function: MaskFunction) -> MaskShape | None:
-    """Return the parts of a mask function of transformers, or None if one of them is unknown.
+    """Return the parts of a mask function of transformers, or None if it has an unknown part.
 
-    Its closures are recognised by the identity of their code, so that an unknown one is never mistaken for a known one.
+    Closures are recognised by the identity of their code, so that no unknown closure is mistaken for a known one.
     """
     if mask_function is causal_mask_function:
         return {"causal": True}
@@ -99,18 +100,18 @@ def describe_mask(mask_function: MaskFunction) -> MaskShape | None:
 
 
 def in_segments(shape: MaskShape, key_index: Tensor, *, same_tokens: bool) -> MaskShape | None:
-    """Return the parts of a mask with its chunks as segments, or without them; None where they are no segments.
+    """Return the parts of a mask with chunks expressed as segments; None where this is impossible.
 
     Args:
-        shape: from `describe_mask`.
-        key_index: (1, L) slots.
+        shape: parts from `describe_mask`.
+        key_index: slots of the keys, (1, L).
         same_tokens: whether queries and keys are the same tokens.
     """
     if "chunks" not in shape:
         return shape
     size, padding = shape.pop("chunks")
     if key_index.shape[-1] == 0 or int(key_index[0, -1]) < size:
-        return shape  # all in the first chunk; what is padding there nobody sees
+        return shape  # all keys are in the first chunk, and its padding is masked anyway
     if not same_tokens or "segments" in shape:
         return None
     return {**shape, "segments": (key_index - padding.to(key_index.device)[:, None]) // size}
@@ -131,36 +132,36 @@ def causal_documents(segments: Tensor | None) -> MaskFunction:
 def probe_mask(
     mask_function: MaskFunction, query_index: Tensor, batch_size: int, same_tokens: bool, window: int | None
 ) -> MaskShape:
-    """Find window and segments by asking the mask function about O(Q) pairs.
+    """Find window and segments by evaluating the mask function on O(Q) pairs.
 
-    This is for compiling, where closures cannot be taken apart. The decoder masks of transformers are conjunctions of
+    While torch compiles, closures cannot be taken apart. The decoder masks of transformers are conjunctions of
     causality, one sliding window, packed segments and chunks. Every supported family builds its masks from these only.
-    Chunks are found as segments.
+    Chunks are returned as segments.
 
     Args:
-        mask_function: a conjunction of the above.
-        query_index: (1, Q) slots.
+        mask_function: a conjunction of these parts.
+        query_index: slots of the queries, (1, Q).
         batch_size: B.
-        same_tokens: whether queries and keys are the same tokens: only then can there be segments.
-        window: the config's sliding window, which this mask may or may not have.
+        same_tokens: whether queries and keys are the same tokens. Otherwise the mask has no segments.
+        window: the config's sliding window. This mask may lack it.
 
     Returns:
-        as `describe_mask`, with `window` a tensor.
+        The parts, as `describe_mask` returns them, with `window` a tensor.
     """
-    found: MaskShape = {"causal": True}
+    shape: MaskShape = {"causal": True}
     rows = torch.arange(batch_size, device=query_index.device)[:, None]
     index = query_index.expand(batch_size, -1)
     same_segment = torch.ones_like(index, dtype=torch.bool)
     if same_tokens:
         joined = mask_function(rows, 0, index, (index - 1).clamp(min=0))
-        found["segments"] = (~joined).cumsum(-1)
+        shape["segments"] = (~joined).cumsum(-1)
     if window is not None:
-        behind = (index - window).clamp(min=0)
+        nearest_outside = (index - window).clamp(min=0)
         if same_tokens:
-            same_segment = found["segments"] == found["segments"].gather(-1, behind)
-        beyond = mask_function(rows, 0, index, behind) & same_segment & (index >= window)
-        found["window"] = torch.where(beyond.any(), positions.NO_WINDOW, window)
-    return found
+            same_segment = shape["segments"] == shape["segments"].gather(-1, nearest_outside)
+        shows_outside = mask_function(rows, 0, index, nearest_outside) & same_segment & (index >= window)
+        shape["window"] = torch.where(shows_outside.any(), positions.NO_WINDOW, window)
+    return shape
 
 
 def position_channel(
@@ -175,23 +176,23 @@ def position_channel(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor:
-    """Make the position channel; the function behind the mask name `hf_posenc`.
+    """Make the position channel. transformers calls this function for the mask name `hf_posenc`.
 
     Args:
         batch_size: B.
         q_length: Q.
         kv_length: L.
-        q_offset: slot of the first query; a static cache passes a live tensor.
+        q_offset: slot of the first query. A static cache passes its own tensor, which later steps change.
         kv_offset: slot of the first key.
-        mask_function: which pairs are visible, of slots.
+        mask_function: says which pairs of slots are visible.
         attention_mask: (B, slots) bool, False for padding, or None.
-        use_vmap: how to evaluate a mask function that is not made of index arithmetic.
-        device: of the model's inputs.
-        **kwargs: the rest of the interface.
+        use_vmap: evaluate the mask function by `torch.vmap`, because it is not made of index arithmetic.
+        device: device of the model's inputs.
+        **kwargs: the other arguments of the interface.
 
     Returns:
         The compact int32 channel (B|1, 1, ROWS, Q + L), or the dense form (B|1, 1, Q + 1, L + 1) for mask functions
-        that it cannot express.
+        that the compact channel cannot express.
 
     Raises:
         ValueError: for a mask function that shows later keys.
@@ -200,8 +201,8 @@ def position_channel(
         raise ValueError(BIDIRECTIONAL)
     query_index = (torch.arange(q_length, device=device) + q_offset)[None]
     key_index = (torch.arange(kv_length, device=device) + kv_offset)[None]
-    seen = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    counted = _count(seen, query_index, key_index)
+    valid = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    arguments = _count(valid, query_index, key_index)
     same_tokens = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
     shape = _shape_of(mask_function, query_index, key_index, batch_size, same_tokens, kwargs.get("config"))
     if shape is None or "causal" not in shape:
@@ -220,51 +221,52 @@ def position_channel(
         )
         later = key_index[:, None, None] > query_index[:, None, :, None]
         positions.ensure(~(visible & later).any(), positions.SHOWS_FUTURE)
-        return positions.pack_dense(counted["query_positions"], counted["key_positions"], visible)
+        return positions.pack_dense(arguments["query_positions"], arguments["key_positions"], visible)
     segments = shape.get("segments")
     if segments is not None:  # queries and keys are the same tokens
-        places = _count_in_documents(segments)
-        counted |= {"query_positions": places, "key_positions": places}
+        restarted = _count_in_documents(segments)
+        arguments |= {"query_positions": restarted, "key_positions": restarted}
     return positions.pack(
         query_index,
         key_index,
-        **counted,
+        **arguments,
         query_segment=segments,
         key_segment=segments,
         window=shape.get("window"),
     )
 
 
-def _count(seen: Tensor | None, query_index: Tensor, key_index: Tensor) -> dict[str, Tensor]:
+def _count(valid: Tensor | None, query_index: Tensor, key_index: Tensor) -> dict[str, Tensor]:
     """Return the arguments of `positions.pack` that depend on padding.
 
     Args:
-        seen: (B, slots) bool, False for padding; None means that there is none.
-        query_index: (1, Q) slots.
-        key_index: (1, L) slots.
+        valid: (B, slots) bool, False for padding; None means that there is no padding.
+        query_index: slots of the queries, (1, Q).
+        key_index: slots of the keys, (1, L).
     """
-    if seen is None:
+    if valid is None:
         return {"query_positions": query_index, "key_positions": key_index}
-    counted = seen.cumsum(-1) - 1  # padding takes no position
-    slots = torch.arange(seen.shape[-1], device=seen.device)
-    padding = torch.where(seen, -1, slots).cummax(-1).values  # the last slot of it up to each
-    since = slots - torch.where(seen, padding, -1).amax(-1, keepdim=True)  # the last padding that a token follows
-    resumed = torch.where((since > 0) & (since <= counted), since, counted)  # if there are tokens before it, too
+    position = valid.cumsum(-1) - 1  # padding takes no position
+    slots = torch.arange(valid.shape[-1], device=valid.device)
+    padding = torch.where(valid, -1, slots).cummax(-1).values  # slot of the last padding up to each slot
+    gap = torch.where(valid, padding, -1).amax(-1, keepdim=True)  # slot of the last padding before a token
+    since_gap = slots - gap
+    resumed = torch.where((since_gap > 0) & (since_gap <= position), since_gap, position)  # if tokens precede the gap
 
     def at(table: Tensor, index: Tensor) -> Tensor:
         return table.gather(-1, index.clamp(max=table.shape[-1] - 1).expand(table.shape[0], -1))
 
     return {
-        "query_positions": at(counted, query_index),
-        "key_positions": at(counted, key_index),
-        "query_valid": at(seen, query_index),
-        "key_valid": at(seen, key_index),
+        "query_positions": at(position, query_index),
+        "key_positions": at(position, key_index),
+        "query_valid": at(valid, query_index),
+        "key_valid": at(valid, key_index),
         "query_resumed": at(resumed, query_index),
     }
 
 
 def _count_in_documents(segments: Tensor) -> Tensor:
-    """Return positions that start again at each document, (B|1, T), from the number of each token's document."""
+    """Return positions (B|1, T) that start again at each document; segments (B|1, T) number the documents."""
     index = torch.arange(segments.shape[-1], device=segments.device)[None]
     starts = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
     return index - torch.where(starts, index, 0).cummax(-1).values
@@ -278,40 +280,42 @@ def _shape_of(
     same_tokens: bool,
     config: PreTrainedConfig | None,
 ) -> MaskShape | None:
-    """Return what a mask function shows, without chunks; None if the compact channel cannot express it.
+    """Return the parts of a mask function, chunks as segments; None if the compact channel cannot express them.
 
     Args:
-        mask_function: which pairs are visible, of slots.
-        query_index: (1, Q) slots.
-        key_index: (1, L) slots.
+        mask_function: says which pairs of slots are visible.
+        query_index: slots of the queries, (1, Q).
+        key_index: slots of the keys, (1, L).
         batch_size: B.
         same_tokens: whether queries and keys are the same tokens.
-        config: of the model, or None.
+        config: config of the model, or None.
     """
     if not torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND:
         shape = describe_mask(mask_function)
         return None if shape is None else in_segments(shape, key_index, same_tokens=same_tokens)
     if getattr(config, "attention_chunk_size", None) is not None and not same_tokens:
-        return None  # chunks are found as segments are, between tokens that follow each other, so not with a cache
+        return None  # the probe finds chunks between neighbouring tokens, which a call with a cache does not have
     return probe_mask(mask_function, query_index, batch_size, same_tokens, getattr(config, "sliding_window", None))
 
 
 def check_masks(arguments: Iterable[object]) -> None:
-    """Refuse 4-D masks that a decoder is called with, if they show later keys or are of integers.
+    """Refuse a user's 4-D mask if it shows later keys or has integers.
 
     Args:
-        arguments: of the decoder. What is 4-D among them is a mask; families with several kinds of layers may get a
-            dict of masks. A cache says where the queries sit.
+        arguments: arguments of the decoder. Every 4-D tensor among them is a mask. Families with several kinds of
+            layers may get a dict of masks. A cache among them says at which slot the queries start.
 
     Raises:
         ValueError: see `positions.check`.
     """
-    found = [each for given in arguments for each in (given.values() if isinstance(given, dict) else (given,))]
-    masks = [each for each in found if isinstance(each, Tensor) and each.ndim == 4]
+    values = [
+        each for argument in arguments for each in (argument.values() if isinstance(argument, dict) else (argument,))
+    ]
+    masks = [each for each in values if isinstance(each, Tensor) and each.ndim == 4]
     if masks:
-        before = next((each.get_seq_length() for each in found if isinstance(each, Cache)), 0)
+        cached_length = next((each.get_seq_length() for each in values if isinstance(each, Cache)), 0)
         for mask in masks:
-            positions.check(mask, before.to(mask.device) if isinstance(before, Tensor) else before)
+            positions.check(mask, cached_length.to(mask.device) if isinstance(cached_length, Tensor) else cached_length)
 
 
 AttentionMaskInterface.register(NAME, position_channel)

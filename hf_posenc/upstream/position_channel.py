@@ -1,7 +1,7 @@
-"""Positions in the place of the attention mask, for bases that hand their layers no position ids.
+"""Position ids inside the attention mask, for bases that hand their layers no position ids.
 
-The position channel holds the position ids that the caller chose. It is made before the decoder makes a mask of its
-own, and given to the decoder as the attention mask. The decoder hands a 4-D mask on to every layer as it is.
+The position channel holds the position ids that the caller chose. The package makes it before the decoder makes a
+mask, and passes it to the decoder as `attention_mask`. The decoder hands a 4-D mask to every layer unchanged.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from . import NAME, Arguments
 
 OWN_MASK = (
     "this model takes positions from the attention mask, since it hands its layers no position ids, and a 4-D mask of "
-    "your own has none: pass a 2-D mask (batch, keys), or none{instead}"
+    "your own has none: pass a 2-D mask (batch, keys), or no mask{instead}"
 )
+"""Message that refuses a user's own 4-D mask."""
 
 
 def carrying_forward(stock: type[nn.Module], model_type: str) -> Callable[..., object] | None:
-    """Return a forward in front of a stock model's, which puts positions in the place of the mask; same signature.
+    """Return a forward that puts the position channel in the place of the mask, and then calls the stock forward.
 
     Args:
         stock: class of a decoder, or of a model with a head, whose forward takes input_ids and attention_mask.
-        model_type: of the class.
+        model_type: model type of the class.
 
     Returns:
-        None for a model type that no family serves, and for one whose layers get their position ids.
+        The forward, with the signature of the stock one. None for a model type that no family serves, and for one that
+        hands position ids to its layers.
     """
     if model_type not in supported_model_types() or not (family := family_for(model_type)).positions_in_mask:
         return None
@@ -42,62 +44,62 @@ def carrying_forward(stock: type[nn.Module], model_type: str) -> Callable[..., o
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: object, **kwargs: object) -> object:
-        given: Arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        arguments: Arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        tokens = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
         if self.config._attn_implementation == NAME and tokens is not None:
-            as_bool = family.mask_as_bool and self.base_model is self  # a head hands its mask on as it is
-            given = _with_channel(self, given, tokens, as_bool=as_bool)
-        return stock.forward(self, **given)
+            as_bool = family.mask_as_bool and self.base_model is self  # a model with a head hands the mask on unchanged
+            arguments = _with_channel(self, arguments, tokens, as_bool=as_bool)
+        return stock.forward(self, **arguments)
 
     return forward
 
 
-def _with_channel(model: Any, given: Arguments, tokens: Tensor, *, as_bool: bool) -> Arguments:
-    """Return the arguments of a forward, by name, with the position channel as attention mask.
+def _with_channel(model: Any, arguments: Arguments, tokens: Tensor, *, as_bool: bool) -> Arguments:
+    """Return the arguments of a forward with the position channel as attention mask.
 
     Raises:
-        ValueError: for a user's own 4-D mask beside position ids, or where the decoder would turn it into bools.
+        ValueError: for a user's own 4-D mask, if there are position ids or the decoder would convert it to bool.
     """
-    mask, ids = given.get("attention_mask"), given.get("position_ids")
+    mask, ids = arguments.get("attention_mask"), arguments.get("position_ids")
     if mask is not None and mask.ndim == 4 and mask.dtype != torch.int32:
         if as_bool or ids is not None:
             raise ValueError(OWN_MASK.format(instead="" if ids is None else ", or leave position_ids out"))
-        return given
+        return arguments
     if mask is None or mask.ndim == 2:
-        if on_decoder(model.base_model).exchange is not None:  # inside context_parallel, which makes the channel itself
-            return given
+        if on_decoder(model.base_model).exchange is not None:  # context_parallel makes the channel
+            return arguments
         mask = create_causal_mask(
             config=model.config,
             inputs_embeds=tokens if tokens.ndim == 3 else tokens[..., None],  # only its shape and device are read
             attention_mask=mask,
-            past_key_values=given.get("past_key_values"),
+            past_key_values=arguments.get("past_key_values"),
             position_ids=ids,
         )
     if ids is not None:
         mask = _following(mask, ids)
-    return {**given, "attention_mask": as_bools(mask) if as_bool else mask}
+    return {**arguments, "attention_mask": as_bools(mask) if as_bool else mask}
 
 
 def _following(channel: Tensor, position_ids: Tensor) -> Tensor:
     """Return a compact channel with the position ids that the caller chose, see `Positions.follow`."""
     queries = position_ids.shape[-1]
-    found = _compact(channel, queries).follow(position_ids)
-    places = torch.cat([found.query_positions, found.key_positions], -1)
-    rows = channel.expand(places.shape[0], -1, -1, -1)
-    return torch.cat([places[:, None, None], rows[:, :, 1:]], 2)
+    followed = _compact(channel, queries).follow(position_ids)
+    new_positions = torch.cat([followed.query_positions, followed.key_positions], -1)
+    rows = channel.expand(new_positions.shape[0], -1, -1, -1)
+    return torch.cat([new_positions[:, None, None], rows[:, :, 1:]], 2)
 
 
 def _compact(channel: Tensor, queries: int) -> positions.Positions:
-    found = positions.read(channel, queries, channel.shape[-1] - queries)
-    assert isinstance(found, positions.Positions)
-    return found
+    compact = positions.read(channel, queries, channel.shape[-1] - queries)
+    assert isinstance(compact, positions.Positions)
+    return compact
 
 
 def positions_of(channel: Tensor | None, queries: int) -> Tensor | None:
-    """Return the positions of the queries, (B|1, Q), from the compact channel; None where it did not arrive.
+    """Return the positions of the queries, (B|1, Q), from the compact channel; None without a channel.
 
     Args:
-        channel: what arrived as attention mask.
+        channel: the attention mask that a layer got.
         queries: Q.
 
     Raises:
@@ -111,21 +113,21 @@ def positions_of(channel: Tensor | None, queries: int) -> Tensor | None:
 
 
 def as_bools(channel: Tensor) -> Tensor:
-    """Return the channel as bool (B|1, 1, ROWS, 32 * columns): its bits, which survive a cast to bool."""
+    """Return the bits of the channel as bools (B|1, 1, ROWS, 32 * columns), which survive a cast to bool."""
     bits = torch.arange(32, dtype=torch.int32, device=channel.device)
     return ((channel[..., None] >> bits) & 1).bool().flatten(-2)
 
 
 def as_channel(mask: Tensor | None, *, as_bool: bool) -> Tensor | None:
-    """Return the channel that arrived as attention mask.
+    """Return the position channel from the attention mask that a layer got; the inverse of `as_bools`.
 
     Args:
-        mask: what arrived.
-        as_bool: whether it is what `as_bools` made.
+        mask: the attention mask.
+        as_bool: whether the channel was converted by `as_bools`. Otherwise the mask is returned unchanged.
     """
     if mask is None or not as_bool:
         return mask
-    if mask.is_floating_point():  # 0 for ones, the lowest number for zeros, behind two more axes
+    if mask.is_floating_point():  # the decoder made 0 from True and the lowest number from False, and added two axes
         mask = mask[:, 0, 0] == 0
     bits = torch.arange(32, dtype=torch.int32, device=mask.device)
     return (mask.unflatten(-1, (-1, 32)).to(torch.int32) << bits).sum(-1, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""A class in front of a stock attention class, which attends from a family's pieces through transformers' interface."""
+"""A mixin for stock attention classes that computes attention from a family's `OwnAttention`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .position_channel import as_channel, positions_of
 
 
 class ReplacedAttention(nn.Module):
-    """A mixin in front of a stock attention class: rotates queries and keys if told to, then attends.
+    """A mixin for a stock attention class. It rotates queries and keys if its state has a rotation, then attends.
 
-    It serves bases without a rotary module, because their rotation must come before the cache, and bases that bypass
-    transformers' interface. It is a class and not a hook on the projection, because PEFT wraps the projection and its
-    update would be added after the hook.
+    It serves bases without a rotary module, whose keys have to be rotated before they enter the cache, and bases that
+    bypass transformers' attention interface. A hook on the projection would not do: PEFT wraps the projection, and
+    would add its update after the hook.
     """
 
     posenc_arguments: tuple[str, ...]
@@ -37,36 +37,36 @@ class ReplacedAttention(nn.Module):
 
         Args:
             hidden_states: (B, T, E).
-            *args: of the stock attention.
-            **kwargs: of the stock attention; those that it does not name are handed on to the attention function.
+            *args: positional arguments of the stock attention.
+            **kwargs: arguments of the stock attention by name. Unknown ones go to the attention function.
 
         Returns:
             What the stock attention returns: as a rule (B, T, E), and the attention weights (B, H, T, L) or None.
 
         Raises:
-            ValueError: if there is a rotation, and no position ids arrived.
+            ValueError: if the state has a rotation and no position ids arrived.
         """
         state = on_attention(self)
         family = family_for(state.family)
-        own = family.own_attention()
-        given = named(self, args, kwargs)
-        mask = as_channel(given.get("attention_mask"), as_bool=family.mask_as_bool)
-        query, key, value = own.split_heads(self, hidden_states)
-        position_ids = given.get("position_ids")
+        pieces = family.own_attention()
+        arguments = named(self, args, kwargs)
+        mask = as_channel(arguments.get("attention_mask"), as_bool=family.mask_as_bool)
+        query, key, value = pieces.split_heads(self, hidden_states)
+        position_ids = arguments.get("position_ids")
         if state.rotation is not None:
-            turned_by = positions_of(mask, query.shape[2]) if family.positions_in_mask else position_ids
-            if turned_by is None:
+            rotation_ids = positions_of(mask, query.shape[2]) if family.positions_in_mask else position_ids
+            if rotation_ids is None:
                 raise ValueError("position_ids did not arrive at the attention layer, so nothing can be rotated")
             like = value.new_empty(0, dtype=torch.promote_types(value.dtype, torch.float32))
-            cos, sin = state.rotation()(like, turned_by)
+            cos, sin = state.rotation()(like, rotation_ids)
             query = apply_rotary(query, cos, sin, state.pairs)
             key = apply_rotary(key, cos, sin, state.pairs)
-        if (cache := given.get(own.cache)) is not None:
+        if (cache := arguments.get(pieces.cache)) is not None:
             key, value = cache.update(key, value, getattr(self, str(family.names.attention_layer_index)))
-        backend = NAME if own.bypasses_interface else self.config._attn_implementation
+        backend = NAME if pieces.bypasses_interface else self.config._attn_implementation
         module = sys.modules[stock_class(type(self), ReplacedAttention).__module__]
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(backend, getattr(module, "eager_attention_forward", None))
-        handed_on = {name: each for name, each in given.items() if name not in self.posenc_arguments}
+        handed_on = {name: each for name, each in arguments.items() if name not in self.posenc_arguments}
         output, weights = attend(
             self,
             query,
@@ -74,14 +74,14 @@ class ReplacedAttention(nn.Module):
             value,
             mask,
             **handed_on
-            | {"output_attentions": given.get("output_attentions"), "position_ids": position_ids}
-            | {"dropout": own.dropout(self) if self.training else 0.0}
-            | {"scaling": 1.0 if own.query_is_scaled else self.scaling},
+            | {"output_attentions": arguments.get("output_attentions"), "position_ids": position_ids}
+            | {"dropout": pieces.dropout(self) if self.training else 0.0}
+            | {"scaling": 1.0 if pieces.query_is_scaled else self.scaling},
         )
-        return own.outputs(self, own.merge_heads(self, output, given), weights)
+        return pieces.outputs(self, pieces.merge_heads(self, output, arguments), weights)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        """Pickle and copy by the stock class, since this one is made on demand."""
+        """Pickle and copy by naming the stock class, since this class is made on demand."""
         return revive, (replaced_class, stock_class(type(self), ReplacedAttention)), self.__dict__
 
 
@@ -89,8 +89,8 @@ def named(attention: ReplacedAttention, args: tuple[object, ...], kwargs: Mappin
     """Return the arguments of an attention by name, without the hidden states.
 
     Args:
-        attention: holds the names of the stock forward.
-        args: positional arguments behind the hidden states.
+        attention: the attention, which has the argument names of the stock forward.
+        args: positional arguments after the hidden states.
         kwargs: arguments by name.
     """
     return {**dict(zip(attention.posenc_arguments, args, strict=False)), **kwargs}
@@ -105,14 +105,14 @@ def replaced_class(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def stock_output(attention: ReplacedAttention, hidden_states: Tensor, arguments: Arguments) -> Tensor:
-    """Return the output (B, T, E) of a replaced attention's stock forward, with its own positions switched off.
+    """Return the output (B, T, E) of a replaced attention's stock forward, with the base's positions switched off.
 
     Args:
-        attention: of a family that bypasses the interface.
+        attention: the attention of a family that bypasses the interface.
         hidden_states: (B, T, E).
-        arguments: the others, by name; `attention_mask` is a float mask (B|1, 1, T, L) that is added to scores.
+        arguments: its other arguments by name; `attention_mask` is a float mask (B|1, 1, T, L), added to the scores.
     """
     stock: Any = stock_class(type(attention), ReplacedAttention)
-    own = family_for(on_attention(attention).family).own_attention()
-    output: Tensor = stock.forward(attention, hidden_states, **own.without_positions(attention, arguments))[0]
+    pieces = family_for(on_attention(attention).family).own_attention()
+    output: Tensor = stock.forward(attention, hidden_states, **pieces.without_positions(attention, arguments))[0]
     return output

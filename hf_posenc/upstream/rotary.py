@@ -1,4 +1,4 @@
-"""Modules that make the angles by which queries and keys are rotated: a base's own class, or LLaMA's."""
+"""Rotary modules, which make the cosines and sines that rotate queries and keys: the base's own class, or LLaMA's."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..schemes.base import PROPORTIONAL, by_layer_type
 from . import POSITION_IDS, Arguments
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
-"""Key of `rope_parameters`, and attribute of some configs, which transformers prefers to the key."""
+"""Key of `rope_parameters`. Some configs have an attribute of that name, which transformers prefers to the key."""
 
 
 def turned_dimensions(rotary: nn.Module) -> int:
-    """Return the number of dimensions of a head for which a rotary module makes cosines.
+    """Return how many dimensions of a head a rotary module rotates.
 
     Args:
-        rotary: of transformers, or of this package.
+        rotary: a rotary module of transformers or of this package.
     """
     if isinstance(rotary, PartialRotary):
         return rotary.size
@@ -37,30 +37,33 @@ def turned_dimensions(rotary: nn.Module) -> int:
 
 
 ROTATION = "position_embeddings"
-"""Argument of a decoder layer that holds its cosines and sines."""
+"""Name of the decoder layer's argument that carries cosines and sines."""
 
 COORDINATES = 3
-"""Time, height and width, where positions have several coordinates and the config does not say how many."""
+"""Number of coordinates of a position (time, height and width) where the config does not say how many there are."""
 
-Turned = Tensor | tuple[Tensor, Tensor]
-"""Output of a rotary module: cosines and sines, or complex numbers."""
+Angles = Tensor | tuple[Tensor, Tensor]
+"""Output of a rotary module: cosines and sines, or complex numbers `e^ia`."""
 
 
-def by_pair(turned: Turned, angles: str) -> tuple[Tensor, Tensor]:
-    """Return one cosine and sine per pair, (B|1, T, F) each, from a rotary module's; see `RotationFacts.angles`."""
-    if isinstance(turned, Tensor):
-        return turned.real, turned.imag
-    cos, sin = turned
+def by_pair(output: Angles, angles: str) -> tuple[Tensor, Tensor]:
+    """Return one cosine and one sine per pair, both (B|1, T, F), from a rotary module's output in the form `angles`.
+
+    The forms are those of `RotationFacts.angles`.
+    """
+    if isinstance(output, Tensor):
+        return output.real, output.imag
+    cos, sin = output
     if angles == "once":
         return cos, sin
     taken = slice(None, None, 2) if angles == "each twice" else slice(cos.shape[-1] // 2)
     return cos[..., taken], sin[..., taken]
 
 
-def as_given(cos: Tensor, sin: Tensor, angles: str) -> Turned:
-    """Return cosines and sines (B|1, T, F) in the form that a family's attention takes; see `RotationFacts.angles`."""
+def from_pairs(cos: Tensor, sin: Tensor, angles: str) -> Angles:
+    """Return one cosine and one sine per pair, both (B|1, T, F), in the form `angles`; the inverse of `by_pair`."""
     if angles == "complex":
-        wide = torch.promote_types(cos.dtype, torch.float32)  # complex numbers of half precision are hardly supported
+        wide = torch.promote_types(cos.dtype, torch.float32)  # torch hardly supports complex half precision
         return torch.complex(cos.to(wide), sin.to(wide))
     if angles == "once":
         return cos, sin
@@ -77,36 +80,35 @@ def answer_like(rotary: nn.Module, native: nn.Module | None) -> None:
 
 
 class IdentityRotary(nn.Module):
-    """A stand-in for a base's rotary module: cos 1 and sin 0, which rotate nothing, exactly."""
+    """A stand-in for a base's rotary module that rotates nothing: cos is 1 and sin is 0."""
 
     def __init__(self, native: nn.Module, angles: str = "list twice") -> None:
-        """Return as many cosines as the native module would.
+        """Count the pairs that the native module rotates, by layer type where they differ.
 
         Args:
-            native: the base's rotary module. The number of pairs that it rotates is that of its frequencies, for each
-                layer type where these differ.
-            angles: the form in which it returns them, see `RotationFacts.angles`.
+            native: the base's rotary module. It has one frequency per pair.
+            angles: the form of its output, see `RotationFacts.angles`.
         """
         super().__init__()
         end = "inv_freq"
-        found = {name[: -len(end)].rstrip("_"): b.shape[-1] for name, b in native.named_buffers() if name.endswith(end)}
-        self.pairs = {name: count for name, count in found.items() if not name.endswith("original")}
+        sizes = {name[: -len(end)].rstrip("_"): b.shape[-1] for name, b in native.named_buffers() if name.endswith(end)}
+        self.pairs = {name: count for name, count in sizes.items() if not name.endswith("original")}
         self.angles = angles
         answer_like(self, native)
 
-    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Turned:
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Angles:
         """Return ones and zeros in the dtype of x and the form of the native module, for (B|1, T) positions.
 
-        Further arguments of families are ignored, but for the layer type.
+        Of the other arguments only the layer type is read.
         """
-        kind = args[0] if args else kwargs.get("layer_type")
-        position_ids = position_ids[0] if position_ids.ndim == 3 else position_ids  # a text model's, three times over
-        shape = (*position_ids.shape, self.pairs.get(kind or "", max(self.pairs.values())))
-        return as_given(x.new_ones(1).expand(shape), x.new_zeros(1).expand(shape), self.angles)
+        layer_type = args[0] if args else kwargs.get("layer_type")
+        position_ids = position_ids[0] if position_ids.ndim == 3 else position_ids  # coordinates: the first is enough
+        shape = (*position_ids.shape, self.pairs.get(layer_type or "", max(self.pairs.values())))
+        return from_pairs(x.new_ones(1).expand(shape), x.new_zeros(1).expand(shape), self.angles)
 
 
 class PartialRotary(nn.Module):
-    """A rotary module with cos and sin widened for a base that rotates whole heads; the added pairs stand still."""
+    """A rotary module of part of a head, for a base that rotates whole heads. The other pairs get the angle 0."""
 
     def __init__(self, rotary: nn.Module, size: int, *, takes: str = "list twice", gives: str = "list twice") -> None:
         """Wrap a rotary module.
@@ -114,8 +116,8 @@ class PartialRotary(nn.Module):
         Args:
             rotary: a module that returns cos and sin of fewer dimensions.
             size: D.
-            takes: the form in which it returns its angles, see `RotationFacts.angles`.
-            gives: the form in which the base's attention takes them.
+            takes: the form of the wrapped module's output, see `RotationFacts.angles`.
+            gives: the form of this module's output, which the base's attention takes.
         """
         super().__init__()
         self.rotary = rotary
@@ -123,122 +125,122 @@ class PartialRotary(nn.Module):
         self.takes = takes
         self.gives = gives
 
-    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Turned:
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Angles:
         """Return cos and sin of D / 2 pairs, for (B|1, T) positions."""
         cos, sin = by_pair(self.rotary(x, position_ids, *args, **kwargs), self.takes)
         padding = (0, self.size // 2 - cos.shape[-1])
         pad = torch.nn.functional.pad
-        return as_given(pad(cos, padding, value=1.0), pad(sin, padding), self.gives)
+        return from_pairs(pad(cos, padding, value=1.0), pad(sin, padding), self.gives)
 
 
 class RotaryByType(nn.Module):
-    """A rotary module for each layer type, where heads of some types are larger."""
+    """One rotary module per layer type, for a base whose heads are larger in some layer types."""
 
     def __init__(self, rotaries: Mapping[str, nn.Module]) -> None:
-        """Take the modules.
+        """Register the modules.
 
         Args:
-            rotaries: by layer type; each is called with the layer type too.
+            rotaries: layer type -> rotary module, which is called with the layer type as third argument.
         """
         super().__init__()
         self.rotaries = nn.ModuleDict(rotaries)
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> Turned:
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> Angles:
         """Return cos and sin for the heads of a layer type, for (B|1, T) positions."""
-        turned: Turned = self.rotaries[layer_type](x, position_ids, layer_type)
+        turned: Angles = self.rotaries[layer_type](x, position_ids, layer_type)
         return turned
 
 
-class _Asked(RopeParameters):
-    """`rope_parameters` that record the keys which transformers reads. No list of upstream's says which these are."""
+class _RecordedParameters(RopeParameters):
+    """`rope_parameters` that record which keys transformers reads. transformers publishes no list of them."""
 
     def __init__(self, parameters: RopeParameters) -> None:
         super().__init__(parameters)
-        self.asked: set[str] = set()
+        self.keys_read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        self.asked.add(key)
+        self.keys_read.add(key)
         return super().__getitem__(key)
 
     def __missing__(self, key: str) -> Any:
         raise ValueError(f"rope: scaling {self.get('rope_type')} needs {key}")
 
     def get(self, key: str, default: object = None) -> Any:
-        self.asked.add(key)
+        self.keys_read.add(key)
         return super().get(key, default)
 
     def unread(self) -> set[str]:
-        """Return the keys that nobody asked for.
+        """Return the keys that transformers did not read.
 
-        `partial_rotary_factor` is not among them, since this package applies it where the base does not. `type`, the
-        old name of `rope_type`, counts as unread: transformers asks for it, but does not use it beside `rope_type`.
+        `partial_rotary_factor` counts as read, since this package applies it where the base does not. `type`, the old
+        name of `rope_type`, counts as unread: beside `rope_type` transformers looks it up without using it.
         """
-        return set(self) - (self.asked - {"type"}) - {"rope_type", "partial_rotary_factor"}
+        return set(self) - (self.keys_read - {"type"}) - {"rope_type", "partial_rotary_factor"}
 
 
 def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
-    """Return the arguments of a decoder layer, with the rotation among them replaced by its scheme's."""
+    """Return the arguments of a decoder layer with its cosines and sines replaced by those of its scheme."""
     position_ids, state = handed_down(kwargs), on_layer(layer)
     assert state.rotation is not None
     names = state.arguments[: len(args)]
     if {**dict(zip(names, args, strict=False)), **kwargs}.get(ROTATION) is None or position_ids is None:
         raise ValueError("the rotation did not arrive at the decoder layer by name, so it cannot be replaced")
     hidden_states = args[0] if args else kwargs["hidden_states"]
-    if state.coordinates:  # older releases of transformers want all of them from outside the module
+    if state.coordinates:  # rotary modules of older releases of transformers take one id per coordinate
         position_ids = position_ids.expand(state.coordinates, -1, -1)
-    turned = state.rotation()(hidden_states, position_ids, *state.rotation_arguments)
+    angles = state.rotation()(hidden_states, position_ids, *state.rotation_arguments)
     if ROTATION in names:
-        at = names.index(ROTATION)
-        return (*args[:at], turned, *args[at + 1 :]), kwargs
-    return args, {**kwargs, ROTATION: turned}
+        index = names.index(ROTATION)
+        return (*args[:index], angles, *args[index + 1 :]), kwargs
+    return args, {**kwargs, ROTATION: angles}
 
 
 def handed_down(kwargs: Arguments) -> Tensor | None:
-    """Return the position ids (B|1, T) that a decoder layer is called with, or None."""
-    found = kwargs.get(POSITION_IDS)
-    return kwargs.get("position_ids") if found is None else found
+    """Return the position ids (B|1, T) among the arguments of a decoder layer, or None."""
+    position_ids = kwargs.get(POSITION_IDS)
+    return kwargs.get("position_ids") if position_ids is None else position_ids
 
 
 def own_rotation(
     config: PreTrainedConfig, dims: Dims, native: nn.Module | None, slices_rotary: bool, sizes: Mapping[str, int]
 ) -> RopeParameters:
-    """Return the base's own `rope_parameters`, as far as transformers reads them.
+    """Return the base's `rope_parameters` without the keys that transformers does not read.
 
     Args:
-        config: of the base model.
-        dims: of its attention.
+        config: config of the base model.
+        dims: sizes of its attention.
         native: its rotary module, or None.
-        slices_rotary: whether its attention turns as many dimensions as there are cosines; otherwise it turns all.
-        sizes: of its heads by layer type, where they differ.
+        slices_rotary: whether its attention rotates as many dimensions as cos has, instead of whole heads.
+        sizes: layer type -> head size, where it differs.
 
     Returns:
-        One dict, or one by layer type; empty if the config has none.
+        One dict, or layer type -> dict; empty if the config has no `rope_parameters`.
     """
-    own = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
-    if not own:
+    rope_parameters = copy.deepcopy(getattr(config, "rope_parameters", None) or {})
+    if not rope_parameters:
         return {}
-    for each in by_layer_type(own).values():
+    for each in by_layer_type(rope_parameters).values():
         each.setdefault("rope_type", each.get("type", "default"))
         if native is not None and not slices_rotary and each["rope_type"] != PROPORTIONAL:
             each.pop("partial_rotary_factor", None)
-    _, asked = _rotary(own, config, dims, native, slices_rotary, sizes)
-    for kind, read in asked.items():
-        for key in read.unread():
-            del by_layer_type(own)[kind][key]
-    return own
+    _, recorded = _rotary(rope_parameters, config, dims, native, slices_rotary, sizes)
+    for layer_type, parameters in recorded.items():
+        for key in parameters.unread():
+            del by_layer_type(rope_parameters)[layer_type][key]
+    return rope_parameters
 
 
 def scaling_types() -> tuple[str, ...]:
-    """Return the `rope_type` values that the installed transformers can compute, beside none."""
+    """Return the `rope_type` values that the installed transformers can compute, apart from `default`."""
     return tuple(ROPE_INIT_FUNCTIONS)
 
 
-def _of_share(made: type[nn.Module], config: PreTrainedConfig, head_dim: int, share: float) -> nn.Module:
-    """Return a rotary module of whole heads of one size, which turns a share of each."""
-    alike = copy.copy(config)
-    alike.per_layer_config = None  # all layers have the smaller heads that it is shown
-    alike.head_dim = int(head_dim * share)
-    return PartialRotary(made(alike), head_dim)
+def _partial_rotary(rotary_class: type[nn.Module], config: PreTrainedConfig, head_dim: int, share: float) -> nn.Module:
+    """Return a rotary module that rotates a share of heads of one size, for a base that rotates whole heads."""
+    smaller = copy.copy(config)
+    smaller.per_layer_config = None  # the smaller head size is that of all layers
+    smaller.head_dim = int(head_dim * share)
+    return PartialRotary(rotary_class(smaller), head_dim)
 
 
 def make_rotary(
@@ -249,28 +251,30 @@ def make_rotary(
     slices_rotary: bool,
     sizes: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """Return a rotary module with these parameters: the base's own class where it has one, else LLaMA's.
+    """Make a rotary module with these parameters, of the base's rotary class if it has one, otherwise of LLaMA's.
 
     Args:
         parameters: transformers' `rope_parameters`.
-        config: of the base model, left as it is.
-        dims: of its attention.
+        config: config of the base model. It is not changed.
+        dims: sizes of its attention.
         native: its rotary module, or None.
-        slices_rotary: whether its attention turns as many dimensions as there are cosines; otherwise it turns all.
-        sizes: of its heads by layer type, where they differ.
+        slices_rotary: whether its attention rotates as many dimensions as cos has, instead of whole heads.
+        sizes: layer type -> head size, where it differs.
 
     Returns:
         A module (x, position_ids (B|1, T), ...) -> cos, sin (B|1, T, R).
 
     Raises:
-        ValueError: where transformers finds the parameters wrong or missing, or would not read one of them.
+        ValueError: if transformers calls a parameter wrong or missing, or would not read one of them.
     """
-    rotary, asked = _rotary(parameters, config, dims, native, slices_rotary, sizes or {})
-    for each in asked.values():
+    rotary, recorded = _rotary(parameters, config, dims, native, slices_rotary, sizes or {})
+    for each in recorded.values():
         if unread := sorted(each.unread()):
-            known = ", ".join(sorted(each.asked - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}))
+            known_keys = ", ".join(
+                sorted(each.keys_read - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+            )
             raise ValueError(
-                f"rope: scaling {each['rope_type']} has no parameter {', '.join(unread)}; it has {known or 'none'}"
+                f"rope: scaling {each['rope_type']} has no parameter {', '.join(unread)}; it has {known_keys or 'none'}"
             )
     return rotary
 
@@ -282,17 +286,17 @@ def _rotary(
     native: nn.Module | None,
     slices_rotary: bool,
     sizes: Mapping[str, int],
-) -> tuple[nn.Module, dict[str | None, _Asked]]:
-    """Return the module of `make_rotary` without its last check, and the parameters that were asked, by layer type."""
+) -> tuple[nn.Module, dict[str | None, _RecordedParameters]]:
+    """Return the module of `make_rotary`, unchecked, and layer type -> parameters with the keys that were read."""
     length = config.max_position_embeddings
     config = copy.deepcopy(config) if native is not None else LlamaConfig(max_position_embeddings=length)
     parameters = copy.deepcopy(parameters)
     types = by_layer_type(parameters)
     size = dims.head_dim
-    if not slices_rotary:  # these classes know whole heads only: show them a smaller head
+    if not slices_rotary:  # these classes only compute whole heads, so they get a config with smaller heads
         shares = {
-            kind: 1.0 if each["rope_type"] == PROPORTIONAL else each.pop("partial_rotary_factor", 1.0)
-            for kind, each in types.items()
+            layer_type: 1.0 if each["rope_type"] == PROPORTIONAL else each.pop("partial_rotary_factor", 1.0)
+            for layer_type, each in types.items()
         }
         if len(set(shares.values())) > 1 and not sizes:
             raise ValueError("rope: this base turns whole heads, so partial_rotary_factor is one for all layer types")
@@ -301,18 +305,25 @@ def _rotary(
         if native is None or (not sizes and (share != 1 or dims.head_dim != getattr(config, "head_dim", None))):
             config.head_dim = size = int(dims.head_dim * share)
     if None in types and hasattr(config, ORIGINAL_LENGTH) and ORIGINAL_LENGTH in parameters:
-        setattr(config, ORIGINAL_LENGTH, parameters[ORIGINAL_LENGTH])  # the config's own would be taken instead
-    asked = {kind: _Asked(each) for kind, each in types.items()}
-    config.rope_parameters = asked[None] if None in types else asked
-    made = LlamaRotaryEmbedding if native is None else type(native)
+        setattr(config, ORIGINAL_LENGTH, parameters[ORIGINAL_LENGTH])  # transformers prefers this attribute
+    recorded = {layer_type: _RecordedParameters(each) for layer_type, each in types.items()}
+    config.rope_parameters = recorded[None] if None in types else recorded
+    rotary_class = LlamaRotaryEmbedding if native is None else type(native)
     try:
-        rotary = made(config)
+        rotary = rotary_class(config)
         if sizes and not slices_rotary and set(shares.values()) != {1.0}:
-            rotary = RotaryByType({kind: _of_share(made, config, sizes[kind], shares[kind]) for kind in types})
+            rotary = RotaryByType(
+                {
+                    layer_type: _partial_rotary(rotary_class, config, sizes[layer_type], shares[layer_type])
+                    for layer_type in types
+                }
+            )
         config.rope_parameters = parameters
         config.validate_rope()
     except (KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:
         raise ValueError(f"rope: transformers cannot compute {parameters}: {type(error).__name__} {error}") from error
-    there = getattr(config, "layer_types", None) or ()
-    judged = {kind: each for kind, each in asked.items() if kind is None or kind in there}
-    return rotary if native is None or size == dims.head_dim else PartialRotary(rotary, dims.head_dim), judged
+    layer_types = getattr(config, "layer_types", None) or ()
+    to_check = {
+        layer_type: each for layer_type, each in recorded.items() if layer_type is None or layer_type in layer_types
+    }
+    return rotary if native is None or size == dims.head_dim else PartialRotary(rotary, dims.head_dim), to_check

@@ -332,16 +332,16 @@ def test_which_types_know_the_length_of_the_training():
 
 def test_parameters_are_read_from_the_dict_that_the_config_holds():
     """Which is how we know what transformers reads: through `[]` and `get` of that object, not of a copy."""
-    from hf_posenc.upstream.rotary import _Asked
+    from hf_posenc.upstream.rotary import _RecordedParameters
 
     for kind, function in ROPE_INIT_FUNCTIONS.items():
         config = LlamaConfig(max_position_embeddings=LENGTH, hidden_size=32, num_attention_heads=4)
-        asked = _Asked({**parameters("llama", kind), "nobody": 1.0})
+        asked = _RecordedParameters({**parameters("llama", kind), "nobody": 1.0})
         config.rope_parameters = asked
         function(config)
         assert config.rope_parameters is asked
         assert asked.unread() == {"nobody"}, kind
-        assert {"rope_theta"} <= asked.asked
+        assert {"rope_theta"} <= asked.keys_read
     assert "rope_parameters" in inspect.getsource(transformers.models.llama.modeling_llama.LlamaRotaryEmbedding)
 
 
