@@ -541,7 +541,7 @@ def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
         expected = (theirs - ours).square().mean() / v.square().mean()
     pair = Pair(model, patch_of(model), None, windows(6), 2)
     seen, inputs = pair.layer_inputs(ids)
-    for scores in (watching.SCORES, 700):
+    for scores in (watching.SCORES_AT_ONCE, 700):
         monkeypatch.setattr(watching, "SCORES_AT_ONCE", scores)
         with attending(model, pair.base_model):
             found = output_error(seen[0].call, pair.call(0, *inputs[0]))
