@@ -1,7 +1,7 @@
-"""Decay with distance: by a scheme's formula, by a model's parameters, and in the attention that a model pays.
+"""Decay with distance: of a scheme's scores, of a model's scores, and of a model's attention.
 
-All schemes share one measure, so that their curves share one axis: the attention score of a key at distance `d` whose
-content alone would score 1. For position vectors it is the inner product of two positions, 1 at distance 0.
+All schemes share one measure: the score of a key at distance `d` whose content alone scores 1. So their curves share
+one axis. For position vectors the measure is the inner product of two positions, divided by its value at distance 0.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Decay(Result):
 
     Attributes:
         label: name of the scheme, or the model's class.
-        distances: (n,) tokens, int64 or float64.
-        scores: (N, H, n) float64, one row per layer and head; (1, 1, n) where they do not differ.
+        distances: (n,) distances in tokens, int64 or float64.
+        scores: (N, H, n) float64, a row for each layer and head; (1, 1, n) if all are equal.
     """
 
     label: str
@@ -55,28 +55,29 @@ def decay(
     seed: int = 0,
     **hyperparameters: Any,
 ) -> Decay:
-    """Return the score of a scheme by distance, with the parameters that it starts from.
+    """Return the score of a scheme by distance, with its initial parameters.
 
-    For `sinusoidal` and `learned` it is `<p_m, p_{m+d}>` averaged over m, divided by the mean of `|p_m|^2`. For `rope`
-    it is the expected product of a query and key that are equal in every pair, `(2/D) sum_u cos(d w_u)`, times the
-    square of a scaling's attention factor. Schemes that change scores are given a query and key of equal entries whose
-    content scores 1: `1 - m_h d` for ALiBi, `f_h(d)` for DA-Transformer, `1 + q . a_d / sqrt(D)` for Shaw. It is 1 for
-    `nope`.
+    - `sinusoidal` and `learned`: the mean of `<p_m, p_{m+d}>` over m, divided by the mean of `|p_m|^2`.
+    - `rope`: the product of a query and a key that are equal in every pair, `(2/D) sum_u cos(d w_u)`, times the square
+      of a scaling's attention factor.
+    - Schemes on scores: the score of a query and a key with equal entries whose content scores 1. That is `1 - m_h d`
+      for ALiBi, `f_h(d)` for DA-Transformer, `1 + q . a_d / sqrt(D)` for Shaw.
+    - `nope`: 1.
 
     Args:
         scheme: a registered name or an instance.
-        distances: distances in tokens; a number n means 0 .. n - 1. Schemes that add vectors or turn pairs take
-            negative ones too, a key ahead of its query.
+        distances: distances in tokens; a number n means 0 .. n - 1. A negative distance is a key after its query, which
+            only schemes that add vectors or rotate take.
         dims: sizes of the attention.
         trained_length: length that the base was trained at, in tokens.
-        seed: seed of parameters that start at random.
-        **hyperparameters: hyper-parameters beside a name.
+        seed: seed of random initial parameters.
+        **hyperparameters: hyper-parameters, for a name.
 
     Returns:
         Decay with one row per head.
 
     Raises:
-        ValueError: for distances that the scheme or model does not have.
+        ValueError: for distances that the scheme does not have.
     """
     d = _distances(distances)
     resolved, module = probe.build(scheme, dims=dims, trained_length=trained_length, seed=seed, **hyperparameters)
@@ -88,26 +89,26 @@ def decay(
         if rows <= farthest:
             raise ValueError(f"{resolved.name} has {rows} positions: no distance of {farthest}")
         with torch.no_grad():
-            scores = _of_vectors(module.embed(torch.arange(rows)[None])[0].double(), d)
+            scores = _scores_of_vectors(module.embed(torch.arange(rows)[None])[0].double(), d)
     elif isinstance(module, ScoreModule):
         query = torch.full((dims.num_heads, dims.head_dim), dims.head_dim**-0.25, dtype=torch.float64)
-        scores = _of_scores(module, query, d, dims.head_dim**-0.5)[None]
+        scores = _scores_of_module(module, query, d, dims.head_dim**-0.5)[None]
     else:
-        scores = _of_rotation(module, d, None, "list twice")
+        scores = _scores_of_rotation(module, d, None, "list twice")
     return Decay(resolved.name, d, scores)
 
 
 @torch.no_grad()
 def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequence[int] | None = None) -> Decay:
-    """Return the score by distance of a model, layer by layer and head by head.
+    """Return the score by distance of a model, for every layer and head.
 
-    The scores are those of `decay`, with the tables, angles and parameters of the model. For schemes that change scores
-    the query is the mean query of each head on the text, and the key is parallel to it.
+    The scores are those of `decay`, with the model's tables, angles and parameters. For schemes on scores the query is
+    the mean query of a head on the text, and the key is parallel to it.
 
     Args:
-        model: patched or stock.
+        model: a patched or stock model.
         tokens: (T,) or (B, T) text.
-        distances: as for `decay`; None means 0 .. T - 1.
+        distances: distances in tokens, see `decay`; None means 0 .. T - 1.
 
     Returns:
         Decay.
@@ -118,42 +119,44 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
     tokens = probe.check_tokens(tokens, 2)
     d = _distances(tokens.shape[1] if distances is None else distances)
     label = type(model).__name__
-    found = probe.parts(model)
+    modules = probe.parts(model)
     if language_config(model.config)._attn_implementation == NAME:
         rows = []
         with evaluation(model):
-            seen = observe(model, tokens, list(found.attention_of))
-        for call in (each.call for each in seen.values()):
+            observed = observe(model, tokens, list(modules.attention_of))
+        for call in (each.call for each in observed.values()):
             module: Any = call.module
             query = call.query.double().mean((0, 2))
             key = query / query.norm(dim=-1, keepdim=True).clamp(min=1e-30) ** 2 / call.scaling
-            rows.append(_of_scores(module, query, d, call.scaling, key).cpu())
+            rows.append(_scores_of_module(module, query, d, call.scaling, key).cpu())
         return Decay(label, d, torch.stack(rows))
     rotary, angles = probe.rotary_of(model)
     if rotary is not None:
-        layers = found.attention_of if probe.layer_type(model, rotary, 0) else [0]
-        kinds = [probe.layer_type(model, rotary, layer) for layer in layers]
-        return Decay(label, d, torch.cat([_of_rotation(rotary, d, kind, angles) for kind in kinds]))
+        layers = modules.attention_of if probe.layer_type(model, rotary, 0) else [0]
+        layer_types = [probe.layer_type(model, rotary, layer) for layer in layers]
+        return Decay(
+            label, d, torch.cat([_scores_of_rotation(rotary, d, layer_type, angles) for layer_type in layer_types])
+        )
     vectors = probe.position_vectors(model)
     if vectors is None:
         return Decay(label, d, torch.ones(1, 1, len(d), dtype=torch.float64))
     if len(vectors) <= (farthest := int(d.abs().max())):
         raise ValueError(f"the model has {len(vectors)} positions: no distance of {farthest}")
-    return Decay(label, d, _of_vectors(vectors, d))
+    return Decay(label, d, _scores_of_vectors(vectors, d))
 
 
 def _distances(distances: int | Sequence[int]) -> Tensor:
     """Return distances as (n,) int64; ValueError if there are none."""
-    found = torch.arange(distances) if isinstance(distances, int) else torch.tensor(list(distances), dtype=torch.int64)
-    if not len(found):
-        raise ValueError("distances are numbers of tokens, at least one")
-    return found
+    tensor = torch.arange(distances) if isinstance(distances, int) else torch.tensor(list(distances), dtype=torch.int64)
+    if not len(tensor):
+        raise ValueError("distances must be at least one number of tokens")
+    return tensor
 
 
-def _of_vectors(vectors: Tensor, distances: Tensor) -> Tensor:
-    """Return mean inner products over all pairs at each distance, (1, 1, n), by the autocorrelation theorem.
+def _scores_of_vectors(vectors: Tensor, distances: Tensor) -> Tensor:
+    """Return the mean inner product of all pairs at each distance, (1, 1, n), by the autocorrelation theorem.
 
-    The direction of a distance does not matter, because `<p_m, p_n>` is `<p_n, p_m>`.
+    The sign of a distance does not matter, because `<p_m, p_n>` is `<p_n, p_m>`.
     """
     rows = len(vectors)
     spectrum = torch.fft.rfft(vectors, n=2 * rows, dim=0)
@@ -162,18 +165,20 @@ def _of_vectors(vectors: Tensor, distances: Tensor) -> Tensor:
     return (means[distances.abs()] / means[0])[None, None]
 
 
-def _of_rotation(rotary: nn.Module, distances: Tensor, kind: str | None, angles: str) -> Tensor:
+def _scores_of_rotation(rotary: nn.Module, distances: Tensor, layer_type: str | None, angles: str) -> Tensor:
     """Return the mean over pairs of the cosine of the angle at each distance, (1, 1, n)."""
-    # The cosine of an angle is that of its negative.
-    cos, _ = probe.rotations(rotary, torch.cat([torch.zeros(1, dtype=torch.int64), distances.abs()]), kind, angles)
-    return (cos[1:] * cos[0]).mean(-1)[None, None]  # position 0 shows the attention factor
+    # The sign of a distance does not matter, because the cosine is even.
+    cos, _ = probe.rotations(
+        rotary, torch.cat([torch.zeros(1, dtype=torch.int64), distances.abs()]), layer_type, angles
+    )
+    return (cos[1:] * cos[0]).mean(-1)[None, None]  # at position 0 the cosines are the attention factor
 
 
 @torch.no_grad()
-def _of_scores(
+def _scores_of_module(
     module: ScoreModule, query: Tensor, distances: Tensor, scaling: float, key: Tensor | None = None
 ) -> Tensor:
-    """Return (H, n) scores of a query (H, D) against the same key at each distance; ValueError for negative ones."""
+    """Return the scores (H, n) of a query (H, D) and the same key at each distance; ValueError if one is negative."""
     if int(distances.min()) < 0:
         raise ValueError("the scores of this scheme are for causal attention: distances must be >= 0")
     keys = (query if key is None else key)[None, :, None].expand(-1, -1, len(distances), -1)
@@ -189,8 +194,8 @@ class AttentionByDistance(Result):
 
     Attributes:
         label: the model's class.
-        mass: (N, H, T) float64, share of a query's attention at each distance, averaged over queries; sums to 1.
-        first_query: position of the first query that was counted.
+        mass: (N, H, T) float64, share of a query's attention at each distance, averaged over queries. It sums to 1.
+        first_query: position of the first query in the average.
         queries: number of queries per layer and head.
     """
 
@@ -203,7 +208,7 @@ class AttentionByDistance(Result):
 
     @property
     def mean_distance(self) -> Tensor:
-        """The mean distance of a token attended to, in tokens, (N, H)."""
+        """The mean distance of attention, in tokens, (N, H)."""
         return self.mass @ torch.arange(self.mass.shape[-1], dtype=torch.float64)
 
 
@@ -216,15 +221,15 @@ def attention_by_distance(
     Args:
         model: patched or stock.
         tokens: (T,) or (B, T) text without padding; takes B H T^2 numbers of memory per layer.
-        first_query: position from which queries count; None means the second half. There every query has at least T/2
-            keys, so that queries with few keys do not favour short distances.
+        first_query: position of the first query that counts; None means T // 2. Earlier queries see few keys, which
+            would favour short distances.
         progress: show a progress bar.
 
     Returns:
         AttentionByDistance.
 
     Raises:
-        ValueError: if there are under 2 tokens, or no queries from `first_query` on.
+        ValueError: if there are fewer than 2 tokens, or no queries from `first_query` on.
     """
     tokens = probe.check_tokens(tokens, 2)
     batch, length = tokens.shape
@@ -232,7 +237,7 @@ def attention_by_distance(
     if not 0 <= first < length:
         raise ValueError(f"first_query must lie between 0 and {length - 1}, not {first}")
     index = torch.arange(length)
-    lag = (index[first:, None] - index).clamp(min=0)  # what lies ahead has no weight
+    lag = (index[first:, None] - index).clamp(min=0)  # later tokens have weight 0
     sums: dict[int, Tensor] = {}
 
     def see(layer: int, weights: Tensor) -> None:

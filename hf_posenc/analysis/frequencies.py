@@ -1,8 +1,7 @@
-"""Wavelengths of sinusoids and of RoPE, against the length a model was trained at.
+"""Wavelengths of sinusoids and of RoPE, compared with the length that a model was trained at.
 
-A wave that never completes a turn in training shows angles at longer contexts that the model has never seen. NTK-aware
-scaling and YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2) interpolate these waves, and leave those that
-complete many turns alone.
+A wave that completes no turn in training has angles at longer contexts that the model has never seen. NTK-aware scaling
+and YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2) interpolate these waves, but not waves with many turns.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from . import probe
 
 @dataclass(frozen=True)
 class Frequencies(Result):
-    """Waves of one scheme.
+    """The waves of a scheme or model.
 
     Attributes:
         label: name of the scheme, or the model's class.
-        frequencies: (F,) float64, radians per token, in the scheme's order; 0 does not turn.
-        trained_length: length of the training, in tokens.
+        frequencies: (F,) float64, radians per token, in the scheme's order; 0 means no rotation.
+        trained_length: length that the base was trained at, in tokens.
     """
 
     derived = ("wavelengths", "turns", "completed")
@@ -40,7 +39,7 @@ class Frequencies(Result):
 
     @property
     def wavelengths(self) -> Tensor:
-        """The tokens per turn, (F,); infinite where nothing turns."""
+        """The number of tokens per turn, (F,); infinite for frequency 0."""
         return 2 * math.pi / self.frequencies.abs()
 
     @property
@@ -54,7 +53,7 @@ class Frequencies(Result):
         return int((self.turns >= 1).sum())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON; a wave that does not turn has a wavelength of None."""
+        """Return all fields as values for JSON. An infinite wavelength becomes None."""
         lengths = [length if math.isfinite(length) else None for length in self.wavelengths.tolist()]
         return {**super().to_dict(), "wavelengths": lengths}
 
@@ -76,18 +75,18 @@ def frequencies(
 
     Args:
         scheme: `sinusoidal` or `rope`, by name or as an instance, or a model that has either.
-        trained_length: length of the training in tokens; None means the model's `max_position_embeddings`, 512 without
-            a model.
+        trained_length: length that the base was trained at, in tokens. None means a model's
+            `max_position_embeddings`, and 512 for a scheme.
         length: length of the context, for scalings that depend on it (dynamic, longrope); None means the trained
             length.
-        dims: sizes of the attention, without a model.
-        **hyperparameters: hyper-parameters beside a name.
+        dims: sizes of the attention, for a scheme.
+        **hyperparameters: hyper-parameters, for a name.
 
     Returns:
-        One entry, or one for each kind of layer where these differ (Gemma 3).
+        One entry, or one for each type of layer if these rotate differently (Gemma 3).
 
     Raises:
-        ValueError: if there are no waves, or if the config of a model does not say at what length it was trained.
+        ValueError: if there are no waves, or if a model's config does not give the trained length.
     """
     if isinstance(scheme, PreTrainedModel):
         label = type(scheme).__name__
@@ -106,9 +105,9 @@ def frequencies(
     if rotary is None:
         raise ValueError(f"{label} has no waves: only sinusoidal and rope have")
     found = []
-    for kind in getattr(rotary, "layer_types", None) or [None]:
+    for layer_type in getattr(rotary, "layer_types", None) or [None]:
         last = max(2, length or trained) - 1
-        cos, sin = probe.rotations(rotary, torch.tensor([1, last]), kind, angles)
-        name = label if kind is None else f"{label}, {kind}"
-        found.append(Frequencies(name, torch.atan2(sin[0], cos[0]), trained))  # no pair turns by more than pi at once
+        cos, sin = probe.rotations(rotary, torch.tensor([1, last]), layer_type, angles)
+        name = label if layer_type is None else f"{label}, {layer_type}"
+        found.append(Frequencies(name, torch.atan2(sin[0], cos[0]), trained))  # frequencies are at most pi
     return found

@@ -1,9 +1,9 @@
-"""How much the order of the context matters: swap or shuffle it and measure what changes for the last token.
+"""Measure how much the order of the context matters: swap or shuffle it, and compare the outputs of the last token.
 
-Attention without positions is a sum over an unordered set, `softmax(q K^T) V`. One such layer therefore gives the last
-token exactly the same output in whatever order it reads the others. A causal stack without positions is not blind:
-earlier tokens see sets that depend on the order, and the mask alone leaks it to the layers above. Without the mask a
-whole stack is equivariant: shuffled tokens give the same hidden states, shuffled.
+Attention without positions is a sum over an unordered set, `softmax(q K^T) V`. So in one such layer the output of the
+last token does not depend on the order of the others. A causal stack of such layers does depend on it. Under the mask
+the earlier tokens see sets that depend on the order, and so the order reaches the layers above. Without the mask the
+whole stack is equivariant: shuffled tokens have the same hidden states in shuffled order.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from . import probe
 
 @dataclass(frozen=True)
 class LayerOrder(Result):
-    """Effect of another order of the context on one layer.
+    """The effect of reordering the context on one layer.
 
     Attributes:
         index: index of the layer.
-        own: relative change of the last token's output when only this layer's other inputs change places.
-        accumulated: relative change of the last token's hidden state after this layer when the tokens of the text
-            change places.
-        next_token: total variation (0 .. 1) of the model's next-token distribution when this layer alone reads the
-            other order, and everything after it sees the tokens in their places again.
+        own: relative change of this layer's output for the last token, if only the inputs of this layer are reordered.
+        accumulated: relative change of this layer's output for the last token, if the text is reordered.
+        next_token: total variation (0 .. 1) of the model's next-token distribution, if only this layer reads the
+            reordered context.
     """
 
     index: int
@@ -49,17 +48,16 @@ class LayerOrder(Result):
 
 @dataclass(frozen=True)
 class OrderSensitivity(Result):
-    """Effect of another order of the context on a model, averaged over texts and changes.
+    """The effect of reordering the context on a model, averaged over texts and changes.
 
     Attributes:
         label: the model's class.
         change: `swap` or `shuffle`.
         layers: one entry per layer.
-        total_variation: total variation (0 .. 1) of the next-token distribution when the tokens of the text change
-            places.
-        kl: Kullback-Leibler divergence of the changed from the original next-token distribution, nats.
+        total_variation: total variation (0 .. 1) of the next-token distribution, if the text is reordered.
+        kl: Kullback-Leibler divergence of that distribution from the original one, in nats.
         tokens: number of tokens in a text.
-        changes: number of swaps or shuffles averaged over.
+        changes: number of swaps or shuffles in the average.
     """
 
     label: str
@@ -73,7 +71,7 @@ class OrderSensitivity(Result):
     def __str__(self) -> str:
         """Return a table."""
         lines = [
-            f"{self.label}, {self.change}: next-token distribution moves by {self.total_variation:.3g} "
+            f"{self.label}, {self.change}: next-token distribution changes by {self.total_variation:.3g} "
             f"(total variation), {self.kl:.3g} nats",
             f"  {'layer':<6} {'own':>10} {'accumulated':>12} {'next token':>11}",
         ]
@@ -92,17 +90,17 @@ def order_sensitivity(
     seed: int = 0,
     progress: bool = False,
 ) -> OrderSensitivity:
-    """Change the order of the context and measure what reaches the last token, layer by layer.
+    """Reorder the context and measure how the outputs of the last token change, layer by layer.
 
-    The last token stays in its place. Costs `changes * (layers + 2)` short forward passes. Where a sliding window is
-    shorter than the text, another order also changes which tokens the last one sees.
+    The last token stays at its position. It costs `changes * (layers + 2)` short forward passes. With a sliding window
+    shorter than the text, reordering also changes which tokens the last one sees.
 
     Args:
         model: a causal language model, patched or stock, best in float32 or float64.
         tokens: (T,) or (B, T) text without padding, T >= 3.
-        change: `swap` two neighbouring tokens of the context that differ, or `shuffle` all of it.
-        changes: number of swaps or shuffles, drawn at random.
-        seed: seed of the draw.
+        change: `swap` exchanges two different neighbouring tokens of the context, `shuffle` permutes all of it.
+        changes: number of random swaps or shuffles.
+        seed: seed of the random orders.
         progress: show a progress bar.
 
     Returns:
@@ -123,44 +121,44 @@ def order_sensitivity(
     ):
         with recorded(layers) as calls:
             states, logits = _states(model, layers, tokens, {})
-        for order in _orders(tokens, change, changes, seed):
-            moved_states, moved = _states(model, layers, tokens[:, order], {})
+        for order in _draw_orders(tokens, change, changes, seed):
+            reordered_states, reordered_logits = _states(model, layers, tokens[:, order], {})
             bar.update()
-            variation += _variation(moved, logits)
-            divergence += _divergence(moved, logits)
+            variation += _variation(reordered_logits, logits)
+            divergence += _divergence(reordered_logits, logits)
             for index, layer in enumerate(layers):
-                own, alone = _layer_reordered(model, layer, calls[index], tokens, order)
-                sums[0, index] += _change(own, states[index][:, -1])
-                sums[1, index] += _change(moved_states[index][:, -1], states[index][:, -1])
-                sums[2, index] += _variation(alone, logits)
+                output, logits_of_one = _run_reordered(model, layer, calls[index], tokens, order)
+                sums[0, index] += _relative_change(output, states[index][:, -1])
+                sums[1, index] += _relative_change(reordered_states[index][:, -1], states[index][:, -1])
+                sums[2, index] += _variation(logits_of_one, logits)
                 bar.update()
     means = (sums / changes).T.tolist()
     rows = tuple(LayerOrder(index, *row) for index, row in enumerate(means))
-    moves = variation / changes, divergence / changes
-    return OrderSensitivity(type(model).__name__, change, rows, *moves, tokens.shape[1], changes)
+    effects = variation / changes, divergence / changes
+    return OrderSensitivity(type(model).__name__, change, rows, *effects, tokens.shape[1], changes)
 
 
-def _layer_reordered(
+def _run_reordered(
     model: PreTrainedModel, layer: nn.Module, call: LayerCall, tokens: Tensor, order: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the last token's output of a layer that reads another order, and the model's logits if no other does."""
-    own = first(layer(call.hidden_states[:, order], *call.args, **call.kwargs))[:, -1]
-    with _reordered(layer, order):
-        return own, model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
+    """Reorder the inputs of one layer. Return the layer's output for the last token, and the model's logits."""
+    output = first(layer(call.hidden_states[:, order], *call.args, **call.kwargs))[:, -1]
+    with _reordered_layer(layer, order):
+        return output, model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
 
 
 @dataclass(frozen=True)
 class LayerEquivariance(Result):
-    """Distance of the hidden states behind one layer from equivariance.
+    """How far the output of one layer is from equivariance.
 
-    The numbers are relative changes of a token's hidden state when all but the last token of the text change places. A
-    token is compared with itself, wherever it is now. 0, up to rounding, is equivariant.
+    The numbers are relative changes of a token's hidden state when all tokens but the last are shuffled. A token is
+    compared with itself at its new position. An equivariant layer has 0, up to rounding.
 
     Attributes:
         index: index of the layer.
-        unmasked: mean over tokens, when every token sees every other.
-        causal: mean over tokens, when each sees those before it.
-        causal_last: of the last token, which sees the same tokens in either order.
+        unmasked: mean over tokens, without a mask.
+        causal: mean over tokens, with the causal mask.
+        causal_last: change of the last token with the causal mask. It sees the same tokens in any order.
     """
 
     index: int
@@ -171,13 +169,13 @@ class LayerEquivariance(Result):
 
 @dataclass(frozen=True)
 class Equivariance(Result):
-    """Equivariance of a stack of layers, with the causal mask and without; means over texts and orders.
+    """How far a model is from equivariance, with the causal mask and without, averaged over texts and orders.
 
     Attributes:
         label: the model's class.
         layers: one entry per layer.
         tokens: number of tokens in a text.
-        changes: number of orders averaged over.
+        changes: number of orders in the average.
     """
 
     label: str
@@ -200,17 +198,17 @@ class Equivariance(Result):
 def equivariance(
     model: PreTrainedModel, tokens: Tensor, *, changes: int = 4, seed: int = 0, progress: bool = False
 ) -> Equivariance:
-    """Shuffle a text and measure how far the hidden states behind each layer are from being shuffled alike.
+    """Shuffle a text and measure how far the hidden states are from being shuffled in the same way.
 
-    The last token stays in its place. Costs `2 changes + 3` forward passes with dense attention. Without the mask a
-    model without positions is equivariant, unless some of its layers read tokens one after the other instead of
-    attending. Sliding windows go with the mask.
+    The last token stays at its position. It costs `2 changes + 3` forward passes with dense attention. Without the mask
+    a model without positions is equivariant, unless it has recurrent layers. Removing the mask also removes sliding
+    windows.
 
     Args:
         model: a causal language model, patched or stock, best in float32 or float64.
         tokens: (T,) or (B, T) text without padding, T >= 3.
-        changes: number of orders, drawn at random.
-        seed: seed of the draw.
+        changes: number of random orders.
+        seed: seed of the random orders.
         progress: show a progress bar.
 
     Returns:
@@ -218,8 +216,8 @@ def equivariance(
 
     Raises:
         ValueError: for under 3 tokens, or a context whose tokens are all the same.
-        UnsupportedModelError: if the mask cannot be taken away: the scheme has no distances to tokens that come later,
-            or the family's attention masks by itself.
+        UnsupportedModelError: if the mask cannot be removed: the scheme has no distances to later tokens, or the
+            family's attention applies its own mask.
     """
     tokens = probe.check_tokens(tokens, 3)
     _require_removable_mask(model)
@@ -229,7 +227,7 @@ def equivariance(
         "position_ids": torch.arange(length, device=tokens.device)[None],
     }
     sums = torch.zeros(3, len(layers), dtype=torch.float64)
-    orders = _orders(tokens, "shuffle", changes, seed)
+    orders = _draw_orders(tokens, "shuffle", changes, seed)
     with (
         evaluation(model),
         probe.dense_attention(model),
@@ -245,42 +243,42 @@ def equivariance(
         other = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % vocabulary], -1)
         if states(other, unmasked)[-1][:, 0].equal(free[-1][:, 0]):
             raise UnsupportedModelError(
-                f"the first token of {type(model).__name__} does not see the last one, mask or no mask"
+                f"the first token of {type(model).__name__} does not see the last one, even without a mask"
             )
         for order in orders:
-            moved, masked = states(tokens[:, order], unmasked), states(tokens[:, order], {})
+            shuffled_free, shuffled_causal = states(tokens[:, order], unmasked), states(tokens[:, order], {})
             for index in range(len(layers)):
-                sums[0, index] += _change(moved[index], free[index][:, order])
-                sums[1, index] += _change(masked[index], causal[index][:, order])
-                sums[2, index] += _change(masked[index][:, -1], causal[index][:, -1])
+                sums[0, index] += _relative_change(shuffled_free[index], free[index][:, order])
+                sums[1, index] += _relative_change(shuffled_causal[index], causal[index][:, order])
+                sums[2, index] += _relative_change(shuffled_causal[index][:, -1], causal[index][:, -1])
     rows = tuple(LayerEquivariance(index, *row) for index, row in enumerate((sums / changes).T.tolist()))
     return Equivariance(type(model).__name__, rows, length, changes)
 
 
 def _require_removable_mask(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError if a model masks in its attention, where a mask of zeros does not reach."""
+    """Raise UnsupportedModelError if a model's attention masks even with a mask of zeros."""
     label = type(model).__name__
     if language_config(model.config)._attn_implementation == NAME:
         raise UnsupportedModelError(
-            f"the mask of this {label} cannot be taken away: it attends through the function of hf_posenc, which shows "
-            "no token those that come later, since no scheme has distances to them"
+            f"the mask of this {label} cannot be removed: it attends through the function of hf_posenc, which always "
+            "masks later tokens, because no scheme has distances to them"
         )
     if BaseModel.of(model).hides_attention:
-        raise UnsupportedModelError(f"the mask of {label} cannot be taken away: its attention masks by itself")
+        raise UnsupportedModelError(f"the mask of {label} cannot be removed: its attention applies its own mask")
 
 
 def _states(
     model: PreTrainedModel, layers: list[nn.Module], tokens: Tensor, arguments: dict[str, Tensor]
 ) -> tuple[list[Tensor], Tensor]:
-    """Run the model and return the hidden states behind each layer, and the last logits."""
+    """Run the model and return the outputs of all layers, and the last logits."""
     states: list[Tensor] = []
     with probe.outputs(enumerate(layers), lambda _, output: states.append(first(output))):
         logits = model(tokens, use_cache=False, logits_to_keep=1, **arguments).logits[:, -1]
     return states, logits
 
 
-def _orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
-    """Return orders (T,) that change the text and leave the last token in its place."""
+def _draw_orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
+    """Draw orders (T,) that change the text and leave the last token at its position."""
     generator = torch.Generator().manual_seed(seed)
     length = tokens.shape[1]
     context = tokens[:, :-1].cpu()
@@ -291,8 +289,8 @@ def _orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
     for _ in range(count):
         order = torch.arange(length)
         if change == "swap":
-            place = int(differing[torch.randint(len(differing), (), generator=generator)])
-            order[[place, place + 1]] = order[[place + 1, place]]
+            left = int(differing[torch.randint(len(differing), (), generator=generator)])
+            order[[left, left + 1]] = order[[left + 1, left]]
         else:
             while context.equal(context[:, order[:-1]]):
                 order[:-1] = torch.randperm(length - 1, generator=generator)
@@ -301,9 +299,9 @@ def _orders(tokens: Tensor, change: str, count: int, seed: int) -> list[Tensor]:
 
 
 @contextmanager
-def _reordered(layer: nn.Module, order: Tensor) -> Iterator[None]:
-    """Let one layer read its inputs in another order, and put its outputs back in place."""
-    back = order.argsort()
+def _reordered_layer(layer: nn.Module, order: Tensor) -> Iterator[None]:
+    """Reorder the inputs of one layer, and undo the order in its outputs."""
+    inverse = order.argsort()
 
     def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[object, dict[str, object]]:
         if args:
@@ -311,7 +309,7 @@ def _reordered(layer: nn.Module, order: Tensor) -> Iterator[None]:
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"][:, order]}
 
     def after(layer: nn.Module, output: Tensor | tuple[Tensor, ...]) -> object:
-        return (output[0][:, back], *output[1:]) if isinstance(output, tuple) else output[:, back]
+        return (output[0][:, inverse], *output[1:]) if isinstance(output, tuple) else output[:, inverse]
 
     hook = layer.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     try:
@@ -321,8 +319,8 @@ def _reordered(layer: nn.Module, order: Tensor) -> Iterator[None]:
         hook.remove()
 
 
-def _change(changed: Tensor, original: Tensor) -> float:
-    """Return the mean over texts, and tokens, of |changed - original| / |original|."""
+def _relative_change(changed: Tensor, original: Tensor) -> float:
+    """Return the mean of `|changed - original| / |original|` over texts and tokens."""
     changed, original = changed.double(), original.double()
     return ((changed - original).norm(dim=-1) / original.norm(dim=-1).clamp(min=1e-30)).mean().item()
 

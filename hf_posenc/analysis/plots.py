@@ -47,8 +47,8 @@ __all__ = [
     "wavelengths",
 ]
 
-VERDICTS = {"yes": "#B7DFCF", "no": "#F2C6A7", "not applicable": "#E4E4E4"}
-"""Lighter shades of the green and the vermilion of the other figures, and a grey."""
+VERDICT_COLOURS = {"yes": "#B7DFCF", "no": "#F2C6A7", "not applicable": "#E4E4E4"}
+"""Verdict on a property -> colour of its cell."""
 
 # ------------------------------------------------------------------------------------------------------ runs of a model
 
@@ -58,15 +58,17 @@ def perplexity_by_length(
 ) -> Figure:
     """Draw perplexity, on a logarithmic axis, against the length of the context.
 
-    Curves whose labels differ only in `sliding` and `non-overlapping` share a colour; the latter is dashed.
+    Curves whose labels differ only in `sliding` and `non-overlapping` share a colour. The `non-overlapping` one is
+    dashed.
 
     Args:
-        curves: label -> (length in tokens, perplexity). A perplexity that is not finite becomes an arrow at the top.
-        trained_length: tokens; marked if given.
-        title: above the axes; empty means none.
+        curves: label -> points (length in tokens, perplexity). A perplexity that is not finite becomes an arrow at the
+            top.
+        trained_length: length in tokens to mark; None means no mark.
+        title: text above the axes; empty means none.
 
     Raises:
-        ValueError: if there are no points, or a perplexity is not more than 0.
+        ValueError: if there are no points, or a perplexity is 0 or negative.
         ImportError: without matplotlib.
     """
     points = [point for curve in curves.values() for point in curve]
@@ -91,12 +93,12 @@ def loss_by_position(
 
     Args:
         curves: label -> bins (first position, last position + 1, mean loss in nats).
-        trained_length: tokens; marked if given.
+        trained_length: length in tokens to mark; None means no mark.
         xlabel: label of the x axis, with its unit.
-        title: above the axes; empty means none.
+        title: text above the axes; empty means none.
 
     Raises:
-        ValueError: if there are no bins, or one is empty.
+        ValueError: if there are no bins, or a bin has no positions.
         ImportError: without matplotlib.
     """
     bins = [entry for curve in curves.values() for entry in curve]
@@ -121,9 +123,9 @@ def loss_curve(
     """Draw loss against the tokens, steps or seconds that were spent.
 
     Args:
-        curves: label -> (tokens, steps or seconds, loss in nats).
+        curves: label -> points (tokens, steps or seconds; loss in nats).
         xlabel: label of the x axis, with its unit.
-        title: above the axes; empty means none.
+        title: text above the axes; empty means none.
 
     Raises:
         ValueError: if there are no points.
@@ -138,14 +140,15 @@ def loss_curve(
 
 
 def retrieval_heat_map(cells: Sequence[Mapping[str, float]], *, title: str = "") -> Figure:
-    """Draw retrieval accuracy by context length and depth of the answer; cells that were not measured stay blank.
+    """Draw retrieval accuracy by context length and depth of the answer. Missing cells stay blank.
 
     Args:
-        cells: mappings with `length` (tokens), `depth` (0 start .. 1 end of the context) and `accuracy` (0 .. 1).
-        title: above the axes; empty means none.
+        cells: mappings with `length` in tokens, `depth` from 0 (start of the context) to 1 (end), and `accuracy` from 0
+            to 1.
+        title: text above the axes; empty means none.
 
     Raises:
-        ValueError: if there are no cells, or two for one place.
+        ValueError: if there are no cells, or two cells have the same length and depth.
         ImportError: without matplotlib.
     """
     style.require(cells, "retrieval")
@@ -177,8 +180,8 @@ def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
     """Draw position vectors as a heat map.
 
     Args:
-        vectors: (T, E).
-        title: above the axes; empty means none.
+        vectors: (T, E) vectors of T positions.
+        title: text above the axes; empty means none.
     """
     with style.one_panel(title, xlabel="position (tokens)", ylabel="coordinate") as (figure, axes):
         style.image(axes, vectors.T, "value", origin="lower", **style.limits(vectors))
@@ -186,11 +189,11 @@ def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
 
 
 def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
-    """Draw the cosine of every two position vectors; the label says which range the colours span.
+    """Draw the cosine similarity of all pairs of position vectors. The colour bar's label gives their range.
 
     Args:
-        vectors: (T, E).
-        title: above the axes; empty means none.
+        vectors: (T, E) vectors of T positions.
+        title: text above the axes; empty means none.
     """
     unit = vectors.double() / vectors.double().norm(dim=-1, keepdim=True).clamp(min=1e-300)
     cosines = unit @ unit.T
@@ -204,12 +207,12 @@ def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
 
 
 def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str = "") -> Figure:
-    """Draw the score by distance of several schemes on one axis.
+    """Draw the scores by distance of several schemes in one panel.
 
     Args:
         curves: label -> result of `hf_posenc.analysis.decay`.
-        heads: draw every layer and head of a curve thinly as well as their mean.
-        title: above the axes; empty means none.
+        heads: draw thin lines for all layers and heads, and not only their mean.
+        title: text above the axes; empty means none.
 
     Raises:
         ValueError: if there are no curves.
@@ -229,12 +232,12 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
 
 
 def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
-    """Draw the bias that each head adds to the scores, query by key, up to the largest distance.
+    """Draw one map per head of the bias that is added to the score of each query and key.
 
     Args:
-        curve: result of `hf_posenc.analysis.decay` for distances 0 .. n - 1.
+        curve: result of `hf_posenc.analysis.decay` for the distances 0 .. n - 1.
         layer: index of the layer whose heads are drawn.
-        title: above the axes; empty means none.
+        title: text above the axes; empty means none.
 
     Raises:
         ValueError: if distances are missing.
@@ -255,7 +258,7 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
     with style.panels(title, rows, columns, **size, **shared) as (figure, grid):
         from matplotlib.colors import SymLogNorm
 
-        # Heads differ by orders of magnitude, and one scale for all of them keeps them comparable.
+        # A logarithmic scale, because heads differ by orders of magnitude and one scale makes them comparable.
         colours = SymLogNorm(linthresh=limit / 100, vmin=-limit, vmax=limit)
         for head, (axes, values) in enumerate(zip(grid.flat, maps, strict=False)):
             image = style.image(axes, values, aspect="equal", cmap="RdBu", norm=colours)
@@ -273,11 +276,11 @@ def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
 
 
 def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> Figure:
-    """Draw the attention that each layer and head pays to each distance, in bins that double.
+    """Draw the share of attention by distance, a row for every head, in bins whose widths double.
 
     Args:
         measured: result of `hf_posenc.analysis.attention_by_distance`.
-        title: above the axes; empty means none.
+        title: text above the axes; empty means none.
     """
     import torch
 
@@ -298,42 +301,42 @@ def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> 
 
 
 def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
-    """Draw wavelengths against the trained length; waves above it never complete a turn in training.
+    """Draw wavelengths against the trained length. Longer waves never complete a turn in training.
 
     Args:
-        found: result of `hf_posenc.analysis.frequencies` for one trained length. Waves that stand still are left out,
-            and counted in the legend.
-        title: above the axes; empty means none.
+        found: results of `hf_posenc.analysis.frequencies`, all for the same trained length. Waves with frequency 0 are
+            not drawn, but count in the legend.
+        title: text above the axes; empty means none.
 
     Raises:
-        ValueError: if there are none, or trained lengths differ.
+        ValueError: if there are no results, or their trained lengths differ.
     """
     style.require(found, "wavelengths")
     trained = {each.trained_length for each in found}
     if len(trained) > 1:
-        raise ValueError(f"one trained length at a time, not {sorted(trained)}")
+        raise ValueError(f"all waves must have the same trained length, not {sorted(trained)}")
     (length,) = trained
     labelled = [(f"{each.label} ({each.completed} of {len(each.frequencies)} turn)", each) for each in found]
     with style.curves(labelled, title, "pair of coordinates", "wavelength (tokens per turn)") as (figure, axes, drawn):
         for each, look in drawn:
-            places = [(i, y) for i, y in enumerate(each.wavelengths.tolist()) if math.isfinite(y)]
-            axes.plot(*style.columns(places), **{**look, "linestyle": "none", "markersize": 3.6})
+            points = [(i, y) for i, y in enumerate(each.wavelengths.tolist()) if math.isfinite(y)]
+            axes.plot(*style.columns(points), **{**look, "linestyle": "none", "markersize": 3.6})
         axes.set_yscale("log")
         axes.axhline(length, linewidth=1.0, **style.FAINT)
-        where: style.Look = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "top", "color": style.GREY}
-        style.beside(axes, f"trained length {length:,}", (1, length), (-2, -4), **where)
+        look = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "top", "color": style.GREY}
+        style.beside(axes, f"trained length {length:,}", (1, length), (-2, -4), **look)
     return figure
 
 
 def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figure:
-    """Draw the share of distances that each method of computing biases tells apart, head by head.
+    """Draw the share of distances with a different bias, a row for every method and a mark for every head.
 
     Args:
         found: result of `hf_posenc.analysis.precision_audit`.
-        title: above the axes; empty means none.
+        title: text above the axes; empty means none.
 
     Raises:
-        ValueError: if there is nothing.
+        ValueError: if there are no results.
     """
     style.require(found, "distinct biases")
     xlabel = f"distances told apart (% of {found[0].length:,}, one mark per head)"
@@ -354,39 +357,48 @@ def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figu
 
 
 def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "") -> Figure:
-    """Draw the change of each layer's output by another order of its context, alone and with the layers below it.
+    """Draw how much each layer's output changes when its context is reordered.
+
+    The left panel reorders the context for this layer alone, the right one for all layers below as well.
 
     Args:
         measured: label -> result of `hf_posenc.analysis.order_sensitivity`.
-        title: above the axes; empty means none.
+        title: text above the panels; empty means none.
 
     Raises:
-        ValueError: if there is nothing.
+        ValueError: if there are no results.
     """
     style.require(measured, "order sensitivity")
     panels = {"own": "the layer alone", "accumulated": "with all layers below"}
-    return _by_layer(measured, panels, "relative change of the last token", title)
+    return _plot_by_layer(measured, panels, "relative change of the last token", title)
 
 
 def equivariance_by_layer(measured: Mapping[str, Equivariance], *, title: str = "") -> Figure:
-    """Draw the distance from equivariance of the hidden states behind each layer, without the causal mask and with it.
+    """Draw how far each layer's output is from equivariance, without the causal mask and with it.
 
     Args:
         measured: label -> result of `hf_posenc.analysis.equivariance`.
-        title: above the axes; empty means none.
+        title: text above the panels; empty means none.
 
     Raises:
-        ValueError: if there is nothing.
+        ValueError: if there are no results.
     """
     style.require(measured, "equivariance")
-    panels = {"unmasked": "all see all", "causal": "causal mask", "causal_last": "causal mask, last token"}
-    return _by_layer(measured, panels, "relative change among shuffled tokens", title)
+    panels = {"unmasked": "no mask", "causal": "causal mask", "causal_last": "causal mask, last token"}
+    return _plot_by_layer(measured, panels, "relative change among shuffled tokens", title)
 
 
-def _by_layer(
+def _plot_by_layer(
     measured: Mapping[str, OrderSensitivity | Equivariance], panels: Mapping[str, str], ylabel: str, title: str
 ) -> Figure:
-    """Draw numbers of each layer of several models, on one logarithmic axis; panels: attribute -> words above it."""
+    """Draw numbers by layer on a logarithmic axis, a curve for every model.
+
+    Args:
+        measured: label -> result with layers.
+        panels: attribute of a layer -> title of its panel.
+        ylabel: label of the y axis.
+        title: text above the panels; empty means none.
+    """
     floor = 1e-17
     size = {"width": 1.6 + 3.5 * len(panels), "height": 4.0}
     with style.panels(title, 1, len(panels), **size, sharey=True) as (figure, grid):
@@ -403,16 +415,16 @@ def _by_layer(
 
 
 def calibration(report: Calibration, *, title: str = "") -> Figure:
-    """Draw the result of a calibration for each layer: curves by distance, and divergences from the base's attention.
+    """Draw the result of a calibration, two panels for each layer.
 
-    The left panel has the score that the base's positions add, and the scheme's bias, one colour for each head. Both
-    are shown minus their mean over pairs, which the softmax does not see. A scheme that multiplies scores has its
-    factors on another axis. The right panel has the Kullback-Leibler divergence of each head before, after the closed
-    forms, and at the end.
+    The left panel shows the score that the base's positions add, and the scheme's bias, a colour for each head. Their
+    means over pairs are subtracted, because the softmax ignores them. Factors of a scheme that multiplies scores have a
+    separate axis. The right panel shows the Kullback-Leibler divergence of each head from the base's attention before
+    calibration, after the closed forms, and at the end.
 
     Args:
         report: result of `hf_posenc.calibrate`.
-        title: above the panels; empty means none.
+        title: text above the panels; empty means none.
 
     Raises:
         ValueError: if no layer was calibrated.
@@ -426,10 +438,10 @@ def calibration(report: Calibration, *, title: str = "") -> Figure:
         from matplotlib.lines import Line2D
 
         panels = [row[2 * block : 2 * block + 2] for block in range(blocks) for row in grid]
-        for place, ((curves, divergences), layer) in enumerate(zip(panels, report.layers, strict=False)):
-            last = place % rows == rows - 1 or place == len(report.layers) - 1
-            _curves_of(curves, layer, label="distance (tokens)" if last else "")
-            _divergences_of(divergences, layer, label="head" if last else "")
+        for number, ((curves, divergences), layer) in enumerate(zip(panels, report.layers, strict=False)):
+            is_lowest = number % rows == rows - 1 or number == len(report.layers) - 1
+            _plot_curves(curves, layer, label="distance (tokens)" if is_lowest else "")
+            _plot_divergences(divergences, layer, label="head" if is_lowest else "")
         for axes in (axes for pair in panels[len(report.layers) :] for axes in pair):
             axes.set_visible(False)
         names = ["base"] + [report.scheme] * any(each.scheme_curve is not None for each in report.layers)
@@ -440,29 +452,29 @@ def calibration(report: Calibration, *, title: str = "") -> Figure:
     return figure
 
 
-def _curves_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
-    """Draw the scores that positions add in a layer, by distance."""
+def _plot_curves(axes: Axes, layer: LayerFit, *, label: str) -> None:
+    """Draw the curves by distance of a layer, the base's and the scheme's."""
     _, count = layer.base_curve.shape
     drawn = [(axes, _centred(layer.base_curve))]
     if layer.scheme_curve is not None and layer.multiplies:
-        beside = axes.twinx()
-        beside.grid(False)
-        beside.spines["right"].set_visible(True)
-        beside.set_ylabel("factor")
-        drawn.append((beside, layer.scheme_curve))
+        factor_axes = axes.twinx()
+        factor_axes.grid(False)
+        factor_axes.spines["right"].set_visible(True)
+        factor_axes.set_ylabel("factor")
+        drawn.append((factor_axes, layer.scheme_curve))
     elif layer.scheme_curve is not None:
         drawn.append((axes, _centred(layer.scheme_curve)))
-    for (place, curves), dash in zip(drawn, style.DASHES, strict=False):
+    for (target, curves), dash in zip(drawn, style.DASHES, strict=False):
         for curve, colour in zip(curves.tolist(), cycle(style.COLOURS), strict=False):
-            place.plot(curve, color=colour, linestyle=dash, linewidth=0.9)
+            target.plot(curve, color=colour, linestyle=dash, linewidth=0.9)
     axes.set_xscale("symlog", base=2, linthresh=1)
     ticks = [0, *(2**power for power in range(0, max(1, (count - 1).bit_length()), 2))]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set(xlim=(0, count - 1), xlabel=label, ylabel=f"layer {layer.index}\nscore (nats)")
 
 
-def _divergences_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
-    """Draw the divergences of a layer's heads from the base's; their numbers have the colours of their curves."""
+def _plot_divergences(axes: Axes, layer: LayerFit, *, label: str) -> None:
+    """Draw the divergences of a layer's heads. The heads' numbers have the colours of their curves."""
     floor = 1e-6  # where heads agree to the last digit
     shown = {"before": layer.before, "closed forms": layer.closed, "at the end": layer.after}
     for number, (name, values) in enumerate(shown.items()):
@@ -476,7 +488,7 @@ def _divergences_of(axes: Axes, layer: LayerFit, *, label: str) -> None:
 
 
 def _centred(curves: Tensor) -> Tensor:
-    """Return curves (H, T) minus their means over the pairs of a query and a key of a window."""
+    """Return curves (H, T) minus their means over all pairs of a query and a key in a window."""
     pairs = curves.new_tensor(range(curves.shape[1], 0, -1))
     return curves - (curves * pairs).sum(-1, keepdim=True) / pairs.sum()
 
@@ -486,10 +498,10 @@ def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
 
     Args:
         found: label -> result of `hf_posenc.analysis.properties`. An untrained scheme is marked with a star.
-        title: above the table; empty means none.
+        title: text above the table; empty means none.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are no results.
         ImportError: without matplotlib.
     """
     style.require(found, "properties")
@@ -502,7 +514,7 @@ def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
     ):
         from matplotlib.colors import to_rgb
 
-        style.image(axes, [[to_rgb(VERDICTS[row.verdict]) for row in each.rows] for each in found.values()])
+        style.image(axes, [[to_rgb(VERDICT_COLOURS[row.verdict]) for row in each.rows] for each in found.values()])
         for line, each in enumerate(found.values()):
             for column, row in enumerate(each.rows):
                 axes.text(column, line, row.verdict, ha="center", va="center", fontsize=9)

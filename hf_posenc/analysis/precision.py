@@ -1,7 +1,7 @@
-"""The number of distances that a dtype can tell apart, for our biases and for those that BLOOM and Falcon compute.
+"""Count how many distances have different biases in a dtype, in this package and in the code of BLOOM and Falcon.
 
-bfloat16 keeps 8 bits of a number, so that the biases of 8192 keys have some 900 different values and most neighbouring
-distances get the same bias. Biases here are float32 for every dtype of a model.
+bfloat16 has 8 significant bits. So the biases of 8192 keys have about 900 different values, and most neighbouring
+distances get the same bias. This package computes biases in float32 for every dtype of a model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class DistinctBiases(Result):
         method: `hf_posenc`, `bloom` or `falcon`.
         dtype: dtype of the model, e.g. `bfloat16`.
         length: number of distances, 0 .. length - 1, in tokens.
-        heads: number of different values of each head; `length` if all differ.
-        finite: whether every bias is a finite number.
+        heads: number of different values in each head; `length` if all differ.
+        finite: whether all biases are finite.
     """
 
     method: str
@@ -87,7 +87,7 @@ def precision_audit(
         bias = None if form is None or form.multiplies else form.curve(length)
         if bias is None:
             raise ValueError(f"{resolved.name} has no bias by distance; alibi has")
-        # Theirs grow with the key's index, ours fall with the distance: softmax cannot tell, and the count is the same.
+        # Theirs grow with the key's index, ours fall with the distance. The softmax and the count are the same.
         theirs = {_model_of(build): build(keys, num_heads, dtype) for build in (bloom_alibi, falcon_alibi)}
         for method, values in {"hf_posenc": bias.detach(), **theirs}.items():
             found.append(distinct(method, values.reshape(num_heads, length), dtype))
@@ -95,7 +95,7 @@ def precision_audit(
 
 
 def _model_of(build: Callable[..., Tensor]) -> str:
-    """Return the model type whose code a function of transformers belongs to."""
+    """Return the model type of a function from transformers' modeling files."""
     return build.__module__.rpartition("modeling_")[2]
 
 

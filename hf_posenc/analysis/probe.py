@@ -1,4 +1,4 @@
-"""Schemes built without a model, and the modules, angles and attention weights of a model, for the analyses to read."""
+"""Access for the analyses: build schemes without a model, and read a model's modules, angles and attention weights."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from ..upstream.rotary import IdentityRotary, PartialRotary, by_pair, make_rotar
 K = TypeVar("K")
 
 DIMS = Dims(num_heads=8, num_key_value_heads=8, head_dim=64, hidden_size=512, num_layers=1)
-"""Sizes of the attention of a scheme without a model."""
+"""Default sizes of the attention for a scheme without a model."""
 
 TRAINED_LENGTH = 512
-"""Length that the base of a scheme without a model is taken to be trained at, in tokens."""
+"""Default trained length of the base, in tokens, for a scheme without a model."""
 
 
 def build(
@@ -45,22 +45,22 @@ def build(
     seed: int = 0,
     **hyperparameters: Any,
 ) -> tuple[Scheme, nn.Module | None]:
-    """Build a scheme's module without a model, in float64, with the parameters that it starts from.
+    """Build a scheme's module without a model, in float64, with its initial parameters.
 
     Args:
         scheme: a name or an instance.
         dims: sizes of the attention.
-        trained_length: length that the base was trained at, in tokens. Embeddings start at an RMS of sqrt(1/2), as
-            sinusoids of size 1 do.
-        seed: seed of parameters that start at random.
-        **hyperparameters: hyper-parameters beside a name.
+        trained_length: length that the base was trained at, in tokens.
+        seed: seed of random initial parameters. Position vectors start with an RMS of sqrt(1/2), as sinusoids of
+            amplitude 1 have.
+        **hyperparameters: hyper-parameters, for a name.
 
     Returns:
-        The resolved scheme, and its module, which makes vectors, angles or scores; None for `nope`.
+        The resolved scheme, and its module, which computes vectors, angles or scores. The module is None for `nope`.
     """
     (wanted,) = parse_schemes(scheme, hyperparameters)
     native = Native(None, 0.5**0.5, trained_length)
-    bench = _Bench(dims, trained_length)
+    bench = _OneLayerModel(dims, trained_length)
     wanted = wanted.acts_on.fit(wanted, bench).resolve(native, dims)
     with seeded(seed), torch.no_grad():
         wanted.acts_on.put(wanted, bench)
@@ -71,12 +71,12 @@ def build(
                 module.initialize(native)
             elif isinstance(module, PositionModule):
                 module.reset_parameters()
-    made = bench.modules[-1] if bench.modules else None
-    return wanted, owner_of(made)
+    module = bench.modules[-1] if bench.modules else None
+    return wanted, owner_of(module)
 
 
-class _Bench:
-    """A stand-in for a model of one layer without positions, which keeps the modules that a placement puts there."""
+class _OneLayerModel:
+    """A stand-in for a model of one layer without positions. It collects the modules that a placement installs."""
 
     name = "a model"
     has_table = False
@@ -94,7 +94,7 @@ class _Bench:
         self.holder = nn.Module()
 
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
-        """Return the one layer there is."""
+        """Return the only layer."""
         return self.layers
 
     def dims_of(self, layer: int) -> Dims:
@@ -102,45 +102,45 @@ class _Bench:
         return self.dims
 
     def require_own_attention(self, scheme: str) -> None:
-        """Do nothing, because nothing attends here."""
+        """Do nothing, because this model has no attention."""
 
     def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
-        """Return the scheme with the rotation that it has on a base that rotates nothing."""
+        """Fit the scheme to a base that rotates nothing."""
         scheme.check(self.dims)
         return scheme.with_base({}, self.trained_length, scaling_types())
 
     def has_own_rotation(self, scheme: RotaryScheme) -> bool:
-        """Return False: it rotates nothing."""
+        """Return False, because this model rotates nothing."""
         return False
 
     def turns_like_stock(self, scheme: RotaryScheme) -> bool:
-        """Return False: it is of no stock class."""
+        """Return False, because this model has no stock class."""
         return False
 
     def silence_rotation(self) -> None:
-        """Do nothing: it rotates nothing."""
+        """Do nothing, because this model rotates nothing."""
 
     def share(self, module: nn.Module) -> Reference:
-        """Keep a module, and return a reference to it."""
+        """Collect a module, and return a reference to it."""
         self.modules.append(module)
         self.holder.posenc = module
         return Reference(self.holder, "posenc")
 
     def on_attention(self, layer: int, module: nn.Module) -> None:
-        """Keep the module of the attention."""
+        """Collect the module of the attention."""
         self.modules.append(module)
 
     def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
-        """Keep the module of the vectors, unless it is a reference to one that is kept already."""
+        """Collect the module of the vectors. A reference is to a module that has been collected before."""
         if isinstance(module, nn.Module):
             self.modules.append(module)
 
     def at_input(self, module: PositionEmbedding) -> None:
-        """Keep the module of the vectors."""
+        """Collect the module of the vectors."""
         self.modules.append(module)
 
     def turn(self, scheme: RotaryScheme) -> None:
-        """Build the module of the angles, and widen it to whole heads."""
+        """Build and collect the module of the angles, extended to all dimensions of a head."""
         parameters = scheme.rope_parameters()
         if parameters is None:
             rotary: nn.Module = scheme.build(self.dims)
@@ -151,7 +151,7 @@ class _Bench:
 
 
 def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tensor | None:
-    """Return the vectors that a scheme adds to the hidden states, with the parameters that it starts from.
+    """Return the vectors that a scheme adds to the hidden states, with its initial parameters.
 
     Args:
         scheme: a name or an instance.
@@ -162,7 +162,7 @@ def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tenso
         (length, E) float64, or None if the scheme adds none.
 
     Raises:
-        ValueError: if the scheme has fewer positions.
+        ValueError: if the scheme has fewer positions than `length`.
     """
     resolved, module = build(scheme, **arguments)
     if not isinstance(module, PositionEmbedding):
@@ -174,18 +174,18 @@ def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tenso
 
 
 def parts(model: PreTrainedModel) -> Resolved:
-    """Return the modules of a patched or stock model; UnsupportedModelError for another family."""
+    """Return the modules of a patched or stock model; UnsupportedModelError if its family is not supported."""
     return BaseModel.of(model).found
 
 
 @dataclass(frozen=True)
 class Added:
-    """The module that makes the vectors which a model adds to its hidden states.
+    """The position vectors that a model adds to its hidden states, and the module that computes them.
 
     Attributes:
-        module: module of the patch or the base.
+        module: the module, from the patch or the base.
         limit: number of positions that exist, or None if there is no limit.
-        offset: number of rows of a base's table before position 0.
+        offset: number of unused rows of a base's table before position 0.
     """
 
     module: nn.Module
@@ -193,7 +193,7 @@ class Added:
     offset: int = 0
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Return the vectors (T, E) of positions (T,), float64 on the CPU; gradients flow to the parameters."""
+        """Return the vectors (T, E) of positions (T,), float64 on the CPU, with gradients to the parameters."""
         ids = positions.to(device_of(self.module))
         if isinstance(self.module, PositionEmbedding):
             vectors = self.module.embed(ids[None])[0]
@@ -205,9 +205,9 @@ class Added:
 
 
 def added_to(model: PreTrainedModel) -> Added | None:
-    """Return the module of the vectors that a patched or stock model adds, or None if it adds none.
+    """Return the position vectors that a patched or stock model adds, or None if it adds none.
 
-    With a table per layer it is the first layer's.
+    If layers have separate tables, they are those of the first layer.
     """
     base = BaseModel.of(model)
     found = base.found
@@ -222,7 +222,7 @@ def added_to(model: PreTrainedModel) -> Added | None:
             offset = base.family.table_offset
             return Added(module, module.num_embeddings - offset, offset)
         if module is found.position_table and module is not None:
-            return Added(module, None)  # makes its vectors by a rule
+            return Added(module, None)  # computes sinusoids, without a limit
     return None
 
 
@@ -234,10 +234,11 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
         length: number of positions; None means the whole table, or the config's length if there is no table.
 
     Returns:
-        (length, E) float64 on the CPU, or None if the model adds none. With a table per layer, the first layer's.
+        (length, E) float64 on the CPU, or None if the model adds none. If layers have separate tables, the vectors are
+        those of the first layer.
 
     Raises:
-        ValueError: if the table is shorter, or if neither the caller nor the config gives a length.
+        ValueError: if the table has fewer rows than `length`, or if neither the caller nor the config gives a length.
     """
     added = added_to(model)
     if added is None:
@@ -254,9 +255,9 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
 
 
 def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:
-    """Return the module that makes the angles of a patched or stock model, and their form, see `RotationFacts.angles`.
+    """Return the rotary module of a patched or stock model, and the form of its output, see `RotationFacts.angles`.
 
-    The module is None if nothing is rotated.
+    The module is None if the model rotates nothing.
     """
     base = BaseModel.of(model)
     found, angles = base.found, base.family.rotation.angles
@@ -270,12 +271,12 @@ def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:
 def rotations(
     rotary: nn.Module, positions: Tensor, layer_type: str | None = None, angles: str = "list twice"
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines that a rotary module turns queries and keys by.
+    """Return the cosines and sines of the angles by which a rotary module rotates queries and keys.
 
     Args:
-        rotary: module of a model, or of `build`.
-        positions: (T,) integers; scalings that depend on the length read the largest.
-        layer_type: type of the layer, for families whose types turn differently (Gemma 3).
+        rotary: rotary module of a model, or from `build`.
+        positions: (T,) integers. Scalings that depend on the length take the largest one as the length.
+        layer_type: type of the layer, for families that rotate layer types differently (Gemma 3).
         angles: form of the module's output, see `RotationFacts.angles`.
 
     Returns:
@@ -289,7 +290,7 @@ def rotations(
 
 
 def layer_type(model: PreTrainedModel, rotary: nn.Module, layer: int) -> str | None:
-    """Return the type of a layer, for a module that turns layers by their types; None for one that turns all alike."""
+    """Return the type of a layer if the rotary module distinguishes layer types, or None."""
     types = (
         getattr(language_config(model.config), "layer_types", None) if getattr(rotary, "layer_types", None) else None
     )
@@ -297,7 +298,7 @@ def layer_type(model: PreTrainedModel, rotary: nn.Module, layer: int) -> str | N
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device of a module's numbers, the CPU if it has none."""
+    """Return the device of a module's parameters and buffers; the CPU if it has none."""
     return next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0)).device
 
 
@@ -315,7 +316,7 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
         (B, H, 1, n), float32 or float64.
     """
     pairs = distances.to(query.device)[None, None, None]
-    # The query sits where the furthest key is the first token.
+    # The query's position is the largest distance, so that the farthest key is the first token.
     positions = DensePositions(pairs, torch.ones_like(pairs, dtype=torch.bool), pairs[0, 0].amax(-1, keepdim=True))
     call = Call(query, key, key, positions, scaling=scaling, module=module, form=module.form(query)).widened()
     return call.formula.scores(call)
@@ -323,11 +324,12 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
 
 @contextmanager
 def outputs(modules: Iterable[tuple[K, nn.Module]], see: Callable[[K, Any], object]) -> Iterator[None]:
-    """Show the outputs of modules, by a key of each, to a function within a `with` block.
+    """Call a function with every output of some modules within a `with` block.
 
     Args:
-        modules: keys and modules; the keys need not differ.
-        see: called with a key and an output. What it returns, unless None, takes the place of the output.
+        modules: pairs of a key and a module; keys can repeat.
+        see: function that is called with the key and the output. If it returns something else than None, this replaces
+            the output.
     """
 
     def hook(key: K) -> Callable[..., object]:
@@ -341,14 +343,14 @@ def outputs(modules: Iterable[tuple[K, nn.Module]], see: Callable[[K, Any], obje
 
 @contextmanager
 def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] | None = None) -> Iterator[None]:
-    """Let every layer attend densely within a `with` block, and show the attention weights.
+    """Compute attention densely within a `with` block, and pass the attention weights to a function.
 
-    Schemes that change scores run in the reference engine, everything else in the family's own eager attention. Both
-    have weights and second derivatives.
+    Schemes on scores run in the reference engine, all other models in the family's eager attention. Both compute
+    weights and have second derivatives.
 
     Args:
-        model: patched or stock.
-        see: function of a layer's index and its weights (B, H, Q, L), called layer by layer as the model runs.
+        model: a patched or stock model.
+        see: function that every layer calls with its index and its weights (B, H, Q, L); None for none.
     """
     ours = language_config(model.config)._attn_implementation == NAME
 
@@ -372,7 +374,7 @@ def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] |
 
 
 def check_tokens(tokens: Tensor, least: int) -> Tensor:
-    """Return tokens as (B, T); ValueError if a text has fewer than `least`."""
+    """Return tokens as (B, T); ValueError if a text has fewer than `least` tokens."""
     tokens = tokens[None] if tokens.ndim == 1 else tokens
     if tokens.ndim != 2 or tokens.shape[1] < least:
         raise ValueError(f"tokens must be (T,) or (B, T) with T >= {least}, not {tuple(tokens.shape)}")

@@ -1,6 +1,6 @@
-"""Drawing for all figures: their look, their axes, and how they are written to a file.
+"""Common drawing functions of all figures: style, axes and saving.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart. Lines differ in marker and dashes as well.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart. Lines also differ in markers and dashes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Look = dict[str, Any]
-"""Options of matplotlib for a line or an image."""
+"""Keyword arguments of matplotlib for a line, a text or an image."""
 
 MISSING = "plots need matplotlib, which is not installed: pip install matplotlib. The numbers need no plots"
 
@@ -33,19 +33,19 @@ FORMATS = ("png", "svg", "pdf")
 """Formats that `save` can write."""
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
-"""Okabe and Ito 2008, without the yellow (too faint on white), with a grey."""
+"""Okabe and Ito 2008, with a grey instead of the yellow, which is too faint on white."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 METHODS = {"non-overlapping": 1, "sliding window": 0, "sliding": 0}
-"""Words in a label that say how perplexity was counted -> index of their dashes; the rest decides the colour."""
+"""Name in a label of a way to measure perplexity -> index of its dashes. The rest of the label decides the colour."""
 
 GREY = "#595959"
 BESIDE: Look = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
-"""A legend beside its axes."""
+"""Options of a legend to the right of its axes."""
 FAINT: Look = {"color": GREY, "linestyle": (0, (2, 2)), "zorder": 1}
-"""A line that marks a length."""
-_STYLE: Any = {
+"""Options of a line that marks a length."""
+RC_PARAMS: Any = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture on every machine
     "font.size": 9.5,
     "axes.titlesize": 11,
@@ -73,7 +73,7 @@ _STYLE: Any = {
 
 
 def kind_of(path: str | Path) -> str:
-    """Return the format of a picture, one of `FORMATS`, by the suffix of its name; ValueError for another one."""
+    """Return the format of a figure from the suffix of its file name; ValueError if it is not one of `FORMATS`."""
     path = Path(path)
     kind = path.suffix.lower().removeprefix(".")
     if kind not in FORMATS:
@@ -82,27 +82,27 @@ def kind_of(path: str | Path) -> str:
 
 
 def check_installed() -> None:
-    """Raise ImportError if matplotlib is missing. Call it before a computation whose result is to be drawn."""
+    """Raise ImportError if matplotlib is missing. Call it before a long computation whose result is drawn."""
     style()
 
 
 def save(figure: Figure, path: str | Path, *, dpi: int = 150) -> Path:
-    """Write a figure, atomically; the same figure gives the same bytes (no date, no random ids).
+    """Write a figure to a file, atomically. Without a date and random ids, the same figure gives the same bytes.
 
     Args:
-        figure: any figure, of `plots` or not.
-        path: file to write, replaced if it exists. Its suffix decides the format, one of `FORMATS`.
+        figure: any figure of matplotlib.
+        path: file to write; it is replaced if it exists. Its suffix decides the format, one of `FORMATS`.
         dpi: pixels per inch of a PNG.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: for another suffix.
+        ValueError: for a suffix that is not in `FORMATS`.
         OSError: if the file cannot be written.
     """
     path, kind = Path(path), kind_of(path)
-    # Metadata that each format would write about its making.
+    # Metadata that matplotlib would write: names of programs and dates.
     unwanted = {"png": ("Software",), "svg": ("Date", "Creator"), "pdf": ("CreationDate", "Creator", "Producer")}[kind]
     with style(), replaced(path) as partial:
         figure.savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", metadata=dict.fromkeys(unwanted))
@@ -110,26 +110,26 @@ def save(figure: Figure, path: str | Path, *, dpi: int = 150) -> Path:
 
 
 def style() -> AbstractContextManager[None]:
-    """Use the look of our figures within a `with` block; ImportError without matplotlib."""
+    """Use the style of this package's figures within a `with` block; ImportError without matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
         raise ImportError(MISSING) from error
-    return matplotlib.rc_context(_STYLE)
+    return matplotlib.rc_context(RC_PARAMS)
 
 
 @contextmanager
 def one_panel(
     title: str, *, width: float = 6.4, height: float = 4.0, xlabel: str = "", ylabel: str = ""
 ) -> Iterator[tuple[Figure, Axes]]:
-    """Provide a figure of a width and height in inches in our look, and its only axes."""
+    """Provide a figure with one panel, and its axes. Width and height are in inches."""
     with style():
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
         if title:
-            axes.set_title(title, loc="left", pad=16)  # leaves a line for what is marked
+            axes.set_title(title, loc="left", pad=16)  # leaves a line for the label of a marked length
         yield figure, axes
 
 
@@ -137,7 +137,7 @@ def one_panel(
 def panels(
     title: str, rows: int, columns: int, *, width: float, height: float, **options: Any
 ) -> Iterator[tuple[Figure, Any]]:
-    """Provide a figure of a width and height in inches in our look, and its axes as `Figure.subplots` returns them."""
+    """Provide a figure with several panels, and its axes from `Figure.subplots`. Width and height are in inches."""
     with style():
         from matplotlib.figure import Figure
 
@@ -151,19 +151,19 @@ def panels(
 def curves(
     labelled: Iterable[tuple[str, T]], title: str, xlabel: str, ylabel: str
 ) -> Iterator[tuple[Figure, Axes, list[tuple[T, Look]]]]:
-    """Provide a figure for curves, its axes, and each curve with its look. A legend is added at the end.
+    """Provide a figure for curves, its axes, and pairs of a curve and its look. Add a legend at the end.
 
     Args:
-        labelled: labels, and what is drawn for each.
-        title: above the axes; empty means none.
+        labelled: pairs of a label and the data of its curve.
+        title: text above the axes; empty means none.
         xlabel: label of the x axis.
         ylabel: label of the y axis.
     """
-    labels, found = zip(*labelled, strict=True)
-    # Many curves have their legend beside the axes.
+    labels, data = zip(*labelled, strict=True)
+    # The legend of many curves is beside the axes, and takes this much room.
     width = 6.4 if len(set(labels)) <= 4 else 6.4 + 0.075 * max(map(len, labels)) + 0.5
     with one_panel(title, width=width, xlabel=xlabel, ylabel=ylabel) as (figure, axes):
-        yield figure, axes, list(zip(found, styles(labels), strict=True))
+        yield figure, axes, list(zip(data, styles(labels), strict=True))
         legend(axes, labels)
 
 
@@ -182,7 +182,7 @@ def legend(axes: Axes, labels: Collection[str]) -> None:
 
 
 def styles(labels: Iterable[str]) -> list[Look]:
-    """Return the look of each line: one colour and marker per name, dashes by method or by the round of colours."""
+    """Return the looks of lines. A name decides colour and marker; dashes differ by method and by round of colours."""
     names: dict[str, int] = {}
     styles = []
     for label in labels:
@@ -190,13 +190,13 @@ def styles(labels: Iterable[str]) -> list[Look]:
         name = label.lower().replace(method, "").strip(" ,:;()[]-") if method else label
         rank = names.setdefault(name, len(names))
         dash = METHODS[method] if method else 0
-        turn = rank // len(COLOURS)
+        cycle = rank // len(COLOURS)
         styles.append(
             {
                 "label": label,
                 "color": COLOURS[rank % len(COLOURS)],
-                "marker": MARKERS[(rank + turn) % len(MARKERS)],
-                "linestyle": DASHES[(dash + 2 * turn) % len(DASHES)],
+                "marker": MARKERS[(rank + cycle) % len(MARKERS)],
+                "linestyle": DASHES[(dash + 2 * cycle) % len(DASHES)],
                 "markerfacecolor": "white" if dash else COLOURS[rank % len(COLOURS)],
             }
         )
@@ -204,7 +204,7 @@ def styles(labels: Iterable[str]) -> list[Look]:
 
 
 def marks(number: int) -> Look:
-    """Return the look of marks without a line, by their number in the picture."""
+    """Return the look of marks without a line, for the series with this number."""
     marker = MARKERS[number % len(MARKERS)]
     return {"color": COLOURS[number % len(COLOURS)], "marker": marker, "linestyle": "none"}
 
@@ -215,16 +215,16 @@ def columns(points: Iterable[Sequence[float]]) -> list[list[float]]:
 
 
 def line(axes: Axes, x: Sequence[float], y: Sequence[float], **look: Any) -> None:
-    """Draw a line; values that are not finite become arrows at the upper edge."""
+    """Draw a line. Values that are not finite become arrows at the upper edge."""
     axes.plot(x, [value if math.isfinite(value) else math.nan for value in y], **look)
-    beyond = [place for place, value in zip(x, y, strict=True) if not math.isfinite(value)]
-    if beyond:
+    infinite = [coordinate for coordinate, value in zip(x, y, strict=True) if not math.isfinite(value)]
+    if infinite:
         arrow = {"color": look["color"], "marker": "$\\uparrow$", "markersize": 11, "linestyle": "none"}
-        axes.plot(beyond, [0.97] * len(beyond), transform=axes.get_xaxis_transform(), clip_on=False, **arrow)
+        axes.plot(infinite, [0.97] * len(infinite), transform=axes.get_xaxis_transform(), clip_on=False, **arrow)
 
 
 def token_axis(axes: Axes, values: Iterable[float]) -> None:
-    """Make the x axis logarithmic to base 2, with ticks at what was measured or at powers of two, in full."""
+    """Make the x axis logarithmic to base 2, with ticks at the values, or at powers of two if these are too close."""
     from matplotlib.ticker import FixedLocator
 
     axes.set_xscale("log", base=2)
@@ -238,7 +238,7 @@ def token_axis(axes: Axes, values: Iterable[float]) -> None:
 
 
 def positive_axis(axes: Axes, values: Iterable[float]) -> None:
-    """Make the y axis logarithmic where the values span more than a factor of 4, with plain numbers."""
+    """Make the y axis logarithmic if the values span more than a factor of 4, with plain numbers as labels."""
     from matplotlib.ticker import LogLocator
 
     finite = [value for value in values if math.isfinite(value)]
@@ -249,13 +249,14 @@ def positive_axis(axes: Axes, values: Iterable[float]) -> None:
 
 
 PERPLEXITY = "perplexity per token (log scale)"
-"""Label of an axis that `perplexity_axis` made."""
+"""Label of an axis from `perplexity_axis`."""
 
 
 def perplexity_axis(axes: Axes, values: Iterable[float]) -> None:
-    """Make the y axis logarithmic, over a factor of 2 or more, so that a small difference looks small.
+    """Make the y axis logarithmic, over a factor of at least 2, so that a small difference looks small.
 
-    ValueError for a perplexity that is not more than 0.
+    Raises:
+        ValueError: if a perplexity is 0 or negative.
     """
     from matplotlib.ticker import LogLocator
 
@@ -273,7 +274,7 @@ def perplexity_axis(axes: Axes, values: Iterable[float]) -> None:
 
 
 def _ticks(axis: Axis, places: Locator, form: str) -> None:
-    """Set the ticks of an axis and the form of their numbers, without ticks between them."""
+    """Set the major ticks of an axis and the format of their labels, and remove minor ticks."""
     from matplotlib.ticker import NullLocator
 
     axis.set_major_locator(places)
@@ -288,10 +289,10 @@ def are_uneven(bins: Sequence[tuple[int, int]]) -> bool:
 
 
 def steps(bins: Iterable[tuple[int, int, float]], logarithmic: bool) -> list[list[float]]:
-    """Return the coordinates of steps, x and y, with a gap where bins (first, last + 1, value) are missing."""
+    """Return the x and y coordinates of steps for bins (first, last + 1, value), with gaps for missing bins."""
     points: list[tuple[float, float]] = []
     for first, last, value in sorted(bins):
-        start = max(first, 0.5) if logarithmic else first  # position 0 has no place on a logarithmic axis
+        start = max(first, 0.5) if logarithmic else first  # a logarithmic axis has no 0
         if points and points[-1][0] != start:
             points.append((points[-1][0], math.nan))
         points += [(start, value), (last, value)]
@@ -299,35 +300,35 @@ def steps(bins: Iterable[tuple[int, int, float]], logarithmic: bool) -> list[lis
 
 
 def thousands(axis: Axis) -> None:
-    """Write 1k for 1000."""
+    """Label 1000 as 1k."""
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
 def mark_trained(axes: Axes, trained_length: int | None) -> None:
-    """Mark a length on the x axis, if there is one; the axes have their scale and their lines already."""
+    """Mark the trained length on the x axis unless it is None. Call it after scale and lines are set."""
     if trained_length is None:
         return
-    place, _ = axes.transAxes.inverted().transform(axes.transData.transform((trained_length, axes.get_ylim()[1])))
-    # Within the axes: beside them are the ticks.
-    side: Literal["left", "center", "right"] = "left" if place < 0.2 else "right" if place > 0.8 else "center"
+    share, _ = axes.transAxes.inverted().transform(axes.transData.transform((trained_length, axes.get_ylim()[1])))
+    # Keep the text within the width of the axes.
+    side: Literal["left", "center", "right"] = "left" if share < 0.2 else "right" if share > 0.8 else "center"
     mark_length(axes, f"trained length {trained_length:,}", trained_length, side)
 
 
 def mark_length(axes: Axes, text: str, tokens: int, side: Literal["left", "center", "right"]) -> None:
-    """Draw a thin vertical line with words above it, aligned to the line by this side."""
+    """Draw a thin vertical line with a text above it. `side` is the side of the text that is aligned to the line."""
     axes.axvline(tokens, linewidth=0.8, **FAINT)
     beside(axes, text, (tokens, 1), (0, 2), xycoords=("data", "axes fraction"), ha=side, color=GREY)
 
 
 def beside(axes: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], **options: Any) -> None:
-    """Write small words a few points beside a place of the axes, with options of `Axes.annotate`."""
+    """Write a small text at an offset in points from a place of the axes, with options of `Axes.annotate`."""
     axes.annotate(text, place, xytext=offset, textcoords="offset points", fontsize=8.5, **options)
 
 
 def colour_bar(image: AxesImage, axes: Any, label: str, *, percent: bool = False) -> None:
-    """Add a bar beside axes that says what the colours of an image mean."""
+    """Add the colour bar of an image beside axes."""
     bar = image.axes.figure.colorbar(image, ax=axes, shrink=0.9, pad=0.02)
     bar.set_label(label)
     bar.outline.set_visible(False)
@@ -336,13 +337,13 @@ def colour_bar(image: AxesImage, axes: Any, label: str, *, percent: bool = False
 
 
 def limits(values: Tensor, least: float = 0.0) -> Look:
-    """Return colours for values of both signs, where white is 0; they span `least` or more."""
+    """Return a symmetric colour range for values of both signs, with white for 0. It spans at least `least`."""
     most = max(least, float(values.abs().max())) or 1.0
     return {"cmap": "RdBu", "vmin": -most, "vmax": most}
 
 
 def image(axes: Axes, values: Any, bar: str = "", *, percent: bool = False, **options: Any) -> AxesImage:
-    """Draw a matrix, a tensor or rows of numbers, with options of `Axes.imshow` and, with a label, a colour bar."""
+    """Draw a matrix with options of `Axes.imshow`, and a colour bar if `bar` gives its label."""
     axes.grid(False)
     rows = values if isinstance(values, list) else values.tolist()
     drawn = axes.imshow(rows, **{"aspect": "auto", "interpolation": "nearest", **options})
@@ -352,6 +353,6 @@ def image(axes: Axes, values: Any, bar: str = "", *, percent: bool = False, **op
 
 
 def ticks(axis: Axis, labels: Sequence[object], most: int) -> None:
-    """Label the places 0, 1, ... of an axis, all of them or as many evenly spread ones as there is room for."""
+    """Label the coordinates 0, 1, ... of an axis, or at most `most` evenly spread ones."""
     step = math.ceil(len(labels) / most)
     axis.set_ticks(range(0, len(labels), step), [str(label) for label in labels[::step]])

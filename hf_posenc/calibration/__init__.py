@@ -1,4 +1,4 @@
-"""Calibration: fit a scheme's parameters to what the base's positions did, before anything is trained."""
+"""Calibration: fit a scheme to the attention of the base, before any fine-tuning."""
 
 from .calibrate import calibrate
 from .matching import Matching

@@ -1,4 +1,4 @@
-"""calibrate(model, tokens): closed forms first, then attention matched layer by layer, on the base's own inputs."""
+"""`calibrate`: closed forms first, then gradient steps that match the attention of each layer to the base's."""
 
 from __future__ import annotations
 
@@ -39,45 +39,45 @@ def calibrate(
     progress: bool = False,
     **unknown: object,
 ) -> Calibration:
-    """Fit a scheme, and the projections of queries and keys, to what the base's positions did.
+    """Fit a scheme, and the projections of queries and keys, so that they imitate the base's positions.
 
-    Closed forms come first. Several are tried for each layer and head, and the one whose attention is closest to the
-    base's on held-out windows is kept. Gradient steps then match the attention of each layer to the base's, on the
-    base's own hidden states (`matching`). No language-model loss is trained, but it decides what is kept (`judge`).
-    Memory grows with the number of distances, not with its square.
+    Closed forms come first. Several are tried, and every head keeps the one whose attention is closest to the base's on
+    held-out windows. Gradient steps (`matching`) then match the attention of each layer to the base's, on the base's
+    hidden states. The language-model loss is not trained; it only judges the results (`judge`). Memory grows with the
+    length of the windows, not with its square.
 
     Args:
-        model: patched, whole, on one device. Under an adapter of PEFT, only what the adapter holds moves.
-        tokens: (N, T) int64 or int32: windows of text without padding, as long as the base was made for; at least
-            `held_out + 1`.
-        base: the model to follow, another one of the same type, sizes, vocabulary and dtype. None means the model as
-            it was before it was patched.
-        held_out: number of windows, the last ones, that only decide and measure.
-        closed_windows: number of windows that the closed forms average over, at most.
-        matching: the second stage; None means closed forms alone.
-        judge: what decides on the held-out windows. `loss`: the language-model loss. A stage that raises it by more
-            than 0.01 nats is put back. Where heads chosen by their attention predict worse, all get the one form that
-            predicts best. `attention`: how close attention comes to the base's, whatever is predicted.
+        model: a patched model, whole and on one device. Under an adapter of PEFT, only the adapter's parameters change.
+        tokens: (N, T) int64 or int32: at least `held_out + 1` windows of text without padding, up to the length that
+            the base was trained at.
+        base: the model to imitate: another model of the same type, sizes, vocabulary and dtype. None means the same
+            model before its patch.
+        held_out: number of windows, from the end, that are only measured on.
+        closed_windows: largest number of windows that the closed forms average over.
+        matching: settings of the second stage; None leaves it out.
+        judge: the measure on the held-out windows that decides. `loss`: the language-model loss. A stage that raises it
+            by more than 0.01 nats is taken back. If the heads' own forms predict worse than one form for all heads, all
+            heads get that form. `attention`: the distance of the attention from the base's, whatever the loss.
         progress: show progress bars of windows, layers and steps.
-        **unknown: refused; for a field of `Matching` the message says so.
+        **unknown: refused. For a field of `Matching` the message says so.
 
     Returns:
-        The report: what was kept, the divergences of each layer and head, and the held-out losses.
+        The report: the stage whose weights were kept, the divergences of each layer and head, and the held-out losses.
 
     Raises:
-        TypeError: for a keyword that does not exist.
-        NotPatchedError: if the model is not patched, or no `base` is given and the model was loaded patched.
-        UnsupportedModelError: if it is wrapped, sharded, offloaded or quantised, or predicts no tokens.
-        ValueError: for an argument out of range, and for tokens, a base or an adapter that do not fit the model. Also
-            under `torch.inference_mode`, where the second stage has nothing to move, where no base is given and the
-            model's own weights have moved since it was patched, and for attention that is NaN or infinite. Nothing has
-            changed then, as after any error of the first stage.
-        CheckpointError: if `state_file` is not the state of a calibration with the same arguments, tokens and model,
-            patched in the same way. Nothing has changed then.
+        TypeError: for an unknown keyword.
+        NotPatchedError: if the model is not patched, or if it was loaded patched and `base` is None.
+        UnsupportedModelError: if the model is wrapped, sharded, offloaded or quantised, or predicts no tokens.
+        ValueError: for an argument out of range, or for tokens, a base or an adapter that do not fit the model; under
+            `torch.inference_mode`; if the second stage has nothing to train; if `base` is None and the model's weights
+            have changed since its patch; or if attention is NaN or infinite. The model is unchanged then, as after any
+            error of the first stage.
+        CheckpointError: if `state_file` is not the state of a calibration with the same arguments, tokens, model and
+            patch. The model is unchanged then.
         OSError: if the state cannot be read or written.
     """
     for name in unknown:
-        raise TypeError(_unknown(name))
+        raise TypeError(_unknown_keyword_message(name))
     if matching is not None and not isinstance(matching, Matching):
         raise ValueError(f"matching must be a Matching, or None for closed forms alone, not {matching!r}")
     check_counts(closed_windows=closed_windows, held_out=held_out)
@@ -96,30 +96,31 @@ def calibrate(
     exact = torch.autocast(next(inner.parameters()).device.type, enabled=False)
     with alone(inner, "calibrate the model"), evaluation(inner), torch.enable_grad(), exact:
         pair = Pair(inner, patch, base, tokens, held_out, own_weights=not adapted)
-        moved: Movable = ((), ()) if matching is None else movable(pair, matching.weights)
-        return _Run(pair, matching, closed_windows, judge, progress, moved).calibrate()
+        trained: Movable = ((), ()) if matching is None else movable(pair, matching.weights)
+        return _Run(pair, matching, closed_windows, judge, progress, trained).calibrate()
 
 
-def _unknown(name: str) -> str:
-    """Return the message for a keyword that `calibrate` does not take."""
+def _unknown_keyword_message(name: str) -> str:
+    """Return the error message for a keyword that `calibrate` does not take."""
     if name == "stage":
         return "calibrate() takes no stage: matching=None leaves the second stage out"
-    own = {field.name: field.name for field in fields(Matching)} | {"learning_rate": "rate"}
-    if name in own:
-        return f"calibrate() takes no {name}: {own[name]} is a field of Matching: matching=Matching({own[name]}=...)"
-    known = [*(calibrate.__kwdefaults__ or {}), *own]
-    return f"calibrate() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}"
+    matching = {field.name: field.name for field in fields(Matching)} | {"learning_rate": "rate"}
+    if name in matching:
+        field = matching[name]
+        return f"calibrate() takes no {name}: {field} is a field of Matching: matching=Matching({field}=...)"
+    keywords = [*(calibrate.__kwdefaults__ or {}), *matching]
+    return f"calibrate() got an unexpected keyword argument {name!r}{did_you_mean(name, keywords)}"
 
 
 @dataclass(frozen=True)
-class Kept:
+class Accepted:
     """The weights that the judge accepted.
 
     Attributes:
-        stage: where they are from: `closed_form`, or the loss of the second stage that led to them.
-        divergence: their divergence by layer, (H,) each.
-        loss: their held-out loss, in nats.
-        put_back: held-out losses of what was not accepted, by name.
+        stage: `closed_form`, or the name of the loss that the second stage lowered.
+        divergence: layer index -> divergence of its heads with these weights, (H,).
+        loss: held-out loss with these weights, in nats.
+        put_back: name of a stage or trial that was not accepted -> its held-out loss.
     """
 
     stage: str
@@ -130,15 +131,15 @@ class Kept:
 
 @dataclass(frozen=True)
 class _Run:
-    """A calibration: a model beside its base, and what was asked for, see `calibrate`.
+    """One calibration: a model, its base and the arguments of `calibrate`.
 
     Attributes:
         pair: the model and its base.
-        matching: the second stage, or None.
-        windows: number of windows that the closed forms average over, at most.
-        judge: what decides.
+        matching: settings of the second stage, or None.
+        windows: largest number of windows that the closed forms average over.
+        judge: `loss` or `attention`.
         progress: whether to show progress bars.
-        moved: what the second stage moves.
+        trained: the parameters that the second stage trains.
     """
 
     pair: Pair
@@ -146,11 +147,11 @@ class _Run:
     windows: int
     judge: str
     progress: bool
-    moved: Movable
+    trained: Movable
 
     def calibrate(self) -> Calibration:
-        """Run the first stage, and the second if there is one; write into the config what was kept, and report it."""
-        pair, matching, state = self.pair, self.matching, self._state()
+        """Run the stages, record the result in the model's config, and return the report."""
+        pair, matching, state = self.pair, self.matching, self._open_state()
         first = state.first_stage
         if first is None:
             try:
@@ -159,57 +160,58 @@ class _Run:
                 pair.restore()
                 raise
         entry = pair.model.config.position_encoding
-        count = self._tokens_read()
-        kept = Kept("closed_form", first.closed, first.losses["closed_form"], first.put_back)
+        count = self._count_tokens()
+        accepted = Accepted("closed_form", first.closed, first.losses["closed_form"], first.put_back)
         if matching is not None:
-            record_calibration(pair.model, "attention", count)  # holds from the first step on
-            kept = self._second_stage(matching, first, state)
-        losses = HeldOutLoss(**first.losses, calibrated=kept.loss)
-        stage = kept.stage
-        if stage == "closed_form" and not pair.has_moved():
+            record_calibration(pair.model, "attention", count)  # true from the first step on, also if it is interrupted
+            accepted = self._second_stage(matching, first, state)
+        losses = HeldOutLoss(**first.losses, calibrated=accepted.loss)
+        stage = accepted.stage
+        if stage == "closed_form" and not pair.has_changed():
             stage = NOTHING
             pair.model.config.position_encoding = entry
         else:
             record_calibration(pair.model, "closed_form" if stage == "closed_form" else "attention", count, losses)
         layers = []
         for index in pair.layers:
-            divergences = first.before[index], first.closed[index], kept.divergence[index]
+            divergences = first.before[index], first.closed[index], accepted.divergence[index]
             layers.append(
                 LayerFit(index, *divergences, first.chosen[index], first.base_curve[index], *pair.curve(index))
             )
-        return Calibration(pair.patch.name, tuple(layers), count, losses, stage, self.judge, kept.put_back, first.apart)
+        put_back = accepted.put_back
+        return Calibration(pair.patch.name, tuple(layers), count, losses, stage, self.judge, put_back, first.apart)
 
     def _first_stage(self) -> FirstStage:
-        """Put the closed forms in, unless the plain swap predicts better."""
+        """Apply the closed forms. Take them back if the judge is `loss` and the plain swap predicts better."""
         pair, losses = self.pair, {"base": self.pair.loss_of_base(), "swapped": self.pair.loss()}
-        pair.keep_mean()
+        pair.add_mean_position()
         reads = 2 * (len(pair.train[: self.windows]) + len(pair.held))
         with tqdm(total=reads, desc="closed forms", unit="window", disable=not self.progress, leave=False) as pair.bar:
-            found = try_closed_forms(pair, self.windows, self.judge)
+            first = try_closed_forms(pair, self.windows, self.judge)
             if not math.isfinite(losses["base"]):
                 raise ValueError(
-                    "the base's loss on the held-out windows is no number: look for weights that are not finite"
+                    "the base's loss on the held-out windows is not finite: look for weights that are not finite"
                 )
-            loss = losses["closed_form"] = found.losses["closed_form"]
+            loss = losses["closed_form"] = first.losses["closed_form"]
             if self.judge == "loss" and loss > losses["swapped"] + NOISE:
                 pair.restore()
                 pair.bar.total += len(pair.held)
                 losses["closed_form"] = losses["swapped"]
-                found = replace(
-                    found,
+                first = replace(
+                    first,
                     closed=pair.divergence(),
-                    chosen={index: ("as it was",) * len(names) for index, names in found.chosen.items()},
-                    put_back=found.put_back | {"closed_form": loss},
+                    chosen={index: ("as it was",) * len(names) for index, names in first.chosen.items()},
+                    put_back=first.put_back | {"closed_form": loss},
                 )
-        return replace(found, losses=losses, parameters=[p.detach().clone() for part in self.moved for p in part])
+        return replace(first, losses=losses, parameters=[p.detach().clone() for part in self.trained for p in part])
 
-    def _second_stage(self, matching: Matching, first: FirstStage, state: StateFile) -> Kept:
-        """Match attention, and keep the first trial that the judge accepts, or else what the first stage left."""
+    def _second_stage(self, matching: Matching, first: FirstStage, state: StateFile) -> Accepted:
+        """Run trials until the judge accepts one. Otherwise restore the first stage's weights."""
         pair, put_back = self.pair, first.put_back | state.put_back
         state.first_stage = first
         best = min(first.losses["swapped"], first.losses["closed_form"])
         for trial in matching.trials(self.judge):
-            if trial in put_back:  # before the state was written
+            if trial in put_back:  # the state file says that the judge has refused this trial
                 continue
             state.begin(trial, {name: loss for name, loss in put_back.items() if name in LOSSES})
             self._take_steps(matching, trial, state)
@@ -217,19 +219,19 @@ class _Run:
             loss = pair.loss()
             try:
                 after = pair.divergence()
-            except ValueError:  # the steps have run off to infinity
+            except ValueError:  # the steps diverged
                 loss = math.inf
             else:
                 if self._accepts(trial, loss, best, after, first.closed):
-                    return Kept(trial, after, loss, put_back)
+                    return Accepted(trial, after, loss, put_back)
             put_back[trial] = loss
-            put(zip((p for part in self.moved for p in part), first.parameters, strict=True))
-            if loss <= best + NOISE:  # nothing was lost that another trial could win
+            put(zip((p for part in self.trained for p in part), first.parameters, strict=True))
+            if loss <= best + NOISE:  # the next trial is only for attention that comes closer but predicts worse
                 break
-        return Kept("closed_form", first.closed, first.losses["closed_form"], put_back)
+        return Accepted("closed_form", first.closed, first.losses["closed_form"], put_back)
 
     def _take_steps(self, matching: Matching, trial: str, state: StateFile) -> None:
-        """Make the steps of a trial that are left, with a progress bar."""
+        """Run the remaining steps of a trial, with a progress bar."""
         steps, hidden = matching.steps, not self.progress
         with tqdm(total=steps, initial=state.step, desc="calibrating", unit="step", disable=hidden) as bar:
 
@@ -239,57 +241,61 @@ class _Run:
                 if matching.on_step is not None:
                     matching.on_step(step, value)
 
-            match(self.pair, self.moved, matching, trial, state, on_step)
+            match(self.pair, self.trained, matching, trial, state, on_step)
 
     def _accepts(
         self, trial: str, loss: float, best: float, after: dict[int, Tensor], closed: dict[int, Tensor]
     ) -> bool:
-        """Return whether the judge keeps what the steps of a trial came to.
+        """Return whether the judge accepts the result of a trial.
 
         Args:
-            trial: what was matched, a name in `LOSSES`.
+            trial: name in `LOSSES` of the loss that was lowered.
             loss: held-out loss after the steps.
             best: lowest held-out loss so far.
-            after: divergences by layer after the steps.
-            closed: divergences before them.
+            after: layer index -> divergences after the steps.
+            closed: layer index -> divergences before the steps.
         """
-        ended, began = (sum(each.sum() for each in part.values()) for part in (after, closed))
-        closer = loss <= best if trial == "outputs" else bool(ended <= began)
+        total_after, total_before = (sum(each.sum() for each in by_layer.values()) for by_layer in (after, closed))
+        closer = loss <= best if trial == "outputs" else bool(total_after <= total_before)
         if self.judge == "attention":
             return closer if trial == "attention" else math.isfinite(loss)
         return loss < best - NOISE or (loss <= best + NOISE and closer)
 
-    def _tokens_read(self) -> int:
-        """Return the number of different tokens that the stages read, held-out ones included."""
+    def _count_tokens(self) -> int:
+        """Return the number of different tokens that the stages read, with the held-out tokens."""
         pair = self.pair
         read = set(range(len(pair.train[: self.windows])))
         if self.matching is not None:
-            read |= self.matching.read(len(pair.train), _processes())
+            read |= self.matching.read(len(pair.train), _process_count())
         return (len(read) + len(pair.held)) * pair.held.shape[1]
 
-    def _state(self) -> StateFile:
-        """Return the state of this calibration; all processes read the same file."""
+    def _open_state(self) -> StateFile:
+        """Return the state of this calibration, read from the state file if it exists.
+
+        Raises:
+            CheckpointError: if the file is another calibration's, or if processes read different files.
+        """
         pair, matching = self.pair, self.matching
         if matching is None or matching.state_file is None:
             return StateFile()
         identity = matching.identity() | {
             "scheme": " + ".join(map(str, pair.patch.schemes)),
             "digest of the model": digest_of(pair.model),
-            "digest of the base": "that of the model" if pair.given_base is None else digest_of(pair.given_base),
+            "digest of the base": "that of the model" if pair.other_base is None else digest_of(pair.other_base),
             "tokens": digest_of_tokens(torch.cat([pair.train, pair.held])),
             "held_out": len(pair.held),
             "closed_windows": self.windows,
             "judge": self.judge,
-            "number of parameters that move": sum(map(len, self.moved)),
-            "number of processes": _processes(),
+            "number of parameters that move": sum(map(len, self.trained)),
+            "number of processes": _process_count(),
         }
-        # Closed forms move weights too.
-        movables = self.moved if matching.weights == "query_key" else movable(pair, "query_key")
-        reached = {id(p) for part in movables for p in part} | {id(pair.tokens)}
-        names = {name: p for name, p in pair.model.named_parameters() if id(p) in reached}
-        state = StateFile(matching.state_file, identity, names, [p for part in self.moved for p in part])
-        if _processes() > 1:
-            steps: list[tuple[int, bool] | None] = [None] * _processes()
+        # Closed forms change weights even if the second stage trains only the scheme's parameters.
+        changeable = self.trained if matching.weights == "query_key" else movable(pair, "query_key")
+        ids = {id(p) for part in changeable for p in part} | {id(pair.token_embedding)}
+        parameters = {name: p for name, p in pair.model.named_parameters() if id(p) in ids}
+        state = StateFile(matching.state_file, identity, parameters, [p for part in self.trained for p in part])
+        if _process_count() > 1:
+            steps: list[tuple[int, bool] | None] = [None] * _process_count()
             dist.all_gather_object(steps, (state.step, state.first_stage is None))
             if len(set(steps)) > 1:
                 raise CheckpointError(
@@ -298,20 +304,20 @@ class _Run:
         return state
 
 
-def _processes() -> int:
+def _process_count() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def record_calibration(
     model: PreTrainedModel, stage: str, tokens: int, held_out_loss: HeldOutLoss | None = None
 ) -> None:
-    """Write into a patched model's config that it was calibrated: its checkpoints and their cards say so from then on.
+    """Record in a patched model's config that it was calibrated. Its checkpoints and their cards then say so.
 
     Args:
-        model: patched, also below an adapter.
-        stage: stage whose weights it holds: `closed_form`, or `attention` for those of the second.
+        model: a patched model, or an adapter around one.
+        stage: stage that the model's weights come from: `closed_form`, or `attention` for the second stage.
         tokens: number of tokens that were read.
-        held_out_loss: losses along the way; None where the calibration has not come to its end.
+        held_out_loss: held-out losses after each stage; None while the calibration is unfinished.
     """
     config = without_adapter(model).config
     entry: dict[str, object] = {"stage": stage, "tokens": tokens}

@@ -1,4 +1,4 @@
-"""Closed forms tried on a model: for each head the closest is kept, or for all heads the one that predicts best."""
+"""Try closed forms on a model. Every head keeps the closest one, or all heads keep the one that predicts best."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ from .pair import Pair, Values, copied, parameters_of, put
 from .state import FirstStage
 
 CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
-"""The closed forms: the scheme as it was; its curve, or vectors, fitted to what the base's positions add; queries
-turned by the mean rotation; both."""
+"""Names of the closed forms. `fitted`: the scheme's curve or vectors are fitted to what the base's positions add.
+`turned`: the queries are rotated by the mean rotation."""
 
 NOISE = 0.01
-"""Nats of held-out loss: on a few windows a smaller difference says nothing."""
+"""A smaller difference of held-out losses, in nats, is taken for noise: the held-out windows are few."""
 
 
 def try_closed_forms(pair: Pair, windows: int, judge: str) -> FirstStage:
     """Try the closed forms, and keep for each head the one whose attention is closest to the base's.
 
-    Where these forms predict worse than one form for all heads, and the judge is `loss`, that one form is kept.
+    If the judge is `loss` and one form for all heads predicts better, all heads keep that form.
 
     Args:
         pair: a model and its base.
-        windows: number of windows that the forms average over, at most.
-        judge: as in `calibrate`.
+        windows: largest number of windows that the forms average over.
+        judge: `loss` or `attention`, as in `calibrate`.
 
     Returns:
-        The results, with no other held-out loss than that of what was kept.
+        The results. Of the held-out losses only `closed_form` is set.
     """
     averages = pair.averages(windows)
     rotations = _mean_rotations(pair, averages)
     modules = pair.modules()
-    if pair.bar.total and not (rotations and modules):  # with both, there are averages of the turned queries too
+    if pair.bar.total and not (rotations and modules):  # only with both are averages computed a second time
         pair.bar.total -= len(pair.train[:windows])
-    if pair.bar.total and _shared(modules):
+    if pair.bar.total and _are_shared(modules):
         pair.bar.total += len(pair.held)
-    as_it_was = {index: _coefficients(pair, index, averages[index]) for index in modules}
-    candidates, targets = _candidates(pair, modules, rotations, averages, windows)
-    found = pair.divergences(candidates)
-    names = [name for name in CANDIDATES if name in found]
-    best = {index: torch.stack([found[name][index] for name in names]).argmin(0) for index in pair.layers}
+    as_it_was = {index: _current_coefficients(pair, index, averages[index]) for index in modules}
+    candidates, targets = _make_candidates(pair, modules, rotations, averages, windows)
+    divergences = pair.divergences(candidates)
+    names = [name for name in CANDIDATES if name in divergences]
+    best = {index: torch.stack([divergences[name][index] for name in names]).argmin(0) for index in pair.layers}
     chosen = {index: tuple(names[number] for number in best[index].tolist()) for index in pair.layers}
     for index, rotation in rotations.items():
         rotation.apply(torch.tensor([name.startswith("turned") for name in chosen[index]]))
     if modules:
-        picked = {}
+        mixed_targets = {}
         for index in modules:
-            by_name = {name: target[index] for name, target in targets.items()}
-            picked[index] = _picked(chosen[index], by_name, as_it_was[index])
-        _fit_all(pair, modules, picked)
+            by_name = {name: by_layer[index] for name, by_layer in targets.items()}
+            mixed_targets[index] = _target_by_head(chosen[index], by_name, as_it_was[index])
+        _fit_all(pair, modules, mixed_targets)
     after, loss = pair.divergence(), pair.loss()
     result = FirstStage(
-        found["as it was"],
+        divergences["as it was"],
         after,
         {index: each.mean_difference.float().cpu() for index, each in averages.items()},
         chosen,
         {"closed_form": loss},
-        apart=_apart(pair, modules, targets, candidates, found, _mean(after)),
+        apart=_divergence_apart(pair, modules, targets, candidates, divergences, _mean_divergence(after)),
     )
     if judge == "attention":
-        if _mean(after) <= _mean(result.before):
+        if _mean_divergence(after) <= _mean_divergence(result.before):
             return result
-        uniform = "as it was"  # heads that share parameters cannot each have what is best for them
+        uniform = "as it was"  # heads that share parameters cannot all have their best form
     else:
         losses = {name: pair.loss(values) for name, values in candidates.items()}
         uniform = min(losses, key=losses.__getitem__)
@@ -79,35 +79,35 @@ def try_closed_forms(pair: Pair, windows: int, judge: str) -> FirstStage:
     put(candidates[uniform])
     return replace(
         result,
-        closed=found[uniform],
+        closed=divergences[uniform],
         chosen={index: (uniform,) * len(names) for index, names in chosen.items()},
         losses={"closed_form": pair.loss()},
         put_back={"heads": loss},
     )
 
 
-def _candidates(
+def _make_candidates(
     pair: Pair,
     modules: dict[int, ScoreModule],
     rotations: dict[int, MeanRotation],
     averages: dict[int, Averages],
     windows: int,
 ) -> tuple[dict[str, Values], dict[str, dict[int, Target]]]:
-    """Return the parameters of each candidate, and the targets of those that are fitted.
+    """Return candidate's name -> its parameter values, and name of a fitted candidate -> its targets by layer.
 
-    The projections end as they were, the modules as in `fitted`.
+    Afterwards the projections have their initial values, and the modules those of `fitted`.
 
     Args:
         pair: a model and its base.
-        modules: modules of the layers.
-        rotations: mean rotations of the layers.
-        averages: sums by distance, with the model as it was.
-        windows: number of windows to average over, at most, once queries are turned.
+        modules: layer index -> the scheme's module.
+        rotations: layer index -> mean rotation.
+        averages: layer index -> sums by distance, with the initial values.
+        windows: largest number of windows to average over again, once queries are rotated.
     """
     projections = parameters_of(rotation.projection for rotation in rotations.values())
-    placed = parameters_of(modules.values())
-    unturned = [(p, pair.began[id(p)][1]) for p in projections]
-    unfitted = [(p, pair.began[id(p)][1]) for p in placed]
+    scheme_parameters = parameters_of(modules.values())
+    unturned = [(p, pair.initial_values[id(p)][1]) for p in projections]
+    unfitted = [(p, pair.initial_values[id(p)][1]) for p in scheme_parameters]
     candidates: dict[str, Values] = {"as it was": [*unturned, *unfitted]}
     targets = {}
     if rotations:
@@ -118,86 +118,89 @@ def _candidates(
         if modules:
             targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows))
             _fit_all(pair, modules, targets["turned, fitted"])
-            candidates["turned, fitted"] = [*turned, *copied(placed)]
+            candidates["turned, fitted"] = [*turned, *copied(scheme_parameters)]
         pair.restore(rotation.projection for rotation in rotations.values())
     if modules:
         targets["fitted"] = _targets(pair, modules, averages)
         _fit_all(pair, modules, targets["fitted"])
-        candidates["fitted"] = [*unturned, *copied(placed)]
+        candidates["fitted"] = [*unturned, *copied(scheme_parameters)]
     return candidates, targets
 
 
-def _shared(modules: dict[int, ScoreModule]) -> bool:
+def _are_shared(modules: dict[int, ScoreModule]) -> bool:
     """Return whether one module serves several layers."""
     return len({id(module) for module in modules.values()}) < len(modules)
 
 
-def _mean(divergences: Mapping[int, Tensor]) -> float:
-    """Return the mean over layers and heads."""
+def _mean_divergence(divergences: Mapping[int, Tensor]) -> float:
+    """Return the mean divergence over layers and heads."""
     return torch.cat(list(divergences.values())).mean().item()
 
 
-def _apart(
+def _divergence_apart(
     pair: Pair,
     modules: dict[int, ScoreModule],
     targets: dict[str, dict[int, Target]],
     candidates: dict[str, Values],
-    found: dict[str, dict[int, Tensor]],
+    divergences: dict[str, dict[int, Tensor]],
     closed: float,
 ) -> tuple[float, float] | None:
-    """Return the mean divergence of the closed forms, and of those with a module for each layer; None if each has one.
+    """Return the mean divergence with shared modules, and with one module for each layer. None if none is shared.
 
     Args:
         pair: a model and its base.
-        modules: modules of the layers.
-        targets: targets of each layer, by the name of a candidate that is fitted.
-        candidates: values of all parameters, by name.
-        found: divergences of the candidates.
-        closed: mean divergence of what was chosen.
+        modules: layer index -> the scheme's module.
+        targets: name of a fitted candidate -> its targets by layer.
+        candidates: candidate's name -> its parameter values.
+        divergences: candidate's name -> its divergences by layer.
+        closed: mean divergence of the chosen forms, with shared modules.
     """
-    if not _shared(modules):
+    if not _are_shared(modules):
         return None
-    kept = copied(parameters_of(modules.values()))
+    shared_values = copied(parameters_of(modules.values()))
+    shared = {id(p) for p, _ in shared_values}
     alone, only = {}, {}
     for name, by_layer in targets.items():
-        beside = [(p, value) for p, value in candidates[name] if all(p is not own for own, _ in kept)]
+        other_values = [(p, value) for p, value in candidates[name] if id(p) not in shared]
         for index, module in modules.items():
             pair.restore([module])
             fit(module, pair.like(index), [by_layer[index]])
             only[f"{name} {index}"] = index
-            alone[f"{name} {index}"] = [*beside, *copied(module.parameters())]
-    put(kept)
-    measured = pair.divergences(alone, only)
+            alone[f"{name} {index}"] = [*other_values, *copied(module.parameters())]
+    put(shared_values)
+    divergences_alone = pair.divergences(alone, only)
     best = {}
     for index in pair.layers:
-        tried = [each[index] for each in (*found.values(), *measured.values()) if index in each]
+        tried = [each[index] for each in (*divergences.values(), *divergences_alone.values()) if index in each]
         best[index] = torch.stack(tried).amin(0)
-    return closed, _mean(best)
+    return closed, _mean_divergence(best)
 
 
 def _targets(pair: Pair, modules: dict[int, ScoreModule], averages: dict[int, Averages]) -> dict[int, Target]:
-    """Return the coefficients that would serve each layer best."""
+    """Return layer index -> the best coefficients for the layer, see `target_of`."""
     return {index: target_of(module, pair.like(index), averages[index]) for index, module in modules.items()}
 
 
-def _coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
-    """Return the coefficients of a layer's form."""
+def _current_coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
+    """Return the coefficients of a layer's form with the present parameters."""
     heads, count = averages.difference.shape
     like = pair.like(index)
     module = pair.module(index)
     assert module is not None
-    found = coefficients(module, like, torch.arange(count, device=like.device), heads)
-    assert found is not None
-    return found.detach().double()
+    values = coefficients(module, like, torch.arange(count, device=like.device), heads)
+    assert values is not None
+    return values.detach().double()
 
 
 @torch.no_grad()
 def hold_tails(pair: Pair, windows: int) -> None:
-    """Fit vectors by distance to themselves, with a tail: the second stage does not see what its windows do not reach.
+    """Fit vectors by distance once more, to themselves and to a tail at greater distances.
+
+    The second stage does not constrain the vectors at distances that its windows do not reach.
 
     Args:
         pair: a model after the second stage, and its base.
-        windows: number of windows for the mean square of the queries, at most.
+        windows: largest number of windows for the mean square of the queries.
     """
     modules = {index: each for index, each in pair.modules().items() if takes_queries(each.form(pair.like(index)))}
     if not modules:
@@ -205,7 +208,7 @@ def hold_tails(pair: Pair, windows: int) -> None:
     averages = pair.averages(windows)
     targets = {}
     for index, target in _targets(pair, modules, averages).items():
-        targets[index] = replace(target, values=_coefficients(pair, index, averages[index]))
+        targets[index] = replace(target, values=_current_coefficients(pair, index, averages[index]))
     with torch.enable_grad():
         _fit_all(pair, modules, targets)
 
@@ -213,8 +216,8 @@ def hold_tails(pair: Pair, windows: int) -> None:
 def _fit_all(pair: Pair, modules: dict[int, ScoreModule], targets: dict[int, Target]) -> None:
     """Fit every module to the targets of the layers that it serves.
 
-    A search for vectors goes on where the last one ended: it has one minimum, and many numbers. A search for a curve
-    can have several minima, and begins where the module began.
+    A search for vectors starts from the present values: it has one minimum, and many parameters. A search for a curve
+    can have several minima, so it starts from the initial values.
     """
     owners: dict[int, tuple[ScoreModule, Tensor, list[Target]]] = {}
     for index, module in modules.items():
@@ -227,23 +230,29 @@ def _fit_all(pair: Pair, modules: dict[int, ScoreModule], targets: dict[int, Tar
             bar.update()
 
 
-def _picked(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tensor) -> Target:
-    """Return for each head the target of its chosen form, or what the module had where that form is not fitted."""
+def _target_by_head(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tensor) -> Target:
+    """Return one target from the chosen forms of a layer's heads.
+
+    Args:
+        names: names of the chosen forms, one for each head.
+        by_name: name of a fitted form -> its target.
+        as_it_was: initial coefficients, for heads whose form is not fitted.
+    """
     fitted = by_name["fitted"]
-    kept = Target(as_it_was, fitted.weights, fitted.metric, fitted.unit)
-    picked = [by_name.get(name, kept) for name in names]
+    unfitted = Target(as_it_was, fitted.weights, fitted.metric, fitted.last_factor)
+    targets = [by_name.get(name, unfitted) for name in names]
     return Target(
-        torch.stack([each.values[head] for head, each in enumerate(picked)]),
-        torch.stack([each.weights[head] for head, each in enumerate(picked)]),
-        torch.stack([each.metric[head] for head, each in enumerate(picked)]),
-        fitted.unit,
+        torch.stack([target.values[head] for head, target in enumerate(targets)]),
+        torch.stack([target.weights[head] for head, target in enumerate(targets)]),
+        torch.stack([target.metric[head] for head, target in enumerate(targets)]),
+        fitted.last_factor,
     )
 
 
 def _mean_rotations(pair: Pair, averages: dict[int, Averages]) -> dict[int, MeanRotation]:
-    """Return the mean rotation of each layer's heads, where the base rotates and one projection makes the queries.
+    """Return layer index -> mean rotation, for layers that the base rotates and whose queries one projection makes.
 
-    Latent attention (MLA) is left out, because there only a part of each head is rotated.
+    Latent attention (MLA) is left out, because it rotates only a part of each head.
     """
     rotations: dict[int, MeanRotation] = {}
     if not pair.own_weights or pair.base_model.family.rotation.attention_part is not None:
@@ -251,7 +260,7 @@ def _mean_rotations(pair: Pair, averages: dict[int, Averages]) -> dict[int, Mean
     with pair.as_base() as model:
         base = BaseModel.of(model)
         rotary = base.found.rotary
-        types: Any = getattr(base.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
+        layer_types: Any = getattr(base.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
         patched = pair.base_model
         rotated = {
             i for scheme in pair.patch.schemes if scheme.acts_on.rotations(scheme) for i in patched.layers_of(scheme)
@@ -260,8 +269,8 @@ def _mean_rotations(pair: Pair, averages: dict[int, Averages]) -> dict[int, Mean
             projection = pair.projections[index]
             if rotary is None or projection is None or not base.found.rotated[index] or index in rotated:
                 continue
-            kind = types[index] if types else None
-            rotation = mean_rotation_of(patched, index, projection, rotary, averages[index].mass, kind)
+            layer_type = layer_types[index] if layer_types else None
+            rotation = mean_rotation_of(patched, index, projection, rotary, averages[index].mass, layer_type)
             if rotation is not None:
                 rotations[index] = rotation
     return rotations

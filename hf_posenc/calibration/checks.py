@@ -1,4 +1,4 @@
-"""Checks of what a calibration is given: the model, tokens of its text, and the base to follow."""
+"""Check the arguments of a calibration: the model, the tokens and the base."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from ..live.patch_record import Patch, adapted_parts, patch_of
 from ..live.weight_samples import have_moved
 from ..modules import PositionModule
 
-GIVE = "give the base, calibrate(model, tokens, base=...)"
+GIVE_BASE = "give the base, calibrate(model, tokens, base=...)"
 
-ACTS = 1e-3
-"""Relative change of the logits from which an adapter counts as trained. Some kinds add rounding from the start."""
+ADAPTER_EFFECT = 1e-3
+"""An adapter that changes the logits by more than this, relative to their norm, counts as trained. Some untrained
+adapters add rounding."""
 
 
 def check_model(inner: PreTrainedModel) -> Patch:
-    """Check the model that is to be calibrated, and return what is known of its patch.
+    """Check that a model can be calibrated, and return the record of its patch.
 
     Args:
         inner: the model without an adapter around it.
@@ -31,7 +32,7 @@ def check_model(inner: PreTrainedModel) -> Patch:
     Raises:
         NotPatchedError: if it is not patched.
         UnsupportedModelError: if it is sharded, offloaded or quantised, or predicts no tokens.
-        ValueError: under `torch.inference_mode`, or if its weights were made there.
+        ValueError: under `torch.inference_mode`, or if the model's weights were made under it.
     """
     patch = patch_of(inner)
     if patch is None:
@@ -49,26 +50,26 @@ def check_model(inner: PreTrainedModel) -> Patch:
 
 
 def check_adapter(inner: PreTrainedModel, *, moves_weights: bool) -> None:
-    """Check that an adapter holds all that a calibration would move.
+    """Check that an adapter saves everything that a calibration would change.
 
     Args:
-        inner: patched, below the adapter.
-        moves_weights: whether weights of the model itself are asked to move.
+        inner: the patched model, below the adapter.
+        moves_weights: whether the second stage would train weights of the model itself.
 
     Raises:
-        ValueError: if it does not.
+        ValueError: if something would not be saved with the adapter.
     """
     if moves_weights:
         raise ValueError(
-            "weights='query_key' moves weights that no adapter holds: leave it out (weights='adapter'), or calibrate "
+            "weights='query_key' trains weights that no adapter holds: leave it out (weights='adapter'), or calibrate "
             "the model before the adapter is added"
         )
-    placed = [module for module in inner.modules() if isinstance(module, PositionModule)]
-    numbers = [p for module in placed for p in module.parameters()]
-    if numbers and not any(p.requires_grad for p in numbers):
+    modules = [module for module in inner.modules() if isinstance(module, PositionModule)]
+    parameters = [p for module in modules for p in module.parameters()]
+    if parameters and not any(p.requires_grad for p in parameters):
         raise ValueError(
-            "the adapter neither trains nor saves the scheme's parameters, so that it would lose what calibration puts "
-            "into them: make it with hf_posenc.lora_config(model), or calibrate the model before the adapter is added"
+            "the adapter neither trains nor saves the scheme's parameters, so that it would lose their calibrated "
+            "values: make it with hf_posenc.lora_config(model), or calibrate the model before the adapter is added"
         )
 
 
@@ -76,22 +77,20 @@ def check_tokens(tokens: Any, model: PreTrainedModel, held_out: int) -> None:
     """Check windows of tokens.
 
     Raises:
-        ValueError: if they are not windows of integers of the model's vocabulary, or too few.
+        ValueError: if they are not windows of token ids of the model's vocabulary, or too few.
     """
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64) or tokens.ndim != 2:
-        found = (
+        actual = (
             f"{tuple(tokens.shape)} of {tokens.dtype}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
         )
         raise ValueError(
-            f"tokens must be integers (windows, length), an int64 tensor, not {found}. From a text: "
+            f"tokens must be integers (windows, length), an int64 tensor, not {actual}. From a text: "
             'tokenizer(text, return_tensors="pt").input_ids[0].unfold(0, 256, 256)'
         )
     if tokens.shape[1] < 2:
         raise ValueError("tokens must be integers (windows, length) with a length of at least 2, not 1")
     if len(tokens) <= held_out:
-        raise ValueError(
-            f"{len(tokens)} windows are too few: {held_out} are held out, and at least one is needed beside"
-        )
+        raise ValueError(f"{len(tokens)} windows are too few: {held_out} are held out, and at least one more is needed")
     count = model.get_input_embeddings().weight.shape[0]
     least, most = int(tokens.min()), int(tokens.max())
     if least < 0 or most >= count:
@@ -111,26 +110,26 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def check_base(inner: PreTrainedModel, patch: Patch, base: Any) -> None:
-    """Check the model that a calibration is to follow.
+    """Check the model that a calibration is to imitate.
 
     Args:
-        inner: patched, with an adapter's layers inside it if it has one.
+        inner: the patched model, with the adapter's layers inside it if it has an adapter.
         patch: its patch.
-        base: another model, or None for what the model was.
+        base: another model; None means the same model before its patch.
 
     Raises:
-        NotPatchedError: if there is no base: none is given, and the model was loaded patched.
+        NotPatchedError: if `base` is None and the model was loaded patched.
         UnsupportedModelError: if the base is wrapped, sharded, offloaded or quantised.
-        ValueError: if the base is the model itself, shares weights with it, or is of another kind or size; or if none
-            is given, and the model's own weights have moved since it was patched.
+        ValueError: if the base is the model itself, shares weights with it, or has another type or size; or if `base`
+            is None and the model's weights have changed since its patch.
     """
     if base is None:
         if patch.undo is None:
-            raise NotPatchedError(f"this model was loaded patched, which does not hold the stock positions: {GIVE}")
-        if have_moved(inner, patch.samples) or _adapter_acts(inner, patch):
+            raise NotPatchedError(f"this model was loaded patched, without the stock positions: {GIVE_BASE}")
+        if have_moved(inner, patch.samples) or _is_adapter_trained(inner, patch):
             raise ValueError(
-                "weights of this model have moved since it was patched, by a calibration or in training, so that it is "
-                f"no longer the base it was: {GIVE}"
+                "weights of this model have changed since it was patched, by a calibration or in training, so that it "
+                f"is no longer the base: {GIVE_BASE}"
             )
         return
     if not isinstance(base, PreTrainedModel):
@@ -140,22 +139,22 @@ def check_base(inner: PreTrainedModel, patch: Patch, base: Any) -> None:
     check_unwrapped(base, "take it as the base")
     check_in_place(base, "take it as the base")
     check_unquantized(base, "take it as the base")
-    own = {p.data_ptr() for p in inner.parameters()}
-    if base is inner or any(p.data_ptr() in own for p in base.parameters()):
+    addresses = {p.data_ptr() for p in inner.parameters()}
+    if base is inner or any(p.data_ptr() in addresses for p in base.parameters()):
         raise ValueError(
             "base is the model that is calibrated, or shares weights with it: patch_model works in place. Leave base "
             "out, or load the stock checkpoint once more"
         )
     check_head(base)
     if different := _differences(inner, base):
-        raise ValueError(f"base is no base of this model: {'; '.join(different)}")
+        raise ValueError(f"base does not fit this model: {'; '.join(different)}")
 
 
 def _differences(model: PreTrainedModel, base: PreTrainedModel) -> list[str]:
-    """Return why a base cannot teach a model, or nothing; sizes are compared only where types agree."""
-    types = base_model_type(base.config), base_model_type(model.config)
-    if types[0] != types[1]:
-        return [f"it is a {types[0]}, the model a {types[1]}"]
+    """Return the first difference that keeps a model from imitating a base, as a list of at most one sentence."""
+    base_type, model_type = base_model_type(base.config), base_model_type(model.config)
+    if base_type != model_type:
+        return [f"it is a {base_type}, the model a {model_type}"]
     theirs, ours = BaseModel.of(base), BaseModel.of(model)
     pairs = {
         "number of layers": (len(theirs.found.layers), len(ours.found.layers)),
@@ -168,8 +167,8 @@ def _differences(model: PreTrainedModel, base: PreTrainedModel) -> list[str]:
 
 
 @torch.no_grad()
-def _adapter_acts(inner: PreTrainedModel, patch: Patch) -> bool:
-    """Return whether an adapter changes the output of the unpatched model: one that was trained does."""
+def _is_adapter_trained(inner: PreTrainedModel, patch: Patch) -> bool:
+    """Return whether an adapter was trained: whether it changes the output of the unpatched model."""
     assert patch.undo is not None
     active = [part for part in adapted_parts(inner) if not part.disable_adapters]
     if not active:
@@ -187,4 +186,4 @@ def _adapter_acts(inner: PreTrainedModel, patch: Patch) -> bool:
             part.enable_adapters(True)
         for p, flag in flags:
             p.requires_grad_(flag)
-    return bool((with_adapter - without).norm() > ACTS * without.norm())
+    return bool((with_adapter - without).norm() > ADAPTER_EFFECT * without.norm())

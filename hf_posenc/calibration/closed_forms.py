@@ -1,4 +1,4 @@
-"""Closed forms: a scheme's parameters, and queries, fitted to what a base's positions do to scores on average."""
+"""Closed forms: fit a scheme's parameters, and rotate queries, to imitate the mean effect of a base's positions."""
 
 from __future__ import annotations
 
@@ -18,45 +18,46 @@ from ..upstream.rotary import by_pair
 from .observe import parts, rows_of
 
 VECTORS = (ClippedVectors, RelativeKeys)
-"""Forms with a vector for each distance, by which the query is multiplied."""
+"""Forms with one vector per distance. The score adds the product of this vector with the query."""
 
 WAVES = (RelativeKeys,)
-"""Forms whose vectors are made of waves, so that every distance, however far, has one of its own."""
+"""Forms whose vectors are sums of waves. Every distance has another vector, without a largest distance."""
 
 TAIL = 4
-"""A curve is fitted to this many times the distances that were seen. Beyond these its target goes on as it ended."""
+"""A curve is fitted up to `TAIL * T` distances, where the windows have T. The tail's target is the mean of the end."""
 
 REACH = 16
-"""Vectors made of waves, which could do anything at unseen distances, are fitted to this many times the seen ones."""
+"""Vectors made of waves are fitted up to `REACH * T` distances. Without targets there they could take any value."""
 
 FALL = 2
-"""What such vectors add to a score falls, beyond the T distances that were seen, by this many times the logarithm of
-the distance. By position alone, all further keys then weigh less than T keys at the end:
-`sum_(d > T) (T / d)^2 < T`."""
+"""Slope of the tail of vectors made of waves: a score falls by `FALL * log(d / T)` at a distance d > T. By position
+alone, all keys beyond T then weigh less than T keys at the end: `sum_(d > T) (T / d)^2 < T`."""
 
 TAIL_WEIGHT = 1e-3
-"""Weight of a distance that was not seen, relative to the mean weight of those that were."""
+"""Weight of a distance in the tail, relative to the mean weight of the T distances of the windows."""
 
 STEPS = 100
-"""Steps of the search for a scheme's parameters, at most; most searches end before."""
+"""Largest number of steps in the search for a scheme's parameters. Most searches end earlier."""
 
 RIDGE = 1e-4
-"""Added to the mean square of each number of the queries, relative to their average, before it is inverted."""
+"""Ridge of the least squares by queries, relative to the mean square of a coordinate of the queries."""
 
 
 @dataclass
 class Averages:
-    """Sums over the pairs of a query and a visible key of one layer, by distance.
+    """Sums by distance, over the pairs of a query and a visible key in one layer.
+
+    The content `c` is `q . k` of the scheme's queries and keys, or its positive part for a scheme that takes that.
 
     Attributes:
         pairs: (T,) number of pairs.
-        difference: (H, T) sum of the base's score minus `q . k` of the scheme's queries and keys.
-        product: (H, T) sum of the base's score times that `q . k`, clipped at 0 if the scheme clips it; 0 unless the
-            scheme's form multiplies.
-        square: (H, T) sum of the squares of that `q . k`; 0 unless the scheme's form multiplies.
-        mass: (H, T) sum of the base's attention weights, if it is wanted.
-        by_query: (H, T, D + 1) sum of that difference times `(scaling q, vector_scaling)`; None if it is not wanted.
-        moment: (H, D + 1, D + 1) sum of the products of these vectors with themselves, or None.
+        difference: (H, T) sum of the base's score minus `q . k`.
+        product: (H, T) sum of the base's score times `c`; 0 unless the scheme's form multiplies.
+        square: (H, T) sum of `c^2`; 0 unless the scheme's form multiplies.
+        mass: (H, T) sum of the base's attention weights; 0 if `add` was told to leave them out.
+        by_query: (H, T, D + 1) sum of the difference times the vector `(scaling q, vector_scaling)`. None unless the
+            scheme's form takes queries.
+        moment: (H, D + 1, D + 1) sum over all pairs of the outer product of that vector with itself, or None.
     """
 
     pairs: Tensor
@@ -75,17 +76,17 @@ class Averages:
             heads: H.
             distances: T.
             device: device of the sums.
-            size: D, where sums by query are wanted.
+            size: D for sums by query as well; None leaves `by_query` and `moment` out.
         """
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
-        found = cls(zeros(distances), *(zeros(heads, distances) for _ in range(4)))
+        averages = cls(zeros(distances), *(zeros(heads, distances) for _ in range(4)))
         if size is not None:
-            found.by_query = zeros(heads, distances, size + 1)
-            found.moment = zeros(heads, size + 1, size + 1)
-        return found
+            averages.by_query = zeros(heads, distances, size + 1)
+            averages.moment = zeros(heads, size + 1, size + 1)
+        return averages
 
     @torch.no_grad()
     def add(self, base: Call, scheme: Call, *, mass: bool = True) -> None:
@@ -103,7 +104,7 @@ class Averages:
             at = theirs.distance.expand(shape).long()
 
             def by_distance(values: Tensor, at: Tensor = at, visible: Tensor = visible) -> Tensor:
-                """Sum by distance, (B, H|1, R, L) -> (B, H|1, R, T). A query has each distance once, as a rule."""
+                """Sum by distance, (B, H|1, R, L) -> (B, H|1, R, T). As a rule a query has one key per distance."""
                 heads = slice(0, values.shape[1])
                 sums = values.new_zeros(*values.shape[:-1], len(self.pairs))
                 return sums.scatter_add_(-1, at[:, heads], values.masked_fill(~visible[:, heads], 0.0))
@@ -111,15 +112,15 @@ class Averages:
             def total(values: Tensor, by_distance: Callable[[Tensor], Tensor] = by_distance) -> Tensor:
                 return by_distance(values).sum((0, 2), dtype=torch.float64)
 
-            s, n = theirs.scores, ours.scores
-            difference = by_distance(s - n)
-            self.pairs += total(torch.ones_like(s[:, :1]))[0]
+            base_scores, products = theirs.scores, ours.scores
+            difference = by_distance(base_scores - products)
+            self.pairs += total(torch.ones_like(base_scores[:, :1]))[0]
             self.difference += difference.sum((0, 2), dtype=torch.float64)
             if mass:
                 self.mass += total(theirs.log_weights()[..., : shape[-1]].exp())
             if scheme.form is not None and scheme.form.multiplies:
-                content = scheme.form.content(n)
-                self.product += total(s * content)
+                content = scheme.form.content(products)
+                self.product += total(base_scores * content)
                 self.square += total(content * content)
             if self.by_query is not None and self.moment is not None:
                 query = scheme.scaling * scheme.query[:, :, part].double()
@@ -135,19 +136,20 @@ class Averages:
 
 @dataclass(frozen=True)
 class Target:
-    """The coefficients that would serve a layer best, see `coefficients`.
+    """The coefficients that a scheme is fitted to in one layer, see `coefficients`.
 
     Attributes:
         values: (H, T, K) the coefficients.
-        weights: (H, T) weight of each distance.
-        metric: (H, K, K) positive: an error `e` of one distance costs `e metric e`.
-        unit: (H,) factor of the last coefficient in a score, or None where it can do nothing by itself.
+        weights: (H, T) weight of each distance in the fit.
+        metric: (H, K, K) positive matrix: an error `e` at one distance costs `e metric e`.
+        last_factor: (H,) factor of the last coefficient in a score, which makes the tail fall. None if the form's
+            vectors are not made of waves.
     """
 
     values: Tensor
     weights: Tensor
     metric: Tensor
-    unit: Tensor | None = None
+    last_factor: Tensor | None = None
 
 
 def takes_queries(form: Form | None) -> bool:
@@ -156,17 +158,18 @@ def takes_queries(form: Form | None) -> bool:
 
 
 def coefficients(module: ScoreModule, like: Tensor, distances: Tensor, heads: int) -> Tensor | None:
-    """Return `Form.coefficients` of the form of a module, as (H, N, K); None if there are none."""
+    """Return `Form.coefficients` of a module's form, as (H, N, K), or None if there are none."""
     form = module.form(like)
-    found = None if form is None else form.coefficients(distances)
-    return None if found is None else found.expand(heads, -1, -1)
+    values = None if form is None else form.coefficients(distances)
+    return None if values is None else values.expand(heads, -1, -1)
 
 
 def target_of(module: ScoreModule, like: Tensor, averages: Averages) -> Target:
-    """Return the coefficients that would serve the averages best.
+    """Return the best coefficients for the averages of a layer, at every distance separately.
 
-    A bias: the mean of what the base's positions add. A factor: least squares of the base's score by it times `q . k`.
-    A vector: least squares of what the base's positions add by its product with the query.
+    - A bias is the mean of what the base's positions add.
+    - A factor `f` minimises the squares of the base's score minus `f q . k`.
+    - A vector `v` minimises the squares of what the base's positions add minus `q . v`.
     """
     form, weights = _form_of(module, like), averages.pairs.expand_as(averages.difference)
     one = torch.ones(len(weights), 1, 1, dtype=torch.float64, device=weights.device)
@@ -176,11 +179,11 @@ def target_of(module: ScoreModule, like: Tensor, averages: Averages) -> Target:
         return Target(averages.mean_difference[..., None], weights, one)
     metric = averages.moment / averages.pairs.sum()
     mean = averages.by_query / averages.pairs.clamp(min=1)[:, None]
-    # Directions in which there are hardly any queries would get huge vectors from a few of them.
+    # Without the ridge, vectors would become huge in directions that hardly any query has.
     ridge = RIDGE * metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     metric = metric + ridge * torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
-    unit = averages.moment[:, -1, -1].div(averages.pairs.sum()).sqrt() if is_one_of(form, WAVES) else None
-    return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric, unit)
+    last_factor = averages.moment[:, -1, -1].div(averages.pairs.sum()).sqrt() if is_one_of(form, WAVES) else None
+    return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric, last_factor)
 
 
 def _form_of(module: ScoreModule, like: Tensor) -> Form:
@@ -190,16 +193,16 @@ def _form_of(module: ScoreModule, like: Tensor) -> Form:
 
 
 def fit(module: ScoreModule, like: Tensor, targets: list[Target]) -> None:
-    """Fit a module's parameters to coefficients, by least squares of float64.
+    """Fit a module's parameters to coefficients, by least squares in float64.
 
-    A constant of each head is left open, because the softmax does not see it. A tail beyond the seen distances weighs a
-    little. Curves are then fitted again to the seen distances alone, so that the tail decides only the numbers that no
-    seen distance reaches.
+    Every head has a free constant, because the softmax ignores it. The first search includes a tail of distances beyond
+    those of the windows, with a small weight. Curves are then fitted again without the tail, which so decides only
+    parameters that matter at no distance of the windows.
 
     Args:
         module: module of a scheme.
         like: empty tensor with the device and dtype of the queries.
-        targets: one for each layer that the module serves.
+        targets: the targets of the layers that the module serves.
     """
     owner = copy.deepcopy(module).double()
     if not any(each.requires_grad for each in owner.parameters()):
@@ -207,35 +210,35 @@ def fit(module: ScoreModule, like: Tensor, targets: list[Target]) -> None:
     wide = like.double()
     heads, seen, _ = targets[0].values.shape
     _search(owner, wide, targets, tail=TAIL_WEIGHT)
-    if not takes_queries(owner.form(wide)):  # vectors that nothing holds beyond what was seen run away there
+    if not takes_queries(owner.form(wide)):  # vectors need the tail: without it they diverge at greater distances
         _search(owner, wide, targets, tail=None)
-    kept = [each.detach().clone() for each in module.parameters()]
+    initial = [each.detach().clone() for each in module.parameters()]
     with torch.no_grad():
         for mine, theirs in zip(module.parameters(), owner.parameters(), strict=True):
             mine.copy_(theirs)
-        distances, _ = _reach(_form_of(owner, wide), seen, wide.device)
-        found = coefficients(module, like, distances, heads)
-        assert found is not None
-        if not torch.isfinite(found).all():  # the search ran off to infinity
-            for mine, before in zip(module.parameters(), kept, strict=True):
+        distances, _ = _fit_distances(_form_of(owner, wide), seen, wide.device)
+        fitted = coefficients(module, like, distances, heads)
+        assert fitted is not None
+        if not torch.isfinite(fitted).all():  # the search diverged
+            for mine, before in zip(module.parameters(), initial, strict=True):
                 mine.copy_(before)
 
 
 def _search(owner: ScoreModule, like: Tensor, targets: list[Target], *, tail: float | None) -> None:
-    """Search for the parameters of a module in float64, from what they are.
+    """Search for the parameters of a module, starting from their present values.
 
     Args:
-        owner: the module.
-        like: float64.
-        targets: see `fit`.
-        tail: weight of unseen distances; None leaves them out.
+        owner: the module, in float64.
+        like: empty float64 tensor on the device of the queries.
+        targets: the targets of the layers that the module serves.
+        tail: weight of the distances in the tail; None leaves them out.
     """
     form = _form_of(owner, like)
     heads, seen, _ = targets[0].values.shape
-    distances, counts = _reach(form, seen, like.device)
+    distances, counts = _fit_distances(form, seen, like.device)
     if tail is None:
         distances, counts = distances[:seen], counts[:seen]
-    wanted = torch.stack([_continued(each, distances) for each in targets])
+    wanted = torch.stack([_with_tail(each, distances) for each in targets])
     weights = torch.stack([each.weights for each in targets])
     beyond = weights.mean(-1, keepdim=True) * counts[seen:] * (tail or 0.0)
     weights = torch.cat([weights, beyond], -1)
@@ -252,24 +255,25 @@ def _search(owner: ScoreModule, like: Tensor, targets: list[Target], *, tail: fl
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        had = coefficients(owner, like, distances, heads)
-        assert had is not None
-        off = had - wanted
+        present = coefficients(owner, like, distances, heads)
+        assert present is not None
+        error = present - wanted
         if not form.multiplies:
-            off = off - (weights[..., None] * off).sum(-2, keepdim=True)
-        value = (weights * ((off @ metric) * off).sum(-1)).sum()
+            error = error - (weights[..., None] * error).sum(-2, keepdim=True)
+        value = (weights * ((error @ metric) * error).sum(-1)).sum()
         if (vectors := _form_of(owner, like).value_table) is not None:
-            value = value + vectors.square().sum()  # a base's scores say nothing of vectors beside values
+            value = value + vectors.square().sum()  # scores do not determine vectors that are added to values
         value.backward()
         return value
 
     optimizer.step(loss)
 
 
-def _reach(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the distances that a form is fitted to, (N,), seen ones first, and how many distances each stands for.
+def _fit_distances(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the distances that a form is fitted at, (N,), and how many distances each of them stands for.
 
-    For vectors made of waves a few unseen distances are enough: waves that differ between neighbours were seen.
+    The distances of the windows come first, then the tail. For vectors made of waves a few distances are enough in the
+    tail: the windows already determine the waves that differ between neighbouring distances.
     """
     if is_one_of(form, WAVES):
         ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
@@ -279,13 +283,13 @@ def _reach(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]
     return torch.arange(TAIL * seen, device=device), torch.ones(TAIL * seen, device=device)
 
 
-def _continued(target: Target, distances: Tensor) -> Tensor:
-    """Return the coefficients of a target with a tail, (H, N, K), which goes on as they end, or falls from there."""
+def _with_tail(target: Target, distances: Tensor) -> Tensor:
+    """Return the coefficients of a target, extended by a tail that stays at their end or falls from it, (H, N, K)."""
     seen = target.values.shape[1]
     beyond = distances[seen:]
     tail = target.values[:, -max(1, seen // 4) :].mean(1, keepdim=True).repeat(1, len(beyond), 1)
-    if target.unit is not None:
-        tail[..., -1] -= FALL * (beyond / seen).log() / target.unit[:, None]
+    if target.last_factor is not None:
+        tail[..., -1] -= FALL * (beyond / seen).log() / target.last_factor[:, None]
     return torch.cat([target.values, tail], 1)
 
 
@@ -294,13 +298,13 @@ def _continued(target: Target, distances: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MeanRotation:
-    """The mean rotation of each head and pair of dimensions, and the projection of queries that can take it.
+    """The mean rotation of a layer's queries, and the projection whose weights can absorb it.
 
     Attributes:
-        projection: projection of the queries, rows in the order of heads.
-        factors: (H, pairs) complex numbers to multiply the pairs by.
-        size: D.
-        interleaved: whether neighbouring dimensions are a pair; otherwise `(u, u + R/2)` are.
+        projection: projection of the queries, with its rows in the order of heads.
+        factors: (H, pairs) complex factor of each pair of dimensions.
+        size: D, the number of dimensions of a head.
+        interleaved: whether pairs are neighbouring dimensions; otherwise they are `(u, u + R/2)`.
     """
 
     projection: nn.Linear
@@ -310,7 +314,7 @@ class MeanRotation:
 
     @torch.no_grad()
     def apply(self, heads: Tensor) -> None:
-        """Turn the rows of some heads, bool (H,)."""
+        """Rotate the rows of the projection for the heads that are True, bool (H,)."""
         pairs = self.factors.shape[1]
         order = torch.arange(2 * pairs)
         real, imaginary = (order[::2], order[1::2]) if self.interleaved else (order[:pairs], order[pairs:])
@@ -327,12 +331,12 @@ class MeanRotation:
 
 
 def mean_rotation_of(
-    base: BaseModel, layer: int, projection: nn.Linear, rotary: nn.Module, mass: Tensor, kind: str | None
+    base: BaseModel, layer: int, projection: nn.Linear, rotary: nn.Module, mass: Tensor, layer_type: str | None
 ) -> MeanRotation | None:
-    """Return the mean rotation of a layer's heads, or None where it is none.
+    """Return the mean rotation of a layer's heads, or None if it is the identity.
 
-    It is `sum_d m(d) e^(i w d)` for each pair with angle `w` per token, where `m(d)` is the share of the base's
-    attention at distance `d`. On average the rotation multiplies the product of a pair by this number.
+    A pair of dimensions with angle `w` per token has the factor `sum_d m(d) e^(i w d)`, where `m(d)` is the share of
+    the base's attention at distance `d`. On average the base's rotation multiplies the product of the pair by it.
 
     Args:
         base: the patched model.
@@ -340,15 +344,14 @@ def mean_rotation_of(
         projection: the module whose outputs are the layer's queries, see `Pair.projections`.
         rotary: the base's rotary module.
         mass: (H, T) attention weights of the base by distance.
-        kind: layer type, for a rotary module that takes it.
+        layer_type: type of the layer, for a rotary module that takes it; otherwise None.
     """
     distances = torch.arange(mass.shape[1], device=mass.device)
-    turned = rotary(
-        projection.weight.new_empty(0, dtype=torch.float32), distances[None], *(() if kind is None else (kind,))
-    )
-    cos, sin = (each[0].double() for each in by_pair(turned, base.family.rotation.angles))
+    layer_types = () if layer_type is None else (layer_type,)
+    angles = rotary(projection.weight.new_empty(0, dtype=torch.float32), distances[None], *layer_types)
+    cos, sin = (each[0].double() for each in by_pair(angles, base.family.rotation.angles))
     share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-12)
     factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])  # queries and keys both have it
-    if torch.allclose(factors, torch.ones_like(factors)):  # a base that is patched, and rotates nothing
+    if torch.allclose(factors, torch.ones_like(factors)):  # the base is patched, and its rotary module rotates nothing
         return None
     return MeanRotation(projection, factors, base.sizes[layer].head_dim, base.rotation.pairs == "interleaved")

@@ -1,4 +1,4 @@
-"""The second stage: gradient steps that match each layer's attention to the base's, on the base's own hidden states."""
+"""The second stage: gradient steps that match each layer's attention to the base's, on the base's hidden states."""
 
 from __future__ import annotations
 
@@ -26,19 +26,16 @@ WEIGHTS = ("scheme", "query_key", "adapter")
 
 
 def output_error(base: Call, ours: Call) -> Tensor:
-    """Return the squared error of the heads' outputs, relative to the mean square of the base's values.
-
-    It is the mean over rows, queries, heads and dimensions.
-    """
+    """Return the mean squared error of the heads' outputs, relative to the mean square of the base's values."""
     total = summed(base, lambda part: (outputs_of(base, part) - outputs_of(ours, part)).square().mean(-1).sum())
     return total / (base.query[..., 0].numel() * base.value.float().square().mean())
 
 
 LOSSES = {"attention": mean_kl, "outputs": output_error}
-"""What the second stage can lower: a function of the calls of the base's attention and of the scheme's."""
+"""Name of a loss that the second stage can lower -> function of two calls, the base's and the scheme's attention."""
 
 Movable = tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]
-"""What the second stage moves: the scheme's parameters, and weights that make queries and keys."""
+"""The parameters that the second stage trains: the scheme's, and weights that make queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,29 +43,28 @@ class Matching:
     """The second stage of `calibrate`: gradient steps that match the attention of each layer to the base's.
 
     Args:
-        weights: what moves. `scheme`: the scheme's parameters alone. `query_key`: also all weights of the attention
-            that make queries and keys. `adapter`: also those of them that are trained, such as LoRA's. None means
-            `adapter` for a model with an adapter, and `query_key` for any other.
+        weights: the parameters to train. `scheme`: only the scheme's parameters. `query_key`: also all weights of the
+            attention that make queries and keys. `adapter`: also such weights if they require gradients, as LoRA's do.
+            None means `adapter` for a model with an adapter, and `query_key` for any other model.
         steps: number of steps.
-        batch_size: windows in each step.
+        batch_size: number of windows in a step.
         rate: learning rate of the scheme's parameters; it falls to 0 as a cosine.
         weight_rate: learning rate of the weights; it falls in the same way.
-        loss: what the steps lower. `attention`: the KL divergence from the base's attention. `outputs`: the squared
-            error of the heads' outputs, relative to the mean square of the base's values. None means the first, and
-            then the second if the first predicts worse.
-        lengths: lengths of the windows, in tokens, one after the other, each for an equal share of the steps. They
-            divide the length of the windows that are given. These are cut, so every step reads the same number of
-            tokens. None means windows as they are given.
+        loss: the loss to lower. `attention`: the KL divergence from the base's attention. `outputs`: the squared error
+            of the heads' outputs, relative to the mean square of the base's values. None means `attention`, and then
+            `outputs` if the model predicts worse after `attention`.
+        lengths: lengths of the windows in tokens. Each length gets an equal share of the steps, in this order. The
+            windows of `tokens` are cut to it, so it must divide their length. None means uncut windows.
         seed: seed of the order of windows.
-        state_file: file for the state of this stage, written whole or not at all. If the file is there already,
-            `calibrate` goes on from it and does not run the first stage again. The numbers at the end are those of a
-            calibration that was never interrupted. None writes nothing.
-        save_every: steps from one state to the next. A state is also written before the first step, after the last, and
-            after a step whose `on_step` raises an error.
-        on_step: called after each step with its number, from 1, and the mean loss.
+        state_file: file for the state of this stage, written whole or not at all. If the file exists, `calibrate`
+            resumes from it and skips the first stage. The result is the same as without an interruption. None means
+            no file.
+        save_every: number of steps between two states. A state is also written before the first step, after the last,
+            and after a step whose `on_step` raises an error.
+        on_step: function that is called after each step with its number, from 1, and the mean loss.
 
     Raises:
-        ValueError: for a choice that does not exist, a number out of range, and a field that would change nothing.
+        ValueError: for an unknown choice, a number out of range, or a field that would change nothing.
     """
 
     weights: str | None = None
@@ -108,7 +104,7 @@ class Matching:
                 )
 
     def check_length(self, whole: int) -> None:
-        """Check that windows of `whole` tokens can be cut to each of the lengths; a ValueError says which cannot."""
+        """Raise ValueError unless windows of `whole` tokens can be cut to all `lengths`."""
         for length in self.lengths or ():
             if length < 2 or whole % length:
                 raise ValueError(
@@ -117,71 +113,71 @@ class Matching:
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that the result depends on."""
-        others = ("state_file", "save_every", "on_step")
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
+        irrelevant = ("state_file", "save_every", "on_step")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in irrelevant}
 
     def trials(self, judge: str) -> tuple[str, ...]:
-        """Return the losses to lower, one after the other until the judge accepts what came of it."""
+        """Return the losses to try. Each starts from the first stage's weights, until the judge accepts a result."""
         if self.loss is not None:
             return (self.loss,)
         return ("attention", "outputs") if judge == "loss" else ("attention",)
 
     def read(self, windows: int, processes: int) -> set[int]:
-        """Return the indices of all training windows that the steps of a trial draw."""
+        """Return the indices of all training windows that the steps of one trial read."""
         generator = torch.Generator().manual_seed(self.seed)
         return {i for _ in range(self.steps) for i in self.drawn(windows, processes, generator).flatten().tolist()}
 
     def drawn(self, windows: int, processes: int, generator: torch.Generator) -> Tensor:
-        """Draw the training windows of a step, (processes, batch_size) indices."""
+        """Draw the indices of the training windows of a step, (processes, batch_size)."""
         return torch.randint(windows, (processes, self.batch_size), generator=generator)
 
     def cut(self, step: int, tokens: Tensor) -> Tensor:
-        """Return the windows of a step, counted from 1, cut to its length: (B, T) becomes (B * T / length, length)."""
+        """Cut the windows (B, T) of a step, counted from 1, to the step's length: (B * T / length, length)."""
         if self.lengths is None:
             return tokens
         return tokens.reshape(-1, self.lengths[(step - 1) * len(self.lengths) // self.steps])
 
 
 def movable(pair: Pair, weights: str | None) -> Movable:
-    """Return what the second stage moves.
+    """Return the parameters that the second stage trains.
 
     Args:
         pair: a model and its base.
         weights: see `Matching`.
 
     Raises:
-        ValueError: if that is nothing.
+        ValueError: if there are none.
     """
     scheme = parameters_of(module for module in pair.model.modules() if isinstance(module, PositionModule))
-    own = {id(p) for p in scheme}
-    reached = [] if weights == "scheme" else [p for p in pair.query_key if id(p) not in own]
-    reached = [p for p in reached if weights == "query_key" or p.requires_grad]
-    if not scheme and not reached:
-        raise ValueError(f"weights={weights!r} leaves nothing to move: {pair.patch.name} has no parameters of its own")
-    return scheme, reached
+    scheme_ids = {id(p) for p in scheme}
+    query_key = [] if weights == "scheme" else [p for p in pair.query_key if id(p) not in scheme_ids]
+    query_key = [p for p in query_key if weights == "query_key" or p.requires_grad]
+    if not scheme and not query_key:
+        raise ValueError(f"weights={weights!r} leaves nothing to train: {pair.patch.name} has no parameters of its own")
+    return scheme, query_key
 
 
 def match(
     pair: Pair,
-    moved: Movable,
+    trained: Movable,
     matching: Matching,
     loss: str,
     state: StateFile,
     on_step: Callable[[int, float], None],
 ) -> None:
-    """Match each layer to the base's by gradient steps.
+    """Match the attention of each layer to the base's by gradient steps.
 
     Args:
         pair: a model and its base.
-        moved: from `movable`.
-        matching: how.
-        loss: what is lowered, a name in `LOSSES`.
-        state: the state to go on from and to write.
-        on_step: called after each step, see `Matching`.
+        trained: the parameters to train, from `movable`.
+        matching: settings of the second stage.
+        loss: name of the loss in `LOSSES`.
+        state: the state to resume from and to write.
+        on_step: function that is called after each step, see `Matching`.
     """
-    parameters = [p for part in moved for p in part]
+    parameters = [p for part in trained for p in part]
     rates = (matching.rate, matching.weight_rate)
-    groups = [{"params": part, "lr": rate} for part, rate in zip(moved, rates, strict=True) if part]
+    groups = [{"params": part, "lr": rate} for part, rate in zip(trained, rates, strict=True) if part]
     optimizer = torch.optim.Adam(groups)
     peaks = [group["lr"] for group in optimizer.param_groups]
     generator = torch.Generator().manual_seed(matching.seed)
@@ -190,13 +186,13 @@ def match(
     state.restore(optimizer, generator)
     if rank == 0 and done == 0:
         state.save(0, optimizer, generator)
-    with _taking_gradients(parameters), attending(pair.model, pair.base_model):
+    with _with_gradients(parameters), attending(pair.model, pair.base_model):
         for step in range(done + 1, matching.steps + 1):
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * (step - 1) / matching.steps))
             order = matching.drawn(len(pair.train), processes, generator)
             drawn = pair.train[order[rank].to(pair.train.device)]
-            value = _gradients(pair, matching.cut(step, drawn), parameters, LOSSES[loss])
+            value = _add_gradients(pair, matching.cut(step, drawn), parameters, LOSSES[loss])
             if processes > 1:
                 _average(parameters, processes)
             optimizer.step()
@@ -213,8 +209,8 @@ def match(
 
 
 @contextmanager
-def _taking_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let all parameters take gradients; afterwards none has one, and flags are what they were."""
+def _with_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let all parameters require gradients. Afterwards delete the gradients and restore `requires_grad`."""
     frozen = [p for p in parameters if not p.requires_grad]
     try:
         for p in frozen:
@@ -228,21 +224,21 @@ def _taking_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def _average(parameters: Sequence[nn.Parameter], processes: int) -> None:
-    """Average gradients over all processes."""
+    """Average the gradients of parameters over all processes."""
     for p in parameters:
         if p.grad is not None:
             dist.all_reduce(p.grad, op=dist.ReduceOp.AVG if p.is_cuda else dist.ReduceOp.SUM)
             p.grad /= 1 if p.is_cuda else processes
 
 
-def _gradients(
+def _add_gradients(
     pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter], loss_of: Callable[[Call, Call], Tensor]
 ) -> float:
-    """Add the gradients of the loss of a batch in each layer, and return its mean over layers."""
-    theirs, inputs = pair.seen(tokens)
+    """Add the gradients of every layer's loss on a batch, and return the mean loss over layers."""
+    theirs, inputs = pair.layer_inputs(tokens)
     value = 0.0
-    for index, (hidden, seen) in inputs.items():
-        base, ours = theirs[index].call, pair.call(index, hidden, seen)
+    for index, (hidden, arguments) in inputs.items():
+        base, ours = theirs[index].call, pair.call(index, hidden, arguments)
         loss = loss_of(base, ours)
         if loss.requires_grad:
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -254,20 +250,20 @@ def _gradients(
 
 
 def check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Check that an argument is one of its choices; a ValueError names them."""
+    """Raise ValueError unless an argument has one of its choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}{did_you_mean(value, choices)}")
 
 
 def check_integers(**numbers: Any) -> None:
-    """Check that numbers, by name, are integers; a ValueError says which is not."""
+    """Raise ValueError unless all arguments are integers."""
     for name, number in numbers.items():
         if not isinstance(number, Integral) or isinstance(number, bool):
             raise ValueError(f"{name} must be an integer, not {number!r}")
 
 
 def check_positive(**numbers: Any) -> None:
-    """Check that numbers, by name, are positive and finite; a ValueError says which is not."""
+    """Raise ValueError unless all arguments are positive and finite numbers."""
     for name, number in numbers.items():
         if not isinstance(number, Real):
             raise ValueError(f"{name} must be a number, not {number!r}")
@@ -276,6 +272,6 @@ def check_positive(**numbers: Any) -> None:
 
 
 def check_counts(**numbers: Any) -> None:
-    """Check that numbers, by name, are positive integers; a ValueError says which is not."""
+    """Raise ValueError unless all arguments are positive integers."""
     check_integers(**numbers)
     check_positive(**numbers)

@@ -1,7 +1,7 @@
-"""Watch what layers and their attention are called with, and compute scores from it, a few queries at a time.
+"""Record the arguments of layers and of their attention, and compute scores from these, a few queries at a time.
 
-No tensor of the size queries times keys is kept: a few rows of scores are computed and used, and computed again for a
-gradient.
+No tensor of queries times keys stays in memory. A few rows of scores are computed at a time, and computed again for
+the backward pass.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..patching.changes import place
 from ..patching.plan import Plan
 from ..positions import Positions
 
-SCORES = 2**21
-"""Scores that are computed at once, over batch and heads."""
+SCORES_AT_ONCE = 2**21
+"""Largest number of scores that are computed at once, counted over batch and heads."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Rows:
         return scores.log_softmax(-1)
 
     def confined(self, visible: Tensor) -> Rows:
-        """Return the same rows with no other keys than these visible: a base's attention within a scheme's window.
+        """Return the same rows with more keys masked. It gives the base's attention within a scheme's window.
 
         Args:
-            visible: (B|1, 1|H, R, L) bool.
+            visible: (B|1, 1|H, R, L) bool, False for the keys to mask.
         """
         if visible.shape == self.visible.shape and visible.equal(self.visible):
             return self
@@ -72,19 +72,19 @@ class Rows:
 
 
 def parts(call: Call) -> Iterator[slice]:
-    """Split the queries of a call, so that a part has at most `SCORES` scores."""
+    """Split the queries of a call into parts with at most `SCORES_AT_ONCE` scores."""
     batch, heads, queries, _ = call.query.shape
-    rows = max(1, min(queries, SCORES // (batch * heads * call.key.shape[2])))
+    rows = max(1, min(queries, SCORES_AT_ONCE // (batch * heads * call.key.shape[2])))
     for start in range(0, queries, rows):
         yield slice(start, min(start + rows, queries))
 
 
 def summed(call: Call, quantity: Callable[[slice], Tensor]) -> Tensor:
-    """Return the sum of a quantity over all parts of the queries; with several, each is computed again for a gradient.
+    """Sum a quantity over all parts of the queries. If there are several parts, the backward pass recomputes them.
 
     Args:
-        call: a call, see `parts`.
-        quantity: returns the quantity of a part.
+        call: the call whose queries are split, see `parts`.
+        quantity: part of the queries -> its quantity.
     """
     pieces = list(parts(call))
     total = call.query.new_zeros((), dtype=torch.float32)
@@ -98,8 +98,8 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
 
     Args:
         call: a call with its module and form.
-        part: the queries.
-        content: leave out what the scheme does: `q . k` alone.
+        part: slice of the queries.
+        content: return `q . k` alone, without the scheme.
     """
     wide = _queries(call, part)
     scores = (Content() if content else wide.formula).scores(wide)
@@ -111,40 +111,40 @@ def outputs_of(call: Call, part: slice) -> Tensor:
 
     Args:
         call: a call with its module and form.
-        part: the queries.
+        part: slice of the queries.
     """
     rows, wide = rows_of(call, part), _queries(call, part)
-    weights = rows.log_weights().exp()[..., : rows.scores.shape[-1]]  # without those of sinks, which have no value
+    weights = rows.log_weights().exp()[..., : rows.scores.shape[-1]]  # sinks have weights but no values
     return wide.formula.mix(replace(wide, value=wide.value.to(weights.dtype)), weights)
 
 
 def _queries(call: Call, part: slice) -> Call:
-    """Return the call for some queries, widened as `Call.widened` does."""
+    """Return the call for some queries, in at least float32, see `Call.widened`."""
     positions = call.positions
     assert isinstance(positions, Positions)
     sub = replace(call, query=call.query[:, :, part], positions=cut(positions, part, slice(0, call.key.shape[2])))
     return sub.widened()
 
 
-class _Arrived(BaseException):
-    """Carries what arrived at a place in a model out of it; the rest of the model is not run."""
+class _StopForward(BaseException):
+    """Carry the call of an attention out of a running forward pass, and stop it."""
 
-    def __init__(self, what: Any) -> None:
-        self.what = what
+    def __init__(self, call: Call) -> None:
+        self.call = call
 
 
-def _complete(module: nn.Module, call: Call) -> Call:
-    """Return a call with the module that computes its scores, and its form."""
+def _with_form(module: nn.Module, call: Call) -> Call:
+    """Return a call, completed with the module that computes its scores and the form of that module."""
     owner = owner_of(module)
     return replace(call, module=owner, form=owner.form(call.query))
 
 
 @contextmanager
 def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
-    """Let all attention of a model, also of a stock one, go through the attention function of this package."""
+    """Route all attention of a model, patched or stock, through the attention function of this package."""
     undo = Undo()
     try:
-        if base.hides_attention:  # patched by no scheme: every layer keeps what the base has
+        if base.hides_attention:  # a patch without schemes makes the calls visible and keeps the base's positions
             undo.make(*place(Plan(replace(base, keeps_table=base.has_table), (), "auto")).pending)
             if base.positions_in_mask:
                 decoder = base.model.base_model
@@ -156,12 +156,12 @@ def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observed:
     """The calls of one layer and of its attention.
 
     Attributes:
         layer: arguments of the decoder layer.
-        call: call of its attention.
+        call: the call of its attention.
     """
 
     layer: LayerCall
@@ -169,20 +169,20 @@ class Seen:
 
 
 @torch.no_grad()
-def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> dict[int, Seen]:
-    """Run a model and record the calls of some of its layers.
+def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> dict[int, Observed]:
+    """Run a model and return layer index -> the recorded calls of this layer.
 
     Args:
-        model: patched or stock, in evaluation mode.
-        tokens: (B, T), documents without padding.
-        layers: indices of layers with attention.
+        model: a patched or stock model, in evaluation mode.
+        tokens: (B, T) documents without padding.
+        layers: indices of the layers to record; all must have attention.
     """
     base = BaseModel.of(model)
     calls: dict[int, Call] = {}
 
     def record(index: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            calls[index] = _complete(module, args[0])
+            calls[index] = _with_form(module, args[0])
 
         return hook
 
@@ -192,28 +192,27 @@ def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> di
             hooks.callback(module.register_forward_pre_hook(record(index)).remove)
         entered = hooks.enter_context(recorded(base.found.layers))
         model.base_model(tokens, use_cache=False)
-    return {index: Seen(entered[index], calls[index]) for index in layers}
+    return {index: Observed(entered[index], calls[index]) for index in layers}
 
 
-def attention_call(layer: nn.Module, attention: Any, hidden_states: Tensor, seen: LayerCall) -> Call:
-    """Return the call of a layer's attention on some hidden states, with gradients where they are enabled.
+def attention_call(layer: nn.Module, attention: Any, hidden_states: Tensor, arguments: LayerCall) -> Call:
+    """Return the call of a layer's attention on some hidden states, with gradients if they are enabled.
 
     Args:
-        layer: a decoder layer of a model that attends through this package.
-        attention: its attention.
-        hidden_states: (B, T, E) that enter the layer.
-        seen: arguments of the layer beside the hidden states.
+        layer: a decoder layer of a model within `attending`.
+        attention: the attention of this layer.
+        hidden_states: (B, T, E) input of the layer.
+        arguments: arguments of the layer besides the hidden states.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        raise _Arrived(_complete(module, args[0]))
+        raise _StopForward(_with_form(module, args[0]))
 
     handle = attention.posenc.register_forward_pre_hook(hook)
     try:
-        layer(hidden_states, *seen.args, **seen.kwargs)
-    except _Arrived as arrived:
-        call: Call = arrived.what
-        return call
+        layer(hidden_states, *arguments.args, **arguments.kwargs)
+    except _StopForward as stop:
+        return stop.call
     finally:
         handle.remove()
-    raise UnsupportedModelError(f"{type(layer).__name__} never reached its attention")
+    raise UnsupportedModelError(f"{type(layer).__name__} never called its attention")

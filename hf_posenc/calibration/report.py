@@ -14,19 +14,19 @@ from .candidates import CANDIDATES
 NOTHING = "nothing"
 """`Calibration.kept` where nothing predicted better than the plain swap."""
 
-WIDTH = 88
+REPORT_WIDTH = 88
 """Columns of the printed report."""
 
 CLOSER = 0.9
-"""Patching again is worth it where it brings a divergence below this share of what it is."""
+"""The report advises `share_layers=False` if it brings the mean divergence below this share of the present one."""
 
-TRIED = {
+TRIAL_NAMES = {
     "heads": "closed forms chosen head by head",
     "closed_form": "the best closed forms",
     "attention": "matching attention",
     "outputs": "matching outputs",
 }
-"""The keys of `Calibration.put_back`, in words."""
+"""Key of `Calibration.put_back` -> its words in the report."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class HeldOutLoss:
 
     Attributes:
         base: loss of the base.
-        swapped: loss of the patched model, before anything was calibrated.
-        closed_form: loss with what was kept of the closed forms.
+        swapped: loss of the patched model before calibration.
+        closed_form: loss after the first stage.
         calibrated: loss at the end.
     """
 
@@ -52,18 +52,18 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The change of one layer by a calibration; all numbers are measured on held-out windows.
+    """What a calibration changed in one layer. Divergences are measured on the held-out windows.
 
     Attributes:
         index: index of the layer.
-        before: (H,) mean KL divergence of the scheme's attention from the base's, in nats per query, before anything
-            was calibrated.
-        closed: (H,) the same after the closed forms.
-        after: (H,) the same at the end.
-        chosen: for each head the closed form that was taken, see `CANDIDATES`.
-        base_curve: (H, T) what the base's positions add to a score, the mean by distance, with queries and keys as
-            they were before the closed forms.
-        scheme_curve: (H, T) the scheme's bias or factor by distance at the end, or None if it has none.
+        before: (H,) mean KL divergence of the scheme's attention from the base's, in nats per query, before
+            calibration.
+        closed: (H,) the same divergence after the closed forms.
+        after: (H,) the same divergence at the end.
+        chosen: name of the closed form of each head, see `CANDIDATES`.
+        base_curve: (H, T) mean by distance of what the base's positions add to a score, with the queries and keys from
+            before the closed forms.
+        scheme_curve: (H, T) the scheme's bias or factor by distance at the end; None if the scheme has no such curve.
         multiplies: whether the scheme's curve is a factor of the score; otherwise it is a bias.
     """
 
@@ -77,7 +77,7 @@ class LayerFit:
     multiplies: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, ready for JSON."""
+        """Return all fields as values for JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self)} | {"chosen": list(self.chosen)}
         return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
 
@@ -88,15 +88,15 @@ class Calibration:
 
     Attributes:
         scheme: names of the schemes.
-        layers: one report for each layer that was calibrated.
-        tokens: number of different tokens that were read, held-out ones included.
-        held_out_loss: language-model losses along the way.
-        kept: where the model's weights are from: `closed_form`; `attention` or `outputs`, the loss that the second
-            stage lowered; or `nothing`: the model is the plain swap.
-        judge: what decided, as in `calibrate`.
-        put_back: what the judge took back, with its held-out loss in nats.
-        apart: (closed, apart) if one module of the scheme serves several layers: the mean divergence that closed forms
-            reach with it, and with one for each layer (`share_layers=False`); else None.
+        layers: the calibrated layers.
+        tokens: number of different tokens that were read, with the held-out tokens.
+        held_out_loss: language-model losses of the base, and of the model after each stage.
+        kept: stage that the model's weights come from: `closed_form`; `attention` or `outputs`, the loss that the
+            second stage lowered; or `nothing`, if the model is the plain swap.
+        judge: the measure that decided, `loss` or `attention`, see `calibrate`.
+        put_back: name of a stage or trial that the judge took back -> its held-out loss in nats.
+        apart: mean divergences of the closed forms with modules that layers share, and with one module for each layer
+            (`share_layers=False`). None if no layers share a module.
     """
 
     scheme: str
@@ -109,14 +109,14 @@ class Calibration:
     apart: tuple[float, float] | None = None
 
     def unexpressed(self, least: float = 0.1) -> tuple[int, ...]:
-        """Return the layers that still differ from the base by this much, in nats per query and head on average.
+        """Return the layers whose mean divergence at the end is at least `least`, in nats per query and head.
 
-        The base does there what the scheme cannot: leave those layers out of the patch (`layers=`).
+        The scheme cannot express the base's attention in these layers: leave them out of the patch (`layers=`).
         """
         return tuple(each.index for each in self.layers if each.after.mean().item() >= least)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, ready for JSON."""
+        """Return all fields as values for JSON."""
         return {
             "scheme": self.scheme,
             "tokens": self.tokens,
@@ -129,10 +129,10 @@ class Calibration:
         }
 
     def remarks(self) -> list[str]:
-        """Return sentences about what was taken back, and about what would come closer."""
+        """Return sentences about trials that were taken back, and advice on the patch."""
         sentences = []
         if self.put_back:
-            tried = ", ".join(f"{TRIED[name]} ({loss:.3f} nats)" for name, loss in self.put_back.items())
+            tried = ", ".join(f"{TRIAL_NAMES[name]} ({loss:.3f} nats)" for name, loss in self.put_back.items())
             why = "it predicted no better" if self.judge == "loss" else "attention came no closer"
             sentences.append(f"Taken back, because {why}: {tried}.")
         if self.kept == NOTHING:
@@ -140,13 +140,13 @@ class Calibration:
         if self.apart is not None and self.apart[1] < CLOSER * self.apart[0]:
             together, apart = self.apart
             sentences.append(
-                "All layers share the scheme's parameters. With its own for each layer (share_layers=False) closed "
-                f"forms come to a divergence of {apart:.3f} nats in place of {together:.3f}: patch again with that."
+                "All layers share the scheme's parameters. With separate parameters (share_layers=False) closed "
+                f"forms reach a divergence of {apart:.3f} nats instead of {together:.3f}: patch again with that option."
             )
         return sentences
 
     def __str__(self) -> str:
-        """Return the losses, then a table: KL divergence from the base's attention, the mean over heads, in nats."""
+        """Return the losses, a table of the layers' mean divergences, and the remarks."""
         lines = [
             f"{self.scheme}: calibrated with {self.tokens:,} tokens; kept: {self.kept.replace('_', ' ')}",
             f"  held-out loss (nats): {self.held_out_loss}",
@@ -157,5 +157,5 @@ class Calibration:
             forms = ", ".join(f"{each.chosen.count(name)} {name}" for name in CANDIDATES if name in each.chosen)
             numbers = "  ".join(f"{part.mean().item():>9.4f}" for part in (each.before, each.closed, each.after))
             lines.append(f"  {each.index:>5}  {numbers}  {forms}")
-        folded = [fill(each, WIDTH, initial_indent="  ", subsequent_indent="    ") for each in self.remarks()]
+        folded = [fill(each, REPORT_WIDTH, initial_indent="  ", subsequent_indent="    ") for each in self.remarks()]
         return "\n".join([*lines, *folded])

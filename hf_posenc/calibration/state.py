@@ -1,4 +1,4 @@
-"""The state of a second stage in one file: enough to go on from it exactly, and the calibration that it belongs to."""
+"""The state file of a second stage. An interrupted calibration resumes from it with the same result."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from ..checkpoints import files
 from ..errors import CheckpointError
 
 ENTRY = "hf_posenc_calibration"
-"""Key in the file's metadata: JSON with the calibration's identity, the steps made, and the first stage's numbers."""
+"""Key in the file's metadata. Its JSON holds the calibration's identity, the step, and the first stage's numbers."""
 
 BY_LAYER = ("before", "closed", "base_curve")
-"""The tensors of each layer that the first stage has found."""
+"""Fields of `FirstStage` that hold a tensor for each layer."""
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
-"""Adam's state of a parameter."""
+"""Names of the tensors that Adam holds for a parameter."""
 
 
 @dataclass(frozen=True)
 class FirstStage:
-    """The results of the first stage. Those by layer are explained in `LayerFit`.
+    """The results of the first stage.
 
     Attributes:
-        before: by layer.
-        closed: by layer.
-        base_curve: by layer.
-        chosen: by layer.
-        losses: held-out losses of the base, the swap and the closed forms, by their names in `HeldOutLoss`.
-        put_back: held-out losses of closed forms that were taken back, see `Calibration`.
-        apart: see `Calibration`.
-        parameters: values of what the second stage moves, before its steps.
+        before: layer index -> `LayerFit.before`.
+        closed: layer index -> `LayerFit.closed`.
+        base_curve: layer index -> `LayerFit.base_curve`.
+        chosen: layer index -> `LayerFit.chosen`.
+        losses: field of `HeldOutLoss` (`base`, `swapped`, `closed_form`) -> held-out loss.
+        put_back: held-out losses of closed forms that were taken back, see `Calibration.put_back`.
+        apart: see `Calibration.apart`.
+        parameters: values, after the first stage, of the parameters that the second stage trains.
     """
 
     before: dict[int, Tensor]
@@ -55,15 +55,15 @@ class FirstStage:
 
 
 class StateFile:
-    """A safetensors file with what has moved, Adam's state, the state of the random order, and the first stage.
+    """A safetensors file with the changed parameters, Adam's state, the random generator, and the first stage.
 
-    It is written whole or not at all, and replaces the one before. Without a path nothing is read or written.
+    The file is written whole or not at all, and replaces the previous one. Without a path nothing is read or written.
 
     Attributes:
-        trial: the loss that the second stage lowers, a name in `LOSSES`; None until it begins.
+        trial: name in `LOSSES` of the loss that the second stage lowers; None until it begins.
         step: number of steps of this trial when the file was written; 0 if there is no file yet.
         put_back: held-out losses of earlier trials that were taken back.
-        first_stage: results of the first stage; None until they are known.
+        first_stage: results of the first stage; None until it has run.
     """
 
     def __init__(
@@ -71,21 +71,22 @@ class StateFile:
         path: str | os.PathLike[str] | None = None,
         identity: Mapping[str, object] = MappingProxyType({}),
         parameters: Mapping[str, nn.Parameter] = MappingProxyType({}),
-        moved: Sequence[nn.Parameter] = (),
+        trained: Sequence[nn.Parameter] = (),
     ) -> None:
         """Read the file if it exists.
 
         Args:
             path: path of the file, which need not exist; None means no file.
-            identity: the calibration that it must be the state of, as names and values for JSON.
-            parameters: what either stage can move, by name.
-            moved: what the second stage moves.
+            identity: arguments and digests that identify the calibration, ready for JSON. The file must have the same.
+            parameters: name -> parameter, for all parameters that either stage can change.
+            trained: the parameters that the second stage trains.
 
         Raises:
-            CheckpointError: if the file is no such state, or that of another calibration; nothing has changed then.
-            OSError: if there is no folder for it.
+            CheckpointError: if the file is not the state of a calibration, or belongs to another calibration. Nothing
+                has changed then.
+            OSError: if the folder of the file does not exist.
         """
-        self.path, self.parameters, self.moved = None if path is None else Path(path), parameters, moved
+        self.path, self.parameters, self.trained = None if path is None else Path(path), parameters, trained
         self.identity: dict[str, object] = json.loads(json.dumps(dict(identity)))
         self.trial: str | None = None
         self.step = 0
@@ -100,7 +101,7 @@ class StateFile:
             raise FileNotFoundError(f"{self.path}: there is no folder {folder}")
 
     def begin(self, trial: str, put_back: dict[str, float]) -> None:
-        """Begin a trial, unless the state is of this one already."""
+        """Reset the state for a trial, unless it already holds this trial."""
         if trial != self.trial:
             self.trial, self.step, self.put_back, self.tensors = trial, 0, dict(put_back), {}
 
@@ -121,7 +122,7 @@ class StateFile:
             raise CheckpointError(f"{path} is the state of another calibration: {'; '.join(different)}")
         try:
             chosen = {int(index): tuple(names) for index, names in entry["chosen"].items()}
-            self._check({index: len(names) for index, names in chosen.items()}, int(entry["found"]))
+            self._check_tensors({index: len(names) for index, names in chosen.items()}, int(entry["found"]))
             self.trial, self.step, self.put_back = str(entry["trial"]), int(entry["step"]), dict(entry["put_back"])
             first = entry["first_stage"]
             before, closed, curve = ({i: self.tensors[f"{part}.{i}"] for i in chosen} for part in BY_LAYER)
@@ -133,26 +134,26 @@ class StateFile:
                 dict(first["losses"]),
                 dict(first["put_back"]),
                 None if first["apart"] is None else (float(first["apart"][0]), float(first["apart"][1])),
-                [self.tensors[f"found.{number}"] for number in range(len(self.moved))],
+                [self.tensors[f"found.{number}"] for number in range(len(self.trained))],
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is not the whole state of a calibration: {error}") from error
 
-    def _check(self, heads: dict[int, int], found: int) -> None:
-        """Check names, shapes, dtypes and numbers of all tensors, so that nothing fails once something has changed.
+    def _check_tensors(self, heads: dict[int, int], trained_count: int) -> None:
+        """Check names, shapes, dtypes and values of all tensors before anything is changed.
 
         Args:
-            heads: number of heads of each layer, by its index.
-            found: number of parameters that the second stage of the file moves.
+            heads: layer index -> number of heads.
+            trained_count: number of parameters in the file that the second stage trains.
 
         Raises:
-            ValueError: if one of them is wrong.
+            ValueError: if a tensor is missing, unexpected or wrong.
         """
         likes: dict[str, Tensor] = {"random": torch.Generator().get_state()}
         likes |= {f"parameter.{name}": each.detach() for name, each in self.parameters.items()}
-        likes |= {f"found.{number}": each.detach() for number, each in enumerate(self.moved)}
-        if found != len(self.moved):
-            raise ValueError(f"it has {found} parameters that move, the model {len(self.moved)}")
+        likes |= {f"found.{number}": each.detach() for number, each in enumerate(self.trained)}
+        if trained_count != len(self.trained):
+            raise ValueError(f"it has {trained_count} trained parameters, the model has {len(self.trained)}")
         for index, count in heads.items():
             for part in ("before", "closed"):
                 likes[f"{part}.{index}"] = torch.empty(count)
@@ -164,7 +165,7 @@ class StateFile:
         if missing := sorted(likes.keys() - self.tensors.keys()):
             raise ValueError(f"{missing[0]} is missing")
         if unknown := sorted(self.tensors.keys() - likes.keys()):
-            raise ValueError(f"{unknown[0]} belongs to nothing")
+            raise ValueError(f"{unknown[0]} is unexpected")
         for name, like in likes.items():
             tensor = self.tensors[name]
             if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
@@ -176,21 +177,21 @@ class StateFile:
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-        """Put what was read into the parameters, the optimizer and the generator; do nothing if nothing was read."""
+        """Load the file's values into the parameters, the optimizer and the generator. Do nothing without a file."""
         if not self.tensors:
             return
         for name, parameter in self.parameters.items():
             parameter.copy_(self.tensors[f"parameter.{name}"])
-            kept = {part: self.tensors[place] for part in ADAM if (place := f"adam.{part}.{name}") in self.tensors}
-            if kept:
+            moments = {part: self.tensors[key] for part in ADAM if (key := f"adam.{part}.{name}") in self.tensors}
+            if moments:
                 optimizer.state[parameter] = {
-                    part: value if part == "step" else value.to(parameter.device) for part, value in kept.items()
+                    part: value if part == "step" else value.to(parameter.device) for part, value in moments.items()
                 }
         generator.set_state(self.tensors["random"])
         self.tensors = {}
 
     def save(self, step: int, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-        """Write the state after a step of the trial, counted from 1; 0 means before the first."""
+        """Write the state after a step of the trial, counted from 1. Step 0 is the state before the first."""
         if self.path is None:
             return
         assert self.first_stage is not None
@@ -221,20 +222,20 @@ class StateFile:
 
 def digest_of(model: PreTrainedModel) -> str:
     """Return a digest of a model's config and parameters."""
-    kept = {k: v for k, v in model.config.to_dict().items() if k != "transformers_version" and not k.startswith("_")}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
+    entries = {k: v for k, v in model.config.to_dict().items() if k != "transformers_version" and not k.startswith("_")}
+    digest = hashlib.sha256(json.dumps(entries, sort_keys=True, default=str).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        _add(digest, parameter)
+        _update(digest, parameter)
     return digest.hexdigest()[:16]
 
 
 def digest_of_tokens(tokens: Tensor) -> str:
-    """Return the number and length of windows of tokens, and a digest of them."""
+    """Return the number of windows, their length and a digest of their tokens."""
     digest = hashlib.sha256()
-    _add(digest, tokens.long())
+    _update(digest, tokens.long())
     return f"{tokens.shape[0]} x {tokens.shape[1]}, {digest.hexdigest()[:16]}"
 
 
-def _add(digest: hashlib._Hash, tensor: Tensor) -> None:
+def _update(digest: hashlib._Hash, tensor: Tensor) -> None:
     digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

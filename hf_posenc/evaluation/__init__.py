@@ -1,4 +1,4 @@
-"""Measures of how far a causal language model's context reaches: functions from (model, tokens) to numbers."""
+"""Measure how far the context of a causal language model reaches: perplexity, retrieval and recurrence."""
 
 from .context import ContextMeasurement, PositionLoss, measure_context, short_context_regression
 from .harness import harness_model

@@ -20,35 +20,35 @@ from transformers import Cache
 from ..live.eval_mode import evaluation
 
 TOKENS_PER_BATCH = 8192
-"""Tokens of a batch, about, where nobody gives a batch size."""
+"""Default number of tokens in a batch, about."""
 TOKENS_PER_CPU_BATCH = 1024
-"""Likewise on a CPU, which gains nothing from more and whose caches lose."""
+"""Default number of tokens in a batch on a CPU. Larger batches do not fit its caches and are no faster."""
 LOGIT_ROWS = 1024
-"""Tokens whose logits exist at a time. With a vocabulary of 128k that is half a gigabyte in float32."""
+"""Number of tokens whose logits exist at once. With a vocabulary of 128k they take half a gigabyte in float32."""
 TRIAL_TOKENS = 8
-"""Tokens of the trial that decides whether the language-model head may be applied on its own."""
+"""Number of tokens in the trial that decides whether the language-model head can be called separately."""
 IGNORED = -100
 """Target of padding, which has a loss of 0."""
 
 Shape = TypeVar("Shape", bound=Hashable)
 LogitsOf = Callable[..., Iterator[Tensor]]
-"""Windows (B, T), a slice of positions and perhaps a cache -> logits (R, V) in pieces, see `logits_function`."""
+"""Windows (B, T), a slice of positions and an optional cache -> logits (R, V) in pieces, see `logits_function`."""
 
 
 def progress_bar(total: int, what: str, unit: str, shown: bool) -> tqdm[NoReturn]:
-    """Return a tqdm bar that leaves no line behind."""
+    """Return a tqdm bar that is cleared at the end."""
     return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "tok", leave=False, disable=not shown)
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A model that is being read, in evaluation mode and without gradients.
+    """A model in evaluation mode and without gradients, with its share of the work.
 
     Attributes:
-        logits_of: logits of windows, see `logits_function`.
+        logits_of: function that returns the logits of windows, see `logits_function`.
         device: device of the model.
-        rank: number of this process, 0 unless the work is spread over several.
-        world: number of processes.
+        rank: number of this process, from 0.
+        world: number of processes that share the work.
     """
 
     logits_of: LogitsOf
@@ -59,12 +59,12 @@ class Reader:
     def batches(
         self, shapes: Sequence[Shape], length_of: Callable[[Shape], int], batch_size: int | None = None
     ) -> list[list[int]]:
-        """Return batches of indices, neighbours of one shape each.
+        """Return batches of indices. The items of a batch are neighbours and have the same shape.
 
         Args:
-            shapes: one for each item.
-            length_of: returns the tokens that an item of a shape has.
-            batch_size: largest number in a batch; by default as many as make about 8192 tokens, 1024 on a CPU.
+            shapes: shapes of the items.
+            length_of: shape -> number of tokens of an item.
+            batch_size: largest number of items in a batch. None means about 8192 tokens, 1024 on a CPU.
 
         Raises:
             ValueError: if `batch_size` is under 1.
@@ -79,7 +79,7 @@ class Reader:
         return batches
 
     def losses(self, windows: Tensor, scored: int) -> Iterator[Tensor]:
-        """Yield the losses of the last `scored` tokens of windows (B, T), one window after the other, in pieces."""
+        """Yield the losses of the last `scored` tokens of windows (B, T), window by window, in pieces."""
         size = windows.shape[1]
         windows = windows.to(self.device)
         # Token t is predicted by the output at t - 1.
@@ -93,11 +93,20 @@ class Reader:
         row: tuple[int, ...],
         bar: tqdm[NoReturn],
     ) -> Tensor:
-        """Score every batch in one of the processes, and return the scores of all items in each, (items, *row).
+        """Divide the batches among the processes, and return the scores of all items in all processes.
 
-        `score` gets the indices of a batch and returns (batch, *row). Every process makes as many forwards as the
-        others, also where no batch is left for it, because FSDP needs all of them in each. The scores of an item come
-        from one process and are zero in the others, so that their sum is exact.
+        All processes run the same number of forward passes, because FSDP needs all of them in each pass. A process
+        without a batch repeats the first one. The scores of an item are computed in one process and zero in the others,
+        so their sum is exact.
+
+        Args:
+            batches: indices of the items of each batch.
+            score: indices of a batch -> scores of its items, (batch, *row).
+            row: shape of the scores of one item.
+            bar: progress bar of the items.
+
+        Returns:
+            (items, *row) float64 on the CPU.
         """
         rows = torch.zeros(sum(map(len, batches)), *row, dtype=torch.float64)
         for number in range(self.rank, self.world * math.ceil(len(batches) / self.world), self.world):
@@ -118,8 +127,8 @@ def reading(model: nn.Module, tokens: Tensor, *, distributed: bool = False) -> I
 
     Args:
         model: a causal language model; set to eval mode and back.
-        tokens: (N,), see `logits_function`. The same in every process: all must come to the same way of computing.
-        distributed: spread batches over the processes of `torch.distributed`.
+        tokens: (N,) for the trial of `logits_function`, the same in all processes.
+        distributed: divide batches among the processes of `torch.distributed`.
 
     Raises:
         RuntimeError: for `distributed` without an initialised process group.
@@ -132,7 +141,7 @@ def reading(model: nn.Module, tokens: Tensor, *, distributed: bool = False) -> I
 
 
 def token_losses(pieces: Iterable[Tensor], targets: Tensor) -> Iterator[Tensor]:
-    """Yield the losses of targets (N,) in nats, float32 or float64, for each piece of their logits (R, V)."""
+    """Yield the losses of targets (N,) piece by piece, in nats, float32 or float64; `pieces` are logits (R, V)."""
     done = 0
     for logits in pieces:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -141,24 +150,24 @@ def token_losses(pieces: Iterable[Tensor], targets: Tensor) -> Iterator[Tensor]:
 
 
 def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
-    """Return a function from windows `(B, T)`, a slice of positions and perhaps a cache to their logits, in pieces.
+    """Return a function from windows `(B, T)`, a slice of positions and an optional cache to logits in pieces.
 
-    The pieces are rows `(R, V)`, the windows' positions one after the other. A long window's logits are far larger than
-    anything else in the forward. A head that is a plain module behind the base model is therefore applied to
-    `LOGIT_ROWS` positions at a time. Some families scale or cap the logits after the head, so a short trial decides.
-    If FSDP or ZeRO-3 has sharded a model, its parts can only be called as often as in every other process, whose
-    windows may be of another length. Then the logits are computed whole and yielded in pieces.
+    The pieces are rows `(R, V)`, position by position and window by window. The logits of a long window take far more
+    memory than the rest of the forward pass. So the head is called separately, on `LOGIT_ROWS` positions at a time, if
+    a short trial gives the logits of the model. It does not if a family scales or caps logits after the head. If FSDP
+    or ZeRO-3 has sharded the model, all processes must call its parts equally often, although their windows can differ
+    in length. Then the logits are computed at once and only yielded in pieces.
 
     Args:
-        model: in eval mode.
-        tokens: `(N,)`, of which the first few are the trial.
+        model: the model, in eval mode.
+        tokens: `(N,)`; the first few are the text of the trial.
     """
 
-    def keeping(cache: Cache | None) -> dict[str, object]:
+    def cache_arguments(cache: Cache | None) -> dict[str, object]:
         return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
 
     def whole(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:
-        logits = model(input_ids=windows, **keeping(cache)).logits
+        logits = model(input_ids=windows, **cache_arguments(cache)).logits
         yield from logits[:, positions].flatten(0, 1).split(LOGIT_ROWS)
 
     base, head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", lambda: None)()
@@ -168,11 +177,11 @@ def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
     trial = tokens[:TRIAL_TOKENS].to(next(model.parameters()).device)[None]
 
     def hidden_states(windows: Tensor, cache: Cache | None = None) -> Tensor | None:
-        return getattr(base(input_ids=windows, **keeping(cache)), "last_hidden_state", None)
+        return getattr(base(input_ids=windows, **cache_arguments(cache)), "last_hidden_state", None)
 
     def in_pieces(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:
         hidden = hidden_states(windows, cache)
-        assert hidden is not None  # the trial saw it
+        assert hidden is not None  # it was not in the trial
         yield from (head(rows) for rows in hidden[:, positions].flatten(0, 1).split(LOGIT_ROWS))
 
     hidden = hidden_states(trial)

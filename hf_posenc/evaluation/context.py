@@ -1,4 +1,4 @@
-"""Both perplexities, loss by position and bits per byte of a text, at several context lengths, in one pass for each."""
+"""Measure both perplexities, loss by position and bits per byte of a text, in one pass for each context length."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from .perplexity import Perplexity
 
 @dataclass(frozen=True, kw_only=True)
 class PositionLoss(Result):
-    """Mean loss of the tokens at some places of a fresh window, or of a segment.
+    """Mean loss in one bin of positions in a fresh window, or in a segment.
 
     Attributes:
-        first: first place, counted from 0; place 0 of a fresh window is never predicted.
-        last: last place plus one.
-        tokens: number of these tokens in all windows.
-        loss: their mean negative log-likelihood in nats.
+        first: first position of the bin, from 0. The token at position 0 of a fresh window is never predicted.
+        last: last position of the bin, plus one.
+        tokens: number of scored tokens in the bin, over all windows.
+        loss: mean negative log-likelihood of these tokens, in nats.
     """
 
     first: int
@@ -37,12 +37,12 @@ class ContextMeasurement(Result):
 
     Attributes:
         length: tokens in a window.
-        sliding: perplexity from sliding windows, where every token has nearly the full context.
-        non_overlapping: perplexity from windows that are cut fresh.
-        by_position: loss by the token's place in a fresh window, in bins `[1, 2), [2, 4), [4, 8), ...`.
-        bits_per_byte: `log2` likelihood of the text from the sliding windows, over the bytes of all documents. It
-            compares models with different tokenizers. The first token of a document is not predicted, but its bytes
-            are counted, which makes no difference with long documents. None if the bytes are not known.
+        sliding: perplexity from sliding windows, in which every token has nearly the full context.
+        non_overlapping: perplexity from fresh windows, which do not overlap.
+        by_position: loss by the token's position in a fresh window, in bins `[1, 2), [2, 4), [4, 8), ...`.
+        bits_per_byte: negative `log2` likelihood of the text from the sliding windows, divided by its bytes. Use it to
+            compare models with different tokenizers. The first token of a document is not predicted but its bytes
+            count, which matters only for short documents. None without byte counts.
     """
 
     derived = ("early_token_gap",)
@@ -55,17 +55,20 @@ class ContextMeasurement(Result):
 
     @property
     def early_token_gap(self) -> float:
-        """Nats per token by which fresh windows are worse than sliding ones.
+        """The loss in fresh windows minus the loss in sliding windows, in nats per token.
 
-        This is the early-token curse (Press et al. 2021, appendix B). As a window grows, non-overlapping perplexity may
-        gain from a smaller gap alone, which says nothing about the use of a longer context.
+        This is the early-token curse (Press et al. 2021, appendix B). The gap shrinks as windows grow, so
+        non-overlapping perplexity can fall even if the model does not use the longer context.
         """
         return self.non_overlapping.loss - self.sliding.loss
 
 
 @dataclass(frozen=True)
 class _Window:
-    """Tokens `start .. end - 1` of a document; tokens `scored .. end - 1` count for the sliding perplexity."""
+    """Tokens `start .. end - 1` of a document. The sliding perplexity scores the tokens `scored .. end - 1`.
+
+    If `fresh`, the non-overlapping perplexity scores all tokens but the first.
+    """
 
     document: int
     start: int
@@ -75,7 +78,7 @@ class _Window:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Length of the window and number of predictions that are scored; windows of one shape go into one batch."""
+        """Length of the window and number of scored predictions. A batch has windows of one shape."""
         first = self.start + 1 if self.fresh else self.scored
         return self.end - self.start, self.end - first
 
@@ -91,30 +94,30 @@ def measure_context(
     distributed: bool = False,
     progress: bool = False,
 ) -> list[ContextMeasurement]:
-    """Measure a model on whole documents at several context lengths, in one pass for each.
+    """Measure a model on whole documents, in one pass for each context length.
 
-    Windows never cross documents. A document of `N` tokens counts `N - 1` for the sliding perplexity (see
-    `sliding_window_perplexity`) and `N - ceil(N / length)` for the non-overlapping one. A document that is no longer
-    than `length` is one window, which counts for both.
+    Windows never cross documents. In a document of `N` tokens the sliding perplexity scores `N - 1` tokens (see
+    `sliding_window_perplexity`), and the non-overlapping perplexity `N - ceil(N / length)`. A document of at most
+    `length` tokens is one window for both.
 
     Args:
-        model: a causal language model, patched or not; set to eval mode and back. Under FSDP pass the wrapped model,
-            and `distributed`, because every process takes part in every forward.
-        documents: `(N,)` int64 each, at least 2 tokens in one of them.
-        lengths: tokens in a window, at least 2 each.
-        stride: tokens from one sliding window to the next; it must divide every length and be less. The default is a
-            quarter of each length, or half of it where a quarter is no whole number.
-        byte_counts: bytes of each document's text, for bits per byte.
-        batch_size: windows per forward; by default as many as make about 8192 tokens, 1024 on a CPU.
-        distributed: spread the windows over the processes of `torch.distributed`. All of them get the same result, and
-            it does not depend on their number.
+        model: a causal language model, patched or not; set to eval mode and back. Under FSDP pass the wrapped model
+            and `distributed=True`, because all processes take part in every forward pass.
+        documents: sequences `(N,)` int64; at least one has 2 tokens.
+        lengths: context lengths, in tokens per window, all at least 2.
+        stride: tokens from one sliding window to the next. It must divide all lengths and be smaller. None means a
+            quarter of the length, or half of it if a quarter is no integer.
+        byte_counts: number of bytes of each document's text, for bits per byte.
+        batch_size: windows per forward pass. None means about 8192 tokens, 1024 on a CPU.
+        distributed: divide the windows among the processes of `torch.distributed`. All processes get the same result,
+            whatever their number.
         progress: show a progress bar, in windows.
 
     Returns:
-        One measurement per length, in the order given.
+        One measurement per length, in the order of `lengths`.
 
     Raises:
-        ValueError: for a length, stride or number out of range, or if no document is long enough to predict anything.
+        ValueError: for a length, stride or number out of range, or if all documents are too short to predict a token.
         RuntimeError: for `distributed` without an initialised process group.
     """
     check_documents(documents, byte_counts)
@@ -127,7 +130,7 @@ def measure_context(
             order = sorted(range(len(windows)), key=lambda index: windows[index].shape)
             groups = reader.batches([windows[index].shape for index in order], lambda shape: shape[0], batch_size)
             batches = [[order[place] for place in group] for group in groups]
-            score = partial(_scores, reader, documents, windows, edges)
+            score = partial(_score_batch, reader, documents, windows, edges)
             with progress_bar(len(windows), f"context {length}", "window", progress) as bar:
                 scores = reader.scores(batches, score, (2, len(edges)), bar)
             measured.append(_measurement(length, step, windows, edges, scores, byte_counts))
@@ -137,15 +140,15 @@ def measure_context(
 def short_context_regression(
     before: Sequence[ContextMeasurement], after: Sequence[ContextMeasurement], *, trained_length: int
 ) -> dict[int, float]:
-    """Compare a model with its base at the lengths that the base was trained for.
+    """Compare a model with its base at lengths up to the base's trained length.
 
     Args:
         before: measurements of the base.
-        after: measurements of the model made from it, on the same text.
-        trained_length: tokens that the base was trained at.
+        after: measurements of the swapped model, on the same text.
+        trained_length: length that the base was trained at, in tokens.
 
     Returns:
-        Length up to `trained_length` -> change of the sliding-window loss, in nats per token; positive is worse.
+        Length up to `trained_length` -> change of the sliding-window loss, in nats per token. Positive means worse.
     """
     reference = {row.length: row.sliding.loss for row in before if row.length <= trained_length}
     return {row.length: row.sliding.loss - reference[row.length] for row in after if row.length in reference}
@@ -162,12 +165,18 @@ def check_documents(documents: Sequence[Tensor], byte_counts: Sequence[int] | No
 
 
 def position_edges(length: int) -> list[int]:
-    """Return where bins of places begin and end: `[1, 2, 4, ..., length]`."""
+    """Return the edges of the bins of positions: `[1, 2, 4, ..., length]`."""
     return [1 << power for power in range(max(1, math.ceil(math.log2(length))))] + [length]
 
 
 def losses_by_position(edges: list[int], nll: Sequence[float], tokens: Sequence[float]) -> tuple[PositionLoss, ...]:
-    """Return the mean losses of bins from their sums of losses and numbers of tokens, without empty bins."""
+    """Return the mean losses of the bins, without empty bins.
+
+    Args:
+        edges: edges of the bins.
+        nll: sum of the losses in each bin.
+        tokens: number of tokens in each bin.
+    """
     return tuple(
         PositionLoss(first=first, last=last, tokens=int(count), loss=total / count)
         for (first, last), total, count in zip(pairwise(edges), nll, tokens, strict=True)
@@ -176,7 +185,7 @@ def losses_by_position(edges: list[int], nll: Sequence[float], tokens: Sequence[
 
 
 def stride_of(length: int, stride: int | None) -> int:
-    """Return the stride at a length, chosen if None; ValueError if it does not fit."""
+    """Return the stride at a length, by default a quarter of it; ValueError if the stride does not fit."""
     if length < 2:
         raise ValueError(f"length must be at least 2, not {length}: a window of one token predicts nothing")
     if stride is None:
@@ -187,7 +196,7 @@ def stride_of(length: int, stride: int | None) -> int:
 
 
 def _windows(documents: Sequence[Tensor], length: int, stride: int) -> list[_Window]:
-    """Return the sliding and the fresh windows of all documents; a window may be both."""
+    """Return the sliding and the fresh windows of all documents. A window can be both."""
     found = []
     for index, document in enumerate(documents):
         total = len(document)
@@ -206,13 +215,13 @@ def _windows(documents: Sequence[Tensor], length: int, stride: int) -> list[_Win
     return found
 
 
-def _scores(
+def _score_batch(
     reader: Reader, documents: Sequence[Tensor], windows: list[_Window], edges: list[int], batch: list[int]
 ) -> Tensor:
-    """Return sums of losses, and how many they are, of the windows of a batch: (B, 2, bins + 1) float64 on the CPU.
+    """Return sums and numbers of losses in the windows of a batch, (B, 2, 1 + bins) float64 on the CPU.
 
-    The first are over the tokens that count for the sliding perplexity, the others over the bins of places, which are
-    zero unless the window is fresh.
+    The first column is for the sliding perplexity, the others for the bins of positions. The bins are zero unless the
+    window is fresh.
     """
     chosen = [windows[index] for index in batch]
     _, predicted = chosen[0].shape
@@ -224,7 +233,7 @@ def _scores(
         sums[0], counts[0] = row[len(row) - scored :].sum(), scored
         if window.fresh:
             for number, (first, last) in enumerate(pairwise(edges), start=1):
-                part = row[first - 1 : last - 1]  # the loss of place 1 is the first
+                part = row[first - 1 : last - 1]  # the first loss is that of position 1
                 sums[number], counts[number] = part.sum(), len(part)
     return scores
 
@@ -237,7 +246,7 @@ def _measurement(
     scores: Tensor,
     byte_counts: Sequence[int] | None,
 ) -> ContextMeasurement:
-    """Return what the scores (windows, 2, bins + 1) add up to."""
+    """Return the measurement from the scores (windows, 2, 1 + bins)."""
     sums, counts = scores.unbind(1)
     nll, tokens = sums.contiguous().sum(0).tolist(), [int(count) for count in counts.sum(0).tolist()]
 

@@ -12,18 +12,18 @@ from ..verification import verify
 
 
 def harness_model(model: nn.Module, tokenizer: Any, *, max_length: int | None = None, **options: Any) -> Any:
-    """Wrap a model in memory for lm_eval, after checking that every layer responds to positions.
+    """Wrap a model in memory for lm_eval, after a check that every layer responds to positions.
 
-    The harness would otherwise load a checkpoint by name, with classes that do not know of the patch.
+    The harness itself would load a checkpoint by name, with classes that ignore the patch.
 
         from lm_eval import simple_evaluate
         results = simple_evaluate(harness_model(model, tokenizer), tasks=["lambada_openai"])
 
     Args:
-        model: patched, on its device; or stock, for comparison.
+        model: a patched model on its device, or a stock model for comparison.
         tokenizer: the model's tokenizer.
-        max_length: tokens of a context; None means the length that the harness reads from the config. A scheme without
-            a limit sets that to at least 131072. Give the trained length, or a rolling perplexity is of one window.
+        max_length: context length in tokens. None means the length in the config, which a scheme without a limit sets
+            to at least 131072. Give the trained length for rolling perplexities, which otherwise take one window.
         **options: options of `lm_eval.models.huggingface.HFLM`, for instance `batch_size`.
 
     Returns:
@@ -31,8 +31,8 @@ def harness_model(model: nn.Module, tokenizer: Any, *, max_length: int | None = 
 
     Raises:
         ImportError: if lm_eval is not installed.
-        HfPosencError: if a layer of a patched model does not respond to positions; the report is the message.
-        ValueError: if `max_length` is beyond the scheme's limit.
+        HfPosencError: if a layer of a patched model does not respond to positions. The message is the report.
+        ValueError: if `max_length` is above the scheme's limit.
     """
     try:
         from lm_eval.models.huggingface import HFLM
@@ -46,7 +46,7 @@ def harness_model(model: nn.Module, tokenizer: Any, *, max_length: int | None = 
         report = verify(model)
         if not report.ok:
             raise HfPosencError(
-                f"the model does not pass verify, so what it would be called is not what it is:\n{report}"
+                f"the model does not pass verify, so results would not be those of its scheme:\n{report}"
             )
     device = str(next(model.parameters()).device)
     return HFLM(pretrained=model, tokenizer=tokenizer, max_length=max_length, device=device, **options)

@@ -1,9 +1,9 @@
-"""Perplexity of a causal language model at a given context length, counted two ways.
+"""Perplexity of a causal language model at one context length, measured in two ways.
 
-Cutting a text into fresh windows makes every window start with tokens that have next to no context. Longer windows have
-fewer such tokens, so perplexity falls even when the model uses nothing of the longer context. This is the *early token
-curse* (Press, Smith and Lewis 2021, "Train Short, Test Long", appendix B). A sliding window scores every token with
-nearly the full context and has no such gain. Always read both, at the same lengths.
+If a text is cut into fresh windows, the first tokens of every window have almost no context. Longer windows have fewer
+such tokens, so perplexity falls even if the model does not use the longer context. This is the *early token curse*
+(Press, Smith and Lewis 2021, "Train Short, Test Long", appendix B). A sliding window scores every token with nearly the
+full context and has no such gain. Always read both, at the same lengths.
 """
 
 import math
@@ -19,16 +19,16 @@ from .batches import progress_bar, reading
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity(Result):
-    """Perplexity of a text, and what was counted for it.
+    """Perplexity of a text, and the numbers it was computed from.
 
     Attributes:
         method: `"sliding"`, `"non_overlapping"` or `"segment_recurrence"`.
-        length: tokens in a window, the most context a token can have plus one; with segment recurrence, the most that a
-            token sees in one layer, itself included.
+        length: tokens in a window. With segment recurrence, the largest number of tokens that a token sees in one
+            layer, itself included.
         stride: tokens from one window to the next; equal to `length` for non-overlapping windows.
         windows: number of windows scored.
-        tokens: number of tokens scored, each exactly once.
-        nll: sum of their negative log-likelihoods, in nats.
+        tokens: number of scored tokens, without repetitions.
+        nll: sum of the negative log-likelihoods of these tokens, in nats.
     """
 
     derived = ("loss", "perplexity")
@@ -41,7 +41,7 @@ class Perplexity(Result):
     nll: float
 
     def bits_per_byte(self, byte_counts: Sequence[int] | None) -> float | None:
-        """Return bits per byte of texts of so many bytes; None if the bytes are not known."""
+        """Return bits per byte of texts with these numbers of bytes; None without byte counts."""
         return self.nll / math.log(2) / sum(byte_counts) if byte_counts is not None else None
 
     @property
@@ -51,33 +51,33 @@ class Perplexity(Result):
 
     @property
     def perplexity(self) -> float:
-        """`exp(loss)`; infinite where that is beyond a float."""
+        """`exp(loss)`; infinite if that overflows a float."""
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
 
 def sliding_window_perplexity(
     model: nn.Module, tokens: Tensor, *, length: int, stride: int, batch_size: int | None = None, progress: bool = False
 ) -> Perplexity:
-    """Score every token but the first, each once and with nearly the full context.
+    """Score all tokens except the first once, with nearly the full context.
 
-    That is at least `length - stride` tokens, where the text has as many before it. The first window covers tokens `0
-    .. length - 1` and scores all of them but token 0, which nothing predicts. Each further window starts `stride`
-    tokens later and scores its last `stride` tokens. The last one ends with the text and reaches back a full `length`,
-    scoring only what is left. So `tokens - 1` tokens are scored whatever the length and stride.
+    After the first window, every token has a context of at least `length - stride` tokens. The first window covers the
+    tokens `0 .. length - 1` and scores all of them except token 0, which nothing predicts. Every further window starts
+    `stride` tokens later and scores its last `stride` tokens. The last window ends with the text, has `length` tokens,
+    and scores the remaining tokens. So `N - 1` tokens are scored whatever the length and stride.
 
     Args:
         model: a causal language model, patched or not; set to eval mode and back.
         tokens: `(N,)` int64, `N >= length`, on any device.
         length: tokens in a window, at least 2.
-        stride: tokens from one window to the next, `1 .. length - 1`: a stride of `length` would score the first token
-            of a window from nothing. Smaller strides give more context and cost `length / stride` times the text.
-        batch_size: windows per forward; by default as many as make about 8192 tokens, 1024 on a CPU.
-        progress: show a progress bar, in tokens scored.
+        stride: tokens from one window to the next, `1 .. length - 1`. A smaller stride gives more context, and the
+            model computes the text `length / stride` times.
+        batch_size: windows per forward pass. None means about 8192 tokens, 1024 on a CPU.
+        progress: show a progress bar, in scored tokens.
 
     Raises:
         ValueError: for a length or stride out of range, or a text shorter than `length`.
     """
-    total = _check(tokens, length)
+    total = _check_tokens(tokens, length)
     if not 1 <= stride < length:
         raise ValueError(f"stride must lie between 1 and length - 1 = {length - 1}, not {stride}")
     spans = [(0, 1, length)]  # see `_score`
@@ -90,28 +90,27 @@ def sliding_window_perplexity(
 def non_overlapping_perplexity(
     model: nn.Module, tokens: Tensor, *, length: int, batch_size: int | None = None, progress: bool = False
 ) -> Perplexity:
-    """Cut the text into fresh windows of `length` tokens and score all but the first token of each.
+    """Cut the text into fresh windows of `length` tokens, and score all tokens except the first of each window.
 
-    The last window may be shorter; one of a single token scores nothing and is left out. So `N - ceil(N / length)`
-    tokens are scored.
+    The last window can be shorter, and is left out if it has a single token. `N - ceil(N / length)` tokens are scored.
 
     Args:
         model: a causal language model, patched or not; set to eval mode and back.
         tokens: `(N,)` int64, `N >= length`, on any device.
         length: tokens in a window, at least 2.
-        batch_size: windows per forward; by default as many as make about 8192 tokens, 1024 on a CPU.
-        progress: show a progress bar, in tokens scored.
+        batch_size: windows per forward pass. None means about 8192 tokens, 1024 on a CPU.
+        progress: show a progress bar, in scored tokens.
 
     Raises:
         ValueError: for a length out of range, or a text shorter than `length`.
     """
-    total = _check(tokens, length)
+    total = _check_tokens(tokens, length)
     spans = [(start, start + 1, min(start + length, total)) for start in range(0, total - 1, length)]
     return _score(model, tokens, spans, length, length, "non_overlapping", batch_size, progress)
 
 
-def _check(tokens: Tensor, length: int) -> int:
-    """Return the number of tokens; ValueError for another shape, or fewer tokens than a window of at least 2."""
+def _check_tokens(tokens: Tensor, length: int) -> int:
+    """Return the number of tokens; ValueError for a wrong shape, a length under 2, or fewer than `length` tokens."""
     if tokens.dim() != 1:
         raise ValueError(f"tokens must be one sequence of shape (N,), not {tuple(tokens.shape)}")
     if length < 2:
@@ -131,7 +130,7 @@ def _score(
     batch_size: int | None,
     progress: bool,
 ) -> Perplexity:
-    """Return the perplexity of spans (start of the window, first and last + 1 scored token)."""
+    """Return the perplexity of windows. A span is the window's start, its first scored token, and its end."""
     nll, total = 0.0, sum(end - first for _, first, end in spans)
     shapes = [(first - start, end - start) for start, first, end in spans]
     bar = progress_bar(total, f"{method.replace('_', '-')} {length}", "tok", progress)

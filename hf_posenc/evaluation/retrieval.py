@@ -1,6 +1,6 @@
-"""Retrieval tests: can a model find what it has seen, that far back?
+"""Retrieval tests: can a model find information far back in its context?
 
-Perplexity hardly tells, because most tokens need little context.
+Perplexity hardly shows this, because most tokens need little context.
 """
 
 import math
@@ -18,17 +18,17 @@ from .batches import Reader, progress_bar, reading
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(Result):
-    """Result of the trials of one length and depth.
+    """Result of all trials with the same length and depth.
 
     Attributes:
-        length: tokens of the whole context, the answer included.
-        depth: place of the answer in the context: 0 at its start, 1 right before the question.
+        length: number of tokens in a context, with the answer.
+        depth: position of the information in the context: 0 at the start, 1 right before the question.
         trials: number of contexts.
-        tokens: number of answer tokens that were scored in all of them.
-        accuracy: share of these tokens that are the model's first choice, given the tokens before.
-        exact: share of trials whose answer tokens were all the first choice: what greedy decoding would get right.
+        tokens: number of scored answer tokens in all contexts.
+        accuracy: share of answer tokens that the model ranks first, after the true tokens before them.
+        exact: share of trials in which the model ranks all answer tokens first, so that greedy decoding is right.
         logprob: mean log-probability of an answer token, in nats.
-        chance: accuracy of a guess among the possible answers.
+        chance: accuracy of a random guess among the possible answers.
     """
 
     length: int
@@ -41,13 +41,13 @@ class Cell(Result):
     chance: float
 
 
-Make = Callable[[int, float, torch.Generator], tuple[Tensor, int]]
-"""Length, depth and generator -> a context `(length,)`, and how many tokens at its end are the answer."""
+MakeContext = Callable[[int, float, torch.Generator], tuple[Tensor, int]]
+"""Length, depth and generator -> a context `(length,)`, and the number of answer tokens at its end."""
 
 
 @dataclass(frozen=True)
 class _Trials:
-    """Lengths, depths and number of the contexts of a test, and how it is run; see `induction_copy`."""
+    """The common arguments of all tests, see `induction_copy`; `count` is the number of trials per cell."""
 
     lengths: Sequence[int]
     depths: Sequence[float]
@@ -56,8 +56,8 @@ class _Trials:
     distributed: bool
     progress: bool
 
-    def run(self, model: nn.Module, make: Make, chance: float, shortest: int) -> list[Cell]:
-        """Run every trial in one of the processes, and add up in the order of the trials.
+    def run(self, model: nn.Module, make: MakeContext, chance: float, shortest: int) -> list[Cell]:
+        """Run all trials, divided among the processes, and return a cell for each length and depth.
 
         Raises:
             ValueError: for lengths under `shortest` or too short for `make`, and for depths or numbers out of range.
@@ -76,7 +76,7 @@ class _Trials:
             seed = random.Random(f"{self.seed} {length} {depth} {trial}").getrandbits(63)
             return make(length, depth, torch.Generator().manual_seed(seed))
 
-        firsts = [context(job)[0] for job in jobs[:: self.count]]  # too short a length raises before anything is read
+        firsts = [context(job)[0] for job in jobs[:: self.count]]  # a length that is too short raises here
         if not jobs:
             return []
         bar = progress_bar(len(jobs), "retrieval", "trial", self.progress)
@@ -90,27 +90,35 @@ class _Trials:
         return [_cell(*cell, part, chance) for cell, part in zip(cells, parts, strict=True)]
 
 
-def _scores(reader: Reader, made: list[tuple[Tensor, int]]) -> Tensor:
-    """Return answer tokens, right ones and the sum of their log-probabilities of each context, (B, 3) on the CPU."""
-    longest = max(answer for _, answer in made)  # digits need not be as many tokens in every number
-    tokens = torch.stack([context for context, _ in made]).to(reader.device)
+def _scores(reader: Reader, contexts: list[tuple[Tensor, int]]) -> Tensor:
+    """Return for each context the numbers of answer tokens and of right ones, and the sum of log-probabilities.
+
+    Args:
+        reader: the model that is read.
+        contexts: B pairs of a context and its number of answer tokens.
+
+    Returns:
+        (B, 3) float64 on the CPU.
+    """
+    longest = max(answer for _, answer in contexts)  # numbers can differ in their numbers of tokens
+    tokens = torch.stack([context for context, _ in contexts]).to(reader.device)
     size = tokens.shape[1]
     pieces = reader.logits_of(tokens, slice(size - longest - 1, size - 1))
-    logits = torch.cat(list(pieces)).view(len(made), longest, -1)
+    logits = torch.cat(list(pieces)).view(len(contexts), longest, -1)
     targets = tokens[:, size - longest :, None]
     chosen = logits.float().log_softmax(-1).gather(-1, targets)[..., 0].double().cpu()
-    # Not argmax: where several are equally likely it would name the first, which may be the answer.
-    beaten = logits >= logits.gather(-1, targets)
-    right = (beaten.sum(-1) == 1).cpu()
+    # A tie is not right. With argmax it could be, because argmax returns the first of several equal logits.
+    at_least_as_likely = logits >= logits.gather(-1, targets)
+    right = (at_least_as_likely.sum(-1) == 1).cpu()
     rows = []
-    for row, (_, answer) in enumerate(made):
+    for row, (_, answer) in enumerate(contexts):
         last = slice(longest - answer, None)
         rows.append([answer, right[row, last].sum().item(), chosen[row, last].sum().item()])
     return torch.tensor(rows, dtype=torch.float64)
 
 
 def _cell(length: int, depth: float, scores: Tensor, chance: float) -> Cell:
-    """Return the sums and means of the scores (trials, 3) of one length and depth."""
+    """Return the cell of a length and a depth from the scores (trials, 3)."""
     tokens = int(scores[:, 0].sum())
     return Cell(
         length=length,
@@ -136,21 +144,21 @@ def induction_copy(
     distributed: bool = False,
     progress: bool = False,
 ) -> list[Cell]:
-    """Repeat a passage of random tokens at the end of random tokens, and score all but the first two of them.
+    """Repeat a passage of random tokens at the end of a random context, and score all but its first two tokens.
 
-    It needs no instructions and no language. Two tokens say which passage is meant, and the rest has to be copied from
-    its first place (induction heads, Olsson et al. 2022, arXiv:2209.11895).
+    The test needs no instructions and no language. The first two tokens say which passage is meant. The rest must be
+    copied from its first occurrence (induction heads, Olsson et al. 2022, arXiv:2209.11895).
 
     Args:
         model: a causal language model, patched or not; set to eval mode and back.
-        lengths: tokens of a context, at least twice the passage.
-        depths: first place of the passage, between 0 (start) and 1.
-        trials: contexts per length and depth.
-        passage: tokens that are repeated, at least 3.
-        vocabulary: token ids to draw from; by default all of the model's but the first and last hundredth, where
+        lengths: lengths of contexts in tokens, at least twice the passage.
+        depths: positions of the passage's first occurrence, between 0 (start) and 1.
+        trials: number of contexts per length and depth.
+        passage: length of the passage in tokens, at least 3.
+        vocabulary: token ids to draw from. None means all ids of the model except the first and last hundredth, where
             tokenizers keep their special tokens.
-        seed: seed of the contexts. They depend on it, the length, the depth and the trial's number alone.
-        distributed: spread the trials over the processes of `torch.distributed`; all get the same result.
+        seed: seed of the contexts. A context depends only on the seed, the length, the depth and the trial's number.
+        distributed: divide the trials among the processes of `torch.distributed`. All processes get the same result.
         progress: show a progress bar, in trials.
 
     Returns:
@@ -184,12 +192,12 @@ def associative_recall(
     distributed: bool = False,
     progress: bool = False,
 ) -> list[Cell]:
-    """Write pairs of a key and a value token, no key twice, repeat one of the keys, and score the value behind it.
+    """Write pairs of a key token and a value token, repeat one key at the end, and score the value after it.
 
-    Multi-query recall with one query (Arora et al. 2023, arXiv:2312.04927). A context of `length` tokens, at least 6,
-    holds as many pairs as fit and as there are keys; where keys run out, values follow one another in between. Half of
-    the vocabulary are keys, the other half values. The depth is that of the pair whose key is repeated. Arguments,
-    result and errors are otherwise those of `induction_copy`.
+    This is multi-query recall with one query (Arora et al. 2023, arXiv:2312.04927). Half of the vocabulary are keys,
+    the other half values, and every key occurs in one pair. A context of `length` tokens, at least 6, holds as many
+    pairs as possible. If there are not enough keys, more values fill the space between pairs. The depth is that of the
+    pair whose key is repeated. For the other arguments, the result and the errors see `induction_copy`.
     """
     words = _vocabulary(model, vocabulary)
     keys, values = words[: len(words) // 2], words[len(words) // 2 :]
@@ -197,7 +205,7 @@ def associative_recall(
     def make(length: int, depth: float, generator: torch.Generator) -> tuple[Tensor, int]:
         context = values[torch.randint(len(values), (length,), generator=generator)]
         slots = (length - 2) // 2
-        # Where there are more places than keys, keys are spread over them evenly.
+        # If there are more slots than keys, the keys are spread evenly.
         used = torch.linspace(0, slots - 1, min(slots, len(keys))).round().long()
         order = torch.randperm(len(keys), generator=generator)[: len(used)]
         context[length % 2 + 2 * used] = keys[order]
@@ -225,15 +233,15 @@ def passkey(
 ) -> list[Cell]:
     """Hide a five-digit number in repeated filler and ask for it (Mohtashami and Jaggi 2023, arXiv:2305.16300).
 
-    `exact` is the number that papers report. The test is easier than finding a needle in real text. Base models that
-    follow no instructions may fail it at every length. Contexts have 64 tokens or more, about: a length in which the
-    sentences do not fit is a ValueError. `tokenizer` is the model's; the depth is that of the number. Arguments, result
-    and errors are otherwise those of `induction_copy`.
+    Papers report `exact`. The test is easier than `needle`. Base models that follow no instructions may fail it at
+    every length. The sentences take about 64 tokens, and a shorter length raises ValueError. `tokenizer` is the model's
+    tokenizer, and the depth is that of the number. For the other arguments, the result and the errors see
+    `induction_copy`.
     """
     sentence = "\nThe pass key is {0}. Remember it. {0} is the pass key.\n"
     question = "\nWhat is the pass key? The pass key is"
     test = _Trials(lengths, depths, trials, seed, distributed, progress)
-    return _hidden(model, tokenizer, FILLER, sentence, question, test)
+    return _run_hidden_number(model, tokenizer, FILLER, sentence, question, test)
 
 
 def needle(
@@ -250,19 +258,19 @@ def needle(
 ) -> list[Cell]:
     """Hide a sentence with a number in real text and ask for it (Kamradt 2023, "needle in a haystack").
 
-    `text` is the haystack, repeated where it is too short. Arguments, result and errors are otherwise those of
+    `text` is the haystack; it is repeated if it is too short. For the other arguments, the result and the errors see
     `passkey`.
     """
     sentence = "\nThe special magic number is {0}.\n"
     question = "\nWhat is the special magic number? The special magic number is"
     test = _Trials(lengths, depths, trials, seed, distributed, progress)
-    return _hidden(model, tokenizer, text, sentence, question, test)
+    return _run_hidden_number(model, tokenizer, text, sentence, question, test)
 
 
-def _hidden(
+def _run_hidden_number(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, sentence: str, question: str, test: _Trials
 ) -> list[Cell]:
-    """Run a test that hides a number in a text, cut to the token: a context has exactly the length asked for."""
+    """Run a test that hides a number in a text. The text is cut so that contexts have exactly the given length."""
 
     def ids(words: str) -> Tensor:
         return torch.tensor(tokenizer(words, add_special_tokens=False, verbose=False).input_ids, dtype=torch.long)
@@ -270,25 +278,25 @@ def _hidden(
     filler, ending = ids(text), ids(question)
     if not len(filler):
         raise ValueError("the filler text is empty")
-    before = torch.tensor(tokenizer("").input_ids[:1], dtype=torch.long)  # a mark that texts begin with, if any
+    start = torch.tensor(tokenizer("").input_ids[:1], dtype=torch.long)  # the token that texts begin with, if any
 
     def make(length: int, depth: float, generator: torch.Generator) -> tuple[Tensor, int]:
         number = str(int(torch.randint(10000, 100000, (), generator=generator)))
-        hidden, answer = ids(sentence.format(number)), ids(" " + number)
-        room = length - sum(map(len, (before, hidden, ending, answer)))
+        needle_ids, answer = ids(sentence.format(number)), ids(" " + number)
+        room = length - sum(map(len, (start, needle_ids, ending, answer)))
         if room < 0:
             raise ValueError(f"length {length} is too short for needle and question, which take {length - room} tokens")
         hay = filler.repeat(math.ceil(room / len(filler)))[:room]
         slot = round(depth * room)
-        return torch.cat([before, hay[:slot], hidden, hay[slot:], ending, answer]), len(answer)
+        return torch.cat([start, hay[:slot], needle_ids, hay[slot:], ending, answer]), len(answer)
 
     return test.run(model, make, 0.1, 2)
 
 
-def _vocabulary(model: nn.Module, given: Sequence[int] | None) -> Tensor:
-    """Return the token ids to draw from, (V,); ValueError for fewer than 4, or ids that the model does not have."""
+def _vocabulary(model: nn.Module, ids: Sequence[int] | None) -> Tensor:
+    """Return the token ids to draw from, (V,); ValueError for fewer than 4 ids or unknown ids."""
     size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]  # ZeRO-3 leaves its weight empty
-    words = list(given) if given is not None else list(range(size // 100 + 1, size - size // 100 - 1))
+    words = list(ids) if ids is not None else list(range(size // 100 + 1, size - size // 100 - 1))
     if len(set(words)) < 4 or min(words) < 0 or max(words) >= size:
         raise ValueError(f"vocabulary must be at least 4 token ids of 0 .. {size - 1}")
     return torch.tensor(words, dtype=torch.long)

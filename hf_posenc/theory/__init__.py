@@ -1,4 +1,4 @@
-"""The theory of positions, computed: each claim of the founding documents as a function. `plots` draws the results."""
+"""Compute the claims of the papers on position encodings. `plots` draws the results."""
 
 from .expansion import DiagonalTerm, Expansion, MixedHessian, Terms, expansion, mixed_hessian
 from .grids import axis_frequencies, grid_decay, grid_rotation, grid_shift, grid_sinusoids

@@ -1,15 +1,15 @@
 """A model expanded in the position vectors of two tokens: Su's derivation, term by term.
 
 Su Jianlin (2021, spaces.ac.cn/archives/8231) adds vectors `p_m` and `p_n` to the embeddings `x_m` and `x_n` of two
-tokens. He expands the model to second order, around the embeddings without any position:
+tokens. He expands the model to second order around the embeddings without positions:
 
     f(x_m + p_m, x_n + p_n) ~ f + p_m . df/dx_m + p_n . df/dx_n                           (terms 1 to 3)
                             + 1/2 p_m . d2f/dx_m2 p_m + 1/2 p_n . d2f/dx_n2 p_n           (terms 4 and 5)
                             + p_m . d2f/dx_m dx_n p_n                                     (term 6)
 
-Terms 1 to 5 hold at most one position each, so only the sixth can carry a relative one. He assumes that
-`H = d2f/dx_m dx_n` is close to diagonal, and arrives at sinusoids. How close the expansion is to the model, and `H` to
-a diagonal matrix, can be computed for every model that adds vectors.
+Terms 1 to 5 contain at most one position each, so only the sixth can carry a relative position. Su assumes that
+`H = d2f/dx_m dx_n` is close to diagonal, and derives sinusoids. This file computes how close the expansion is to a
+model, and how close `H` is to a diagonal matrix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Terms(Result):
-    """The terms of one function `f` of two position vectors, float64: () of a number, (E,) of hidden states.
+    """The terms of one function `f` of two position vectors, float64: () if `f` is a number, (E,) for hidden states.
 
     Attributes:
         value: `f` without positions.
@@ -46,8 +46,8 @@ class Terms(Result):
         slope_second: `p_n . df/dx_n`.
         curvature_first: `1/2 p_m . d2f/dx_m2 p_m`.
         curvature_second: `1/2 p_n . d2f/dx_n2 p_n`.
-        mixed: `p_m . d2f/dx_m dx_n p_n`, the sixth term, the only one that can carry a relative position.
-        residual: `f` with both vectors, minus these six.
+        mixed: `p_m . d2f/dx_m dx_n p_n`, the sixth term. Only this term can carry a relative position.
+        residual: `f` with both vectors, minus the sum of the six terms.
     """
 
     derived = ("shares",)
@@ -62,36 +62,36 @@ class Terms(Result):
 
     @property
     def sizes(self) -> dict[str, float]:
-        """Absolute value or norm of each term that contains a position, and of the residual."""
+        """Name of a term that contains a position, or `residual` -> its absolute value or norm."""
         return {each.name: getattr(self, each.name).norm().item() for each in fields(self)[1:]}
 
     @property
     def shares(self) -> dict[str, float]:
-        """The sizes over their sum; 0 if positions change nothing."""
+        """The sizes divided by their sum; 0 if positions change nothing."""
         total = sum(self.sizes.values())
         return {name: size / total if total else 0.0 for name, size in self.sizes.items()}
 
 
 @dataclass(frozen=True)
 class DiagonalTerm(Result):
-    """The sixth term with a diagonal `H`, `sum_k H_kk p_mk p_nk`, in two parts.
+    """The sixth term of a diagonal `H`, `sum_k H_kk p_mk p_nk`, split into two parts.
 
     For each pair of coordinates (a, b), with `c = p_ma p_na` and `d = p_mb p_nb`,
 
         H_a c + H_b d = 1/2 (H_a + H_b) (c + d) + 1/2 (H_a - H_b) (c - d)
 
-    For sinusoids of scale `s`, `c + d = s^2 cos((m - n) w)` and `c - d = s^2 cos((m + n) w)`, with the other sign if
-    the sine comes first. The first part depends on the distance alone, the second on the places. A model with
-    `H_a = H_b` in every pair sees distances only.
+    For sinusoids of scale `s`, `c + d = s^2 cos((m - n) w)` and `c - d = s^2 cos((m + n) w)`; the sign of the latter
+    changes if the sine comes first. The first part depends only on the distance, the second on both positions. A model
+    with `H_a = H_b` in every pair depends only on distances.
 
     Attributes:
-        rows: coordinates that the parts are summed over, pair by pair.
-        diagonal: (rows,) float64, `H_kk` of each row.
+        rows: coordinates over which the parts are summed, pair by pair.
+        diagonal: (rows,) float64, the entries `H_kk`.
         relative: sum of the first part.
         absolute: sum of the second part.
-        complete: whether these are all coordinates that belong to a pair.
-        sinusoids: whether the vectors are sinusoids. Only then is `relative` a function of the distance. Other vectors
-            have no pairs, and neighbouring coordinates are taken for them.
+        complete: whether `rows` are all coordinates that belong to a pair.
+        sinusoids: whether the vectors are sinusoids. Only then `relative` is a function of the distance. Other vectors
+            have no pairs, so neighbouring coordinates are taken as pairs.
     """
 
     derived = ("relative_share",)
@@ -105,7 +105,7 @@ class DiagonalTerm(Result):
 
     @property
     def relative_share(self) -> float:
-        """|relative| over |relative| + |absolute|; 0 if both are 0."""
+        """`|relative| / (|relative| + |absolute|)`; 0 if both are 0."""
         total = abs(self.relative) + abs(self.absolute)
         return abs(self.relative) / total if total else 0.0
 
@@ -117,12 +117,12 @@ class MixedHessian(Result):
     Attributes:
         first: position m.
         second: position n.
-        block: (rows, E) float64.
-        rows: coordinates of `x_m` that the rows stand for.
-        diagonal_share: squared diagonal entries over all squared entries of these rows; 1/E if there is no structure.
-        with_positions: whether the model's vectors were added; then this is not `H` of Su's expansion.
-        term: `p_m . H p_n` with the model's vectors. None if not all rows are known, if the model adds no vectors, or
-            if several layers add vectors that differ.
+        block: (rows, E) float64, the computed rows of `H`.
+        rows: coordinates of `x_m` that the rows belong to.
+        diagonal_share: squares of the diagonal entries, divided by the squares of all entries; 1/E without structure.
+        with_positions: whether the model's vectors were added. If so, this is not the `H` of Su's expansion.
+        term: `p_m . H p_n` with the model's vectors. None if some rows were not computed, if the model adds no vectors,
+            or if layers add different vectors.
     """
 
     first: int
@@ -143,12 +143,11 @@ class Expansion(Result):
         first: position m.
         second: position n.
         tokens: number of tokens that the model read.
-        layers: terms for each layer, where `f` is the hidden state of the last token that was read, as it enters the
-            layer.
-        output: terms where `f` is the log-probability of the token behind those.
-        diagonal_share: share of the diagonal in `H` for the output, see `MixedHessian`; None if no rows were computed.
-        diagonal: the sixth term of the output if `H` were diagonal; None if no rows were computed, or several layers
-            add vectors that differ.
+        layers: terms of the hidden state of the last token at the input of each layer.
+        output: terms of the log-probability of the next token.
+        diagonal_share: `MixedHessian.diagonal_share` of the output; None if no rows were computed.
+        diagonal: the sixth term of the output if `H` were diagonal; None if no rows were computed, or if layers add
+            different vectors.
     """
 
     label: str
@@ -161,7 +160,7 @@ class Expansion(Result):
     diagonal: DiagonalTerm | None
 
     def __str__(self) -> str:
-        """Return a table of the sizes of all terms, and of the parts of the sixth with a diagonal `H`."""
+        """Return a table of the sizes of all terms, and the two parts of the sixth term."""
         names = ("p_m f_m", "p_n f_n", "p_m f_mm p_m/2", "p_n f_nn p_n/2", "p_m f_mn p_n", "residual")
         lines = [
             f"{self.label}, m = {self.first}, n = {self.second}, {self.tokens} tokens read: sizes of the terms",
@@ -181,60 +180,61 @@ class Expansion(Result):
 def expansion(
     model: PreTrainedModel, tokens: Tensor, first: int, second: int, *, rows: int = 32, progress: bool = False
 ) -> Expansion:
-    """Expand a model in the position vectors of two tokens, around the token embeddings alone.
+    """Expand a model in the position vectors of two tokens, around the embeddings without positions.
 
-    No other token has a position. A scheme that adds vectors in every layer adds those of the two tokens in each.
-    Everything is computed in float64, on a copy if the model is in another dtype. Families that always compute norms or
-    the softmax in float32 are only as exact as that. A model of the size of GPT-2 small takes 7 GiB and a minute of one
-    core for 128 tokens.
+    All other tokens have no position. If a scheme adds vectors in every layer, the two tokens get theirs in every
+    layer. The computation is in float64, on a copy if the model has another dtype. Families that compute norms or the
+    softmax in float32 are less exact. A model of the size of GPT-2 small takes 7 GiB, and a minute on one core for 128
+    tokens.
 
     Args:
         model: a causal language model that adds position vectors, patched or stock.
-        tokens: (T,) text, T >= 3; the last one is only predicted.
-        first: m, 0 .. T - 2.
-        second: n, 0 .. T - 2, another one.
-        rows: number of coordinates, in evenly spread pairs, for which the Hessian is computed. Each takes one backward
-            pass; 0 means none.
+        tokens: (T,) text, T >= 3. The last token is only predicted.
+        first: position m, 0 .. T - 2.
+        second: position n, 0 .. T - 2, different from m.
+        rows: number of rows of the Hessian, in evenly spread pairs of coordinates. A row takes one backward pass; 0
+            means none.
         progress: show a progress bar of the rows.
 
     Returns:
         Expansion.
 
     Raises:
-        ValueError: for positions out of range or equal, more than one text, or a model that adds no vectors.
+        ValueError: for equal positions or positions out of range, several texts, or a model that adds no vectors.
     """
-    tokens = _check(tokens, first, second)
+    tokens = _check_arguments(tokens, first, second)
     label = type(model).__name__
     if not vectors.sources(model):
-        raise ValueError(f"{label} adds no position vectors to its hidden states, and the expansion is in these")
+        raise ValueError(f"{label} adds no position vectors to its hidden states: there is nothing to expand in")
     length = tokens.shape[1] - 1
     with vectors.in_float64(model) as wide, evaluation(wide), probe.dense_attention(wide):
         modules = vectors.sources(wide)
-        places = torch.arange(length, device=tokens.device)[:, None]
+        positions = torch.arange(length, device=tokens.device)[:, None]
 
         def run(scales: Tensor) -> list[Tensor]:
-            weights = (places == first) * scales[0] + (places == second) * scales[1]
-            with vectors.replaced(modules, lambda own: own * weights), recorded(probe.parts(wide).layers) as calls:
+            weights = (positions == first) * scales[0] + (positions == second) * scales[1]
+            with vectors.replaced(modules, lambda added: added * weights), recorded(probe.parts(wide).layers) as calls:
                 value = _log_probability(wide, tokens)
             return [*(call.hidden_states[0, -1] for call in calls), value]
 
-        found = _terms(run, tokens.device)
-        block, own = None, _one_set(wide, tokens)
-        if rows and own is not None:
-            pairs = _pairs(modules[0], own.shape[-1])
-            chosen = itertools.chain.from_iterable(_spread(pairs, max(1, rows // 2)))
+        terms = _terms(run, tokens.device)
+        block, common = None, _common_vectors(wide, tokens)
+        if rows and common is not None:
+            pairs = _wave_pairs(modules[0], common.shape[-1])
+            chosen = itertools.chain.from_iterable(_evenly_spread(pairs, max(1, rows // 2)))
             block = mixed_hessian(wide, tokens, first, second, rows=list(chosen), progress=progress)
-    *layers, output = found
+    *layers, output = terms
     share = None if block is None else block.diagonal_share
-    diagonal = None if block is None or own is None else _diagonal(block, own, modules[0])
+    diagonal = None if block is None or common is None else _diagonal(block, common, modules[0])
     return Expansion(label, first, second, length, tuple(layers), output, share, diagonal)
 
 
 def _terms(run: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[Terms]:
-    """Return the terms of functions of two scales, at (0, 0).
+    """Return the terms of functions of two scales, expanded at (0, 0).
 
-    Derivatives of vectors come from backward passes as well. The values are summed with dummy weights, and the sum is
-    differentiated by the scales. The result is linear in the dummy weights and is differentiated by those.
+    Backward passes differentiate only a number, and some functions return vectors. So all values are summed with dummy
+    weights, and the sum is differentiated by the scales. Its derivative is linear in the dummy weights, so
+    differentiating by these gives the derivatives of all values.
     """
     with torch.enable_grad():
         scales = torch.zeros(2, dtype=torch.float64, device=device, requires_grad=True)
@@ -253,13 +253,13 @@ def _terms(run: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[
         ]
     with torch.no_grad():
         both = run(torch.ones_like(scales))
-    found = []
-    for value, moved, (first, second, first_twice, second_twice, mixed) in zip(
+    terms = []
+    for value, value_with_both, (first, second, first_twice, second_twice, mixed) in zip(
         values, both, zip(*derivatives, strict=True), strict=True
     ):
         parts = (value.detach().cpu(), first, second, first_twice / 2, second_twice / 2, mixed)
-        found.append(Terms(*parts, residual=moved.cpu() - torch.stack(parts).sum(0)))
-    return found
+        terms.append(Terms(*parts, residual=value_with_both.cpu() - torch.stack(parts).sum(0)))
+    return terms
 
 
 def mixed_hessian(
@@ -272,63 +272,64 @@ def mixed_hessian(
     with_positions: bool = False,
     progress: bool = False,
 ) -> MixedHessian:
-    """Differentiate a model by vectors that are added to its hidden states at two positions.
+    """Differentiate a model by vectors that are added at two positions, once by each.
 
-    The function is the log-probability, at the last position but one, of the last token. The vectors are added where
-    the model adds its position vectors, in every layer if it does so, and to the token embeddings if it adds none.
-    Everything is computed in float64, see `expansion`, with dense attention, which has second derivatives.
+    The differentiated function is the log-probability of the last token. The vectors are added where the model adds its
+    position vectors, also in every layer. If it adds none, they are added to the token embeddings. The computation is
+    in float64, see `expansion`, with dense attention, which has second derivatives.
 
     Args:
         model: a causal language model, patched or stock.
         tokens: (T,) text, T >= 3.
-        first: m, 0 .. T - 2.
-        second: n, 0 .. T - 2, another one.
-        rows: coordinates of `x_m`, or their number, evenly spread; each takes one backward pass. None means all E.
-        with_positions: differentiate around the model with its position vectors, and not as Su does without any. For a
-            model that adds none there is no difference.
+        first: position m, 0 .. T - 2.
+        second: position n, 0 .. T - 2, different from m.
+        rows: coordinates of `x_m`, or a number of evenly spread ones. A row takes one backward pass. None means all E.
+        with_positions: differentiate at the embeddings with their position vectors. Su's expansion is without. It makes
+            no difference for a model that adds no vectors.
         progress: show a progress bar.
 
     Returns:
         MixedHessian.
 
     Raises:
-        ValueError: for positions out of range or equal, or more than one text.
+        ValueError: for equal positions or positions out of range, or several texts.
     """
-    tokens = _check(tokens, first, second)
+    tokens = _check_arguments(tokens, first, second)
     with vectors.in_float64(model) as wide, torch.enable_grad(), evaluation(wide), probe.dense_attention(wide):
-        slope, at_second = _slope(wide, tokens, first, second, with_positions)
-        size = len(slope)
+        gradient, at_second = _gradient_at_first(wide, tokens, first, second, with_positions)
+        size = len(gradient)
         if rows is None or isinstance(rows, int):
-            rows = _spread(range(size), size if rows is None else rows)
-        shown = tqdm(rows, disable=not progress, desc="Hessian", unit="row")
-        found = [torch.autograd.grad(slope[k], at_second, retain_graph=True, materialize_grads=True)[0] for k in shown]
-        block = torch.stack(found).cpu()
-        own = _one_set(wide, tokens) if list(rows) == list(range(size)) else None
-        term = None if own is None else (own[first] @ block @ own[second]).item()
+            rows = _evenly_spread(range(size), size if rows is None else rows)
+        bar = tqdm(rows, disable=not progress, desc="Hessian", unit="row")
+        block = torch.stack(
+            [torch.autograd.grad(gradient[k], at_second, retain_graph=True, materialize_grads=True)[0] for k in bar]
+        ).cpu()
+        common = _common_vectors(wide, tokens) if list(rows) == list(range(size)) else None
+        term = None if common is None else (common[first] @ block @ common[second]).item()
     return MixedHessian(first, second, block, tuple(rows), diagonal_share(block, rows), with_positions, term)
 
 
-def _slope(
+def _gradient_at_first(
     model: PreTrainedModel, tokens: Tensor, first: int, second: int, with_positions: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the log-probability by the vector added at `first`, and the zero vector at `second`."""
+    """Add zero vectors at both positions, and return the gradient by the first vector, and the second vector."""
     modules = vectors.sources(model)
-    kept = float(with_positions or not modules)
+    factor = float(with_positions or not modules)
     index = torch.arange(tokens.shape[1] - 1, device=tokens.device)[:, None]
-    at: list[Tensor] = []
+    zeros: list[Tensor] = []
 
-    def change(own: Tensor) -> Tensor:
-        if not at:
-            at.extend(own.new_zeros(own.shape[-1], requires_grad=True) for _ in range(2))
-        return kept * own + (index == first) * at[0] + (index == second) * at[1]
+    def change(output: Tensor) -> Tensor:
+        if not zeros:
+            zeros.extend(output.new_zeros(output.shape[-1], requires_grad=True) for _ in range(2))
+        return factor * output + (index == first) * zeros[0] + (index == second) * zeros[1]
 
     with vectors.replaced(modules or [probe.parts(model).token_embedding], change):
         value = _log_probability(model, tokens)
-    return torch.autograd.grad(value, at[0], create_graph=True, materialize_grads=True)[0], at[1]
+    return torch.autograd.grad(value, zeros[0], create_graph=True, materialize_grads=True)[0], zeros[1]
 
 
-def _check(tokens: Tensor, first: int, second: int) -> Tensor:
-    """Return tokens as (1, T); ValueError for several texts, or positions that are equal or out of range."""
+def _check_arguments(tokens: Tensor, first: int, second: int) -> Tensor:
+    """Return tokens as (1, T). Raise ValueError for several texts, equal positions or positions out of range."""
     tokens = probe.check_tokens(tokens, 3)
     length = tokens.shape[1]
     if len(tokens) != 1:
@@ -339,43 +340,43 @@ def _check(tokens: Tensor, first: int, second: int) -> Tensor:
 
 
 def _log_probability(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return the log-probability of the last of tokens (1, T), ()."""
+    """Return the log-probability of the last token of a text (1, T), shape ()."""
     logits = model(tokens[:, :-1], use_cache=False, logits_to_keep=1).logits[0, -1]
     return logits.double().log_softmax(-1)[tokens[0, -1]]
 
 
-def _one_set(model: PreTrainedModel, tokens: Tensor) -> Tensor | None:
-    """Return the vectors that a model adds, (T - 1, E) float64; None if it adds none, or if layers add other ones."""
-    found = list(vectors.added(model, tokens[:, :-1]).values())
-    return found[0] if found and all(each.equal(found[0]) for each in found) else None
+def _common_vectors(model: PreTrainedModel, tokens: Tensor) -> Tensor | None:
+    """Return the vectors that a model adds, (T - 1, E) float64; None if it adds none or layers add different ones."""
+    by_layer = list(vectors.added(model, tokens[:, :-1]).values())
+    return by_layer[0] if by_layer and all(each.equal(by_layer[0]) for each in by_layer) else None
 
 
-def _pairs(module: nn.Module, size: int) -> list[tuple[int, int]]:
-    """Return the pairs of coordinates that belong to one wave; neighbours if the vectors are no sinusoids."""
+def _wave_pairs(module: nn.Module, size: int) -> list[tuple[int, int]]:
+    """Return the pairs of coordinates that share a wave. Vectors that are no sinusoids get pairs of neighbours."""
     count = size // 2
-    if _waves(module) and owner_of(module).scheme.layout == "split":
+    if _makes_sinusoids(module) and owner_of(module).scheme.layout == "split":
         return [(k, k + size - count) for k in range(count)]
     return [(2 * k, 2 * k + 1) for k in range(count)]
 
 
-def _spread(items: Sequence[T], count: int) -> list[T]:
-    """Return so many items, evenly spread, or all where there are not more."""
+def _evenly_spread(items: Sequence[T], count: int) -> list[T]:
+    """Return `count` evenly spread items, or all items if there are fewer."""
     count = min(count, len(items))
     return [items[k * len(items) // count] for k in range(count)]
 
 
-def _waves(module: nn.Module) -> bool:
+def _makes_sinusoids(module: nn.Module) -> bool:
     """Return whether a module makes sinusoids."""
     return isinstance(owner_of(module), Waves)
 
 
-def _diagonal(block: MixedHessian, own: Tensor, module: nn.Module) -> DiagonalTerm:
-    """Return the two parts of the sixth term for rows that come in pairs (a, b)."""
+def _diagonal(block: MixedHessian, added: Tensor, module: nn.Module) -> DiagonalTerm:
+    """Return the two parts of the sixth term, for vectors (T, E) and rows of the Hessian in pairs (a, b)."""
     rows = list(block.rows)
     entries = block.block[range(len(rows)), rows]
-    products = (own[block.first] * own[block.second])[rows]
+    products = (added[block.first] * added[block.second])[rows]
     h_a, h_b = entries[0::2], entries[1::2]
     c, d = products[0::2], products[1::2]
     relative, absolute = (((h_a + h_b) * (c + d) / 2).sum().item(), ((h_a - h_b) * (c - d) / 2).sum().item())
-    complete = len(rows) == own.shape[-1] // 2 * 2
-    return DiagonalTerm(block.rows, entries, relative, absolute, complete, _waves(module))
+    complete = len(rows) == added.shape[-1] // 2 * 2
+    return DiagonalTerm(block.rows, entries, relative, absolute, complete, _makes_sinusoids(module))

@@ -1,9 +1,8 @@
-"""Positions of several coordinates: sinusoids and RoPE on a grid, and the map that shifts them.
+"""Positions with several coordinates: sinusoids and RoPE on a grid, and the linear map that shifts them.
 
-A pair of dimensions turns by `w . x`, where `w` has one frequency for each coordinate of the place `x`. If each pair
-turns with one coordinate (`axis_frequencies`), a vector holds those of the coordinates side by side. With any
-frequencies a shift by `s` turns every pair by `w . s`. So a shift is one linear map for all places, and products depend
-on the difference of two places only.
+A pair of dimensions is rotated by `w . x`, where `w` has one frequency for each coordinate of the place `x`. With
+`axis_frequencies` every pair depends on one coordinate. For any frequencies, a shift by `s` rotates every pair by
+`w . s`. So a shift is one linear map for all places, and products depend only on the difference of two places.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ..analysis.properties import linear_map
 
 
 def axis_frequencies(size: int, axes: int = 2, *, base: float = 10000.0) -> Tensor:
-    """Return frequencies that give each coordinate an equal share of the pairs, `base^(-u / F)` with F pairs each.
+    """Return frequencies that give every coordinate the same number F of pairs, with frequencies `base^(-u / F)`.
 
     Args:
         size: size of the vectors, E or D; a multiple of `2 * axes`.
@@ -26,7 +25,7 @@ def axis_frequencies(size: int, axes: int = 2, *, base: float = 10000.0) -> Tens
         (size / 2, axes) float64, radians per step; the pairs of the first coordinate first.
 
     Raises:
-        ValueError: for a size that is no such multiple.
+        ValueError: for a size that is not a multiple of `2 * axes`.
     """
     if axes < 1 or size < 1 or size % (2 * axes):
         raise ValueError(f"{axes} coordinates need a size that is a multiple of {2 * axes}, not {size}")
@@ -53,7 +52,7 @@ def grid_sinusoids(places: Tensor, frequencies: Tensor) -> Tensor:
 
 
 def grid_shift(frequencies: Tensor, shift: Tensor) -> Tensor:
-    """Return the matrix that takes the sinusoids of any place to those `shift` further on, `p(x + s) = M_s p(x)`.
+    """Return the matrix `M_s` that shifts the sinusoids of every place x by `s`, `p(x + s) = M_s p(x)`.
 
     Args:
         frequencies: (F, axes) radians per step.
@@ -67,7 +66,7 @@ def grid_shift(frequencies: Tensor, shift: Tensor) -> Tensor:
 
 
 def grid_rotation(vectors: Tensor, places: Tensor, frequencies: Tensor) -> Tensor:
-    """Turn queries or keys by their places, as RoPE does: the pair `(2u, 2u + 1)` by `w_u . x`.
+    """Rotate queries or keys by their places, as RoPE does: the pair `(2u, 2u + 1)` by the angle `w_u . x`.
 
     Args:
         vectors: (..., 2 F).
@@ -85,8 +84,8 @@ def grid_rotation(vectors: Tensor, places: Tensor, frequencies: Tensor) -> Tenso
 def grid_decay(frequencies: Tensor, length: int) -> Tensor:
     """Return the product of two places of a grid by their shift, the mean of `cos(w . s)` over the pairs.
 
-    It is 1 at a shift of 0. It holds for two sinusoidal vectors, and for a query and a key that are equal in every pair
-    and turned by their places.
+    It is 1 for a shift of 0. It is the product of two sinusoidal vectors, and of a query and a key that are equal in
+    every pair and rotated by their places.
 
     Args:
         frequencies: (F, 2) radians per step.

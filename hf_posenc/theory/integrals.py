@@ -1,9 +1,9 @@
 """Scores by distance as sums of waves, and the integrals that these sums approach.
 
-The product of two sinusoidal vectors is the real part of a mean of waves `h_u e^(i d w_u)` over the pairs `u`, and so
-is that of a query and a key that RoPE has turned. With many pairs the mean is `integral_0^1 h(t) e^(i d theta(t)) dt`
-(Su 2021, spaces.ac.cn/archives/8231). `theta(t)` are the frequencies as a function: `base^-t`, a power of t, or any
-other.
+The product of two sinusoidal vectors is the real part of a mean of waves `h_u e^(i d w_u)` over the pairs `u`. The same
+holds for a query and a key that RoPE has rotated. With many pairs the mean approaches
+`integral_0^1 h(t) e^(i d theta(t)) dt` (Su 2021, spaces.ac.cn/archives/8231). The function `theta(t)` gives the
+frequencies: `base^-t`, a power of t, or any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..analysis.decay import Decay
 from ..measurement import Result
 
 Function = Callable[[Tensor], Tensor]
-"""t between 0 and 1, a float64 tensor of any shape -> values, a tensor of that shape."""
+"""float64 tensor of numbers t between 0 and 1 -> tensor of values, of the same shape."""
 
 EULER = 0.5772156649015329
 
@@ -27,7 +27,7 @@ EULER = 0.5772156649015329
 def cosine_integral(x: Tensor) -> Tensor:
     """Return `Ci(x) = gamma + ln x + integral_0^x (cos t - 1)/t dt` of positive numbers, float64, to about 1e-13.
 
-    A power series up to 4, the continued fraction of `E1(ix)` beyond (Numerical Recipes, section 6.8).
+    It is a power series up to x = 4, and the continued fraction of `E1(ix)` beyond (Numerical Recipes, section 6.8).
     """
     x = x.double()
     small = x.clamp(max=4.0)
@@ -57,10 +57,10 @@ def sinusoidal_integral(distances: Tensor, *, base: float = 10000.0) -> Tensor:
     """Return the limit of the sinusoidal score for many dimensions, `integral_0^1 cos(d base^-s) ds`.
 
     Its closed form is `(Ci(|d|) - Ci(|d| / base)) / ln(base)`. For `1 << d << base` that is about `1 - (gamma + ln d) /
-    ln(base)`: the score falls with the logarithm of the distance. With base 1 all waves are one, and it is `cos d`.
+    ln(base)`: the score falls with the logarithm of the distance. With base 1 all waves are equal, and it is `cos d`.
 
     Args:
-        distances: (n,) tokens, of either sign.
+        distances: (n,) tokens, positive or negative.
         base: base of the frequencies, positive.
 
     Returns:
@@ -84,7 +84,7 @@ def power_integral(distances: Tensor, *, alpha: float) -> Tensor:
     """Return the limit of the score with frequencies `s^alpha`, `integral_0^1 cos(d s^alpha) ds`, by quadrature.
 
     Args:
-        distances: (n,) tokens, of either sign.
+        distances: (n,) tokens, positive or negative.
         alpha: exponent of the power law, positive.
 
     Returns:
@@ -97,8 +97,8 @@ def power_asymptote(distances: Tensor, *, alpha: float) -> Tensor:
     """Return the leading term of `power_integral`, `Gamma(1 + 1/alpha) cos(pi/(2 alpha)) |d|^(-1/alpha)`.
 
     Args:
-        distances: (n,) tokens, of either sign, not 0.
-        alpha: above 1.
+        distances: (n,) tokens, positive or negative, not 0.
+        alpha: exponent of the power law, above 1.
 
     Returns:
         (n,) float64.
@@ -110,7 +110,7 @@ def power_asymptote(distances: Tensor, *, alpha: float) -> Tensor:
 # ------------------------------------------------------------------------------------------ any frequencies and weights
 
 Values = complex | Sequence[complex] | Tensor | Function
-"""Frequencies or weights: a number, a list, or a function of t between 0 and 1."""
+"""Frequencies or weights: a number, a list, or a function of t between 0 and 1, see `wave_integral`."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class WaveDecay(Result):
     """Mean of waves by distance: the sum over F pairs, and the integral that it approaches.
 
     Attributes:
-        distances: (n,) float64, tokens of either sign.
+        distances: (n,) float64, tokens, positive or negative.
         frequencies: (F,) float64, radians per token of the terms of the sum.
         weights: (F,) complex128, `h_u` of the terms of the sum.
         sum: (n,) complex128, `1/F sum_u h_u e^(i d w_u)`; its real part is the score.
@@ -140,24 +140,24 @@ class WaveDecay(Result):
 def wave_decay(
     distances: int | Sequence[int] | Tensor, theta: Values, weights: Values | None = None, *, pairs: int | None = None
 ) -> WaveDecay:
-    """Return the mean of waves of any frequencies and weights by distance: the finite sum beside the integral.
+    """Return the mean of waves by distance, for any frequencies and weights: the finite sum and the integral.
 
     Args:
-        distances: tokens of either sign; a number n means -n .. n.
+        distances: tokens, positive or negative; a number n means -n .. n.
         theta: the frequencies, see `wave_integral`.
         weights: `h`, see `wave_integral`.
-        pairs: F, the number of terms of the sum; None means the length of a list, or 64. Terms of a function stand at
+        pairs: F, the number of terms of the sum; None means the length of a list, or 64. A function is evaluated at
             `t = u / F`, as in Vaswani et al. 2017.
 
     Returns:
         WaveDecay.
 
     Raises:
-        ValueError: if lists and `pairs` differ in number, and as for `wave_integral`.
+        ValueError: if lists and `pairs` differ in number, or for the reasons of `wave_integral`.
     """
     listed = range(-distances, distances + 1) if isinstance(distances, int) else distances
     d = torch.as_tensor(listed if isinstance(listed, Tensor) else list(listed), dtype=torch.float64)
-    curves = _curve(theta, "theta"), _curve(1.0 if weights is None else weights, "weights")
+    curves = _make_curve(theta, "theta"), _make_curve(1.0 if weights is None else weights, "weights")
     counts = {len(each.listed) for each in curves if each.listed is not None} | ({pairs} if pairs else set())
     if len(counts) > 1:
         raise ValueError(f"frequencies, weights and pairs are of different number: {sorted(counts)}")
@@ -171,7 +171,7 @@ def wave_sum(distances: Tensor, frequencies: Tensor, weights: Tensor | None = No
     """Return the mean of waves, `1/F sum_u h_u e^(i d w_u)`.
 
     Args:
-        distances: (n,) tokens, of either sign.
+        distances: (n,) tokens, positive or negative.
         frequencies: (F,) radians per token.
         weights: `h`, (..., F) real or complex; None means 1.
 
@@ -187,11 +187,10 @@ def wave_integral(distances: Tensor, theta: Values, weights: Values | None = Non
     """Return the limit of `wave_sum` for many pairs, `integral_0^1 h(t) e^(i d theta(t)) dt`, by adaptive quadrature.
 
     Args:
-        distances: (n,) tokens, of either sign.
-        theta: the frequencies in radians per token. A number b stands for `b^-t` (10000 in Vaswani et al. 2017), a
-            function such as `lambda t: t**2` for itself. Each of F values in a list stands in the middle of its share
-            of 0 .. 1, with straight lines between them.
-        weights: `h`, real or complex: a function of t or a list likewise, or a number; None means 1.
+        distances: (n,) tokens, positive or negative.
+        theta: the frequencies in radians per token: a number b for `b^-t` (10000 in Vaswani et al. 2017), a function
+            such as `lambda t: t**2`, or a list. A list of F values is interpolated linearly between t = (u + 1/2) / F.
+        weights: `h`, real or complex: a number, a function of t, or a list that is interpolated. None means 1.
 
     Returns:
         (n,) complex128, to about 1e-11 of the size of h for distances of thousands of tokens.
@@ -200,12 +199,14 @@ def wave_integral(distances: Tensor, theta: Values, weights: Values | None = Non
         ValueError: for a base that is not positive and finite, an empty list, values that are not finite, or functions
             that oscillate too fast to be integrated.
     """
-    return _integral(distances.double(), _curve(theta, "theta"), _curve(1.0 if weights is None else weights, "weights"))
+    return _integral(
+        distances.double(), _make_curve(theta, "theta"), _make_curve(1.0 if weights is None else weights, "weights")
+    )
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """A function of t between 0 and 1, with the values that it goes through where these were listed."""
+    """A function of t between 0 and 1, and the list of values that it interpolates, or None."""
 
     function: Function
     listed: Tensor | None = None
@@ -216,13 +217,13 @@ class _Curve:
 
     @property
     def knots(self) -> Tensor:
-        """The places in (0, 1) where the function may have a corner."""
+        """The numbers t in (0, 1) where an interpolated function can have a corner."""
         count = 0 if self.listed is None else len(self.listed)
         return (torch.arange(count, dtype=torch.float64) + 0.5) / max(count, 1)
 
 
-def _curve(values: Values, what: str) -> _Curve:
-    """Return the function that frequencies (`theta`) or `weights` stand for."""
+def _make_curve(values: Values, what: str) -> _Curve:
+    """Return the function for frequencies (`what` is `theta`) or weights (`weights`)."""
     if isinstance(values, (int, float, complex)):
         if what == "weights":
             return _Curve(lambda t: values * torch.ones_like(t))
@@ -256,11 +257,11 @@ NODES = 16
 """Gauss-Legendre nodes per panel."""
 
 PANELS = 2**16
-"""Most panels at a time. If there are more, halving them does not help."""
+"""Largest number of panels at a time. With more, further halving does not help."""
 
 
 def _integral(distances: Tensor, theta: _Curve, weights: _Curve) -> Tensor:
-    """Return integrals by halving panels until two halves agree with the whole, 64 distances at a time."""
+    """Return integrals, 64 distances at a time. Panels are halved until the two halves agree with the whole panel."""
     points, shares = _gauss_legendre(NODES)
     even = torch.arange(9, dtype=torch.float64) / 8
     edges = torch.cat([even, theta.knots, weights.knots]).unique()
@@ -277,12 +278,12 @@ def _integral(distances: Tensor, theta: _Curve, weights: _Curve) -> Tensor:
         raise ValueError("frequencies and weights must be finite between 0 and 1")
     results = []
     for d in distances.split(64):
-        allowed = size * (1e-12 + 1e-15 * fastest * d.abs().max().item())  # rounded angles are not better than that
+        allowed = size * (1e-12 + 1e-15 * fastest * d.abs().max().item())  # includes the rounding of angles
         low, high = edges[:-1], edges[1:]
         whole, total = panels(d, low, high), torch.zeros(len(d), dtype=torch.complex128)
         while len(low):
             if len(low) > PANELS:
-                raise ValueError("these waves turn too fast to be integrated: give fewer tokens or lower frequencies")
+                raise ValueError("waves oscillate too fast to be integrated: give fewer tokens or lower frequencies")
             middle = (low + high) / 2
             left, right = panels(d, low, middle), panels(d, middle, high)
             done = (left + right - whole).abs().amax(0) <= allowed * (high - low).clamp(min=1e-3)

@@ -1,6 +1,6 @@
 """Figures of the theory: waves, grids, expansions, Hessians, terms of scores, tables. They need matplotlib.
 
-Every function returns a `matplotlib.figure.Figure`, as those of `hf_posenc.analysis.plots` do, whose `save` writes it.
+Every function returns a `matplotlib.figure.Figure`. Write it with `hf_posenc.analysis.plots.save`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def wave_curves(found: Mapping[str, Mapping[str, Decay]], *, title: str = "") ->
 
     Args:
         found: label -> result of `WaveDecay.curves` or `RotaryWeights.curves`; means over layers and heads are drawn.
-        title: above the axes; empty means none.
+        title: text above the axes; empty means none.
 
     Raises:
         ValueError: if there are no curves.
@@ -64,7 +64,7 @@ def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
 
     Args:
         scores: result of `hf_posenc.theory.grid_decay`, (2 n + 1, 2 n + 1).
-        title: above the axes; empty means none.
+        title: text above the axes; empty means none.
     """
     reach = len(scores) // 2 + 0.5
     shape: style.Look = {"origin": "lower", "aspect": "equal", "extent": (-reach, reach, -reach, reach)}
@@ -79,7 +79,7 @@ def mixed_hessian(found: MixedHessian, *, title: str = "") -> Figure:
 
     Args:
         found: result of `hf_posenc.theory.mixed_hessian`.
-        title: above the axes; empty means none.
+        title: text above the axes; empty means none.
     """
     shares = f"diagonal: {found.diagonal_share:.2%}, without structure {1 / found.block.shape[1]:.2%}"
     xlabel, ylabel = f"coordinate of n = {found.second} ({shares})", f"coordinate of m = {found.first}"
@@ -94,7 +94,7 @@ def negative_products(found: NegativeProducts, *, title: str = "") -> Figure:
 
     Args:
         found: result of `hf_posenc.theory.negative_products`.
-        title: above the axes; empty means none.
+        title: text above the axes; empty means none.
     """
     layers, heads = found.shares.shape
     size: style.Look = {"width": 2.4 + 0.3 * max(heads, 8), "height": min(9.0, 1.6 + 0.3 * layers)}
@@ -108,13 +108,14 @@ def negative_products(found: NegativeProducts, *, title: str = "") -> Figure:
 def embedding_statistics(found: Mapping[str, EmbeddingStatistics], *, title: str = "") -> Figure:
     """Draw norms, diagonal shares of covariances, and distances of neighbouring positions of several models.
 
+    A filled mark is the measured diagonal share, an open mark that of independent coordinates.
+
     Args:
-        found: label -> result of `hf_posenc.theory.embedding_statistics`. The open mark beside a diagonal share is that
-            of independent coordinates.
-        title: above the panels; empty means none.
+        found: label -> result of `hf_posenc.theory.embedding_statistics`.
+        title: text above the panels; empty means none.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are no results.
         ImportError: without matplotlib.
     """
     style.require(found, "statistics")
@@ -160,11 +161,11 @@ def _norms_and_diagonals(norms: Axes, diagonals: Axes, sets: Mapping[str, Vector
 
 
 def position_scores(found: PositionScores, *, title: str = "") -> Figure:
-    """Draw the bias by distance that is closest to the scores of positions, and the share it explains, head by head.
+    """Draw the bias by distance that fits the scores of positions best. The legend gives the share that it explains.
 
     Args:
         found: result of `hf_posenc.theory.position_scores`.
-        title: above the axes; empty means none.
+        title: text above the axes; empty means none.
     """
     labels = [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
     with style.one_panel(title, xlabel="distance (tokens)", ylabel="bias (nats)") as (figure, axes):
@@ -178,8 +179,8 @@ def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
     """Draw the sizes of the terms of Su's expansion and of its residual, for the input of each layer and the output.
 
     Args:
-        found: result of `hf_posenc.theory.expansion`. Where a term is 0 there is no mark.
-        title: above the axes; empty means none.
+        found: result of `hf_posenc.theory.expansion`. A term that is 0 has no mark.
+        title: text above the axes; empty means none.
     """
     rows = [*found.layers, found.output]
     words = {
@@ -196,7 +197,7 @@ def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
         for name, look in drawn:
             sizes = [terms.sizes[name] or math.nan for terms in rows]
             axes.plot(sizes[:-1], **look)
-            axes.plot([last], sizes[-1:], **{**look, "label": None})  # of another function, so not joined
+            axes.plot([last], sizes[-1:], **{**look, "label": None})  # not joined, because it is another function
         axes.set_yscale("log")
         places = range(0, last, math.ceil(last / 16))
         axes.set_xticks([*places, last], [*map(str, places), "output"])
@@ -204,11 +205,11 @@ def expansion_terms(found: Expansion, *, title: str = "") -> Figure:
 
 
 def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
-    """Draw the shares of the four terms in the attention scores of each layer and head, a panel for each term.
+    """Draw the shares of the four terms in the attention scores, a panel for each term with layers and heads.
 
     Args:
         measured: result of `hf_posenc.theory.score_terms`.
-        title: above the panels; empty means none.
+        title: text above the panels; empty means none.
 
     Raises:
         ValueError: if there are no layers.

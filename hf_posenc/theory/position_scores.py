@@ -1,4 +1,4 @@
-"""Scores that a table of positions gives by itself, and the share of them that a bias by distance can carry."""
+"""Measure the scores between position vectors of a table, and the share of them that a bias by distance explains."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ..measurement import Result
 
 @dataclass(frozen=True)
 class PositionScores(Result):
-    """Scores between positions, over all pairs of a query and a key that is not ahead of it.
+    """Scores between positions, over all pairs of a query and a key at or before it.
 
     Attributes:
         label: the model's class, or the caller's name for the table.
-        first: position of the first query and key that count.
+        first: first position that counts, for queries and keys.
         explained: (H,) share of the variance of the scores that their mean by distance explains (R^2).
-        explained_in_rows: (H,) share of the scores' squared deviations from their query's mean that `bias` explains.
-            Each query may add a constant to its scores, because the softmax does not see it.
+        explained_in_rows: (H,) share that `bias` explains of the scores' squared deviations from their query's mean.
+            The softmax ignores a constant that all scores of a query share.
         mean: (H, T) float64, mean score by distance.
-        bias: (H, T) float64, the bias by distance that is closest to the scores by least squares, up to a constant of
-            each query. Its mean over pairs is 0.
-        deviation: (H,) root mean square of the scores' deviations from their query's mean, in nats: the effect of
+        bias: (H, T) float64, least-squares fit of a bias by distance to the scores. Every query has a free constant.
+            The mean of the bias over pairs is 0.
+        deviation: (H,) root mean square of the scores' deviations from their query's mean, in nats. It is the effect of
             positions alone on attention.
     """
 
@@ -69,29 +69,30 @@ def position_scores(
     samples: int = 32,
     progress: bool = False,
 ) -> PositionScores:
-    """Measure the scores that the table of positions of a model gives in its first layer.
+    """Measure the scores between the position vectors of a model's table, in its first layer.
 
-    There the hidden state is exactly token plus position. Before queries and keys are made a norm divides by the length
-    of the sum, so positions have no separate part. Two quantities are well defined. Without tokens, positions enter the
-    layer alone, normed by their own length. With tokens, queries and keys are averaged at each position over these
-    tokens, norm included. The product of the two means is then the mean score of two positions over pairs of tokens. It
-    includes the effect of a key's position on an average query.
+    There the hidden state is the sum of token and position. But a norm divides it by the length of the sum before
+    queries and keys are computed, so positions have no separate part. Two quantities are well defined:
+
+    - Without tokens, the position vectors alone enter the layer.
+    - With tokens, the queries and keys at each position are averaged over these tokens. Their product is the mean score
+      of two positions over pairs of tokens. It includes the effect of a key's position on an average query.
 
     Args:
-        model: stock, with a table of positions that is added to its hidden states.
+        model: a stock model with a table of positions that is added to its hidden states.
         tokens: (n,) or (B, T) integers; None means positions alone.
         length: number of positions from 0; None means the whole table.
-        first: position from which queries and keys count; the very first ones are often unlike all others.
-        samples: largest number of tokens that are averaged over, evenly spread; each costs the queries and keys of one
-            layer.
+        first: first position that counts. The very first positions are often unlike all others.
+        samples: largest number of tokens in the average, evenly spread over `tokens`. Each token takes one pass through
+            the layer's queries and keys.
         progress: show a progress bar.
 
     Returns:
         PositionScores with the heads of the first layer.
 
     Raises:
-        UnsupportedModelError: if the model has no table of positions, is patched, or its layers are not served.
-        ValueError: for positions that the table does not have, fewer than 3 that count, or no tokens.
+        UnsupportedModelError: if the model has no table of positions, is patched, or has an unsupported family.
+        ValueError: if the table is shorter than `length`, if fewer than 3 positions count, or if `tokens` is empty.
     """
     if patch_of(model) is not None:
         raise UnsupportedModelError("the table of a stock model is measured: unpatch the model first")
@@ -111,30 +112,30 @@ def position_scores(
 def _calls(
     model: PreTrainedModel, base: BaseModel, table: Tensor, tokens: Tensor | None, samples: int, progress: bool
 ) -> list[Call]:
-    """Return calls of the first layer's attention with all positions: alone, or added to each of some tokens."""
-    some = next(base.found.token_embedding.parameters())
+    """Return calls of the first layer's attention with all position vectors: alone, or one call for each token."""
+    weight = next(base.found.token_embedding.parameters())
     layer = min(base.sizes)
-    found, attention = base.found.layers[layer], base.found.attention_of[layer]
-    dummy = torch.zeros(1, len(table), dtype=torch.int64, device=some.device)
-    seen = observe(model, dummy, [layer])[layer]
-    hidden = [vectors := table.to(some)]
+    module, attention = base.found.layers[layer], base.found.attention_of[layer]
+    dummy = torch.zeros(1, len(table), dtype=torch.int64, device=weight.device)
+    observed = observe(model, dummy, [layer])[layer]
+    hidden = [vectors := table.to(weight)]
     if tokens is not None:
         chosen = tokens.flatten()[torch.linspace(0, tokens.numel() - 1, min(samples, tokens.numel())).long()]
-        singles = chosen.to(some.device).view(-1, 1, 1)
-        hidden = [entering(base.found.decoder, found, each)[0, 0] - vectors[0] + vectors for each in singles]
+        texts = chosen.to(weight.device).view(-1, 1, 1)  # of one token
+        hidden = [entering(base.found.decoder, module, text)[0, 0] - vectors[0] + vectors for text in texts]
     bar = tqdm(hidden, disable=not progress, desc="scores of positions", unit="token")
-    return [attention_call(found, attention, each[None], seen.layer).widened() for each in bar]
+    return [attention_call(module, attention, each[None], observed.layer).widened() for each in bar]
 
 
 @torch.no_grad()
 def scores_between(query: Tensor, key: Tensor, *, scaling: float, first: int = 0, label: str = "") -> PositionScores:
-    """Measure how much of the scores of queries and keys of positions depends on their distance alone.
+    """Measure how much of the scores between positions their distance explains.
 
     Args:
-        query: (H, T, D) of the positions 0, 1, ...
-        key: (H, T, D).
-        scaling: factor of the scores, 1/sqrt(D) as a rule.
-        first: position from which queries and keys count.
+        query: (H, T, D) queries of the positions 0 .. T - 1.
+        key: (H, T, D) keys of these positions.
+        scaling: factor of the scores, usually 1/sqrt(D).
+        first: first position that counts, for queries and keys.
         label: name of the table.
 
     Returns:
@@ -149,11 +150,11 @@ def scores_between(query: Tensor, key: Tensor, *, scaling: float, first: int = 0
     index = torch.arange(count, device=query.device)
     lag = index[:, None] - index
     past = lag >= 0
-    pairs = count - index.double()  # at each distance
-    keys = 1 + index.double()  # of each query
-    # Normal equations of the bias, the constants of the queries eliminated: queries from max(d, d') on have both.
+    pairs = count - index.double()  # number of pairs at each distance
+    keys = 1 + index.double()  # number of keys of each query
+    # Normal equations of the bias, without the queries' constants. Queries from max(d, d') on have both distances.
     common = (1 / keys).flip(0).cumsum(0).flip(0)[torch.maximum(index[:, None], index)]
-    normal = torch.diag(pairs) - common + 1.0  # a constant is free, and this one makes the bias sum to 0
+    normal = torch.diag(pairs) - common + 1.0  # + 1 makes the bias sum to 0, as its constant is free
     factor = torch.linalg.cholesky(normal)
     rows = []
     for q, k in zip(query[:, first:].double(), key[:, first:].double(), strict=True):
@@ -166,14 +167,14 @@ def scores_between(query: Tensor, key: Tensor, *, scaling: float, first: int = 0
             return (values - values.sum(1, keepdim=True) / keys[:, None]).masked_fill(~past, 0.0)
 
         mean = by_distance(scores) / pairs
-        whole = (scores - scores.sum() / past.sum())[past].square().sum()
-        left = (scores - mean[lag.clamp(min=0)])[past].square().sum()
+        variance = (scores - scores.sum() / past.sum())[past].square().sum()
+        residual = (scores - mean[lag.clamp(min=0)])[past].square().sum()
         centred = within(scores)
         bias = torch.cholesky_solve(by_distance(centred)[:, None], factor)[:, 0]
         bias = bias - (bias * pairs).sum() / pairs.sum()
-        in_rows = centred.square().sum()
-        unexplained = within((scores - bias[lag.clamp(min=0)]).masked_fill(~past, 0.0)).square().sum()
+        variance_in_rows = centred.square().sum()
+        residual_in_rows = within((scores - bias[lag.clamp(min=0)]).masked_fill(~past, 0.0)).square().sum()
         tiny = torch.finfo(torch.float64).tiny
-        shares = 1 - left / whole.clamp(min=tiny), 1 - unexplained / in_rows.clamp(min=tiny)
-        rows.append((*shares, mean, bias, (in_rows / past.sum()).sqrt()))
+        shares = 1 - residual / variance.clamp(min=tiny), 1 - residual_in_rows / variance_in_rows.clamp(min=tiny)
+        rows.append((*shares, mean, bias, (variance_in_rows / past.sum()).sqrt()))
     return PositionScores(label, first, *(torch.stack(part).cpu() for part in zip(*rows, strict=True)))

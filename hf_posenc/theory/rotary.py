@@ -1,4 +1,4 @@
-"""Products of queries and keys that RoPE turns in a model: the weights of its waves."""
+"""Measure the weights of RoPE's waves in a model: the mean products of queries and keys before they are rotated."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .integrals import wave_integral, wave_sum
 
 @dataclass(frozen=True)
 class RotaryWeights(Result):
-    """Mean products of a query and a key before RoPE turns them, for each layer, head and pair of a model.
+    """Mean products of a query and a key before RoPE rotates them, by layer, head and pair of dimensions.
 
     Attributes:
         label: the model's class.
-        layers: indices of the N layers that turn.
+        layers: indices of the N layers that rotate.
         frequencies: (N, F) float64, radians per token.
         weights: (N, H, F) complex128, `h_u` times the scaling of the scores. A pair (x, y) of q or k is the complex
             number x + iy, and `h_u` is the mean of `q_u conj(k_u)`.
-        still: (N, H) float64, the mean product of the dimensions that do not turn, times the scaling.
+        still: (N, H) float64, the mean product of the dimensions that are not rotated, times the scaling.
     """
 
     label: str
@@ -41,24 +41,24 @@ class RotaryWeights(Result):
     still: Tensor
 
     def decay(self, distances: Sequence[int]) -> Decay:
-        """Return the score by distance for queries and keys that are the same at every distance.
+        """Return the mean score by distance, as if queries and keys did not depend on their distance.
 
-        It is `still + Re sum_u h_u e^(i d w_u)`, not divided by its value at 0, because h has either sign.
+        It is `still + Re sum_u h_u e^(i d w_u)`. It is not divided by its value at 0, which can be negative.
 
         Args:
-            distances: tokens, of either sign.
+            distances: distances in tokens, positive or negative.
         """
         d = torch.tensor(list(distances), dtype=torch.int64)
         sums = [wave_sum(d, w, h).real * len(w) for w, h in zip(self.frequencies, self.weights, strict=True)]
         return Decay(self.label, d, torch.stack(sums) + self.still[..., None])
 
     def integral(self, distances: Sequence[int], *, progress: bool = False) -> Decay:
-        """Return the limit of `decay` with more and more pairs between the F pairs of the model.
+        """Return the limit of `decay` for infinitely many pairs, interpolated between the F pairs of the model.
 
         It is `still + F Re integral_0^1 h(t) e^(i d theta(t)) dt`, see `wave_integral`.
 
         Args:
-            distances: tokens, of either sign.
+            distances: distances in tokens, positive or negative.
             progress: show a progress bar.
         """
         d = torch.tensor(list(distances), dtype=torch.int64)
@@ -70,10 +70,10 @@ class RotaryWeights(Result):
         return Decay(self.label, d, torch.stack(rows) + self.still[..., None])
 
     def curves(self, distances: Sequence[int], *, progress: bool = False) -> dict[str, Decay]:
-        """Return sum (`decay`) and `integral`, for `plots.wave_curves`.
+        """Return `sum` (from `decay`) and `integral`, for `plots.wave_curves`.
 
         Args:
-            distances: tokens, of either sign.
+            distances: distances in tokens, positive or negative.
             progress: show a progress bar.
         """
         return {"sum": self.decay(distances), "integral": self.integral(distances, progress=progress)}
@@ -81,10 +81,10 @@ class RotaryWeights(Result):
 
 @torch.no_grad()
 def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = False) -> RotaryWeights:
-    """Measure the products that RoPE turns on a text, over all pairs of a query and a key that is not ahead of it.
+    """Measure the mean products of a text's queries and keys, over all pairs of a query and a key at or before it.
 
     Args:
-        model: patched or stock. All its layers turn by one module, or do not turn at all.
+        model: a patched or stock model. All its layers that rotate must use the same rotary module.
         tokens: (T,) or (B, T) text without padding, T >= 2.
         progress: show a progress bar.
 
@@ -92,50 +92,50 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
         RotaryWeights.
 
     Raises:
-        ValueError: if the model turns nothing, or if its layers have different rotations.
+        ValueError: if the model rotates nothing, or if its layers have different rotations.
         UnsupportedModelError: for latent attention.
     """
     tokens = probe.check_tokens(tokens, 2)
     base, label = BaseModel.of(model), type(model).__name__
     rotary, angles = probe.rotary_of(model)
     if rotary is None:
-        raise ValueError(f"this {label} turns nothing")
+        raise ValueError(f"this {label} rotates nothing")
     states = [on_attention(attention) for attention in base.found.attentions]
-    own = {None if state.rotation is None else state.pairs for state in states}
-    if len(own) > 1 or any(on_layer(layer).rotation is not None for layer in base.found.layers):
-        raise ValueError(f"the layers of this {label} have rotations of their own")
+    layouts = {None if state.rotation is None else state.pairs for state in states}
+    if len(layouts) > 1 or any(on_layer(layer).rotation is not None for layer in base.found.layers):
+        raise ValueError(f"the layers of this {label} have different rotations")
     if base.family.rotation.attention_part is not None:
-        raise UnsupportedModelError(f"{label}: latent attention keeps apart what it turns: its pairs are not looked at")
-    on_attentions = own.pop()  # of a base that rotates nothing itself
-    turning = [index for index in base.found.attention_of if on_attentions or base.rotated[index]]
+        raise UnsupportedModelError(f"{label}: pairs of latent attention cannot be measured")
+    patched_layout = layouts.pop()  # None unless a patch rotates in attention modules
+    rotating = [index for index in base.found.attention_of if patched_layout or base.rotated[index]]
     with evaluation(model):
-        calls = {index: seen.call for index, seen in observe(model, tokens.to(model.device), turning).items()}
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+        calls = {index: each.call for index, each in observe(model, tokens.to(model.device), rotating).items()}
+    measured: list[tuple[Tensor, Tensor, Tensor]] = []
     for index, call in tqdm(calls.items(), disable=not progress, desc="products", unit="layer"):
-        kind = probe.layer_type(model, rotary, index)
-        cos, sin = probe.rotations(rotary, torch.arange(tokens.shape[1]), kind, angles)
-        back = torch.polar(torch.ones_like(cos), -torch.atan2(sin, cos))
+        layer_type = probe.layer_type(model, rotary, index)
+        cos, sin = probe.rotations(rotary, torch.arange(tokens.shape[1]), layer_type, angles)
+        inverse = torch.polar(torch.ones_like(cos), -torch.atan2(sin, cos))
         call = call.widened()
-        pairs = on_attentions or base.rotation.pairs
-        (query, rest), (key, others) = (
-            _in_pairs(each.double().cpu(), len(back[0]), pairs) for each in (call.query, call.key)
+        layout = patched_layout or base.rotation.pairs
+        (query, still_query), (key, still_key) = (
+            _in_pairs(each.double().cpu(), len(inverse[0]), layout) for each in (call.query, call.key)
         )
-        weights = _mean_product(query * back, key * back)
-        still = _mean_product(rest, others).sum(-1)
-        found.append((-back[1].angle(), weights * call.scaling, still * call.scaling))
-    frequencies, weights, still = (torch.stack(each) for each in zip(*found, strict=True))
+        weights = _mean_product(query * inverse, key * inverse)
+        still = _mean_product(still_query, still_key).sum(-1)
+        measured.append((-inverse[1].angle(), weights * call.scaling, still * call.scaling))
+    frequencies, weights, still = (torch.stack(each) for each in zip(*measured, strict=True))
     return RotaryWeights(label, tuple(calls), frequencies, weights, still)
 
 
 def _in_pairs(x: Tensor, pairs: int, layout: str) -> tuple[Tensor, Tensor]:
-    """Return the pairs of (B, H, T, D) that turn, complex (B, H, T, pairs), and the other dimensions."""
-    turning, still = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    """Split (B, H, T, D) into the rotated pairs, complex (B, H, T, pairs), and the other dimensions."""
+    rotated, still = x[..., : 2 * pairs], x[..., 2 * pairs :]
     if layout == "half":
-        return torch.complex(turning[..., :pairs], turning[..., pairs:]), still
-    return torch.complex(turning[..., ::2], turning[..., 1::2]), still
+        return torch.complex(rotated[..., :pairs], rotated[..., pairs:]), still
+    return torch.complex(rotated[..., ::2], rotated[..., 1::2]), still
 
 
 def _mean_product(query: Tensor, key: Tensor) -> Tensor:
-    """Return the mean of `q_i conj(k_j)`, j <= i, of (B, H, T, F) over texts and pairs, (H, F)."""
+    """Return the mean of `q_i conj(k_j)` over texts and positions j <= i, (H, F), for inputs (B, H, T, F)."""
     batch, _, length, _ = query.shape
     return (query * key.cumsum(2).conj()).sum((0, 2)) / (batch * length * (length + 1) / 2)

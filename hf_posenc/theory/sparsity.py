@@ -1,8 +1,8 @@
-"""Share of negative products of queries and keys, which a ReLU in front of the softmax sets to zero.
+"""Measure the share of negative products of queries and keys. A ReLU before the softmax sets these to zero.
 
-DA-Transformer (Wu et al. 2021, arXiv:2010.06925) clips products at 0 before it multiplies them by its factors, so that
-a factor above 1 does not push a negative product further down. It calls the result sparse. The scores are sparse, the
-weights are not: a score of 0 has a weight, `e^0` before the softmax divides.
+DA-Transformer (Wu et al. 2021, arXiv:2010.06925) clips products at 0 before it multiplies them by its factors. So a
+factor above 1 does not lower a negative product further. The paper calls the result sparse. The scores are sparse, but
+the weights are not: a score of 0 contributes `e^0` to the softmax.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Statistics of token and position embeddings, for the assumptions of Su's expansion.
+"""Statistics of token and position embeddings, for the assumptions of Su's expansion (`expansion.py`).
 
-Su Jianlin (2021, spaces.ac.cn/archives/8231) expands a model to second order in the vectors that two positions add to
-the embeddings, `f ~ f_0 + p_m . df/dp_m + p_n . df/dp_n + ... + p_m^T H p_n`. He assumes that `H` is close to diagonal,
-and arrives at sinusoids. Whether positions are small beside tokens is measured here, and `H` itself in `expansion.py`.
+Su Jianlin (2021, spaces.ac.cn/archives/8231) expands a model to second order in the vectors of two positions. The
+expansion assumes that these vectors are small compared to token embeddings, which is measured here.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ class VectorStatistics(Result):
         count: number of vectors.
         mean_norm: mean of the Euclidean norms.
         std_norm: standard deviation of the Euclidean norms.
-        diagonal_share: sum of the squared diagonal entries of the covariance over the sum of all squared entries. It is
-            1 for a diagonal covariance, about 1/E for one direction that is spread over all coordinates.
-        independent_share: mean `diagonal_share` of as many vectors of independent normal coordinates with these
-            variances. It is below 1, because a covariance of n vectors is an estimate.
-        correlation: root mean square of the correlations of two coordinates. With n vectors of independent coordinates
-            it is `1 / sqrt(n - 1)`.
-        dimensions: number of directions that the vectors spread over, between 1 and E: `(sum of the eigenvalues)^2 /
-            sum of their squares` of the covariance.
-        common: norm of the mean vector over the mean norm, the share of a vector that all have in common.
+        diagonal_share: squared diagonal entries of the covariance, divided by all squared entries. It is 1 for a
+            diagonal covariance, and about 1/E if all vectors lie along one direction.
+        independent_share: expected `diagonal_share` of the same number of vectors, with independent normal coordinates
+            of the same variances. It is below 1, because the covariance of n vectors is an estimate.
+        correlation: root mean square correlation of two coordinates. For n vectors of independent coordinates it is
+            `1 / sqrt(n - 1)`.
+        dimensions: effective number of directions, between 1 and E: the squared sum of the covariance's eigenvalues,
+            divided by the sum of their squares.
+        common: norm of the mean vector, divided by the mean norm: the share that all vectors have in common.
     """
 
     count: int
@@ -53,13 +52,12 @@ class EmbeddingStatistics(Result):
 
     Attributes:
         label: the model's class.
-        tokens: token embeddings as they enter the model, each as often as the text has it. Without a text, each row of
-            the matrix once.
-        positions: position vectors of as many positions as the text has tokens, without a text of all rows. None, as
-            are the following, if the model adds no vectors.
-        ratio: mean norm of positions over mean norm of tokens.
-        neighbour_distances: (T - 1,) `|p_{t+1} - p_t|`.
-        distance_share: share of the distance in the products `<p_m, p_n>`, see `distance_share`.
+        tokens: statistics of the embeddings of the text's tokens, with repetitions; without a text, of all rows.
+        positions: statistics of the position vectors of the text's positions; without a text, of all rows. This and
+            the following attributes are None if the model adds no vectors.
+        ratio: mean norm of position vectors, divided by the mean norm of token embeddings.
+        neighbour_distances: (T - 1,) distances `|p_{t+1} - p_t|`.
+        distance_share: share of the products `<p_m, p_n>` that depends on distance, see `distance_share`.
     """
 
     label: str
@@ -76,7 +74,7 @@ def vector_statistics(vectors: Tensor) -> VectorStatistics:
     norms, mean = vectors.norm(dim=-1), vectors.mean(0)
     covariance = (vectors - mean).T @ (vectors - mean) / (len(vectors) - 1)
     variances = covariance.diagonal()
-    # Wishart: an estimated covariance of two independent coordinates is 0 on average, its square v w / (n - 1).
+    # Wishart: for independent coordinates the expected square of a covariance estimate is v w / (n - 1).
     diagonal = variances.square().sum()
     others = (variances.sum().square() - diagonal) / (len(vectors) - 1)
     size = len(variances)
@@ -95,7 +93,12 @@ def vector_statistics(vectors: Tensor) -> VectorStatistics:
 
 
 def diagonal_share(matrix: Tensor, rows: Sequence[int] | None = None) -> float:
-    """Return the squared diagonal of (n, E) over all its squares; row r has its diagonal entry in column `rows[r]`."""
+    """Return the squared diagonal entries of a matrix (n, E), divided by all squared entries.
+
+    Args:
+        matrix: some rows of a square matrix.
+        rows: column of each row's diagonal entry; None means 0 .. n - 1.
+    """
     index = torch.arange(len(matrix)) if rows is None else torch.tensor(list(rows))
     squares = matrix.double().square()
     return (squares.gather(1, index[:, None]).sum() / squares.sum().clamp(min=1e-300)).item()
@@ -103,17 +106,17 @@ def diagonal_share(matrix: Tensor, rows: Sequence[int] | None = None) -> float:
 
 @torch.no_grad()
 def embedding_statistics(model: PreTrainedModel, tokens: Tensor | None = None) -> EmbeddingStatistics:
-    """Compare token and position embeddings of a model.
+    """Compare the token and position embeddings of a model.
 
     Args:
-        model: patched or stock.
-        tokens: (T,) or (B, T) text, T >= 2; None means the whole matrices, every row once.
+        model: a patched or stock model.
+        tokens: (T,) or (B, T) text, T >= 2; None means all rows of both tables.
 
     Returns:
         EmbeddingStatistics.
 
     Raises:
-        ValueError: as `position_vectors`.
+        ValueError: if there are too few position vectors, see `position_vectors`.
     """
     embedding, label = probe.parts(model).token_embedding, type(model).__name__
     if tokens is None:
@@ -133,10 +136,9 @@ def embedding_statistics(model: PreTrainedModel, tokens: Tensor | None = None) -
 
 
 def distance_share(products: Tensor) -> float:
-    """Return the share of the variance of products (T, T) of two positions that their distance alone explains.
+    """Return the share of the variance of products (T, T) of two positions that their distance explains.
 
-    It is 1 for sinusoids and for everything else that depends on `m - n` only; the rest is absolute. The products of a
-    position with itself do not count.
+    It is 1 if the products depend only on `m - n`, as for sinusoids. Products of a position with itself do not count.
     """
     products = products.double()
     size = len(products)
@@ -149,9 +151,9 @@ def distance_share(products: Tensor) -> float:
 
 
 def neighbour_distances(vectors: Tensor) -> Tensor:
-    """Return `|p_{t+1} - p_t|` of vectors (T, E), (T - 1,) float64.
+    """Return the distances `|p_{t+1} - p_t|` of vectors (T, E), (T - 1,) float64.
 
-    For sinusoids all are one number, `2 sqrt(sum_u sin^2(w_u / 2))` times the scale. So no position is closer to its
-    neighbour than another, and in a table where the first ones are, training made them so.
+    For sinusoids all distances are equal, `2 sqrt(sum_u sin^2(w_u / 2))` times the scale. In a trained table they can
+    differ.
     """
     return vectors.double().diff(dim=0).norm(dim=-1)

@@ -1,11 +1,11 @@
 """The four terms of an attention score (Dai et al. 2019, arXiv:1901.02860, section 3.3), measured in a model.
 
-Where position vectors `U` are added to the embeddings `E`, a score is a sum of four terms,
+If position vectors `U` are added to the embeddings `E`, a score is the sum of four terms,
 
     A_ij = E_i W_q . W_k E_j + E_i W_q . W_k U_j + U_i W_q . W_k E_j + U_i W_q . W_k U_j
 
-content against content, content against position, and so on. Transformer-XL replaces `U_j` by a vector of the distance,
-and `U_i W_q` by one vector for all positions.
+content with content, content with position, position with content, and position with position. Transformer-XL replaces
+`U_j` by a vector of the distance, and `U_i W_q` by one vector for all positions.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from ..measurement import Result
 from . import vectors
 
 ABSOLUTE: tuple[str, ...] = ("content-content", "content-position", "position-content", "position-position")
-"""Names of the terms where vectors are added: of the query, then of the key."""
-FAR = 1e8
-"""Factor of hidden states that makes all that a layer adds to them negligible, if its norms come first."""
-KEPT = 1e-3
-"""Largest relative change of hidden states multiplied by `FAR`, by a layer that hands them on."""
+"""Names of the terms of models that add vectors: the part of the query, then the part of the key."""
+LARGE = 1e8
+"""Hidden states are multiplied by this. What a pre-norm layer adds to them is then negligible."""
+UNCHANGED = 1e-3
+"""A layer that changes hidden states times `LARGE` by less than this share counts as adding to them."""
 LINEAR = 1e-4
-"""Largest relative residual of queries and keys as sums of content and position; some norms are in float32."""
+"""Largest relative residual of queries and keys as sums of a content and a position part. Some norms are in float32."""
 
 
 @dataclass(frozen=True)
 class LayerTerms(Result):
     """The four terms of the scores of one layer.
 
-    Only the differences between the keys of a query count, because the softmax does not see what they have in common.
+    Only differences between the keys of a query count, because the softmax ignores a common constant.
 
     Attributes:
         index: index of the layer.
-        shares: (H, 4) float64, covariance of each term with the score over the variance of the score, among the visible
-            keys of a query, pooled over queries and texts. The four sum to 1. A term that works against the others is
-            negative.
-        sizes: (H, 4) float64, standard deviation of each term among the keys of a query, pooled likewise, nats.
+        shares: (H, 4) float64, covariance of each term with the score, divided by the variance of the score. Both are
+            taken over the visible keys of a query, and pooled over queries and texts. The four shares sum to 1. A term
+            that counteracts the others has a negative share.
+        sizes: (H, 4) float64, standard deviation of each term over the visible keys of a query, in nats, pooled over
+            queries and texts.
     """
 
     index: int
@@ -64,8 +65,8 @@ class ScoreTerms(Result):
 
     Attributes:
         label: the model's class.
-        names: names of the four terms: `ABSOLUTE`, or those that a scheme gives its own.
-        layers: one entry per layer that was measured.
+        names: names of the four terms: `ABSOLUTE`, or a scheme's names.
+        layers: the measured layers.
         tokens: number of tokens in a text.
     """
 
@@ -75,8 +76,8 @@ class ScoreTerms(Result):
     tokens: int
 
     def __str__(self) -> str:
-        """Return a table of the shares, the mean over heads and the range."""
-        lines = [f"{self.label}: what attention scores are made of (%, mean of the heads, least to most)"]
+        """Return a table of the shares: mean, minimum and maximum over heads."""
+        lines = [f"{self.label}: shares of attention scores (%, mean of the heads, least to most)"]
         lines.append(f"  {'layer':<6}" + "".join(f"{name:>24}" for name in self.names))
         for layer in self.layers:
             percent = 100 * layer.shares
@@ -92,122 +93,128 @@ def score_terms(
 ) -> ScoreTerms:
     """Split the attention scores of a model into Dai's four terms.
 
-    A scheme that has such terms itself (`transformer_xl`) provides them. Otherwise the model must add vectors to its
-    hidden states. The position part of a hidden state is the sum of the vectors that were added up to this layer. All
-    else is content, also what lower layers have made of positions. In the first layer this is the equation of the
-    paper. Norms divide both parts by what they divide their sum by. Biases of norms and projections are content.
-    Queries and keys are taken as they enter the scores, rotated if the model rotates them, before a soft cap.
-    Everything is computed in float64, on a copy if the model is in another dtype.
+    A scheme with four terms in its formula (`transformer_xl`) provides them. Otherwise the model must add vectors to
+    its hidden states. The position part of a hidden state is then the sum of the vectors that were added up to this
+    layer. The rest is content, also what lower layers have computed from positions. In the first layer this is the
+    equation of the paper. A norm divides both parts by the same number as their sum. Biases of norms and projections
+    are content. Queries and keys are rotated if the model rotates them, and scores are taken before a soft cap. The
+    computation is in float64, on a copy if the model has another dtype.
 
     Args:
-        model: patched or stock.
-        tokens: (T,) or (B, T) text without padding, T >= 2; takes some B H T^2 numbers of memory.
-        layers: indices; None means all that have these terms.
+        model: a patched or stock model.
+        tokens: (T,) or (B, T) text without padding, T >= 2; takes about B H T^2 numbers of memory.
+        layers: indices of layers; None means all layers with four terms.
         progress: show a progress bar.
 
     Returns:
         ScoreTerms.
 
     Raises:
-        ValueError: if no layer, or one of those named, has such terms.
-        UnsupportedModelError: if queries and keys are no such sums, or if the vectors do not stay in the hidden states.
+        ValueError: if no layer has four terms, or one of `layers` has not.
+        UnsupportedModelError: if queries and keys are no sums of two parts, or if a layer does not pass the vectors on.
     """
     tokens = probe.check_tokens(tokens, 2)
     label = type(model).__name__
     base = BaseModel.of(model)
     if base.hides_attention:
         raise UnsupportedModelError(
-            f"the attention of a stock {label} never calls transformers' attention interface, so that nobody sees its "
-            'queries and keys: patch it first; patch_model(model, "learned") keeps a trained table as it is'
+            f"the attention of a stock {label} does not call transformers' attention interface, so its queries and "
+            'keys cannot be read: patch it first; patch_model(model, "learned") keeps a trained table as it is'
         )
     with vectors.in_float64(model) as wide:
-        names, rows = _measured(wide, tokens, label, layers, progress)
+        names, rows = _measure_layers(wide, tokens, label, layers, progress)
     return ScoreTerms(label, names, tuple(rows), tokens.shape[1])
 
 
-def _measured(
+def _measure_layers(
     model: PreTrainedModel, tokens: Tensor, label: str, layers: Sequence[int] | None, progress: bool
 ) -> tuple[tuple[str, ...], list[LayerTerms]]:
-    """Return the names of the terms, and the terms of each layer of a model in float64."""
+    """Return the names of the terms, and the terms of the layers of a float64 model."""
     base = BaseModel.of(model)
-    found = base.found
+    modules = base.found
     with evaluation(model), attending(model, base):
-        with recorded(found.layers, behind_hooks=True) as entered:
-            seen = observe(model, tokens, list(found.attention_of))
-        own: dict[int, LayerTerms] = {}
+        with recorded(modules.layers, behind_hooks=True) as entered:
+            observed = observe(model, tokens, list(modules.attention_of))
+        scheme_terms: dict[int, LayerTerms] = {}
         names = ABSOLUTE
-        for index, each in seen.items():
+        for index, each in observed.items():
             if terms := each.call.form.terms(each.call.widened()) if each.call.form else {}:
-                names, own[index] = tuple(terms), _layer(index, list(terms.values()), each.call)
-        modules = vectors.sources(model)
-        unchanged = [index for index, each in seen.items() if each.call.form and not each.call.form.positional]
-        plain = unchanged if modules else []
-        known = list(own) or plain
-        chosen = known if layers is None else list(layers)
-        if not chosen or set(chosen) - set(known):
+                names, scheme_terms[index] = tuple(terms), _layer_terms(index, list(terms.values()), each.call)
+        sources = vectors.sources(model)
+        unchanged = [index for index, each in observed.items() if each.call.form and not each.call.form.positional]
+        with_terms = list(scheme_terms) or (unchanged if sources else [])
+        chosen = with_terms if layers is None else list(layers)
+        if not chosen or set(chosen) - set(with_terms):
+            which = f"the four terms in the layers {with_terms}" if with_terms else "no layer with the four terms"
             raise ValueError(
-                f"{label} has {f'the four terms in the layers {known}' if known else 'no layer with the four terms'}: "
-                "they exist where position vectors are added to the hidden states and attention is not changed, and "
-                "in transformer_xl"
+                f"{label} has {which}: a layer has them if position vectors are added to its hidden states and its "
+                "attention is not changed, or under transformer_xl"
             )
-        if own:
-            return names, [own[index] for index in chosen]
-        added = _direct(vectors.added(model, tokens[:1]), len(found.layers))
+        if scheme_terms:
+            return names, [scheme_terms[index] for index in chosen]
+        added = _accumulated_vectors(vectors.added(model, tokens[:1]), len(modules.layers))
         rows = []
-        with vectors.replaced(modules, torch.zeros_like):
-            _require_kept(label, found.layers[: max(chosen)], entered)
+        with vectors.replaced(sources, torch.zeros_like):
+            _require_residual(label, modules.layers[: max(chosen)], entered)
             for index in tqdm(chosen, disable=not progress, desc="terms", unit="layer"):
-                call = seen[index].call
-                queries, keys = _parts(base, index, entered[index], added[index])
-                # The first of a pair of parts is the content.
-                rows.append(_layer(index, [q @ k.mT * call.scaling for q in queries for k in keys], call))
+                call = observed[index].call
+                queries, keys = _split_layer(base, index, entered[index], added[index])
+                # Content comes before position in both pairs, as in `ABSOLUTE`.
+                rows.append(_layer_terms(index, [q @ k.mT * call.scaling for q in queries for k in keys], call))
     return names, rows
 
 
-def _direct(added: dict[int, Tensor], layers: int) -> list[Tensor]:
-    """Return the sum of the vectors that were added in front of each layer and those below it, (T, E) each."""
-    none = torch.zeros_like(next(iter(added.values())))
-    return list(itertools.accumulate(added.get(index, none) for index in range(layers)))
+def _accumulated_vectors(added: dict[int, Tensor], layers: int) -> list[Tensor]:
+    """Return for each layer the sum of the vectors that were added before it or before a lower layer, (T, E)."""
+    zeros = torch.zeros_like(next(iter(added.values())))
+    return list(itertools.accumulate(added.get(index, zeros) for index in range(layers)))
 
 
-def _require_kept(label: str, layers: list[nn.Module], entered: list[LayerCall]) -> None:
-    """Raise UnsupportedModelError if a layer replaces the hidden states that it reads instead of adding to them.
+def _require_residual(label: str, layers: list[nn.Module], entered: list[LayerCall]) -> None:
+    """Raise UnsupportedModelError if a layer replaces its hidden states instead of adding to them.
 
-    A layer whose norms come first adds something bounded to its input, however large the input is.
+    A pre-norm layer adds something bounded to its input, however large the input is.
     """
     for index, layer in enumerate(layers):
         call = entered[index]
-        large = FAR * call.hidden_states
-        left = first(layer(large, *call.args, **call.kwargs))
-        if not (left - large).norm() < KEPT * large.norm():
+        large = LARGE * call.hidden_states
+        output = first(layer(large, *call.args, **call.kwargs))
+        if not (output - large).norm() < UNCHANGED * large.norm():
             raise UnsupportedModelError(
-                f"layer {index} of {label} does not hand on the hidden states that it reads, with something added, so "
-                f"that position vectors are not in those of the layers above: layers=range({index + 1}) looks at those "
-                "that still have them"
+                f"layer {index} of {label} replaces its hidden states instead of adding to them, so the layers above "
+                f"it do not read the position vectors: layers=range({index + 1}) measures the layers that do"
             )
 
 
 Parts = tuple[Tensor, Tensor]
-"""Content and position part of queries or keys, (B, H, T, D) each."""
+"""Content part and position part of queries or keys, both (B, H, T, D)."""
 
 
-def _parts(base: BaseModel, index: int, seen: LayerCall, added: Tensor) -> tuple[Parts, Parts]:
-    """Split queries and keys of a layer in front of which no vectors are added at the moment.
+def _split_layer(base: BaseModel, index: int, arguments: LayerCall, added: Tensor) -> tuple[Parts, Parts]:
+    """Split the queries and keys of a layer, while its position vectors are replaced by zeros.
 
-    Behind a norm they are `A h / s(h) + b`, linear in the hidden states `h` except for a number `s` of each token. The
-    outputs for the content alone and for the position alone have the right directions. They lack the factors
-    `s(content) / s(h)` and `s(position) / s(h)`, two unknowns that are fitted to the D numbers of a head.
+    Queries and keys are `A h / s(h) + b`, where a norm divides the hidden state `h` of a token by `s(h)`. Running the
+    layer on the content alone and on the position alone gives both parts up to the factors `s(content) / s(h)` and
+    `s(position) / s(h)`. These two numbers are fitted to the D coordinates of a head.
+
+    Args:
+        base: the model as its family describes it.
+        index: index of the layer.
+        arguments: the layer's recorded arguments, with the vectors.
+        added: (T, E) position part of the hidden states.
     """
     layer, attention = base.found.layers[index], base.found.attention_of[index]
-    whole = seen.hidden_states
+    whole = arguments.hidden_states
     position = added.to(whole).expand_as(whole)
     inputs = (whole, whole - position, position, torch.zeros_like(whole))
-    calls = [attention_call(layer, attention, hidden, seen).widened() for hidden in inputs]
-    return _split([call.query for call in calls], base, index), _split([call.key for call in calls], base, index)
+    calls = [attention_call(layer, attention, hidden, arguments).widened() for hidden in inputs]
+    return _split_sum([call.query for call in calls], base, index), _split_sum(
+        [call.key for call in calls], base, index
+    )
 
 
-def _split(values: list[Tensor], base: BaseModel, index: int) -> Parts:
-    """Return the parts of a sum, from the values of the sum, of each part alone, and of zero."""
+def _split_sum(values: list[Tensor], base: BaseModel, index: int) -> Parts:
+    """Return the two parts of queries or keys. `values` are those of the sum, the content, the position and zero."""
     constant = values[-1]
     whole, content, position = (value - constant for value in values[:-1])
     columns = torch.stack([content, position], -1)
@@ -216,29 +223,29 @@ def _split(values: list[Tensor], base: BaseModel, index: int) -> Parts:
     if not (whole - parts.sum(-1)).norm() <= LINEAR * whole.norm():
         raise UnsupportedModelError(
             f"queries or keys in layer {index} of {type(base.model).__name__} are no sum of a content and a position "
-            "part: more than one norm stands between them and the hidden states"
+            "part: more than one norm lies between them and the hidden states"
         )
     return constant + parts[..., 0], parts[..., 1]
 
 
-def _layer(index: int, terms: list[Tensor], call: Call) -> LayerTerms:
-    """Return shares and sizes of terms (B, H, Q, L) of a score, among the visible keys of each query."""
+def _layer_terms(index: int, terms: list[Tensor], call: Call) -> LayerTerms:
+    """Return the shares and sizes of terms (B, H, Q, L), taken over the visible keys of each query."""
     visible = call.visible().expand(terms[0].shape)
     counts = visible.sum(-1, keepdim=True).clamp(min=1)
 
     def centred(values: Tensor) -> Tensor:
-        seen = values.masked_fill(~visible, 0.0)
-        return (seen - seen.sum(-1, keepdim=True) / counts).masked_fill(~visible, 0.0)
+        values = values.masked_fill(~visible, 0.0)
+        return (values - values.sum(-1, keepdim=True) / counts).masked_fill(~visible, 0.0)
 
     def pooled(values: Tensor) -> Tensor:
         return values.double().sum((0, 2, 3)).cpu()
 
-    each = [centred(term) for term in terms]
-    total = torch.stack(each).sum(0)
+    centred_terms = [centred(term) for term in terms]
+    total = torch.stack(centred_terms).sum(0)
     variance = pooled(total * total).clamp(min=1e-300)
     pairs = pooled(visible)
     return LayerTerms(
         index,
-        shares=torch.stack([pooled(term * total) / variance for term in each], -1),
-        sizes=torch.stack([(pooled(term * term) / pairs).sqrt() for term in each], -1),
+        shares=torch.stack([pooled(term * total) / variance for term in centred_terms], -1),
+        sizes=torch.stack([(pooled(term * term) / pairs).sqrt() for term in centred_terms], -1),
     )

@@ -244,7 +244,7 @@ def test_no_rows_beyond_a_part(monkeypatch):
         return pair.divergence(), pair.averages(4)
 
     divergence, averages = found()
-    monkeypatch.setattr(watching, "SCORES", 700)
+    monkeypatch.setattr(watching, "SCORES_AT_ONCE", 700)
     again, others = found()
     for index in divergence:
         assert torch.allclose(divergence[index].double(), again[index].double(), rtol=1e-6)
@@ -257,7 +257,7 @@ def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
 
     from hf_posenc.calibration import observe as watching
 
-    monkeypatch.setattr(watching, "SCORES", 4 * 400 * 8)
+    monkeypatch.setattr(watching, "SCORES_AT_ONCE", 4 * 400 * 8)
 
     class Largest(TorchDispatchMode):
         most = 0
@@ -421,7 +421,7 @@ def test_vectors_at_the_input_reach_the_attention_of_every_layer(scheme):
     """On a base that rotates: the closed form turns queries, the second stage moves the table by all layers."""
     model = patch_model(tiny("llama"), scheme, seed=0)
     pair = pair_of(model)
-    _, inputs = pair.seen(windows(2))
+    _, inputs = pair.layer_inputs(windows(2))
     (before, _), (entering, _) = inputs[0], inputs[1]
     with pair.as_base() as base:
         stock = observe(base, windows(2), [0, 1])
@@ -540,9 +540,9 @@ def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
         ours = w @ v + torch.einsum("bhij,ijd->bhid", w, b)
         expected = (theirs - ours).square().mean() / v.square().mean()
     pair = Pair(model, patch_of(model), None, windows(6), 2)
-    seen, inputs = pair.seen(ids)
-    for scores in (watching.SCORES, 700):
-        monkeypatch.setattr(watching, "SCORES", scores)
+    seen, inputs = pair.layer_inputs(ids)
+    for scores in (watching.SCORES_AT_ONCE, 700):
+        monkeypatch.setattr(watching, "SCORES_AT_ONCE", scores)
         with attending(model, pair.base_model):
             found = output_error(seen[0].call, pair.call(0, *inputs[0]))
         assert abs(found.item() - expected.item()) <= 1e-6 * expected.item()  # a relative error in float32
@@ -569,7 +569,7 @@ def test_each_length_gets_its_share_of_the_steps(monkeypatch):
 
     def read(lengths):
         seen = []
-        monkeypatch.setattr(matching, "_gradients", lambda pair, drawn, *_: seen.append(drawn) or 0.0)
+        monkeypatch.setattr(matching, "_add_gradients", lambda pair, drawn, *_: seen.append(drawn) or 0.0)
         calibrate(
             patch_model(tiny("llama"), "nope"),
             windows(),
@@ -836,7 +836,7 @@ def test_adapters_and_dtypes():
         ({"save_every": 3}, "save_every changes nothing without a state_file"),
         ({"state_file": "a", "save_every": 0}, "save_every must be positive, not 0"),
         ({"weights": "scheme", "weight_rate": 2e-3}, "weight_rate changes nothing with weights='scheme': leave it out"),
-        ({"tokens": tokens(12, 65)}, "windows of 65 tokens are longer than the 64 the base was made for"),
+        ({"tokens": tokens(12, 65)}, "windows of 65 tokens are longer than the 64 the base was trained at"),
     ],
 )
 def test_wrong_arguments(changes, message):
@@ -850,7 +850,7 @@ def test_wrong_arguments(changes, message):
 def test_a_second_stage_with_nothing_to_move():
     model = patch_model(tiny("llama"), "alibi")
     before = snapshot(model)
-    with pytest.raises(ValueError, match="leaves nothing to move: alibi has no parameters"):
+    with pytest.raises(ValueError, match="leaves nothing to train: alibi has no parameters"):
         calibrate(model, windows(), matching=Matching(weights="scheme"))
     assert_same(snapshot(model), before)
 
@@ -887,7 +887,7 @@ def test_a_base_whose_weights_have_moved_is_not_followed():
     model = patch_model(tiny("gpt2"), "t5", share_layers=False, seed=0)
     calibrate(model, windows(), **given)
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"weights of this model have moved .* calibrate\(model, tokens, base=...\)"):
+    with pytest.raises(ValueError, match=r"weights of this model have changed .* calibrate\(model, tokens, base=...\)"):
         calibrate(model, windows(), **given)
     assert_same(snapshot(model), before)
     calibrate(model, windows(), **given, base=tiny("gpt2"))
@@ -951,7 +951,7 @@ def test_an_error_of_the_first_stage_changes_nothing(family, monkeypatch):
             torch.nan
         )
     kept = {n: p.clone() for n, p in model.named_parameters()}
-    with pytest.raises(ValueError, match=r"attention of layer 0.* is no number"):
+    with pytest.raises(ValueError, match=r"attention of layer 0.* is NaN or infinite"):
         calibrate(model, windows(), matching=None)
     for name, p in model.named_parameters():
         assert torch.equal(p.isnan(), kept[name].isnan())

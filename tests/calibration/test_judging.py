@@ -148,7 +148,7 @@ def test_shared_parameters_say_what_their_own_would_come_to(written):
     assert abs(together - means[True]) < 1e-6
     assert abs(apart - means[False]) < 1e-4
     assert apart < 1e-3 < together
-    assert f"(share_layers=False) closed forms come to a divergence of {apart:.3f} nats" in found[True].remarks()[0]
+    assert f"(share_layers=False) closed forms reach a divergence of {apart:.3f} nats" in found[True].remarks()[0]
     assert "share_layers" not in str(found[False])
 
 
@@ -201,7 +201,7 @@ def test_moved_weights_are_no_teacher_across_patches(written):
     with pytest.warns(UserWarning, match="they stay changed: load the checkpoint again"):
         unpatch_model(model)
     patch_model(model, "t5", seed=0)
-    with pytest.raises(ValueError, match="weights of this model have moved"):
+    with pytest.raises(ValueError, match="weights of this model have changed"):
         calibrate(model, windows)
     unpatch_model(model)
     model.load_state_dict(stock.state_dict())
@@ -221,7 +221,7 @@ def test_trained_weights_are_no_teacher(dtype, written):
     model(written("llama"), labels=written("llama")).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(ValueError, match="have moved since it was patched, by a calibration or in training"):
+    with pytest.raises(ValueError, match="have changed since it was patched, by a calibration or in training"):
         calibrate(model, written("llama"))
 
 
@@ -253,9 +253,9 @@ def test_an_adapter_holds_all_that_calibration_moved(scheme, written, tmp_path):
     with torch.no_grad():
         assert (loaded(windows).logits - adapted(windows).logits).abs().max() < 1e-6
         assert (patched()(windows).logits - adapted(windows).logits).abs().max() > 1e-2
-    with pytest.raises(ValueError, match="moves weights that no adapter holds"):
+    with pytest.raises(ValueError, match="trains weights that no adapter holds"):
         calibrate(get_peft_model(patched(), config), windows, matching=Matching(weights="query_key"))
-    with pytest.raises(ValueError, match="have moved since it was patched"):  # now it is the adapter that has moved
+    with pytest.raises(ValueError, match="have changed since it was patched"):  # now it is the adapter that has moved
         calibrate(adapted, windows)
 
 
@@ -280,7 +280,7 @@ def test_an_adapter_that_saves_the_schemes_modules_by_name(scheme, put, written)
     assert moved
     assert all(before[name][1] for name in moved)
     assert {name: p.requires_grad for name, p in now.items()} == {name: flag for name, (_, flag) in before.items()}
-    with pytest.raises(ValueError, match="have moved since it was patched"):
+    with pytest.raises(ValueError, match="have changed since it was patched"):
         calibrate(adapted, written("llama"))
 
 
@@ -384,7 +384,7 @@ def test_a_state_with_something_missing_or_wrong_changes_nothing(written, tmp_pa
         (parameter, lambda t: t[:1], r"is \(1, "),
         (parameter, lambda t: t.double(), "of torch.float64, not"),
         ("closed.1", lambda t: t[:1], r"closed.1 is \(1,\)"),
-        ("another", lambda t: torch.ones(1), "another belongs to nothing"),
+        ("another", lambda t: torch.ones(1), "another is unexpected"),
     ):
         changed = dict(tensors)
         value = change(tensors.get(name))

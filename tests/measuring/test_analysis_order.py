@@ -140,7 +140,7 @@ def test_masks_that_cannot_be_taken_away():
 
     with pytest.raises(UnsupportedModelError, match="no scheme has distances"):
         equivariance(patch_model(tiny("gpt2"), "alibi"), tokens(1, 8))
-    with pytest.raises(UnsupportedModelError, match="masks by itself"):
+    with pytest.raises(UnsupportedModelError, match="applies its own mask"):
         equivariance(decoder("gpt_neo"), tokens(1, 8))
     with pytest.raises(ValueError, match="are the same"):
         equivariance(tiny("gpt2"), torch.tensor([5, 5, 5, 6]))

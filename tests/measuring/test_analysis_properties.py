@@ -118,7 +118,7 @@ def test_properties_of_stock_models():
         properties(patch_model(tiny("llama"), "alibi"))
     with pytest.raises(ValueError, match="layer 2 of this"):
         properties(tiny("gpt2"), layer=2)
-    with pytest.raises(ValueError, match="rotations of their own"):
+    with pytest.raises(ValueError, match="have different rotations"):
         properties(patch_model(tiny("llama"), "nope", layers=[1]), trained_length=64, layer=1)
 
 

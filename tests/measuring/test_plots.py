@@ -186,7 +186,7 @@ def test_equivariance_has_a_panel_with_the_mask_and_one_without():
     shown = [list(axes.lines[0].get_ydata()) for axes in panels]
     rows = [(layer.unmasked, layer.causal, max(layer.causal_last, 1e-17)) for layer in measured.layers]
     assert shown == [list(column) for column in zip(*rows, strict=True)]
-    assert [axes.get_title() for axes in panels] == ["all see all", "causal mask", "causal mask, last token"]
+    assert [axes.get_title() for axes in panels] == ["no mask", "causal mask", "causal mask, last token"]
 
 
 def test_sizes_of_the_terms_of_an_expansion():

@@ -222,7 +222,7 @@ def test_a_model_that_keeps_no_cache_is_refused(monkeypatch):
     forward = model.model.forward
     without = functools.wraps(forward)(lambda *args, past_key_values=None, **kwargs: forward(*args, **kwargs))
     monkeypatch.setattr(model.model, "forward", without)
-    with refused("does not keep its keys"):
+    with refused("does not store its keys"):
         measure_recurrence(model, make_tokens(20), segment=8, memory=4)
 
 
@@ -246,7 +246,7 @@ REFUSED = {  # stock models; a scheme changes the first three
         "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "openai-gpt", "xglm",
     },
     "grows with the position": {"llama4_text", "ministral3", "mistral4"},
-    "something else of the past": {
+    "something else than keys": {
         "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3",
         "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
     },
@@ -266,7 +266,7 @@ def test_every_decoder_reads_with_memory_or_says_why_not(model_type):
     else:
         assert worst(read(model, tokens, 6, 8), long_forward(model, tokens, 6, 8)) < 1e-4
     patch_model(model, "shaw", seed=0)
-    if reason == "something else of the past":
+    if reason == "something else than keys":
         with refused(reason):
             check_memory(model)
         return

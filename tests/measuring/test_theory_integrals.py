@@ -123,7 +123,7 @@ def test_listed_values_are_joined_by_lines():
             wave_integral(WIDE, wrong)
     with pytest.raises(ValueError, match="finite between 0 and 1"):
         wave_integral(WIDE, lambda t: 1 / (t - t))
-    with pytest.raises(ValueError, match="turn too fast"):
+    with pytest.raises(ValueError, match="oscillate too fast"):
         wave_integral(torch.tensor([10**9]), lambda t: t)
 
 
@@ -236,7 +236,7 @@ def test_integral_over_the_weights_of_a_model():
 
 def test_models_whose_pairs_are_not_looked_at():
     ids = tokens(1, 12)
-    with pytest.raises(ValueError, match="turns nothing"):
+    with pytest.raises(ValueError, match="rotates nothing"):
         rotary_weights(tiny("gpt2"), ids)
-    with pytest.raises(ValueError, match="rotations of their own"):
+    with pytest.raises(ValueError, match="have different rotations"):
         rotary_weights(patch_model(tiny("llama"), "nope", layers=[1]), ids)

@@ -167,7 +167,7 @@ def test_vectors_that_do_not_stay_in_the_hidden_states():
     """Norms behind the sum: the first layer still reads the vectors, the second no longer."""
     model = tiny("opt", do_layer_norm_before=False)
     assert [layer.index for layer in score_terms(model, tokens(1, 12), layers=range(1)).layers] == [0]
-    with pytest.raises(UnsupportedModelError, match="layer 0 of OPTForCausalLM does not hand on"):
+    with pytest.raises(UnsupportedModelError, match="layer 0 of OPTForCausalLM replaces its hidden states"):
         score_terms(model, tokens(1, 12))
 
 
