@@ -338,7 +338,7 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
     assert signal.getsignal(signal.SIGINT) is handler
     assert there(tmp_path) == {*before, state}
     assert main(readable) == 2
-    assert "is left of an interrupted calibration: give --resume, or remove it" in capsys.readouterr().err
+    assert "is left over from an interrupted calibration: give --resume, or remove it" in capsys.readouterr().err
     assert main([*readable, "--resume", "--steps", "5"]) == 2
     assert "is the state of another calibration: steps was 4 and is 5" in capsys.readouterr().err
     assert main([*readable, "--resume"]) == 0
@@ -563,8 +563,8 @@ def test_windows_longer_than_the_base_was_made_for(readable, tmp_path, capsys, m
     assert main([*readable, "--length", "33"]) == 2
     captured = capsys.readouterr()
     assert captured.err == (
-        f"hf-posenc calibrate: --length 33: {readable[2]} was made for 32 tokens, and is followed there: --length 32 is "
-        "the longest\n"
+        f"hf-posenc calibrate: --length 33: {readable[2]} was trained at 32 tokens, and can be imitated up to that length: "
+        "give --length 32 or less\n"
     )
     assert captured.out == ""
     assert not (tmp_path / "out").exists()
