@@ -27,7 +27,7 @@ from ..checkpoints import files
 from ..checkpoints.scheme_entry import STAGES
 from ..families.lookup import family_of
 from . import corpus, models, program
-from .calibration_stage import follow_base
+from .calibration_stage import calibrate_interruptibly
 from .corpus import TextArguments, stream
 from .models import DeviceArguments, ModelArguments, SchemeArguments, hyperparameters
 from .options import Count, File, Folder, Length, Name, Positive, UsageError, as_usage_error, option, parse, refuse
@@ -57,18 +57,19 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
         windows: windows to use, held-out ones included; by default all that the text has.
         held_out: number of windows that nothing is fitted on. They decide what is kept, and measure the result.
         stage: closed_form for closed forms alone, attention for optimizer steps after them.
-        weights: what the steps train. scheme: the scheme's parameters; query_key: also the projections of queries and keys.
+        weights: what the steps train. scheme: the scheme's parameters; query_key: also the projections of queries and
+            keys.
         steps: optimizer steps.
         rate: learning rate of the scheme's parameters.
         weight_rate: learning rate of the weights that make queries and keys.
         judge: held-out number by which a change is kept: loss, or the distance of attention to the base's.
-        loss: what the steps match: the attention weights of heads, or their outputs (default: attention, then outputs if
-            the model predicts worse).
+        loss: what the steps match: the attention weights of heads, or their outputs (default: attention, then outputs
+            if the model predicts worse).
         step_lengths: window lengths for the steps, in tokens, one after the other (default: --length).
         seed: seed of everything that is random.
     """
 
-    scheme: Name = field(default="", metadata=models.GUESSED)
+    scheme: Name = field(default="", metadata=models.SCHEME_METADATA)
     output: Folder = ""
     json: File = ""
     plot: File | None = None
@@ -180,7 +181,7 @@ def check_files(arguments: Arguments) -> None:
 def run(arguments: Arguments) -> Results:
     """Calibrate a stock checkpoint, save it, and return the report, ready for JSON."""
     scheme = check_arguments(arguments)
-    accelerator, device = models.placed(arguments)
+    accelerator, device = models.accelerator_and_device(arguments)
     say = accelerator.print
     tokenizer = models.load_named(AutoTokenizer, arguments)
     windows = text_windows(arguments, tokenizer, accelerator)
@@ -194,7 +195,7 @@ def run(arguments: Arguments) -> Results:
     )
     matching, held_out, judge = arguments.matching(), arguments.held_out, arguments.judge
     with as_usage_error("", ValueError):
-        report = follow_base(accelerator, model, windows, held_out=held_out, matching=matching, judge=judge)
+        report = calibrate_interruptibly(accelerator, model, windows, held_out=held_out, matching=matching, judge=judge)
     if accelerator.is_main_process:
         write(arguments, model, tokenizer, report)
         arguments.state_file.unlink(missing_ok=True)
@@ -202,8 +203,8 @@ def run(arguments: Arguments) -> Results:
     say(f"{hf_posenc.describe(model)}\n{report}")
     if left := report.unexpressed():
         say(
-            f"Layers {', '.join(map(str, left))} still differ from the base by 0.1 nats per query and head or more. To let "
-            "them keep the base's positions, name only the other layers in --scheme-args layers=..."
+            f"Layers {', '.join(map(str, left))} still differ from the base by 0.1 nats per query and head or more. To "
+            "let them keep the base's positions, name only the other layers in --scheme-args layers=..."
         )
     written = (("saved in", arguments.output), ("numbers in", arguments.json), ("picture in", arguments.plot))
     say(", ".join(f"{what} {path}" for what, path in written if path))

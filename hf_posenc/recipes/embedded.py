@@ -91,7 +91,7 @@ def decoder(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return with_loss(GPT2LMHeadModel(config))
+    return with_loss_type(GPT2LMHeadModel(config))
 
 
 def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
@@ -112,10 +112,10 @@ def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
 
 def trained_base(folder: Path = FOLDER) -> GPT2LMHeadModel:
     """Return the trained base from a folder, in float32, in eval mode: ready to patch, train and measure."""
-    return with_loss(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32))
+    return with_loss_type(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32))
 
 
-def with_loss(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
+def with_loss_type(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
     """Set `loss_type`, so that transformers does not warn."""
     # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
     model.loss_type = "ForCausalLM"

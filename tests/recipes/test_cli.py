@@ -123,7 +123,7 @@ def test_names_of_0_1_0_are_read(recipes):
     words = ["--eval_lengths", "8", "16", "--train_length", "9", "--batch-size", "3"]
     read, _ = options.parse(one_run.Arguments, words, "")
     assert (read.lengths, read.train_length, read.batch_size) == ([8, 16], 9, 3)
-    words = evaluate.named(["model", "a.txt", "b.txt", "--eval-lengths", "16", "--output", "a.json"])
+    words = evaluate.with_option_names(["model", "a.txt", "b.txt", "--eval-lengths", "16", "--output", "a.json"])
     read, _ = options.parse(evaluate.Arguments, words, "")
     assert (read.model, read.data, read.lengths, read.json) == ("model", ["a.txt", "b.txt"], [16], "a.json")
 
