@@ -167,7 +167,7 @@ def untrained(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> PreTr
         layers=arguments.layers,
         heads=arguments.heads,
         # GPT-2's 0.02 is for width 768. Sums of fewer terms need larger weights for the same variance.
-        initial=0.02 * (768 / arguments.width) ** 0.5,
+        initializer_range=0.02 * (768 / arguments.width) ** 0.5,
     )
 
 

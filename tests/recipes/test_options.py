@@ -274,7 +274,7 @@ def other_tokenizer(run):
     return run.folder / "tokenizer"
 
 
-REVISION = refused("--revision is of a checkpoint on the Hub", revision="main")
+REVISION = refused("--revision needs a checkpoint on the Hub", revision="main")
 STORY = {"data_name": from_the_hub(data_name="en"), "data_split": from_the_hub(data_split="test")}
 TEXT = {
     **STORY,

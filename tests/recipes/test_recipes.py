@@ -922,10 +922,10 @@ def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
     curves[figures.BASE] = figures.Curve([32, 64], [4.0, math.inf], [0.0, 0.0])
     shown = figures.panels(curves)
     assert sorted(name for panel in shown for name in panel[2:]) == sorted(names[:-1])
-    assert all(panel[:2] == [figures.BASE, "unpatched"] and len(panel) <= figures.LINES for panel in shown)
+    assert all(panel[:2] == [figures.BASE, "unpatched"] and len(panel) <= figures.LINES_PER_PANEL for panel in shown)
     assert any({"rope", "rope-yarn", "rope-linear"} < set(panel) for panel in shown)
     drawn = figures.plot_by_length(curves, {"trained at": 32, "fine-tuned at": 64})
-    figures.entitle(drawn, "runs/$x^$: a path, not a formula")
+    figures.set_title(drawn, "runs/$x^$: a path, not a formula")
     drawn.canvas.draw()
     for axes, panel in zip([axes for axes in drawn.axes if axes.get_visible()], shown, strict=True):
         lines = [line for line in axes.lines if not line.get_label().startswith("_")]
