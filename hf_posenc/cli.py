@@ -43,10 +43,10 @@ EXAMPLES = """examples:
 
 `hf-posenc COMMAND --help` lists the options of a command, and more examples."""
 
-VERIFIED = """How to read the table. `response`: the relative change of a layer's output when its positions are reversed and
-nothing else changes. `live`: the same with random parameters of the scheme. A scheme may start neutral, so that it
-does not respond yet; a broken one never responds. `model`: the change of the logits. `order`: the change at the last
-token when two earlier tokens are swapped. The causal mask alone causes some of it."""
+VERIFIED = """How to read the table. `response`: the relative change of a layer's output when its positions are reversed.
+`live`: the same with random parameters of the scheme, because a scheme may start neutral and not respond yet; a broken
+one never responds. `model`: the change of the logits. `order`: the change at the last token when two earlier tokens are
+swapped; the causal mask alone causes some of it."""
 
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -60,7 +60,7 @@ def _argument(*names: str, **keywords: Any) -> Argument:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that is not a recipe. `defaults` are values that its parsed options get in addition to its arguments."""
+    """A command that is not a recipe. Its parsed options also get the values in `defaults`."""
 
     help: str
     arguments: tuple[Argument, ...]
@@ -150,8 +150,8 @@ COMMANDS = {
                 "--positions",
                 **_N | {"metavar": ("M", "N")},
                 nargs=2,
-                help="positions of the two tokens of an expansion or a Hessian; by default after a third and two thirds of "
-                "the text",
+                help="positions of the two tokens of an expansion or a Hessian; by default after a third and two thirds "
+                "of the text",
             ),
             _argument("--title", metavar="TEXT", help="title of the picture; by default the sources"),
             _argument(
@@ -204,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words of the command line, without the program's name; None means those of this process.
 
     Returns:
-        Exit status: 0 for success; 1 if the answer is no (`inspect`: cannot be loaded, `verify`: a layer does not respond,
-        `families`: cannot be patched); 2 for an error; 130 after Ctrl-C.
+        Exit status: 0 for success; 1 if the answer is no (`inspect`: cannot be loaded; `verify`: a layer does not
+        respond; `families`: cannot be patched); 2 for an error; 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     name = words[0] if words else ""
