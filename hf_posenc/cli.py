@@ -43,10 +43,11 @@ EXAMPLES = """examples:
 
 `hf-posenc COMMAND --help` lists the options of a command, and more examples."""
 
-VERIFIED = """How to read the table. `response`: the relative change of a layer's output when its positions are reversed.
-`live`: the same with random parameters of the scheme, because a scheme may start neutral and not respond yet; a broken
-one never responds. `model`: the change of the logits. `order`: the change at the last token when two earlier tokens are
-swapped; the causal mask alone causes some of it."""
+VERIFIED = """How to read the table.
+`response`: the relative change of a layer's output when its positions are reversed.
+`live`: the same with random parameters of the scheme. A scheme may start neutral; a broken one never responds.
+`model`: the change of the logits when positions are reversed.
+`order`: the change at the last token when two earlier tokens are swapped; the causal mask causes some of it."""
 
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -150,8 +151,8 @@ COMMANDS = {
                 "--positions",
                 **_N | {"metavar": ("M", "N")},
                 nargs=2,
-                help="positions of the two tokens of an expansion or a Hessian; by default after a third and two thirds "
-                "of the text",
+                help="positions of the two tokens of an expansion or a Hessian; by default after a third and two "
+                "thirds of the text",
             ),
             _argument("--title", metavar="TEXT", help="title of the picture; by default the sources"),
             _argument(
