@@ -50,7 +50,7 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
 
     Args:
         output: folder to save in, which does not exist yet.
-        json: JSON file to write, with all numbers of the report.
+        json: JSON file to write, with all numbers.
         plot: picture to write, of all layers; png, svg or pdf by its suffix.
         resume: go on with an interrupted run of the same arguments.
         length: tokens in a window of the text (default: the length the base was trained at, 512 at most).

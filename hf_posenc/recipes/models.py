@@ -41,8 +41,7 @@ class ModelArguments(Options):
     """The model.
 
     Args:
-        model: checkpoint folder or Hub id; without it `extend` uses the small byte-level GPT-2
-            that comes with the package.
+        model: checkpoint folder or Hub id; without it `extend` uses the package's small GPT-2.
         revision: branch, tag or commit of --model, if it is on the Hub.
     """
 

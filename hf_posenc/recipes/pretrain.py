@@ -41,8 +41,8 @@ class Arguments(SweepArguments, HeldOutArguments, TrainingArguments):
 
     Args:
         schemes: schemes to compare; learned gets a table of --train-length positions.
-        scheme_args: hyper-parameters, if there is one scheme, e.g. max_distance=64 share_heads=false;
-            `hf-posenc schemes NAME` lists them.
+        scheme_args: hyper-parameters of the scheme, e.g. max_distance=64 share_heads=false; `hf-posenc schemes NAME`
+            lists them.
         tokenizer: folder or Hub id of a tokenizer; by default one that reads bytes.
         layers: decoder layers.
         width: hidden size.

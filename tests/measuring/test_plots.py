@@ -421,7 +421,7 @@ def test_frequencies_that_a_command_line_can_say(text, at_a_half):
         (["grid", "o.png", "t^2"], "by their base"),
         (["grid", "o.png", "100", "--data", "a"], "--data has no effect on grid of 100"),
         (["precision", "o.png", "100"], "name a scheme"),
-        (["waves", "o.png", "t^2", "--scheme-args", "base=3"], "--scheme-args changes nothing"),
+        (["waves", "o.png", "t^2", "--scheme-args", "base=3"], "--scheme-args has no effect"),
         (["expansion", "o.png", "rope"], "name a checkpoint"),
         (["similarity", "o.png", "rope"], "adds no position vectors"),
         (["similarity", "o.png", "rope", "alibi"], "of one scheme or model"),

@@ -287,7 +287,7 @@ def test_calibrate_has_the_defaults_and_choices_of_the_function():
     assert defaults["matching"] == Matching()
     same = ("judge", "steps", "rate", "weight_rate", "loss", "held_out", "seed")
     assert {name: defaults[name] for name in same} == {name: ours[name] for name in same}
-    assert set(calibrate.MOVED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
+    assert set(calibrate.TRAINED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
 
 
 def there(folder):
@@ -454,7 +454,7 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
             "--length has no effect on wavelengths of rope",
         ),
         (["plot", "decay", "HERE/a.png", "rope", "--text", "TEXT"], "--data has no effect on decay of rope"),
-        (["plot", "precision", "HERE/a.png", "alibi", "--trained-length", "9"], "--trained-length changes nothing"),
+        (["plot", "precision", "HERE/a.png", "alibi", "--trained-length", "9"], "--trained-length has no effect"),
         (["plot", "order", "HERE/a.png", "STOCK", "--scheme-args", "a=1"], "--scheme-args has no effect on order of"),
         (["plot", "decay", "HERE/a.bmp", "rope"], "a figure is saved as"),
         (["plot", "decay", "NOWHERE/a.png", "rope"], "there is no folder"),
@@ -541,7 +541,7 @@ def test_what_is_close_to_no_name_gets_no_guess(capsys):
 def test_a_checkpoint_is_no_model_type(stock, capsys):
     for name in ("meta-llama/Llama-3.2-1B", stock):
         assert main(["families", name]) == 2
-        assert f"`hf-posenc inspect {name}` says its base" in capsys.readouterr().err
+        assert f"`hf-posenc inspect {name}` says whether it can be patched" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -619,7 +619,7 @@ def test_evaluate_says_what_it_does(tmp_path, capsys, tiny_checkpoints, monkeypa
     monkeypatch.setattr(measurements, "measure_context", measured)
     words = ["--lengths", "32", "64", "--json", str(tmp_path / "a.json")]
     assert main(["evaluate", "--model", str(tiny_checkpoints / "llama"), "--data", str(text), *words]) == 0
-    assert "Measuring 88 tokens on cpu" in printed[0].out
+    assert "Measuring 88 tokens at every length, on cpu" in printed[0].out
     assert printed[1].out.split()[0] == "32"
 
 

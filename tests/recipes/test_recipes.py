@@ -474,7 +474,10 @@ def test_documents_are_not_packed_where_attention_would_cross(recipe, tiny_check
     with pytest.raises(SystemExit) as stop:
         recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out", packing="documents"))
     assert stop.value.code == 2
-    assert "--packing documents: the attention mask of this model does not take positions into account" in capsys.readouterr().err
+    assert (
+        "--packing documents: the attention mask of this model does not take positions into account"
+        in capsys.readouterr().err
+    )
     assert not (tiny_checkpoints / "out").exists()
 
 
