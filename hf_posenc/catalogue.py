@@ -1,4 +1,4 @@
-"""Model types in words: their positions, what is special, which schemes they carry, why some are refused."""
+"""Descriptions of model types: positions, special features, schemes that cannot be used, reasons for refusal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ServedType:
     """A model type that can be patched, described without a model.
 
     Attributes:
-        positions: what the stock model has for positions.
-        special: what else of it a user of schemes has to know; empty where it is a plain decoder.
-        without: names of the schemes that it cannot carry, of those that are registered; the others it can.
-        refused: settings of its config that are refused, each with the reason.
+        positions: how the stock model encodes positions.
+        special: other features that a user of schemes has to know; empty for a plain decoder.
+        without: names of registered schemes that the model type cannot carry.
+        refused: setting of the config -> why models with this setting are refused.
     """
 
     positions: str
@@ -30,7 +30,7 @@ class ServedType:
     refused: Mapping[str, str]
 
     def __str__(self) -> str:
-        """Return one line for positions, and one for each of the others where there is something to say."""
+        """Return the attributes that are not empty, one line for each."""
         lines = [self.positions]
         if self.special:
             lines.append("; ".join(self.special))
@@ -41,14 +41,14 @@ class ServedType:
 
 
 def served_type(model_type: str) -> ServedType:
-    """Describe a model type that is served.
+    """Describe a model type that can be patched.
 
     Args:
-        model_type: of transformers.
+        model_type: model type of transformers.
 
     Raises:
-        UnsupportedModelError: if it is not served; the message says why.
-        PluginError: if it is that of a package which is broken.
+        UnsupportedModelError: if the model type cannot be patched; the message says why.
+        PluginError: if the model type belongs to a plugin that is broken.
     """
     family = family_for(model_type)
     return ServedType(_positions(family), _special(family), _without(family), dict(family.refuse))
@@ -62,35 +62,37 @@ def _positions(family: Family) -> str:
     rotation = family.rotation
     if rotation.rotary is None:
         return "none"
-    part = rotation.slices_rotary or rotation.attention_part is not None
-    some = rotation.attention_switch is not None or rotation.rotates is not None
-    return f"rotation of {'a part of each head' if part else 'whole heads'}" + (", not in every layer" if some else "")
+    rotates_part = rotation.slices_rotary or rotation.attention_part is not None
+    some_layers_only = rotation.attention_switch is not None or rotation.rotates is not None
+    return f"rotation of {'a part of each head' if rotates_part else 'whole heads'}" + (
+        ", not in every layer" if some_layers_only else ""
+    )
 
 
 def _special(family: Family) -> tuple[str, ...]:
     rotation = family.rotation
-    grows = bool(rotation.attention_temperature or rotation.parameter_temperature)
-    borrows = family.names.attention_borrows is not None
-    said = {
+    queries_grow = bool(rotation.attention_temperature or rotation.parameter_temperature)
+    borrows_keys = family.names.attention_borrows is not None
+    features = {
         "layers without attention, through which order flows under every scheme": family.hybrid,
         "latent attention": rotation.attention_part is not None,
         "attends in code of its own, which is replaced under every scheme": family.always_replaced,
-        "queries that grow with their position, until a scheme takes the place of its rotation": grows,
-        "its last layers borrow keys and values, and turn their queries as the layers that lend": borrows,
+        "queries that grow with their position, until a scheme takes the place of its rotation": queries_grow,
+        "its last layers borrow keys and values, and turn their queries as the layers that lend": borrows_keys,
         "the number of heads differs by layer": family.names.attention_heads is not None,
     }
-    return tuple(clause for clause, holds in said.items() if holds) + ((family.note,) if family.note else ())
+    return tuple(clause for clause, holds in features.items() if holds) + ((family.note,) if family.note else ())
 
 
 def _without(family: Family) -> tuple[str, ...]:
-    """Return the schemes that rotate, where a family has no rotary module and its attention cannot be replaced."""
+    """Return the rotary schemes if a family has no rotary module and its attention cannot be replaced; else nothing."""
     if family.rotation.rotary is not None or family.attention is not None:
         return ()
     return tuple(name for name in available_schemes() if _rotates(name))
 
 
 def _rotates(scheme: str) -> bool:
-    """Return whether a scheme turns queries and keys; False if the package that brings it is broken."""
+    """Return whether a scheme acts on queries, as rotation does; False if it is from a broken plugin."""
     try:
         return scheme_class(scheme)().acts_on.needs_queries()
     except PluginError:
@@ -98,21 +100,21 @@ def _rotates(scheme: str) -> bool:
 
 
 def refused_types() -> dict[str, list[str]]:
-    """Return why model types are not served: reason -> model types."""
-    found: dict[str, list[str]] = {}
+    """Return reason -> the model types that are refused for it."""
+    types_by_reason: dict[str, list[str]] = {}
     for model_type, refusal in refusals().items():
-        found.setdefault(refusal.reason, []).append(model_type)
-    return found
+        types_by_reason.setdefault(refusal.reason, []).append(model_type)
+    return types_by_reason
 
 
 def language_type(model_type: str) -> str:
-    """Return the type of the language model inside models of a multimodal type; any other type as it is.
+    """Return the type of the language model inside a multimodal model type; return any other type unchanged.
 
-    It is the one of the type's default config. Checkpoints of some types bring others.
+    It is read from the default config. Checkpoints of some multimodal types contain other language models.
     """
     if model_type not in multimodal_model_types():
         return model_type
     try:
         return base_model_type(CONFIG_MAPPING[model_type]())
-    except ValueError:  # its config has no default, because any two models can be put together
+    except ValueError:  # there is no default config, because any two models can be combined
         return model_type

@@ -1,4 +1,4 @@
-"""The command `hf-posenc`: a thin face over the package's functions, and what starts the recipes in one process."""
+"""The command `hf-posenc`: its arguments and help. It calls functions of `commands`, or starts a recipe."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ PLOTS = (
     *("vectors", "similarity", "grid", "decay", "waves", "biases", "wavelengths", "properties", "attention", "order"),
     *("equivariance", "expansion", "hessian", "terms", "negative", "table", "statistics", "recurrence", "precision"),
 )
-"""What `plot` draws."""
+"""Kinds of pictures that `plot` can draw."""
 
-LENGTH = 128
-"""Tokens that `plot` shows."""
+DEFAULT_LENGTH = 128
+"""Number of positions or distances that `plot` shows by default."""
 
 RECIPES = {
     "extend": ("extend_context", "measure a checkpoint, patch, calibrate, fine-tune, measure again, report"),
-    "compare": ("compare_schemes", "the same for several schemes and seeds on one base: tables and figures"),
-    "pretrain": ("pretrain", "train small decoders from scratch, one for each scheme: train short, test long"),
+    "compare": ("compare_schemes", "do the same for several schemes and seeds on one base: tables and figures"),
+    "pretrain": ("pretrain", "train a small decoder from scratch for every scheme: train short, test long"),
     "evaluate": ("evaluate", "measure perplexity and retrieval of a checkpoint at several context lengths"),
-    "calibrate": ("calibrate", "patch a stock checkpoint, fit the scheme to what its positions did, and save it"),
+    "calibrate": ("calibrate", "patch a stock checkpoint, fit the scheme to the base's attention, and save it"),
 }
-"""Commands that start a program of hf_posenc.recipes: its module, and what it does."""
+"""Command -> the module of hf_posenc.recipes that it starts, and its help."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -41,27 +41,27 @@ EXAMPLES = """examples:
   hf-posenc extend --model gpt2 --data book.txt --scheme alibi --train-length 2048
   accelerate launch -m hf_posenc.recipes.extend_context --model gpt2 --data book.txt      the same on many GPUs
 
-`hf-posenc COMMAND --help` has the options of a command, and more examples."""
+`hf-posenc COMMAND --help` lists the options of a command, and more examples."""
 
-VERIFIED = """How to read the table: `response` is how much a layer's output changes, relative to its size, when its
-positions are reversed and everything else stays; `live` the same with the scheme's parameters drawn at random,
-because a scheme that starts neutral does not respond yet, and a dead one never does; `model` is the change of the
-logits; `order` the change at the last token when two earlier tokens swap places, some of which the causal mask alone
-makes."""
+VERIFIED = """How to read the table.
+`response`: the relative change of a layer's output when its positions are reversed.
+`live`: the same with random parameters of the scheme. A scheme may start neutral; a broken one never responds.
+`model`: the change of the logits when positions are reversed.
+`order`: the change at the last token when two earlier tokens are swapped; the causal mask causes some of it."""
 
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
-"""Names of an argument, and the keywords of `add_argument`."""
+"""Names and keywords of a call of `add_argument`."""
 
 
 def _argument(*names: str, **keywords: Any) -> Argument:
-    """Return an argument of a command."""
+    """Describe an argument of a command."""
     return names, keywords
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of this file: its help, its arguments, examples, and what `options` holds beside the arguments."""
+    """A command that is not a recipe. Its parsed options also get the values in `defaults`."""
 
     help: str
     arguments: tuple[Argument, ...]
@@ -70,10 +70,10 @@ class Command:
     description: str | None = None
 
 
-def _scheme_args(said: str) -> tuple[Argument, Argument]:
-    """Return the option, and as 0.1.0 called it."""
+def _scheme_args(help_text: str) -> tuple[Argument, Argument]:
+    """Return the option `--scheme-args`, and `--set`, its name in version 0.1.0."""
     return (
-        _argument("--scheme-args", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=said),
+        _argument("--scheme-args", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=help_text),
         _argument("--set", nargs=1, action="extend", dest="scheme_args", help=argparse.SUPPRESS),
     )
 
@@ -85,43 +85,43 @@ _DTYPE = _argument(
     choices=DTYPES,
     default="auto",
     metavar="DTYPE",
-    help=f"of the weights: {', '.join(DTYPES)} (default: auto, what they were saved in)",
+    help=f"dtype of the weights: {', '.join(DTYPES)} (default: auto, the dtype they were saved in)",
 )
 
 COMMANDS = {
     "schemes": Command(
         "list the schemes, or explain one: equation, options, paper",
-        (_argument("names", nargs="*", metavar="NAME", help="scheme to explain; by default all are listed"),),
+        (_argument("names", nargs="*", metavar="NAME", help="scheme to explain; without names all are listed"),),
         ("hf-posenc schemes", "hf-posenc schemes alibi"),
         {"run": "list_schemes"},
     ),
     "families": Command(
         "list the model types that can be patched, and why others cannot",
-        (_argument("model_types", nargs="*", metavar="MODEL_TYPE", help="by default all that are known"),),
+        (_argument("model_types", nargs="*", metavar="MODEL_TYPE", help="model type to describe; by default all"),),
         ("hf-posenc families", "hf-posenc families llama gpt2 mamba"),
         {"run": "list_families"},
     ),
     "inspect": Command(
-        "say what a checkpoint is, without reading its weights",
+        "describe a checkpoint, without reading its weights",
         (_argument("checkpoint", help="directory or Hub id"), _REVISION),
         ("hf-posenc inspect runs/gpt2-alibi/model", "hf-posenc inspect me/gpt2-alibi --revision v1"),
         {"run": "inspect_checkpoint"},
     ),
     "verify": Command(
-        "load a patched checkpoint and ask every layer for its positions",
+        "load a patched checkpoint and check that every layer responds to positions",
         (_argument("checkpoint", help="directory or Hub id of a patched checkpoint"), _REVISION, _DTYPE),
         ("hf-posenc verify runs/gpt2-alibi/model", "hf-posenc verify me/gpt2-alibi --dtype float32"),
         {"run": "verify_checkpoint", "explained": VERIFIED},
-        f"Load a patched checkpoint and ask every layer for its positions.\n\n{VERIFIED}",
+        f"Load a patched checkpoint and check that every layer responds to positions.\n\n{VERIFIED}",
     ),
     "patch": Command(
         "patch a stock checkpoint and save it",
         (
             _argument("checkpoint", help="directory or Hub id of a stock checkpoint"),
-            _argument("scheme", help="its name: `hf-posenc schemes` lists them"),
+            _argument("scheme", help="name of the scheme: `hf-posenc schemes` lists them"),
             _argument("output", type=Path, help="directory that does not exist yet"),
             *_scheme_args("hyper-parameters, e.g. max_distance=64; `hf-posenc schemes NAME` explains them"),
-            _argument("--seed", **_N, help="for parameters that start at random"),
+            _argument("--seed", **_N, help="seed of parameters that start at random"),
             _REVISION,
             _DTYPE,
         ),
@@ -132,7 +132,7 @@ COMMANDS = {
         {"run": "patch_checkpoint"},
     ),
     "plot": Command(
-        "draw what schemes or models do with positions (needs matplotlib)",
+        "draw a picture of positions in schemes or models (needs matplotlib)",
         (
             _argument("kind", choices=PLOTS, metavar="KIND", help=f"one of {', '.join(PLOTS)}"),
             _argument("output", type=Path, help="picture to write: png, svg or pdf by its suffix"),
@@ -140,24 +140,28 @@ COMMANDS = {
                 "sources",
                 nargs="+",
                 metavar="SOURCE",
-                help="scheme, checkpoint directory or Hub id; of waves and grid also frequencies: "
-                "10000, t^2, 1,0.1,0.01",
+                help="scheme, checkpoint directory or Hub id; for waves and grid frequencies: 10000, t^2, 1,0.1,0.01",
             ),
-            _argument("--data", type=Path, metavar="FILE", help="text for a model to read; else tokens are drawn"),
-            _argument("--text", type=Path, dest="data", help=argparse.SUPPRESS),  # of 0.1.0
-            *_scheme_args("hyper-parameters of the schemes named"),
-            _argument("--length", **_N, help=f"tokens: positions or distances to show (default: {LENGTH})"),
-            _argument("--trained-length", **_N, help="of a scheme's base, of wavelengths (default: 512)"),
+            _argument("--data", type=Path, metavar="FILE", help="text for a model to read; by default random tokens"),
+            _argument("--text", type=Path, dest="data", help=argparse.SUPPRESS),  # its name in 0.1.0
+            *_scheme_args("hyper-parameters of the schemes"),
+            _argument("--length", **_N, help=f"positions or distances to show, in tokens (default: {DEFAULT_LENGTH})"),
+            _argument("--trained-length", **_N, help="length that the base was trained at (default: 512)"),
             _argument(
                 "--positions",
                 **_N | {"metavar": ("M", "N")},
                 nargs=2,
-                help="of the two tokens of an expansion or a Hessian; by default after a third and two thirds of the "
-                "text",
+                help="positions of the two tokens of an expansion or a Hessian; by default after a third and two "
+                "thirds of the text",
             ),
-            _argument("--title", metavar="TEXT", help="above the picture; by default the sources"),
-            _argument("--json", type=Path, metavar="FILE", help="file for every number, matplotlib or not"),
-            _argument("--numbers", type=Path, dest="json", help=argparse.SUPPRESS),  # of 0.1.0
+            _argument("--title", metavar="TEXT", help="title of the picture; by default the sources"),
+            _argument(
+                "--json",
+                type=Path,
+                metavar="FILE",
+                help="JSON file to write, with all numbers; does not need matplotlib",
+            ),
+            _argument("--numbers", type=Path, dest="json", help=argparse.SUPPRESS),  # its name in 0.1.0
             _REVISION,
             _DTYPE,
         ),
@@ -166,18 +170,18 @@ COMMANDS = {
             "hf-posenc plot order order.png gpt2 runs/gpt2-alibi/model --data book.txt",
             "hf-posenc plot decay decay.svg rope alibi --json decay.json",
         ),
-        {"run": "draw", "shown": LENGTH},
+        {"run": "draw", "shown": DEFAULT_LENGTH},
     ),
     "push": Command(
         "upload a patched checkpoint to the Hub, in one commit",
         (
-            _argument("directory", type=Path),
-            _argument("repo_id", help="NAME or ORGANIZATION/NAME"),
-            _argument("--dry-run", action="store_true", help="say what would be uploaded, and upload nothing"),
-            _argument("--private", action="store_true", default=None, help="if the repository is new"),
-            _argument("--revision", metavar="NAME", help="branch; made if it does not exist"),
+            _argument("directory", type=Path, help="directory of a patched checkpoint"),
+            _argument("repo_id", help="repository: NAME or ORGANIZATION/NAME"),
+            _argument("--dry-run", action="store_true", help="print what would be uploaded, and upload nothing"),
+            _argument("--private", action="store_true", default=None, help="make the repository private, if it is new"),
+            _argument("--revision", metavar="NAME", help="branch, made if it does not exist"),
             _argument("--message", metavar="TEXT", help="title of the commit"),
-            _argument("--token", help="access token; by default the one that is stored"),
+            _argument("--token", help="access token; by default the stored token"),
         ),
         (
             "hf-posenc push runs/gpt2-alibi/model me/gpt2-alibi --dry-run",
@@ -191,18 +195,18 @@ COMMANDS = {
         ('eval "$(hf-posenc completion bash)"', "hf-posenc completion zsh > ~/.zfunc/_hf-posenc"),
     ),
 }
-"""Commands that hf_posenc.commands runs, by the name of a function there; `completion` is run here."""
+"""Commands that are not recipes. `run` is the function of hf_posenc.commands for it; `completion` runs here."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: of the command line, without the program's name; None takes those of the process.
+        arguments: words of the command line, without the program's name; None means those of this process.
 
     Returns:
-        Exit status: 0; 1 where the answer is no (`inspect` of what cannot be loaded, `verify` that fails, `families` of
-        a model type that cannot be patched); 2 for an error; 130 after Ctrl-C.
+        Exit status: 0 for success; 1 if the answer is no (`inspect`: cannot be loaded; `verify`: a layer does not
+        respond; `families`: cannot be patched); 2 for an error; 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     name = words[0] if words else ""
@@ -213,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _recipe(name, words[1:])
         if name == "completion":
             return _completion(options.shell)
-        from . import commands  # which imports torch: --help does without
+        from . import commands  # not above: it imports torch, which --help does not need
 
         status = int(getattr(commands, options.run)(options))
         sys.stdout.flush()
@@ -221,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nhf-posenc {name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `| head` has seen enough; what Python writes as it exits must not fail again
+    except BrokenPipeError:  # e.g. `| head`; what Python writes when it exits must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (HfPosencError, ImportError, OSError, TypeError, ValueError) as error:
@@ -230,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _recipe(name: str, words: list[str]) -> int:
-    """Start a recipe in this process, which says by itself what is wrong."""
+    """Run a recipe in this process, and return its exit status. The recipe prints its own errors."""
     module = importlib.import_module(f".recipes.{RECIPES[name][0]}", __package__)
     program = importlib.import_module(".recipes.program", __package__)
     try:
@@ -248,12 +252,12 @@ def _completion(shell: str) -> int:
         import shtab
     except ImportError:
         raise ImportError("completion needs shtab: pip install shtab") from None
-    print(shtab.complete(_parser(recipes=True), shell=shell))
+    print(shtab.complete(_parser(with_recipes=True), shell=shell))
     return 0
 
 
-def _parser(recipes: bool = False) -> Parser:
-    """Return what reads the command line; with the options of the recipes too, which read their own."""
+def _parser(with_recipes: bool = False) -> Parser:
+    """Make the parser of the command line. Recipes parse their options themselves; `with_recipes` adds them."""
     parser = Parser(
         prog="hf-posenc",
         description="Replace the position encoding of Hugging Face causal language models.",
@@ -263,20 +267,20 @@ def _parser(recipes: bool = False) -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for name in ("schemes", "families", "inspect", *RECIPES, "verify", "patch", "plot", "push", "completion"):
         if name in RECIPES:
-            parents = [_recipe_parser(name)] if recipes else []
+            parents = [_recipe_parser(name)] if with_recipes else []
             commands.add_parser(name, help=RECIPES[name][1], add_help=False, parents=parents)
             continue
-        known = COMMANDS[name]
-        examples = "\n".join(["examples:", *(f"  {line}" for line in known.examples)])
-        command = commands.add_parser(name, help=known.help, description=known.description, epilog=examples)
-        for names, keywords in known.arguments:
+        entry = COMMANDS[name]
+        examples = "\n".join(["examples:", *(f"  {line}" for line in entry.examples)])
+        command = commands.add_parser(name, help=entry.help, description=entry.description, epilog=examples)
+        for names, keywords in entry.arguments:
             command.add_argument(*names, **keywords)
-        command.set_defaults(**known.defaults)
+        command.set_defaults(**entry.defaults)
     return parser
 
 
 def _recipe_parser(name: str) -> Parser:
-    """Return what reads the options of a recipe."""
+    """Make the parser of a recipe."""
     module, options = (
         importlib.import_module(f".recipes.{module}", __package__) for module in (RECIPES[name][0], "options")
     )

@@ -28,7 +28,7 @@ from .description import describe
 from .did_you_mean import did_you_mean
 from .errors import PluginError, UnsupportedModelError
 from .loading import from_pretrained
-from .plot_kinds import KINDS, OPTIONS_OF, Asked, Numbers, schedule
+from .plot_kinds import KINDS, OPTIONS_OF_SOURCE, Numbers, PlotOptions, parse_frequencies
 from .registry import available_schemes, scheme_class, supported_model_types
 from .schemes.base import EVERY_SCHEME, Scheme
 from .verification import verify
@@ -37,7 +37,7 @@ logging.set_verbosity_error()
 
 
 def list_schemes(options: argparse.Namespace) -> int:
-    """Print every scheme with its hyper-parameters, or explain those that are named."""
+    """List all schemes with their hyper-parameters, or explain the schemes that are named."""
     for name in options.names:
         print(_explained(scheme_class(name)))
     if options.names:
@@ -45,7 +45,7 @@ def list_schemes(options: argparse.Namespace) -> int:
     for name in available_schemes():
         try:
             cls = scheme_class(name)
-        except PluginError as error:  # of another package, which is not to hide the others
+        except PluginError as error:  # a broken plugin must not keep the other schemes from being listed
             print(f"{name}\n    cannot be used: {error}")
             continue
         print(f"{cls()}\n    {(cls.__doc__ or '').strip().splitlines()[0]}")
@@ -53,59 +53,61 @@ def list_schemes(options: argparse.Namespace) -> int:
 
 
 def _explained(cls: type[Scheme]) -> str:
-    """Return what a scheme's docstring says, and each hyper-parameter with its default and its meaning."""
-    said = (inspect.getdoc(cls) or "").partition("\n\nArgs:\n")[0]
-    said_of = meanings(cls)
-    lines = [cls.name, *("    " + line if line else "" for line in said.splitlines()), "", "    Hyper-parameters:"]
+    """Return a scheme's docstring and its hyper-parameters, with defaults and meanings."""
+    about = (inspect.getdoc(cls) or "").partition("\n\nArgs:\n")[0]
+    meaning_of = meanings(cls)
+    lines = [cls.name, *("    " + line if line else "" for line in about.splitlines()), "", "    Hyper-parameters:"]
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in EVERY_SCHEME):
-        text = f"{field.name}={field.default!r}: {said_of.get(field.name, '')}"
+        text = f"{field.name}={field.default!r}: {meaning_of.get(field.name, '')}"
         lines += textwrap.wrap(text, 112, initial_indent=" " * 6, subsequent_indent=" " * 10)
     return "\n".join([*lines, ""])
 
 
 def list_families(options: argparse.Namespace) -> int:
-    """Print what is known of model types: of those that were asked for, or of all, those that can be patched first."""
-    refused = 0
+    """Describe the model types that are named. Without names describe all: first those that can be patched."""
+    status = 0
     for model_type in options.model_types or supported_model_types():
         if "/" in model_type or Path(model_type).is_dir():
             raise ValueError(
-                f"{model_type} is a checkpoint, not a model type: `hf-posenc inspect {model_type}` says its base, and "
-                "whether that can be patched"
+                f"{model_type} is a checkpoint, not a model type: `hf-posenc inspect {model_type}` says whether it can "
+                "be patched"
             )
         try:
-            inside = language_type(model_type)
-            within = "" if inside == model_type else f"the language model inside is patched, as a rule a {inside}:\n"
-            said = within + str(served_type(inside))
+            inner_type = language_type(model_type)
+            within = (
+                "" if inner_type == model_type else f"the language model inside is patched, as a rule a {inner_type}:\n"
+            )
+            text = within + str(served_type(inner_type))
         except UnsupportedModelError as error:
-            refused, said = 1, str(error)
-        except PluginError as error:  # of another package, which is not to hide the others
-            said = f"cannot be used: {error}"
-        print("\n    ".join([model_type, *said.splitlines()]))
+            status, text = 1, str(error)
+        except PluginError as error:  # a broken plugin must not keep the other types from being listed
+            text = f"cannot be used: {error}"
+        print("\n    ".join([model_type, *text.splitlines()]))
     for reason, types in ({} if options.model_types else refused_types()).items():
         print(f"{', '.join(types)}\n    cannot be patched: {reason}")
-    return refused
+    return status
 
 
 def inspect_checkpoint(options: argparse.Namespace) -> int:
-    """Print what a checkpoint is."""
+    """Describe a checkpoint."""
     checkpoint = hub.find_checkpoint(options.checkpoint, options.revision)
-    found = read_config(checkpoint, **_where(options, checkpoint))
+    found = read_config(checkpoint, **_revision(options, checkpoint))
     print(found)
     return 0 if found.problem is None else 1
 
 
 def verify_checkpoint(options: argparse.Namespace) -> int:
-    """Print what a patched checkpoint is, and which layers answer to positions."""
+    """Describe a patched checkpoint, and print which layers respond to positions."""
     checkpoint = hub.checkpoint_name(options.checkpoint)
-    where = _where(options, checkpoint)
-    found = read_config(checkpoint, **where)
+    revision = _revision(options, checkpoint)
+    found = read_config(checkpoint, **revision)
     if found.scheme is None:
         raise ValueError(
             f"{options.checkpoint} is a stock {found.base} checkpoint, so there is no patch to verify: "
             f"`hf-posenc patch {options.checkpoint} SCHEME OUTPUT` makes one"
         )
-    _loading(options.checkpoint)
-    model = from_pretrained(checkpoint, dtype=_dtype(options), **where)
+    _print_loading(options.checkpoint)
+    model = from_pretrained(checkpoint, dtype=_dtype(options), **revision)
     print(describe(model))
     report = verify(model)
     print(f"{report}\n\n{options.explained}")
@@ -116,34 +118,35 @@ def patch_checkpoint(options: argparse.Namespace) -> int:
     """Patch a stock checkpoint and save it."""
     if options.output.exists():
         raise FileExistsError(f"{options.output} exists already")
-    # Only what is the scheme's own, before anything is read.
+    # Fails on wrong hyper-parameters before anything is loaded.
     scheme = parse_schemes(options.scheme, hyperparameters(options.scheme_args))
     checkpoint = hub.checkpoint_name(options.checkpoint)
-    where = _where(options, checkpoint)
-    if read_config(checkpoint, **where).scheme is not None:
+    revision = _revision(options, checkpoint)
+    if read_config(checkpoint, **revision).scheme is not None:
         raise ValueError(f"{checkpoint} is patched already: name the stock checkpoint it was made from")
-    _loading(options.checkpoint)
-    model = from_pretrained(checkpoint, scheme=scheme, seed=options.seed, dtype=_dtype(options), **where)
+    _print_loading(options.checkpoint)
+    model = from_pretrained(checkpoint, scheme=scheme, seed=options.seed, dtype=_dtype(options), **revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, **where)
-    except (OSError, ValueError):  # a checkpoint without one
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, **revision)
+    except (OSError, ValueError):  # a checkpoint without a tokenizer
         tokenizer = None
     with files.new_folder(options.output) as folder:
         model.save_pretrained(folder, tokenizer=tokenizer)
     print(describe(model))
     print(f"saved in {options.output}" + ("" if tokenizer else ", without a tokenizer: the checkpoint has none"))
-    given = f" --scheme-args {shlex.join(options.scheme_args)}" if options.scheme_args else ""
+    scheme_args = f" --scheme-args {shlex.join(options.scheme_args)}" if options.scheme_args else ""
     print(
-        "It is not calibrated, and most schemes make a model predict badly until they are. This swaps and calibrates:\n"
-        f"hf-posenc calibrate --model {options.checkpoint} --scheme {options.scheme}{given} --data TEXT --output FOLDER"
+        "It is not calibrated, and with most schemes a model predicts badly before that. This patches and calibrates:\n"
+        f"hf-posenc calibrate --model {options.checkpoint} --scheme {options.scheme}{scheme_args} --data TEXT "
+        "--output FOLDER"
     )
     return 0
 
 
-def _where(options: argparse.Namespace, checkpoint: str) -> dict[str, Any]:
-    """Return what `from_pretrained` is told of `--revision`: nothing where nothing was said."""
+def _revision(options: argparse.Namespace, checkpoint: str) -> dict[str, Any]:
+    """Return `--revision` as a keyword of `from_pretrained`; no keyword without the option."""
     if options.revision and os.path.isdir(checkpoint):
-        raise ValueError(f"--revision is of a checkpoint on the Hub, and {checkpoint} is a folder: leave it out")
+        raise ValueError(f"--revision needs a checkpoint on the Hub, but {checkpoint} is a local folder: leave it out")
     return {"revision": options.revision} if options.revision else {}
 
 
@@ -151,9 +154,9 @@ def _dtype(options: argparse.Namespace) -> Any:
     return "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
 
 
-def _loading(what: str) -> None:
-    """Say so: it can take long."""
-    print(f"loading {what} ...", file=sys.stderr, flush=True)
+def _print_loading(checkpoint: str) -> None:
+    """Print a line before loading, which can take long."""
+    print(f"loading {checkpoint} ...", file=sys.stderr, flush=True)
 
 
 def _read(path: Path) -> str:
@@ -167,103 +170,113 @@ def _read(path: Path) -> str:
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Compute, write the numbers, then draw: without matplotlib the numbers are there."""
+    """Compute the numbers, write them, and draw them. Without matplotlib only the drawing fails."""
     kind = KINDS[options.kind]
     if len(options.sources) > 1 and not kind.several:
-        raise ValueError(f"{options.kind} is drawn of one scheme or model, not of {len(options.sources)}")
+        raise ValueError(f"{options.kind} needs one scheme or model, not {len(options.sources)}")
     if len(set(options.sources)) < len(options.sources):
         raise ValueError("a scheme or model was named twice")
-    asked = {source: _numbers_of(options.kind, source) for source in options.sources}
-    read = {name for sort, numbers in asked.values() for name in (*numbers.options, *OPTIONS_OF[sort])}
+    computations = {source: _computation(options.kind, source) for source in options.sources}
+    used_options = {
+        name
+        for source_type, numbers in computations.values()
+        for name in (*numbers.options, *OPTIONS_OF_SOURCE[source_type])
+    }
     for name in ("length", "trained_length", "data", "positions", "scheme_args", "revision"):
-        if getattr(options, name) not in (None, []) and name not in read:
-            what = " and ".join(options.sources)
-            raise ValueError(f"--{name.replace('_', '-')} changes nothing in {options.kind} of {what}: leave it out")
+        if getattr(options, name) not in (None, []) and name not in used_options:
+            sources = " and ".join(options.sources)
+            raise ValueError(f"--{name.replace('_', '-')} has no effect on {options.kind} of {sources}: leave it out")
     if options.length is None:
         options.length = options.shown
     for path in filter(None, (options.output, options.json)):
         if not path.parent.is_dir():
             raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     plots.kind_of(options.output)
-    settings = hyperparameters(options.scheme_args)
-    # A checkpoint is called by the name of its directory; two of one name keep their whole paths.
-    short = {source: Path(source).name if Path(source).is_dir() else source for source in options.sources}
-    names = short if len(set(short.values())) == len(short) else {source: source for source in options.sources}
-    found = {names[source]: _computed(options, source, *asked[source], settings) for source in options.sources}
+    keywords = hyperparameters(options.scheme_args)
+    # A local checkpoint is named by its directory, unless two sources would get the same name.
+    short_names = {source: Path(source).name if Path(source).is_dir() else source for source in options.sources}
+    names = (
+        short_names
+        if len(set(short_names.values())) == len(short_names)
+        else {source: source for source in options.sources}
+    )
+    results = {names[source]: _compute(options, source, *computations[source], keywords) for source in options.sources}
     if options.json:
-        numbers = {source: _numbers(each) for source, each in found.items()}
+        numbers = {source: _to_json(result) for source, result in results.items()}
         options.json.write_text(json.dumps({"kind": options.kind, "sources": numbers}, indent=1))
         print(f"numbers in {options.json}")
-    title = " and ".join(found) if options.title is None else options.title
-    print(plots.save(kind.draw(found, title), options.output))
+    title = " and ".join(results) if options.title is None else options.title
+    print(plots.save(kind.draw(results, title), options.output))
     return 0
 
 
-def _numbers_of(kind: str, source: str) -> tuple[str, Numbers]:
-    """Return what sort of source it is, and what is computed of it; ValueError if a kind is not for such."""
+def _computation(kind: str, source: str) -> tuple[str, Numbers]:
+    """Return the type of a source, and how to compute its numbers; ValueError if the kind does not draw that type."""
     if source in available_schemes():
-        sort = "scheme"
-    elif KINDS[kind].schedule is not None and schedule(source) is not None:
-        sort = "schedule"
+        source_type = "scheme"
+    elif KINDS[kind].frequencies is not None and parse_frequencies(source) is not None:
+        source_type = "frequencies"
     else:
-        sort = "model"
+        source_type = "model"
         if "/" not in source and not Path(source).is_dir() and (meant := did_you_mean(source, available_schemes())):
-            raise ValueError(f"{source} is no scheme and no folder; a checkpoint on the Hub is OWNER/NAME{meant}")
-    numbers = KINDS[kind].numbers(sort)
+            raise ValueError(f"{source} is neither a scheme nor a folder; a checkpoint on the Hub is OWNER/NAME{meant}")
+    numbers = KINDS[kind].numbers(source_type)
     if numbers is None:
-        others = {
+        source_types = {
             "scheme": "a scheme, e.g. alibi",
             "model": "a checkpoint",
-            "schedule": "frequencies: their base, e.g. 10000, a power of t, e.g. t^2, or a list with commas",
+            "frequencies": "frequencies: their base, e.g. 10000, a power of t, e.g. t^2, or a list with commas",
         }
-        named = ", or ".join(words for other, words in others.items() if KINDS[kind].numbers(other) is not None)
-        raise ValueError(f"{kind} is not computed of {source}: name {named}")
-    return sort, numbers
+        possible = ", or ".join(text for name, text in source_types.items() if KINDS[kind].numbers(name) is not None)
+        raise ValueError(f"{kind} does not draw {source}: name {possible}")
+    return source_type, numbers
 
 
-def _computed(options: argparse.Namespace, source: str, sort: str, numbers: Numbers, settings: dict[str, Any]) -> Any:
-    """Return what one plot shows of one source."""
-    if settings and sort != "scheme":
-        raise ValueError(f"--scheme-args is for schemes, and {source} is none")
+def _compute(
+    options: argparse.Namespace, source: str, source_type: str, numbers: Numbers, keywords: dict[str, Any]
+) -> Any:
+    """Compute the numbers of one source."""
+    if keywords and source_type != "scheme":
+        raise ValueError(f"--scheme-args needs schemes, but {source} is none")
     subject: Any
-    if sort == "scheme":
-        (subject,) = parse_schemes(source, settings)
-    elif sort == "schedule":
-        subject = schedule(source)
+    if source_type == "scheme":
+        (subject,) = parse_schemes(source, keywords)
+    elif source_type == "frequencies":
+        subject = parse_frequencies(source)
     else:
         checkpoint = hub.find_checkpoint(source, options.revision)
-        where = _where(options, checkpoint)
-        _loading(source)
-        subject = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=_dtype(options), **where)
+        revision = _revision(options, checkpoint)
+        _print_loading(source)
+        subject = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=_dtype(options), **revision)
     positions = None if options.positions is None else tuple(options.positions)
     read = partial(_tokens, options, source, subject)
-    return numbers.compute(subject, Asked(options.length, options.trained_length, positions, read))
+    return numbers.compute(subject, PlotOptions(options.length, options.trained_length, positions, read))
 
 
 def _tokens(options: argparse.Namespace, source: str, model: PreTrainedModel, count: int) -> torch.Tensor:
-    """Return tokens (count,) of the text, or at random."""
+    """Return the first tokens (count,) of the text of `--data`, or random tokens."""
     if options.data is None:
-        print(f"{source} reads {count} random tokens; --data names something to read")
+        print(f"{source} reads {count} random tokens; give it a text with --data")
         size = model.get_input_embeddings().weight.shape[0]
         return torch.randint(size, (count,), generator=torch.Generator().manual_seed(0))
-    tokenizer = AutoTokenizer.from_pretrained(hub.checkpoint_name(source), **_where(options, source))
+    tokenizer = AutoTokenizer.from_pretrained(hub.checkpoint_name(source), **_revision(options, source))
     tokens = torch.tensor(tokenizer(_read(options.data), verbose=False)["input_ids"])
     if len(tokens) < count:
-        raise ValueError(f"{options.data} has {len(tokens)} tokens, {count} were asked for")
+        raise ValueError(f"{options.data} has {len(tokens)} tokens, but {count} are needed")
     return tokens[:count]
 
 
-def _numbers(found: Any) -> Any:
-    """Return what was computed, ready for JSON."""
-    if isinstance(found, torch.Tensor):
-        return found.tolist()
-    if isinstance(found, dict):
-        return {name: _numbers(each) for name, each in found.items()}
-    return [each.to_dict() for each in found] if isinstance(found, list) else found.to_dict()
+def _to_json(numbers: Any) -> Any:
+    """Return computed numbers, ready for JSON."""
+    if isinstance(numbers, torch.Tensor):
+        return numbers.tolist()
+    if isinstance(numbers, dict):
+        return {name: _to_json(item) for name, item in numbers.items()}
+    return [item.to_dict() for item in numbers] if isinstance(numbers, list) else numbers.to_dict()
 
 
 def push_checkpoint(options: argparse.Namespace) -> int:
-    """Upload a patched checkpoint, or say what would be."""
+    """Upload a patched checkpoint, or with `--dry-run` print what would be uploaded."""
     if options.dry_run:
         sizes = hub.planned(options.directory)
         branch = f", branch {options.revision}" if options.revision else ""
@@ -271,8 +284,8 @@ def push_checkpoint(options: argparse.Namespace) -> int:
         for name, size in sizes.items():
             print(f"  {size:>15,}  {name}")
         print(
-            "and README.md, the model card. Weight files that the repository has and this folder has not would be "
-            "deleted. Nothing was sent or asked."
+            "and README.md, the model card. Weight files that are only in the repository would be "
+            "deleted. Nothing was sent."
         )
         return 0
     commit = hub.push(

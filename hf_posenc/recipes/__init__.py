@@ -1,5 +1,5 @@
-"""The recipes: extend a checkpoint's context, compare schemes, pretrain from scratch, evaluate; programs, not an API.
+"""The recipes: extend a checkpoint's context, compare schemes, pretrain, evaluate, calibrate. They are no API.
 
-Each entry point runs as `hf-posenc COMMAND` in one process, or as `accelerate launch -m hf_posenc.recipes.NAME` in
-many. They need what the extra `recipes` of the package installs: `pip install '.[recipes]'` in a clone.
+A recipe runs as `hf-posenc COMMAND` in one process, or as `accelerate launch -m hf_posenc.recipes.NAME` in many. The
+recipes need the extra `recipes` of the package: `pip install '.[recipes]'` in a clone.
 """

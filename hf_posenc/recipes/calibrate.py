@@ -1,10 +1,11 @@
-"""Patches a stock checkpoint, fits the scheme to what the base's positions did, and saves it.
+"""Patches a stock checkpoint, calibrates the new scheme to the base's positions, and saves the result.
 
     hf-posenc calibrate --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
     accelerate launch -m hf_posenc.recipes.calibrate --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5
 
-This is `hf_posenc.calibrate` from a checkpoint to a checkpoint; extend_context.py calibrates before it fine-tunes.
-Ctrl-C in the second stage keeps its state beside OUTPUT, and `--resume` goes on from there, to the same weights.
+It runs `hf_posenc.calibrate` on one checkpoint and writes another. To fine-tune as well, use extend_context.py.
+Closed forms come first, optimizer steps second. Ctrl-C during the steps keeps their state beside OUTPUT. `--resume`
+goes on from there, and ends with the weights of an uninterrupted run.
 """
 
 import sys
@@ -26,7 +27,7 @@ from ..checkpoints import files
 from ..checkpoints.scheme_entry import STAGES
 from ..families.lookup import family_of
 from . import corpus, models, program
-from .calibration_stage import follow_base
+from .calibration_stage import calibrate_interruptibly
 from .corpus import TextArguments, stream
 from .models import DeviceArguments, ModelArguments, SchemeArguments, hyperparameters
 from .options import Count, File, Folder, Length, Name, Positive, UsageError, as_usage_error, option, parse, refuse
@@ -37,10 +38,10 @@ EXAMPLES = """
   {prog} --model gpt2 --scheme shaw --scheme-args max_distance=64 --data book.txt --output runs/gpt2-shaw
   {prog} --model gpt2 --scheme t5 --data book.txt --output runs/gpt2-t5 --resume
 """
-LENGTH = 512
-"""Tokens in a window, at most, by default."""
-MOVED = ("scheme", "query_key")
-"""What the second stage can move; `Matching` also knows adapters, which this command does not put on."""
+DEFAULT_LENGTH = 512
+"""Default of --length, in tokens, unless the base was trained at less."""
+TRAINED = ("scheme", "query_key")
+"""What the second stage can train. `Matching` can also train adapters, but this command adds none."""
 
 
 @dataclass
@@ -49,25 +50,26 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
 
     Args:
         output: folder to save in, which does not exist yet.
-        json: file for every number.
-        plot: picture of every layer to write: png, svg or pdf by its suffix.
+        json: JSON file to write, with all numbers.
+        plot: picture to write, of all layers; png, svg or pdf by its suffix.
         resume: go on with an interrupted run of the same arguments.
         length: tokens in a window of the text (default: the length the base was trained at, 512 at most).
         windows: windows to use, held-out ones included; by default all that the text has.
-        held_out: windows that only decide and measure.
-        stage: closed forms alone, or then steps that match attention too.
-        weights: what the steps move beside the closed forms; the latter also the weights that make queries and keys.
+        held_out: number of windows that nothing is fitted on. They decide what is kept, and measure the result.
+        stage: closed_form for closed forms alone, attention for optimizer steps after them.
+        weights: what the steps train. scheme: the scheme's parameters; query_key: also the projections of queries and
+            keys.
         steps: optimizer steps.
         rate: learning rate of the scheme's parameters.
         weight_rate: learning rate of the weights that make queries and keys.
-        judge: what decides what is kept, the held-out loss or how close attention comes.
-        loss: what the steps match, what heads pay or what they read (default: attention, then outputs if that predicts
-            worse).
-        step_lengths: tokens in a window of the steps, one length after the other; by default --length.
+        judge: held-out number by which a change is kept: loss, or the distance of attention to the base's.
+        loss: what the steps match: the attention weights of heads, or their outputs (default: attention, then outputs
+            if the model predicts worse).
+        step_lengths: window lengths for the steps, in tokens, one after the other (default: --length).
         seed: seed of everything that is random.
     """
 
-    scheme: Name = field(default="", metadata=models.GUESSED)
+    scheme: Name = field(default="", metadata=models.SCHEME_METADATA)
     output: Folder = ""
     json: File = ""
     plot: File | None = None
@@ -76,7 +78,7 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
     windows: Count | None = None
     held_out: Count = 8
     stage: Annotated[str, STAGES] = "attention"
-    weights: Annotated[str, MOVED] = "query_key"
+    weights: Annotated[str, TRAINED] = "query_key"
     steps: Count = Matching.steps
     rate: Positive = Matching.rate
     weight_rate: Positive = Matching.weight_rate
@@ -95,24 +97,24 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
         """Return the second stage, or None without one."""
         if self.stage == "closed_form":
             return None
-        second_stage = {name: getattr(self, name) for name in SECOND_STAGE}
+        second_stage = {name: getattr(self, name) for name in SECOND_STAGE_OPTIONS}
         with as_usage_error("", ValueError):
             return Matching(**second_stage, lengths=self.step_lengths or None, state_file=self.state_file)
 
 
-SECOND_STAGE = [known.name for known in fields(Arguments) if known.name in Matching.__dataclass_fields__]
+SECOND_STAGE_OPTIONS = [field.name for field in fields(Arguments) if field.name in Matching.__dataclass_fields__]
 """Options that are fields of `Matching`."""
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Calibrate, and return what --json holds."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
-    with program.ending(parser, "the same command with --resume", lambda: kept(arguments)):
+    with program.ending(parser, "the same command with --resume", lambda: interruption_message(arguments)):
         return run(arguments)
 
 
-def kept(arguments: Arguments) -> str:
-    """Return what to say after an interruption: what there is to go on from."""
+def interruption_message(arguments: Arguments) -> str:
+    """Return the message after an interruption: whether there is a state for --resume."""
     if arguments.state_file.exists():
         return f"{arguments.state_file} has what was done so far: the same command with --resume goes on from there."
     return "Nothing was finished that could be kept: the same command begins again."
@@ -127,8 +129,8 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
     corpus.check(arguments, needs_data=True)
     models.check(arguments)
     if arguments.stage == "closed_form":
-        for name in (*SECOND_STAGE, "step_lengths", "resume"):
-            if name != "seed":  # the scheme may begin at random, too
+        for name in (*SECOND_STAGE_OPTIONS, "step_lengths", "resume"):
+            if name != "seed":  # a scheme may also start at random
                 refuse(arguments, name, "changes nothing with --stage closed_form")
     elif arguments.weights == "scheme":
         refuse(arguments, "weight_rate", "changes nothing with --weights scheme")
@@ -138,15 +140,15 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
 
 
 def check_lengths(arguments: Arguments) -> None:
-    """Check the lengths of windows against the base's; `--length` gets its default."""
+    """Set the default of `--length`, and check it against the length that the base was trained at."""
     base = models.stock_config(arguments)
     longest = getattr(base, family_of(base).names.config_length, None)
     if arguments.length is None:
-        arguments.length = min(LENGTH, longest or LENGTH)
+        arguments.length = min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
     if longest is not None and arguments.length > longest:
         raise UsageError(
-            f"--length {arguments.length}: {arguments.model} was made for {longest} tokens, and is followed there: "
-            f"--length {longest} is the longest"
+            f"--length {arguments.length}: {arguments.model} was trained at {longest} tokens, and can be imitated up "
+            f"to that length: give --length {longest} or less"
         )
     if len(arguments.step_lengths) > arguments.steps:
         raise UsageError(
@@ -171,13 +173,15 @@ def check_files(arguments: Arguments) -> None:
     if arguments.stage == "attention" and arguments.resume is not arguments.state_file.exists():
         if arguments.resume:
             raise UsageError(f"--resume: there is no {arguments.state_file}")
-        raise UsageError(f"{arguments.state_file} is left of an interrupted calibration: give --resume, or remove it")
+        raise UsageError(
+            f"{arguments.state_file} is left over from an interrupted calibration: give --resume, or remove it"
+        )
 
 
 def run(arguments: Arguments) -> Results:
     """Calibrate a stock checkpoint, save it, and return the report, ready for JSON."""
     scheme = check_arguments(arguments)
-    accelerator, device = models.placed(arguments)
+    accelerator, device = models.accelerator_and_device(arguments)
     say = accelerator.print
     tokenizer = models.load_named(AutoTokenizer, arguments)
     windows = text_windows(arguments, tokenizer, accelerator)
@@ -191,7 +195,7 @@ def run(arguments: Arguments) -> Results:
     )
     matching, held_out, judge = arguments.matching(), arguments.held_out, arguments.judge
     with as_usage_error("", ValueError):
-        report = follow_base(accelerator, model, windows, held_out=held_out, matching=matching, judge=judge)
+        report = calibrate_interruptibly(accelerator, model, windows, held_out=held_out, matching=matching, judge=judge)
     if accelerator.is_main_process:
         write(arguments, model, tokenizer, report)
         arguments.state_file.unlink(missing_ok=True)
@@ -199,8 +203,8 @@ def run(arguments: Arguments) -> Results:
     say(f"{hf_posenc.describe(model)}\n{report}")
     if left := report.unexpressed():
         say(
-            f"0.1 nats per query and head, or more, are left in the layers {', '.join(map(str, left))}: --scheme-args "
-            "layers=... names those that get the scheme, the others keep the base's positions"
+            f"Layers {', '.join(map(str, left))} still differ from the base by 0.1 nats per query and head or more. To "
+            "let them keep the base's positions, name only the other layers in --scheme-args layers=..."
         )
     written = (("saved in", arguments.output), ("numbers in", arguments.json), ("picture in", arguments.plot))
     say(", ".join(f"{what} {path}" for what, path in written if path))
@@ -211,9 +215,9 @@ def text_windows(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, accel
     """Return windows of the text in its order, (N, T) int64; what does not fill one is left out."""
     length, wanted = arguments.length, arguments.windows
     assert length is not None  # check_arguments has set it
-    enough = sys.maxsize if wanted is None else wanted * length
-    with accelerator.main_process_first():  # the others find its cache
-        tokens = stream(corpus.documents(tokenizer, arguments, None, enough)).tokens
+    max_tokens = sys.maxsize if wanted is None else wanted * length
+    with accelerator.main_process_first():  # the other processes then use the cache that it has written
+        tokens = stream(corpus.documents(tokenizer, arguments, None, max_tokens)).tokens
     count = len(tokens) // length
     used = count if wanted is None else wanted
     if used > count:
@@ -221,7 +225,7 @@ def text_windows(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, accel
     if used <= arguments.held_out:
         raise UsageError(
             f"{used} windows of {length} tokens from {corpus.describe(arguments)} are too few: --held-out takes "
-            f"{arguments.held_out}, and at least one is needed beside"
+            f"{arguments.held_out}, and at least one more is needed to calibrate with"
         )
     return tokens[: used * length].view(used, length)
 

@@ -1,4 +1,4 @@
-"""Calibration before fine-tuning: choose windows of the training text, calibrate, and report it."""
+"""Calibration before fine-tuning: choose windows of the training text, calibrate, report the result."""
 
 import signal
 import statistics
@@ -25,16 +25,16 @@ from .results import Results, stopwatch
 from .training import StopRequest
 
 METHODS = ("attention", "closed_form", "none")
-LONGEST = 256
-"""Tokens of a window, at most, by default: short windows cost less, and what holds in them holds in longer ones where a
-model looks no further back."""
+MAX_DEFAULT_LENGTH = 256
+"""Upper limit of the default window length, in tokens. Short windows cost less, and suffice for a model that looks no
+further back."""
 HELD_OUT = 8
-"""Windows that only decide and measure."""
+"""Number of windows that nothing is fitted on."""
 CALIBRATED_RATE, PLAIN_RATE = 3e-4, 1e-3
-"""Default peak learning rates of fine-tuning. The one that a plain swap needs undoes a calibration within a few
+"""Default peak learning rates of fine-tuning. The rate that a plain swap needs would undo a calibration within a few
 steps."""
 UNCHANGED = 1e-5
-"""Nats of held-out loss: a swap that costs less has only changed the order of some sums."""
+"""Increase of the held-out loss, in nats, below which a swap has changed nothing but rounding errors."""
 
 
 @dataclass
@@ -42,12 +42,12 @@ class CalibrationArguments(Options):
     """Calibration, between the swap and the fine-tuning.
 
     Args:
-        calibrate: before fine-tuning, put into the scheme and into queries and keys what the base's positions did, by
-            closed forms and then by matching attention; none is the plain swap.
-        calibrate_steps: steps that match attention, of 4 windows each.
-        calibrate_windows: windows of the training text to calibrate with, 8 of which only decide and measure.
-        calibrate_length: tokens of each of these windows: the distances at which attention is matched; beyond them
-            transformer_xl starts with little weight (default: the length the base was trained at, 256 at most).
+        calibrate: fit the scheme, and the projections of queries and keys, to the base's attention before fine-tuning.
+            closed_form: solve equations; attention: then also match attention in steps; none: a plain swap.
+        calibrate_steps: optimizer steps that match attention, on 4 windows each.
+        calibrate_windows: windows of the training text to calibrate with, 8 held-out windows included.
+        calibrate_length: tokens in a window. Attention is matched at shorter distances; at longer ones transformer_xl
+            starts with little weight (default: the length the base was trained at, 256 at most).
     """
 
     calibrate: Annotated[str, METHODS] = "attention"
@@ -57,45 +57,46 @@ class CalibrationArguments(Options):
 
 
 def check(arguments: CalibrationArguments) -> None:
-    """Raise UsageError for options of a calibration that is not made."""
+    """Raise UsageError for options that have no effect with this `--calibrate`."""
     if arguments.calibrate == "none":
         for name in ("calibrate_windows", "calibrate_length"):
-            refuse(arguments, name, "is of a calibration, and --calibrate none makes none")
+            refuse(arguments, name, "has no effect with --calibrate none")
     if arguments.calibrate != "attention":
-        refuse(arguments, "calibrate_steps", f"is of --calibrate attention, not of {arguments.calibrate}")
+        refuse(arguments, "calibrate_steps", f"has no effect with --calibrate {arguments.calibrate}")
 
 
 def windows(train: list[Document], trained_length: int, arguments: CalibrationArguments, seed: int) -> Tensor:
-    """Return windows of the training text, (N, T), drawn at random, none of them twice.
+    """Return different windows of the training text, (N, T), drawn at random.
 
     Raises:
-        UsageError: if there are too few, or they would be longer than the base was trained at.
+        UsageError: if the text is too short, or the windows would be longer than the base was trained at.
     """
-    length = arguments.calibrate_length or min(trained_length, LONGEST)
+    length = arguments.calibrate_length or min(trained_length, MAX_DEFAULT_LENGTH)
     if length > trained_length:
         raise UsageError(
-            f"--calibrate-length {length}: the base was trained at {trained_length} tokens, and is followed there"
+            f"--calibrate-length {length}: the base was trained at {trained_length} tokens, "
+            f"and can be imitated up to that length: give {trained_length} or less"
         )
-    found = Windows(train, length, "concatenate")
-    if len(found) <= HELD_OUT:
+    all_windows = Windows(train, length, "concatenate")
+    if len(all_windows) <= HELD_OUT:
         raise UsageError(
-            f"--calibrate {arguments.calibrate}: the training text has {found.total:,} tokens, and {HELD_OUT + 1} "
-            f"windows of {length} are the least: give more text, or --calibrate none"
+            f"--calibrate {arguments.calibrate}: the training text has {all_windows.total:,} tokens, but "
+            f"{HELD_OUT + 1} windows of {length} are needed: give more text, or --calibrate none"
         )
-    return found.tokens[order(seed, len(found), 0, min(arguments.calibrate_windows, len(found)))]
+    return all_windows.tokens[order(seed, len(all_windows), 0, min(arguments.calibrate_windows, len(all_windows)))]
 
 
-def skipped(why: str) -> Results:
-    """Return the entry of the results where nothing was calibrated."""
-    return {"method": "none", "why": why}
+def skipped(reason: str) -> Results:
+    """Return the entry of results.json for a run without calibration."""
+    return {"method": "none", "why": reason}
 
 
 def loss_at(text: Text, length: int) -> Callable[[nn.Module], float]:
-    """Return a function that measures held-out loss in windows of this length, or of all the text if it is shorter."""
+    """Return a function that measures held-out loss in windows of this length, or in the text if it is shorter."""
     return held_out_loss(text, min(length, sum(len(document.tokens) for document in text.held_out)))
 
 
-def follow_base(
+def calibrate_interruptibly(
     accelerator: Accelerator,
     model: nn.Module,
     tokens: Tensor,
@@ -104,13 +105,13 @@ def follow_base(
     matching: Matching | None,
     judge: str = "loss",
 ) -> Calibration:
-    """Calibrate in place; Ctrl-C waits for the end of a step. The arguments are those of `hf_posenc.calibrate`."""
-    with Steps(matching.steps if matching else 0, accelerator) as steps:
+    """Calibrate in place as `hf_posenc.calibrate` does, so that Ctrl-C waits for the end of a step."""
+    with InterruptibleSteps(matching.steps if matching else 0, accelerator) as steps:
         return hf_posenc.calibrate(
             model,
             tokens,
             held_out=held_out,
-            matching=matching and replace(matching, on_step=steps.made),
+            matching=matching and replace(matching, on_step=steps.step_done),
             judge=judge,
             progress=accelerator.is_main_process,
         )
@@ -127,23 +128,23 @@ def calibrate(
     base_loss: float,
     state_file: Path,
 ) -> Results:
-    """Calibrate in place; every process calls it with the same windows.
+    """Calibrate in place. Every process must call this, with the same windows.
 
     Args:
         accelerator: accelerator of the processes.
-        model: patched, whole, on the device; PEFT may have wrapped it, and then only what it trains is moved.
-        tokens: from `windows`.
+        model: patched model, on the device, not sharded. If PEFT has wrapped it, only weights that it trains change.
+        tokens: windows from `windows`.
         arguments: options of the calibration.
-        seed: of the steps.
-        loss: from `loss_at`.
-        base_loss: what it gives for the base.
-        state_file: state of the steps that match attention, from which they go on if it is there.
+        seed: seed of the steps.
+        loss: function from `loss_at`.
+        base_loss: `loss` of the base.
+        state_file: file for the state of the steps that match attention. If it exists, they go on from it.
 
     Returns:
-        The entry of the results: divergences by layer, held-out losses, tokens, seconds.
+        The entry of results.json: divergences by layer, held-out losses, tokens, seconds.
 
     Raises:
-        UsageError: where this model cannot be calibrated.
+        UsageError: if this model cannot be calibrated.
     """
     losses = {"length": tokens.shape[1], "base": base_loss, "swapped": loss(model)}
     if abs(losses["swapped"] - base_loss) < UNCHANGED:
@@ -155,13 +156,15 @@ def calibrate(
     seconds: dict[str, float] = {}
     try:
         with stopwatch(seconds, "seconds"):
-            report = follow_base(accelerator, model, tokens, held_out=HELD_OUT, matching=matching)
+            report = calibrate_interruptibly(accelerator, model, tokens, held_out=HELD_OUT, matching=matching)
     except (ValueError, hf_posenc.HfPosencError) as error:
-        raise UsageError(f"--calibrate {arguments.calibrate}: {error}; --calibrate none swaps plainly") from None
-    adapted = isinstance(model, peft.PeftModel)
+        raise UsageError(
+            f"--calibrate {arguments.calibrate}: {error}; --calibrate none leaves the calibration out"
+        ) from None
+    has_adapter = isinstance(model, peft.PeftModel)
     return {
         "method": arguments.calibrate,
-        "moved": "the scheme and what the adapter trains" if adapted else "the scheme, queries and keys",
+        "moved": "the scheme and what the adapter trains" if has_adapter else "the scheme, queries and keys",
         "windows": len(tokens),
         "tokens": report.tokens,
         "steps": steps,
@@ -175,7 +178,7 @@ def calibrate(
 
 
 def by_layer(report: Calibration) -> Results:
-    """Return each layer's divergences, averaged over heads, and its closed forms; and the means over layers."""
+    """Return every layer's closed forms and its divergences, averaged over heads, and their means over layers."""
     stages = ("before", "closed", "after")
     layers = []
     for layer in report.layers:
@@ -187,25 +190,25 @@ def by_layer(report: Calibration) -> Results:
     }
 
 
-def write_down(model: PreTrainedModel, found: Results) -> None:
-    """Write into the config of a model that was calibrated earlier what its results say.
+def record_in_config(model: PreTrainedModel, results: Results) -> None:
+    """Record an earlier calibration in the config of a model.
 
     Args:
-        model: patched, with the calibrated weights.
-        found: what `calibrate` returned.
+        model: patched model with the calibrated weights.
+        results: entry that `calibrate` returned.
     """
-    if found["method"] == "none" or found.get("kept") == NOTHING:
+    if results["method"] == "none" or results.get("kept") == NOTHING:
         return
-    stage = "closed_form" if found.get("kept") == "closed_form" else found["method"]
-    losses = HeldOutLoss(**found["windows_loss"]) if "windows_loss" in found else None
-    record_calibration(model, stage, found["tokens"], losses)
+    stage = "closed_form" if results.get("kept") == "closed_form" else results["method"]
+    losses = HeldOutLoss(**results["windows_loss"]) if "windows_loss" in results else None
+    record_calibration(model, stage, results["tokens"], losses)
 
 
-class Steps(StopRequest):
-    """Context manager in which Ctrl-C waits for the end of a calibration step, and for its whole state.
+class InterruptibleSteps(StopRequest):
+    """Context manager in which Ctrl-C waits until a calibration step has ended and its state is saved.
 
-    It stops at once, as usual, before the first step, after the last, and the second time; and always among several
-    processes, because they may be in different steps.
+    Ctrl-C stops at once before the first step, after the last step, and the second time. Among several processes it
+    always does, because they may be in different steps.
 
     Args:
         steps: number of steps.
@@ -216,18 +219,18 @@ class Steps(StopRequest):
 
     def __init__(self, steps: int, accelerator: Accelerator) -> None:
         """Stop at once before the first step."""
-        self.steps, self.waits = steps, False
-        self.alone = accelerator.num_processes == 1
+        self.steps, self.between_steps = steps, False
+        self.single_process = accelerator.num_processes == 1
 
     def listen(self) -> None:
-        """Wait with Ctrl-C only between the first step and the last."""
-        if self.waits:
+        """Install the handler between the first step and the last; elsewhere Ctrl-C stops at once."""
+        if self.between_steps:
             super().listen()
 
-    def made(self, step: int, loss: float) -> None:
-        """Raise the KeyboardInterrupt that waits, if there is one; called after each step."""
+    def step_done(self, step: int, loss: float) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C came during the step; `Matching` calls this after every step."""
         if self.received:
             raise KeyboardInterrupt
         self.restore()
-        self.waits = self.alone and step < self.steps
+        self.between_steps = self.single_process and step < self.steps
         self.listen()

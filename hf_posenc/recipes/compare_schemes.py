@@ -1,10 +1,10 @@
-"""Compares schemes on one base: same data, seeds and budget for each, the base itself and RoPE's scalings beside them.
+"""Compares schemes on one base, with the same data, seeds and budget, also with the base itself and RoPE's scalings.
 
     accelerate launch recipes/compare_schemes.py --config recipes/configs/compare_stories.yaml --model DIR --data FILE
 
 Every run is one results.json under OUTPUT/runs; OUTPUT/summary.md, summary.json and the figures are made from them.
-Started again, it makes the runs that are missing and goes on with the one that was interrupted; runs of other
-arguments, another text or another base it refuses.
+Run the same command again to make the runs that are missing and to continue an interrupted one. A folder with runs of
+other arguments, another text or another base is refused.
 """
 
 import shutil
@@ -33,8 +33,8 @@ EXAMPLES = """
   accelerate launch -m hf_posenc.recipes.compare_schemes --config compare.yaml      # on many GPUs
 """
 SCALINGS = ("linear", "dynamic", "yarn")
-STRETCHED = {kind: f"rope-{kind}" for kind in SCALINGS}
-OPTIONS = ("trainable", "uncalibrated", "distill")
+STRETCHED_ROPE = {kind: f"rope-{kind}" for kind in SCALINGS}
+VARIANT_OPTIONS = ("trainable", "uncalibrated", "distill")
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Arguments(SweepArguments, SharedArguments):
     """This recipe.
 
     Args:
-        variants: schemes; unpatched; rope-linear, rope-dynamic, rope-yarn (RoPE stretched to --train-length); any of
-            them with +trainable (trainable=true), +uncalibrated (--calibrate none, the plain swap) or +distill (KL to
-            the base, weight --distill).
+        variants: what to compare: a scheme; unpatched; or rope-linear, rope-dynamic, rope-yarn (RoPE stretched to
+            --train-length). Append +trainable (trainable=true), +uncalibrated (--calibrate none, the plain swap) or
+            +distill (divergence from the base, with weight --distill).
     """
 
     variants: list[str] = field(
@@ -59,48 +59,49 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     folder = Path(arguments.output)
 
-    def one(variant: str, seed: int, target: Path, text: Text, of: Results) -> None:
+    def make_run(variant: str, seed: int, target: Path, text: Text, run_identity: Results) -> None:
         before = next((runs[0]["before"] for runs in sweep_runs.read(folder).values()), None)
-        one_run.run(run_arguments(arguments, variant, seed, target), one_run.Sweep(text, of, before))
+        one_run.run(run_arguments(arguments, variant, seed, target), one_run.Sweep(text, run_identity, before))
         if not arguments.keep_weights and PartialState().is_main_process:
             shutil.rmtree(target / "model")
 
     with program.ending(parser, "the same command", lambda: sweep_runs.KEPT):
         variants = check_arguments(arguments)
-        sweep_runs.make(arguments, variants, load_named(AutoTokenizer, arguments), one)
+        sweep_runs.make(arguments, variants, load_named(AutoTokenizer, arguments), make_run)
         summary = sweep_report.summarize(folder, f"Schemes on {last_name(str(arguments.model))}")
     print(sweep_report.markdown(summary))
     return summary
 
 
 def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme | None]:
-    """Check all variants before the first is run; return their schemes."""
+    """Check all variants before the first run; return variant -> scheme."""
     if not any("distill" in variant.split("+") for variant in arguments.variants):
-        refuse(arguments, "distill", "is for variants with +distill, and there are none")
+        refuse(arguments, "distill", "has no effect without variants with +distill")
     each_once(arguments, "variants", "seeds")
     schemes = {}
     for variant in arguments.variants:
-        target = sweep_runs.place(Path(arguments.output), variant, arguments.seeds[0])
+        target = sweep_runs.folder_of_run(Path(arguments.output), variant, arguments.seeds[0])
         schemes[variant] = one_run.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
     return schemes
 
 
 def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -> one_run.Arguments:
-    """Return the arguments of one run.
+    """Return the arguments of the run of a variant and a seed.
 
     Raises:
         UsageError: if there is no such variant.
     """
     if arguments.model is None:
-        raise UsageError("--model DIR_OR_ID: the embedded base would be trained anew for every run")
+        raise UsageError("--model DIR_OR_ID is missing")
     name, *options = variant.split("+")
-    if strange := [word for word in options if word not in OPTIONS]:
+    if strange := [word for word in options if word not in VARIANT_OPTIONS]:
         raise UsageError(
-            f"--variants {variant}: +{strange[0]} is none of +{', +'.join(OPTIONS)}{did_you_mean(strange[0], OPTIONS)}"
+            f"--variants {variant}: +{strange[0]} is none of +{', +'.join(VARIANT_OPTIONS)}"
+            f"{did_you_mean(strange[0], VARIANT_OPTIONS)}"
         )
-    names = (UNPATCHED, *hf_posenc.available_schemes(), *STRETCHED.values())
+    names = (UNPATCHED, *hf_posenc.available_schemes(), *STRETCHED_ROPE.values())
     if name not in names:
-        meant = did_you_mean(name, STRETCHED | {name: name for name in names})
+        meant = did_you_mean(name, STRETCHED_ROPE | {name: name for name in names})
         raise UsageError(f"--variants {variant}: unknown {name!r}; choose from {', '.join(names)}{meant}")
     scheme, hyperparameters = scheme_of(arguments, variant, name)
     if "trainable" in options:
@@ -118,15 +119,15 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
 
 
 def scheme_of(arguments: Arguments, variant: str, name: str) -> tuple[str, list[str]]:
-    """Return the scheme of a variant and the hyper-parameters that it needs for these lengths.
+    """Return the scheme of a variant, and the hyper-parameters that it needs for the lengths of the recipe.
 
     Args:
-        arguments: of the recipe.
-        variant: as it was given, for the error.
-        name: of the variant, without its options.
+        arguments: options of the recipe.
+        variant: the whole variant, for the message.
+        name: the variant without its options.
 
     Raises:
-        UsageError: if RoPE is to be stretched to a length that the base was trained at.
+        UsageError: if RoPE would be stretched to a length that the base was trained at, or less.
     """
     scheme, _, scaling = name.partition("-")
     if scaling:
@@ -137,8 +138,8 @@ def scheme_of(arguments: Arguments, variant: str, name: str) -> tuple[str, list[
                 f"trained at {trained}"
             )
         return scheme, [f'scaling={{"rope_type": "{scaling}", "factor": {arguments.train_length / trained}}}']
-    defaults = {} if scheme == UNPATCHED else {one.name: one.default for one in fields(scheme_class(scheme))}
-    if defaults.get("num_positions", MISSING) is None:  # a table, by default as long as the base's
+    defaults = {} if scheme == UNPATCHED else {field.name: field.default for field in fields(scheme_class(scheme))}
+    if defaults.get("num_positions", MISSING) is None:  # a table of positions, by default as long as the base's
         return scheme, [f"num_positions={max(arguments.train_length, *arguments.lengths)}"]
     return scheme, []
 

@@ -11,11 +11,11 @@ from .corpus import IGNORED
 
 
 def teacher_of(model: nn.Module, *, share_weights: bool) -> nn.Module:
-    """Return a frozen copy of the stock model, in eval mode. Call it before the model is patched.
+    """Return a frozen copy of the stock model, in eval mode. Call this before the model is patched.
 
     Args:
-        model: stock.
-        share_weights: keep the model's own tensors. LoRA trains none of them, so the copy then costs no memory.
+        model: stock model.
+        share_weights: share the weights with the model instead of copying them. LoRA does not train them.
     """
     memo = {id(weight): weight for weight in model.parameters()} if share_weights else {}
     teacher = copy.deepcopy(model, memo).eval()
@@ -28,31 +28,31 @@ class Distillation:
 
     Attributes:
         teacher: from `teacher_of`.
-        weight: of the divergence from the teacher's predictions.
-        window: tokens that the teacher was trained at. It is not asked beyond them.
+        weight: weight of the divergence from the teacher's predictions.
+        trained_length: context length that the teacher was trained at. It reads only so many tokens of a sequence.
     """
 
     teacher: nn.Module
     weight: float
-    window: int
+    trained_length: int
 
     def loss(self, wrapped: nn.Module, batch: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss to train on and the text's own loss, both summed over the targets, in nats.
+        """Return the loss to train on and the loss on the text alone, both summed over the targets, in nats.
 
         Args:
             wrapped: the model as accelerate wrapped it.
             batch: `input_ids` `(B, T)` and, for packed documents, `position_ids`.
             targets: `(B, T)`, IGNORED where nothing is predicted.
         """
-        inside = {name: tensor[:, : self.window] for name, tensor in batch.items()}
+        teacher_batch = {name: tensor[:, : self.trained_length] for name, tensor in batch.items()}
         logits = wrapped(**batch, use_cache=False).logits
-        own = token_loss(logits, targets)
+        text_loss = token_loss(logits, targets)
         with torch.no_grad():
-            wanted = self.teacher(**inside, use_cache=False).logits.float().log_softmax(-1)
-        predicted = logits[:, : self.window].float().log_softmax(-1)
-        divergence = F.kl_div(predicted, wanted, log_target=True, reduction="none").sum(-1)
-        counted = targets[:, : self.window] != IGNORED
-        return own + self.weight * divergence[counted].sum(), own
+            target = self.teacher(**teacher_batch, use_cache=False).logits.float().log_softmax(-1)
+        predicted = logits[:, : self.trained_length].float().log_softmax(-1)
+        divergence = F.kl_div(predicted, target, log_target=True, reduction="none").sum(-1)
+        counted = targets[:, : self.trained_length] != IGNORED
+        return text_loss + self.weight * divergence[counted].sum(), text_loss
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

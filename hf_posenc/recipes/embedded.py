@@ -1,8 +1,8 @@
 """A small trained byte-level GPT-2 and a text for it, so that a recipe needs no download.
 
-The weights are in the package, in `embedded_base/`. The text is the sources of the Python standard library on this
-machine. The model reads bytes and has a table of 256 learned positions. It cannot run beyond them, and a recipe changes
-that.
+The weights are in the package, in `embedded_base/`. The text consists of the sources of the Python standard library on
+this machine. The model reads bytes and has a table of 256 learned positions. It cannot read longer texts until a recipe
+gives it another scheme.
 """
 
 import sysconfig
@@ -15,14 +15,15 @@ from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 FOLDER = Path(__file__).parent / "embedded_base"
-"""The checkpoint: float16 weights, their config, the tokenizer. `scripts/make_embedded_base.py` writes it."""
+"""The checkpoint: float16 weights, config, tokenizer. `scripts/make_embedded_base.py` writes it."""
 HELD_OUT = (
     *("bisect", "calendar", "cmd", "colorsys", "csv", "filecmp", "fileinput", "fractions", "graphlib", "heapq"),
     *("netrc", "quopri", "reprlib", "sched", "shelve", "shlex", "statistics", "textwrap", "timeit", "trace"),
 )
-"""Modules of the standard library that the base has not seen and that recipes measure on, in every version of Python.
+"""Modules of the standard library that the base was not trained on. Recipes measure on them, with every Python version.
 
-No other module of Python 3.11 to 3.13 shares code with them: of their 50-byte strings the training text has 0.9 %.
+They share almost no code with other modules of Python 3.11 to 3.13: 0.9 % of their 50-byte strings are in the training
+text.
 """
 CONTEXT = 256
 MATRIX_RATE = 0.02
@@ -31,9 +32,9 @@ PROMPT = "    def get_"
 
 
 def standard_library() -> list[Path]:
-    """Return the top-level modules of the standard library that runs this, sorted by name: about 170 files, 5 MB.
+    """Return the top-level modules of this Python's standard library, sorted by name: about 170 files, 5 MB.
 
-    `_sysconfigdata` is left out. It holds the paths of the machine that built this Python.
+    `_sysconfigdata` is left out, because it contains paths of the machine that built this Python.
 
     Raises:
         FileNotFoundError: if the installation has no sources.
@@ -48,7 +49,7 @@ def standard_library() -> list[Path]:
 
 
 def library_parts() -> tuple[list[Path], list[Path]]:
-    """Return the modules of the standard library to train on, and those of `HELD_OUT` to measure on."""
+    """Return the modules of the standard library to train on, and the modules to measure on (`HELD_OUT`)."""
     files = standard_library()
     held_out = [path for path in files if path.stem in HELD_OUT]
     return [path for path in files if path not in held_out], held_out
@@ -66,17 +67,17 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def decoder(
-    tokenizer: PreTrainedTokenizerFast, *, positions: int, width: int, layers: int, heads: int, initial: float
+    tokenizer: PreTrainedTokenizerFast, *, positions: int, width: int, layers: int, heads: int, initializer_range: float
 ) -> GPT2LMHeadModel:
-    """Return an untrained decoder of GPT-2's shape, without dropout: it is for less than one pass over a text.
+    """Return an untrained decoder of GPT-2's architecture, without dropout, because it reads a text less than once.
 
     Args:
-        tokenizer: whose ids it reads.
-        positions: rows of its table of learned positions.
+        tokenizer: tokenizer of the decoder.
+        positions: rows of the table of learned positions.
         width: hidden size.
         layers: decoder layers.
         heads: attention heads.
-        initial: standard deviation of its weights.
+        initializer_range: standard deviation of the initial weights.
     """
     config = GPT2Config(
         vocab_size=len(tokenizer),
@@ -84,24 +85,24 @@ def decoder(
         n_embd=width,
         n_layer=layers,
         n_head=heads,
-        initializer_range=initial,
+        initializer_range=initializer_range,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return with_loss(GPT2LMHeadModel(config))
+    return with_loss_type(GPT2LMHeadModel(config))
 
 
 def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
     """Return an untrained decoder of four layers of width 128.
 
-    Its 0.9 million weights are few enough to learn something in a minute.
+    With only 0.9 million weights it learns something within a minute.
     """
-    # GPT-2's own deviation, 0.02, is for width 768 and up; a narrow model starts to learn much later from it.
-    model = decoder(tokenizer, positions=CONTEXT, width=128, layers=4, heads=4, initial=0.06)
-    # A table that starts at sinusoids makes "the token before" a linear map, and saves half of the minute.
+    # GPT-2's 0.02 is for width 768 and more. A narrow model would start to learn much later with it.
+    model = decoder(tokenizer, positions=CONTEXT, width=128, layers=4, heads=4, initializer_range=0.06)
+    # In a table of sinusoids a linear map leads to the token before. Starting there saves half of the training time.
     width = model.config.n_embd
     rates = 10000 ** (-torch.arange(0, width, 2) / width)
     angles = torch.arange(CONTEXT)[:, None] * rates
@@ -111,27 +112,27 @@ def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
 
 
 def trained_base(folder: Path = FOLDER) -> GPT2LMHeadModel:
-    """Return the trained base from a folder, in float32, in eval mode: ready to patch, train and measure."""
-    return with_loss(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32))
+    """Load the trained base from a folder, in float32 and eval mode."""
+    return with_loss_type(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32))
 
 
-def with_loss(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
+def with_loss_type(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
     """Set `loss_type`, so that transformers does not warn."""
-    # transformers reads it off the class name, and GPT-2's does not have it: it would warn and then take this.
+    # transformers derives it from the class name. For GPT-2 that fails: it warns, and uses this value.
     model.loss_type = "ForCausalLM"
     return model
 
 
 class Orthogonalized(torch.optim.Optimizer):
-    """Muon in the dtype of the weights: momentum whose singular values are made about equal, for matrices.
+    """Muon in the dtype of the weights: steps by a momentum whose singular values are made about equal.
 
-    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. `torch.optim.Muon` computes the same in
-    bfloat16, which takes tens of times as long on a CPU without bfloat16 instructions.
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. `torch.optim.Muon` computes in
+    bfloat16, which takes tens of times longer on a CPU without bfloat16 instructions.
 
     Args:
         matrices: two-dimensional weights.
         lr: learning rate.
-        weight_decay: share of `lr` by which a step shrinks the weights.
+        weight_decay: a step multiplies the weights by 1 - `lr` * `weight_decay`.
     """
 
     def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float):
@@ -140,7 +141,7 @@ class Orthogonalized(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Move every matrix by its orthogonalised momentum."""
+        """Add the orthogonalised momentum to every matrix."""
         for group in self.param_groups:
             for weight in group["params"]:
                 momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
@@ -151,7 +152,7 @@ class Orthogonalized(torch.optim.Optimizer):
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
-    """Return the matrix (N, M) with singular values near 1, by five Newton-Schulz steps in its own dtype."""
+    """Return the matrix (N, M) with its singular values moved close to 1, by five Newton-Schulz steps."""
     tall = matrix.shape[0] > matrix.shape[1]
     result = matrix.T if tall else matrix
     result = result / result.norm().clamp(min=1e-7)
@@ -170,18 +171,18 @@ def train_base(
     learning_rate: float = 3e-3,
     progress: bool = True,
 ) -> list[float]:
-    """Train a model in place on random windows of its whole context, in float32. It ends in eval mode.
+    """Train a model in place on random windows as long as its context, in float32. Afterwards it is in eval mode.
 
     Args:
-        model: fresh, on the device to train on.
-        tokens: `(N,)` int64 training text; the caller keeps the held-out part back.
+        model: untrained model, on the device to train on.
+        tokens: `(N,)` int64 training text.
         steps: optimizer steps of `batch_size` windows each.
         batch_size: windows per step.
-        learning_rate: peak for embeddings and vectors, after a warm-up of 5 % and before a cosine decay to 0.
+        learning_rate: peak for embeddings and vectors. The schedule is a warm-up of 5 % and a cosine decay to 0.
         progress: show a progress bar with the loss.
 
     Returns:
-        The loss of every step in nats per token.
+        The losses of the steps, in nats per token.
 
     Raises:
         ValueError: if the text is not longer than the context.
@@ -190,7 +191,7 @@ def train_base(
     if len(tokens) < context + 1:
         raise ValueError(f"the training text has {len(tokens)} tokens, the base model's context needs {context + 1}")
     model.train()
-    # With AdamW alone 800 steps end at a held-out loss of 2.09 after 120 s of one core, with this at 1.85 after 151 s.
+    # Held-out loss after 800 steps on one core: 2.09 with AdamW alone (120 s), 1.85 with this (151 s).
     matrices = [weight for name, weight in model.named_parameters() if ".h." in name and weight.dim() == 2]
     others = [weight for name, weight in model.named_parameters() if ".h." not in name or weight.dim() != 2]
     optimizers = [
@@ -206,8 +207,8 @@ def train_base(
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for stepping in (*optimizers, *schedules):
-                stepping.step()
+            for optimizer_or_schedule in (*optimizers, *schedules):
+                optimizer_or_schedule.step()
             model.zero_grad()
             losses.append(loss.item())
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
@@ -217,12 +218,12 @@ def train_base(
 
 
 def sample(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, tokens: int = 120) -> str:
-    """Return what a trained base writes after `PROMPT`, drawn with a fixed seed, inside its context."""
+    """Return a text that a trained base generates from `PROMPT`, with a fixed seed."""
     inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
-    state = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     torch.manual_seed(0)
-    written = model.generate(
+    generated = model.generate(
         **inputs, max_new_tokens=tokens, do_sample=True, temperature=0.8, pad_token_id=tokenizer.eos_token_id
     )
-    torch.set_rng_state(state)
-    return tokenizer.decode(written[0], skip_special_tokens=True)
+    torch.set_rng_state(rng_state)
+    return tokenizer.decode(generated[0], skip_special_tokens=True)

@@ -3,8 +3,8 @@
     hf-posenc evaluate --model runs/gpt2-alibi/model --data BOOK.txt
     accelerate launch -m hf_posenc.recipes.evaluate --model meta-llama/Llama-3.2-1B --data BOOK.txt --dtype bfloat16
 
-Both perplexities, bits per byte, loss by position and retrieval go to --json and, as a table, to the screen. With
-`accelerate launch` on several processes the work is shared and the numbers are the same.
+Both perplexities, bits per byte, loss by position and retrieval are written to --json, and printed as a table.
+With `accelerate launch` several processes share the work, and the numbers are the same.
 """
 
 import sys
@@ -23,7 +23,7 @@ from ..evaluation.recurrence import check_memory
 from . import corpus, measurements, models, program
 from .corpus import Document
 from .measurements import HeldOutArguments
-from .models import DeviceArguments, ModelArguments, check_vocabulary, count, load_named
+from .models import DeviceArguments, ModelArguments, check_vocabulary, count_weights, load_named
 from .options import Checkpoint, Count, File, UsageError, as_usage_error, parse
 from .results import Results, origin, write_json
 
@@ -39,9 +39,9 @@ class Arguments(ModelArguments, DeviceArguments, HeldOutArguments):
     """This recipe.
 
     Args:
-        adapter: LoRA adapter to load onto it.
-        memory: also read segments of each length, with a memory of so many tokens.
-        json: file for every number.
+        adapter: LoRA adapter to load into the model.
+        memory: also read segments of every length with a memory of this many tokens.
+        json: JSON file to write, with all numbers.
     """
 
     dtype: Annotated[str, models.DTYPES] = "float32"
@@ -52,21 +52,21 @@ class Arguments(ModelArguments, DeviceArguments, HeldOutArguments):
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Measure a checkpoint and return the content of `--json`."""
-    argv = named(sys.argv[1:] if argv is None else argv)
+    argv = with_option_names(sys.argv[1:] if argv is None else argv)
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     with program.ending(parser, "the same command", lambda: "Nothing was written: the same command begins again."):
         return run(arguments)
 
 
-def named(words: list[str]) -> list[str]:
-    """Return the words with their options. 0.1.0 took a checkpoint and text files as the first words."""
+def with_option_names(words: list[str]) -> list[str]:
+    """Insert --model and --data where a checkpoint and text files come first, as in version 0.1.0."""
     first = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
-    given = [*(["--model", words[0]] if first else []), *(["--data", *words[1:first]] if first > 1 else [])]
-    return [*given, *words[first:]]
+    inserted = [*(["--model", words[0]] if first else []), *(["--data", *words[1:first]] if first > 1 else [])]
+    return [*inserted, *words[first:]]
 
 
 def run(arguments: Arguments) -> Results:
-    """Measure a checkpoint on the beginning of the text, at most --eval-tokens of it, and write the numbers."""
+    """Measure a checkpoint on the first --eval-tokens of the text, and write the numbers."""
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID is missing")
     corpus.check(arguments, needs_data=True)
@@ -74,7 +74,7 @@ def run(arguments: Arguments) -> Results:
     models.check(arguments)
     if Path(arguments.json).is_dir():
         raise UsageError(f"--json {arguments.json} is a folder, name a file")
-    accelerator, device = models.placed(arguments)
+    accelerator, device = models.accelerator_and_device(arguments)
     load_named(AutoConfig, arguments)
     accelerator.print(f"Loading {arguments.model}")
     model = load_named(AutoModelForCausalLM, arguments, dtype=models.dtype_of(arguments))
@@ -92,18 +92,18 @@ def run(arguments: Arguments) -> Results:
     check_vocabulary(model, documents)
     measurements.check_text(documents, arguments)
     tokens = sum(len(document.tokens) for document in documents)
-    accelerator.print(f"Measuring {tokens:,} tokens on {device}; every length reads all of them\n{HEAD}")
+    accelerator.print(f"Measuring {tokens:,} tokens at every length, on {device}\n{TABLE_HEAD}")
     rows = measurements.perplexities(
-        model, documents, arguments, accelerator, on_row=lambda row: accelerator.print(line(row), flush=True)
+        model, documents, arguments, accelerator, on_row=lambda row: accelerator.print(table_row(row), flush=True)
     )
     if arguments.memory is not None:
-        with_memory(model, documents, arguments, accelerator, rows)
+        add_recurrence(model, documents, arguments, accelerator, rows)
     results = {
         **origin("evaluate", arguments, accelerator),
         "model": {
             "name": arguments.model,
             "model_type": model.config.model_type,
-            "parameters": count(model),
+            "parameters": count_weights(model),
             "scheme": " + ".join(scheme.name for scheme in hf_posenc.schemes_of(model)) or None,
         },
         "measured": rows,
@@ -115,10 +115,10 @@ def run(arguments: Arguments) -> Results:
     return results
 
 
-def with_memory(
+def add_recurrence(
     model: nn.Module, documents: list[Document], arguments: Arguments, accelerator: Accelerator, rows: list[Results]
 ) -> None:
-    """Add to each row the perplexity of segments, with and without a memory of the segment before."""
+    """Add to every row the perplexity of segments, with and without a memory of the segment before."""
     for row in rows:
         if "impossible" in row:
             continue
@@ -140,16 +140,16 @@ def with_memory(
             )
 
 
-HEAD = f"{'context':>10}  {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}"
+TABLE_HEAD = f"{'context':>10}  {'sliding window':>16} {'non-overlapping':>16} {'bits per byte':>14}"
 
 
-def line(row: Results) -> str:
-    """Return both perplexities and the bits per byte of a length as a line. Lower is better."""
+def table_row(row: Results) -> str:
+    """Return the row of a length in the printed table: both perplexities and bits per byte. Lower is better."""
     if "impossible" in row:
         return f"{row['length']:>10}  - ({row['impossible']})"
     bits = f"{row['bits_per_byte']:.3f}" if row["bits_per_byte"] is not None else "-"
-    sliding, fresh = row["sliding"]["perplexity"], row["non_overlapping"]["perplexity"]
-    return f"{row['length']:>10}  {sliding:>16.3f} {fresh:>16.3f} {bits:>14}"
+    sliding, non_overlapping = row["sliding"]["perplexity"], row["non_overlapping"]["perplexity"]
+    return f"{row['length']:>10}  {sliding:>16.3f} {non_overlapping:>16.3f} {bits:>14}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Extends the context of a causal language model by another position encoding, and measures how far it reaches.
+"""Extends the context of a causal language model with another position encoding, and measures how far it reaches.
 
     accelerate launch recipes/extend_context.py                        # the embedded base, minutes on a laptop
     accelerate launch recipes/extend_context.py --config recipes/configs/gpt2_alibi.yaml --output runs/gpt2-alibi
 
-Measure, patch, calibrate, fine-tune, measure again, report, save: OUTPUT/report.html, OUTPUT/results.json and
-OUTPUT/model (reload with `hf_posenc.from_pretrained`). Plain `python` runs it in one process. Wrong arguments are found
-before anything long starts. Ctrl-C saves, and `--resume` goes on exactly where the run was: a base that was trained,
-its measurements and its calibration are not made again.
+It measures, patches, calibrates, fine-tunes and measures again. Then it writes OUTPUT/report.html, OUTPUT/results.json
+and OUTPUT/model (load it with `hf_posenc.from_pretrained`). Plain `python` runs it in one process. Wrong arguments are
+found before anything long starts. Ctrl-C saves a state, and `--resume` goes on from it: nothing that is finished
+(training a base, measuring it, calibrating) is done again.
 """
 
 from . import program, run_folder
@@ -25,7 +25,7 @@ EXAMPLES = """
 def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make a run and return the content of its results.json."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
-    with program.ending(parser, run_folder.again(arguments), lambda: run_folder.kept(arguments)):
+    with program.ending(parser, run_folder.resume_command(arguments), lambda: run_folder.kept_message(arguments)):
         return run(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Finding a learning rate: a few training steps at each of some rates, all from the same start."""
+"""Finding a learning rate: a few training steps with every candidate, all from the same start."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ from .options import UsageError, each_once
 from .results import Results
 from .training import TRIAL_STEPS, Diverged, FineTuningArguments, Phase
 
-ASIDE = 8192
-"""Tokens of the training text that no trial trains on, to compare by: at most a tenth of it, at least one window."""
+SET_ASIDE = 8192
+"""Number of training tokens to compare rates on, at most a tenth of the text. No trial trains on them."""
 
 
 def check(arguments: FineTuningArguments) -> None:
-    """Raise UsageError for rates that cannot be tried. Call it before the learning rate gets its default."""
+    """Raise UsageError for rates that cannot be tried. Call this before `learning_rate` gets its default."""
     rates = arguments.find_learning_rate
     if not rates:
         return
@@ -29,35 +29,36 @@ def check(arguments: FineTuningArguments) -> None:
     if len(rates) < 2 or not all(0 < rate < math.inf for rate in rates):
         raise UsageError(f"--find-learning-rate takes two or more positive rates, not {' '.join(map(str, rates))}")
     if arguments.learning_rate is not None:
-        raise UsageError("--find-learning-rate finds what --learning-rate says: give one of them")
+        raise UsageError("--find-learning-rate chooses --learning-rate: give only one of them")
 
 
 def check_plan(phase: Phase, arguments: FineTuningArguments, accelerator: Accelerator) -> None:
-    """Raise UsageError unless the text suffices to try rates, and the weights can be put back.
+    """Raise UsageError if the text is too short to try rates, or weights cannot be restored after a trial.
 
     Args:
-        phase: the first of the training.
-        arguments: checked.
-        accelerator: that runs it.
+        phase: first phase of the training.
+        arguments: checked options.
+        accelerator: accelerator of the training.
     """
     if not arguments.find_learning_rate:
         return
     if accelerator.distributed_type == "DEEPSPEED":
         raise UsageError(
-            "--find-learning-rate puts weights back, which DeepSpeed keeps to itself: give --learning-rate"
+            "--find-learning-rate restores weights, but DeepSpeed does not give access to them: give --learning-rate"
         )
     groups = accelerator.num_processes // arguments.context_parallel
     trained = min(TRIAL_STEPS, phase.steps) * arguments.gradient_accumulation * phase.rows * groups
-    if len(phase.windows) < trained + aside(phase):
+    needed = trained + windows_set_aside(phase)
+    if len(phase.windows) < needed:
         raise UsageError(
-            f"--find-learning-rate needs {(trained + aside(phase)) * phase.length:,} tokens of training text, there "
-            f"are {phase.windows.total:,}: give more text, or --learning-rate"
+            f"--find-learning-rate needs {needed * phase.length:,} tokens of training text, "
+            f"but there are {phase.windows.total:,}: give more text, or --learning-rate"
         )
 
 
-def aside(phase: Phase) -> int:
-    """Return the number of windows that no trial trains on."""
-    return max(1, min(ASIDE // phase.length, len(phase.windows) // 10))
+def windows_set_aside(phase: Phase) -> int:
+    """Return the number of windows on which rates are compared."""
+    return max(1, min(SET_ASIDE // phase.length, len(phase.windows) // 10))
 
 
 def find(
@@ -68,27 +69,27 @@ def find(
     one_step: Callable[[int], float],
     say: Callable[[str], None],
 ) -> Results:
-    """Try each rate. Afterwards weights, optimizer and random generators are as before, bit for bit.
+    """Try every rate. Afterwards weights, optimizer and random generators are as before, bit for bit.
 
     Args:
-        rates: to try.
-        phase: the first of the training.
+        rates: rates to try.
+        phase: first phase of the training.
         wrapped: the model as accelerate wrapped it.
-        optimizer: likewise, before its first step.
-        one_step: makes the training step of a number.
-        say: prints on one process.
+        optimizer: the optimizer as accelerate wrapped it, before its first step.
+        one_step: function that makes the training step with a given number.
+        say: function that prints on the main process.
 
     Returns:
-        The loss after each rate, and the rate with the lowest.
+        The loss after training with every rate, and the rate with the lowest loss.
 
     Raises:
-        Diverged: the loss is not finite after any of them.
+        Diverged: the loss is finite with none of the rates.
     """
     count, steps = len(phase.windows), min(TRIAL_STEPS, phase.steps)
-    tokens = phase.windows.tokens[order(phase.seed, count, count - aside(phase), count)].flatten()
+    tokens = phase.windows.tokens[order(phase.seed, count, count - windows_set_aside(phase), count)].flatten()
     tried = []
     for rate in rates:
-        with as_it_was(wrapped, optimizer):
+        with restored(wrapped, optimizer):
             wrapped.train()
             for step in range(steps):
                 for group in optimizer.param_groups:
@@ -99,18 +100,18 @@ def find(
         tried.append({"rate": rate, "loss": loss})
     finite = [trial for trial in tried if math.isfinite(trial["loss"])]
     if not finite:
-        raise Diverged("--find-learning-rate: the loss is no number after any of them: try lower ones")
+        raise Diverged("--find-learning-rate: the loss is finite with none of the rates: try lower ones")
     chosen = min(finite, key=lambda trial: trial["loss"])["rate"]
     return {"steps": steps, "tokens": len(tokens), "tried": tried, "chosen": chosen}
 
 
 @contextmanager
-def as_it_was(wrapped: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[None]:
-    """Context manager that puts back trained weights, random generators and an optimizer that has made no step.
+def restored(wrapped: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[None]:
+    """Context manager that restores trained weights, random generators, and an optimizer before its first step.
 
-    Only the scale that fp16 multiplies losses with stays where the steps inside left it.
+    The loss scale of fp16 is not restored.
     """
-    # Those that the optimizer holds: while a layer's parts are together, under FSDP, the model holds others.
+    # The optimizer's weights: while FSDP has gathered the shards of a layer, the model holds other tensors.
     weights = [(weight, weight.detach().clone()) for group in optimizer.param_groups for weight in group["params"]]
     rates = [group["lr"] for group in optimizer.param_groups]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
@@ -119,11 +120,11 @@ def as_it_was(wrapped: nn.Module, optimizer: AcceleratedOptimizer) -> Iterator[N
             yield
     finally:
         with torch.no_grad():
-            for weight, before in weights:
-                weight.copy_(before)
+            for weight, old in weights:
+                weight.copy_(old)
         for module in wrapped.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward may have left weights together as they were
+                module.reshard()  # a forward pass may have left gathered weights as they were
         optimizer.optimizer.state.clear()
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

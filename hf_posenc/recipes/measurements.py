@@ -15,9 +15,9 @@ from .results import Results
 from .training import Diverged
 
 SHORTEST_RETRIEVAL = 32
-"""Tokens that a trial of `induction_copy` needs."""
+"""Least context length for a trial of `induction_copy`, in tokens."""
 CURVE_TOKENS = 8192
-"""Held-out tokens that a point of the recovery curve is measured on."""
+"""Number of held-out tokens for a point of the recovery curve."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class MeasuringArguments(Options):
     Args:
         lengths: context lengths to measure at, in tokens.
         stride: tokens between sliding windows; by default a quarter of each length.
-        retrieval_trials: trials per length and lag of the retrieval test (induction copy); 0 for none.
+        retrieval_trials: trials of the retrieval test (induction copy) per length and lag; 0 skips the test.
     """
 
     lengths: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048], metadata={"was": "eval_lengths"})
@@ -41,14 +41,14 @@ class HeldOutArguments(DataArguments, MeasuringArguments):
 
 
 def check(arguments: HeldOutArguments) -> None:
-    """Raise UsageError for options that cannot work, whatever text and model; sort the lengths, each once."""
+    """Raise UsageError for options that fit no text and no model; also sort the lengths and remove repeated ones."""
     if not arguments.lengths or min(arguments.lengths) < 8:
         raise UsageError("--lengths must be at least 8 tokens")
     arguments.lengths = sorted(set(arguments.lengths))
     if arguments.retrieval_trials and arguments.lengths[0] < SHORTEST_RETRIEVAL:
         raise UsageError(
             f"--retrieval-trials: the test needs --lengths of at least {SHORTEST_RETRIEVAL} tokens, not "
-            f"{arguments.lengths[0]}: longer ones, or --retrieval-trials 0"
+            f"{arguments.lengths[0]}: give longer ones, or --retrieval-trials 0"
         )
     stride = arguments.stride
     if stride is not None and not (
@@ -64,12 +64,12 @@ def check(arguments: HeldOutArguments) -> None:
 
 
 def check_text(held_out: list[Document], arguments: MeasuringArguments, curve_length: int = 0) -> None:
-    """Raise UsageError unless the text suffices for a window of every length.
+    """Raise UsageError if the text is shorter than a window.
 
     Args:
-        held_out: what is measured.
-        arguments: checked.
-        curve_length: tokens in a window of the recovery curve; 0 where none is measured.
+        held_out: text to measure on.
+        arguments: checked options.
+        curve_length: tokens in a window of the recovery curve; 0 if the curve is not measured.
     """
     tokens = len(stream(held_out).tokens)
     if tokens < arguments.lengths[-1]:
@@ -79,13 +79,13 @@ def check_text(held_out: list[Document], arguments: MeasuringArguments, curve_le
         )
     if tokens < curve_length:
         raise UsageError(
-            f"--eval-every: a point of the curve needs {curve_length} held-out tokens and there are {tokens:,}: more "
-            "--eval-tokens, or --eval-every 0"
+            f"--eval-every: a point of the curve needs {curve_length} held-out tokens, but there are {tokens:,}: give "
+            "more --eval-tokens, or --eval-every 0"
         )
 
 
 def held_out_loss(text: Text, length: int) -> Callable[[nn.Module], float]:
-    """Return a function that measures a point of the recovery curve: the mean loss in windows of a length, in nats."""
+    """Return a function that measures a point of the recovery curve: mean loss in windows of this length."""
     tokens = stream(text.held_out).tokens[: max(CURVE_TOKENS, length)]
     return lambda model: non_overlapping_perplexity(model, tokens, length=length).loss
 
@@ -93,7 +93,7 @@ def held_out_loss(text: Text, length: int) -> Callable[[nn.Module], float]:
 def measure_model(
     model: nn.Module, held_out: list[Document], arguments: HeldOutArguments, accelerator: Accelerator
 ) -> tuple[list[Results], list[Results]]:
-    """Return what `perplexities` measures, a row per length, and `retrieval`, a cell per length and lag."""
+    """Return the rows of `perplexities`, one per length, and the cells of `retrieval`, one per length and lag."""
     return perplexities(model, held_out, arguments, accelerator), retrieval(model, arguments, accelerator)
 
 
@@ -106,17 +106,17 @@ def perplexities(
 ) -> list[Results]:
     """Measure both perplexities, bits per byte and loss by position at every length.
 
-    Held-out documents are measured in a row, or, where they were packed apart, each on its own.
+    The held-out documents are concatenated; with `--packing documents` they are measured one by one.
 
     Args:
-        model: to measure, on its device.
-        held_out: text that was not trained on.
-        arguments: checked.
-        accelerator: of the processes that share the work.
-        on_row: called with each row as soon as it is measured.
+        model: model to measure, on its device.
+        held_out: text to measure on.
+        arguments: checked options.
+        accelerator: accelerator of the processes, which share the work.
+        on_row: function to call with a row as soon as it is measured.
 
     Returns:
-        A row per length. It says why there are no numbers where the model cannot run at that length.
+        A row per length. If the model cannot run at that length, the row contains the reason instead of numbers.
 
     Raises:
         Diverged: a loss is not finite.
@@ -139,7 +139,7 @@ def perplexities(
             )
             if not (math.isfinite(row.sliding.loss) and math.isfinite(row.non_overlapping.loss)):
                 raise Diverged(
-                    f"the loss at {length} tokens is not finite: a weight is no number, or --dtype is too narrow"
+                    f"the loss at {length} tokens is not finite: a weight is not, or the range of --dtype is too small"
                 )
             rows.append(row.to_dict())
         on_row(rows[-1])
@@ -147,14 +147,14 @@ def perplexities(
 
 
 def retrieval(model: nn.Module, arguments: MeasuringArguments, accelerator: Accelerator) -> list[Results]:
-    """Measure how well the model copies a passage it has seen: a cell per lag and per length that it can run at."""
+    """Measure how well the model copies an earlier passage: a cell per lag and possible length."""
     limit = position_limit(model)
-    possible = [length for length in arguments.lengths if limit is None or length <= limit]
-    if not (arguments.retrieval_trials and possible):
+    possible_lengths = [length for length in arguments.lengths if limit is None or length <= limit]
+    if not (arguments.retrieval_trials and possible_lengths):
         return []
     cells = induction_copy(
         model,
-        lengths=possible,
+        lengths=possible_lengths,
         trials=arguments.retrieval_trials,
         seed=0,
         distributed=accelerator.num_processes > 1,

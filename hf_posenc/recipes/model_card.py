@@ -1,4 +1,4 @@
-"""The model card of a run, made from its results.json alone: a number that was not measured cannot appear."""
+"""The model card of a run, made from its results.json alone, so that every number in it was measured."""
 
 import inspect
 import shlex
@@ -15,25 +15,25 @@ from .results import Results, filled, last_name, without_paths, write_text
 from .run_report import Rows, accuracy_by_length, curves_by_position, perplexity_rows, rate_of, sliding
 
 PICTURE = "loss_by_position.png"
-PLACE = "FOLDER_OR_HUB_ID"  # where the checkpoint will be; a push writes the repository
+PLACEHOLDER = "FOLDER_OR_HUB_ID"  # stands for the repository, if there is none yet
 
 
 def write(folder: Path, results: Results, repository: str | None = None) -> None:
-    """Write README.md and its picture beside a checkpoint."""
-    drawn = plots.loss_by_position(curves_by_position(results), trained_length=results["base"]["trained_length"])
-    plots.save(drawn, folder / PICTURE)
-    write_text(folder / "README.md", card(results, repository or PLACE))
+    """Write README.md and its picture into the folder of a checkpoint."""
+    figure = plots.loss_by_position(curves_by_position(results), trained_length=results["base"]["trained_length"])
+    plots.save(figure, folder / PICTURE)
+    write_text(folder / "README.md", card(results, repository or PLACEHOLDER))
 
 
 def card(results: Results, repository: str) -> str:
-    """Return the card as Markdown with a YAML head. It names no folder of this machine, because it is for others.
+    """Return the card as Markdown with a YAML head. It names no folder of this machine, because others read it.
 
     Args:
-        results: of extend_context.py; the scheme must not be `unpatched`.
-        repository: what `from_pretrained` is given to load the checkpoint.
+        results: results of extend_context.py with a scheme other than `unpatched`.
+        repository: folder or Hub id from which a user of the card loads the checkpoint.
 
     Raises:
-        KeyError: a number that the template names is missing from the results.
+        KeyError: the results lack a number that the template needs.
     """
     head = metadata(results)
     results = without_paths(results)
@@ -51,14 +51,14 @@ def card(results: Results, repository: str) -> str:
         layers=layers_of_schemes([(scheme["name"], scheme.get("layers"))]),
         perplexities=perplexity_rows(results),
         retrieval=retrieval_rows(results),
-        failure=failure(results),
+        failure=shortcomings(results),
         rate=rate_of(results),
         command_line=shlex.join(results["command"]),
     )
 
 
 def retrieval_rows(results: Results) -> Rows:
-    """Return the retrieval test's accuracy by length, before and after; no rows if it was not measured."""
+    """Return the table of the retrieval test: accuracy by length, before and after. No rows if it was not measured."""
     means = {time: accuracy_by_length(results.get(f"retrieval_{time}", [])) for time in ("before", "after")}
     lengths = sorted({length for accuracies in means.values() for length in accuracies})
     rows: Rows = [("induction copy, accuracy", *map(str, lengths))]
@@ -67,14 +67,14 @@ def retrieval_rows(results: Results) -> Rows:
     return rows if lengths else []
 
 
-def failure(results: Results) -> str:
-    """Return where the numbers are worse than they should be, as a list."""
+def shortcomings(results: Results) -> str:
+    """Return a Markdown list of the lengths at which the model is worse than it should be."""
     trained, before, after = results["base"]["trained_length"], sliding(results["before"]), sliding(results["after"])
     lines = []
     if trained in before and trained in after and after[trained] > before[trained]:
         lines.append(
-            f"- At the base's own {trained} tokens it is worse than the base was: {after[trained]:.3f} against "
-            f"{before[trained]:.3f}. The swap was not recovered within this budget."
+            f"- At {trained} tokens, where the base was trained, it is worse than the base: {after[trained]:.3f} "
+            f"against {before[trained]:.3f}. The swap was not recovered within this budget."
         )
     best = min(after, key=lambda length: after[length])
     if worse := [length for length in after if length > best and after[length] > 1.02 * after[best]]:
@@ -86,14 +86,14 @@ def failure(results: Results) -> str:
 
 
 def title_of(results: Results) -> str:
-    """Return the base's name, without its folder or organisation, and the scheme's."""
+    """Return a title from the base's name, without folder or organisation, and the scheme's name."""
     return f"{Path(last_name(results['base']['name'])).name} with {results['scheme']['name']}"
 
 
 def metadata(results: Results) -> ModelCardData:
-    """Return what a page of the Hub reads. License and language are those of the base's own card, if it is here."""
+    """Return the YAML data of the card. License and language come from the base's card, if this machine has it."""
     arguments = results["arguments"]
-    own = card_of(arguments["model"], arguments.get("revision"))
+    base_card = base_card_data(arguments["model"], arguments.get("revision"))
     on_the_hub = results["data"].get("kind") == "hub"
     description = arguments["data"][0] if on_the_hub else "held-out text of the run"
     return ModelCardData(
@@ -102,8 +102,8 @@ def metadata(results: Results) -> ModelCardData:
         pipeline_tag="text-generation",
         tags=["hf_posenc", results["scheme"]["name"], "position-encoding"],
         base_model=arguments["model"] if results["base"].get("on_hub") else None,
-        license=own.license,
-        language=own.language,
+        license=base_card.license,
+        language=base_card.language,
         datasets=arguments["data"] if on_the_hub else None,
         eval_results=[
             EvalResult(
@@ -121,13 +121,13 @@ def metadata(results: Results) -> ModelCardData:
     )
 
 
-def card_of(model: str | None, revision: str | None = None) -> ModelCardData:
-    """Return the data of the base's own card, from its folder or the cache of downloads; empty without a card."""
+def base_card_data(model: str | None, revision: str | None = None) -> ModelCardData:
+    """Return the YAML data of the base's card, from its folder or the cache of downloads; empty without a card."""
     path = None
     if model is not None:
         path = Path(model) / "README.md"
         if not path.is_file():
-            with suppress(OSError, ValueError):  # not downloaded, or no name of a repository
+            with suppress(OSError, ValueError):  # not downloaded, or not a repository id
                 path = Path(hf_hub_download(model, "README.md", revision=revision, local_files_only=True))
     if path is None or not path.is_file():
         return ModelCardData()

@@ -1,4 +1,4 @@
-"""Models and the schemes patched into them: options, loading, saving, and what the recipes have to know of one."""
+"""Models and the schemes patched into them: options, loading, saving, and facts that the recipes need."""
 
 import json
 import shutil
@@ -24,14 +24,14 @@ from ..families.lookup import family_of
 from ..live.patch_record import patch_of, without_adapter
 from ..registry import family_for
 from .corpus import Document, stream
-from .embedded import with_loss
+from .embedded import with_loss_type
 from .options import Checkpoint, Hyperparameter, Name, Options, UsageError, as_usage_error, option
 from .results import Results
 
 UNPATCHED = "unpatched"
-"""In the place of a scheme's name: the base as it is, as a control."""
-GUESSED = {"guesses": ("variants",)}
-"""Metadata of the option `scheme`."""
+"""Stands where a scheme's name would stand: the base model without a patch, as a control."""
+SCHEME_METADATA = {"guesses": ("variants",)}
+"""Metadata of the option `scheme`: a user who types --variants, or asks for it in a file, is told of --scheme."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -41,7 +41,7 @@ class ModelArguments(Options):
     """The model.
 
     Args:
-        model: checkpoint folder or Hub id; `extend` without it takes the small byte-level GPT-2 of the package.
+        model: checkpoint folder or Hub id; without it `extend` uses the package's small GPT-2.
         revision: branch, tag or commit of --model, if it is on the Hub.
     """
 
@@ -54,12 +54,13 @@ class SchemeArguments(Options):
     """The scheme.
 
     Args:
-        scheme: position encoding to patch in (`hf-posenc schemes` lists them); `extend` also takes unpatched: the base
-            as it is, as a control.
-        scheme_args: its hyper-parameters, e.g. max_distance=64 share_heads=false; see `hf-posenc schemes NAME`.
+        scheme: position encoding to patch in (`hf-posenc schemes` lists them); `extend` also takes unpatched: the
+            base model without a patch, as a control.
+        scheme_args: hyper-parameters of the scheme, e.g. max_distance=64 share_heads=false; `hf-posenc schemes NAME`
+            lists them.
     """
 
-    scheme: Name = field(default="alibi", metadata=GUESSED)
+    scheme: Name = field(default="alibi", metadata=SCHEME_METADATA)
     scheme_args: list[Hyperparameter] = field(default_factory=list)
 
 
@@ -68,8 +69,8 @@ class DeviceArguments(Options):
     """Device and precision.
 
     Args:
-        device: for instance cpu or cuda:1; by default an accelerator, where there is one.
-        dtype: of the weights; auto is what they were saved in.
+        device: for instance cpu or cuda:1; by default a GPU or another accelerator, if there is one.
+        dtype: dtype of the weights; auto is the dtype they were saved in.
     """
 
     device: str | None = None
@@ -79,33 +80,33 @@ class DeviceArguments(Options):
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def load(cls: Any, name: str, asked: str = "model", **arguments: Any) -> Any:
+def load(cls: Any, name: str, option_name: str = "model", **arguments: Any) -> Any:
     """Load a checkpoint's tokenizer, config or weights.
 
     Args:
-        cls: the Auto class of what is loaded.
+        cls: AutoTokenizer, AutoConfig or an Auto class of models.
         name: folder or Hub id.
-        asked: the option that named it.
-        **arguments: of `from_pretrained`.
+        option_name: command-line option that `name` was given with, for messages.
+        **arguments: keyword arguments of `from_pretrained`.
 
     Raises:
-        UsageError: if the checkpoint does not have it.
+        UsageError: if there is no such checkpoint, or nothing of this kind in it.
     """
-    with as_usage_error(f"{option(asked)} {name}: ", OSError, ValueError, hf_posenc.HfPosencError):
+    with as_usage_error(f"{option(option_name)} {name}: ", OSError, ValueError, hf_posenc.HfPosencError):
         return cls.from_pretrained(hub.checkpoint_name(name), **arguments)
 
 
 def check(arguments: ModelArguments) -> None:
-    """Raise UsageError for options of the model that cannot work, without reading anything."""
+    """Raise UsageError for --revision without a checkpoint on the Hub. Nothing is downloaded for that."""
     if arguments.revision is not None and (arguments.model is None or Path(arguments.model).is_dir()):
-        what = "the embedded base is none" if arguments.model is None else f"{arguments.model} is a folder"
-        raise UsageError(f"--revision is of a checkpoint on the Hub, and {what}: leave it out")
+        reason = "without --model there is none" if arguments.model is None else f"{arguments.model} is a folder"
+        raise UsageError(f"--revision needs a checkpoint on the Hub, but {reason}: leave it out")
 
 
-def load_named(cls: Any, arguments: ModelArguments, **more: Any) -> Any:
+def load_named(cls: Any, arguments: ModelArguments, **keywords: Any) -> Any:
     """Load from the checkpoint that `--model` and `--revision` name: see `load`."""
     assert arguments.model is not None
-    return load(cls, arguments.model, **revision_of(arguments), **more)
+    return load(cls, arguments.model, **revision_of(arguments), **keywords)
 
 
 def revision_of(arguments: ModelArguments) -> dict[str, str]:
@@ -114,16 +115,16 @@ def revision_of(arguments: ModelArguments) -> dict[str, str]:
 
 
 def dtype_of(arguments: "DeviceArguments") -> str | torch.dtype:
-    """Return `--dtype` as `from_pretrained` takes it."""
+    """Return `--dtype` in the form that `from_pretrained` takes."""
     dtype: str | torch.dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     return dtype
 
 
-def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
-    """Return an accelerator and the device of this process, after a computation on it.
+def accelerator_and_device(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
+    """Return an accelerator and the device of this process. A device named by `--device` is tried out first.
 
     Raises:
-        UsageError: if the device cannot be used here, or several processes were told to share it.
+        UsageError: if this machine cannot use the device, or if `--device` would give it to several processes.
     """
     name = arguments.device
     accelerator = Accelerator(cpu=name == "cpu" or not torch.accelerator.is_available())
@@ -131,12 +132,12 @@ def placed(arguments: "DeviceArguments") -> tuple[Accelerator, torch.device]:
         return accelerator, accelerator.device
     if accelerator.num_processes > 1:
         raise UsageError(
-            f"--device {name}: each of the {accelerator.num_processes} processes has its own, leave it out"
+            f"--device {name}: each of the {accelerator.num_processes} processes has a device of its own: leave it out"
         )
     try:
         device = torch.device(name)
         torch.empty(1, device=device).cpu()
-    except (AssertionError, NotImplementedError, RuntimeError) as error:  # what torch raises, by device and build
+    except (AssertionError, NotImplementedError, RuntimeError) as error:  # depends on the device
         raise UsageError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}") from None
     return accelerator, device
 
@@ -150,13 +151,13 @@ def stock_config(arguments: ModelArguments) -> PretrainedConfig:
 
 
 def load_base(arguments: ModelArguments) -> PreTrainedModel:
-    """Load the stock model that `--model` names for training, in float32 whatever it was saved in."""
-    return with_loss(load_named(AutoModelForCausalLM, arguments, dtype=torch.float32))
+    """Load the stock model of `--model` to train it: in float32, whatever dtype it was saved in."""
+    return with_loss_type(load_named(AutoModelForCausalLM, arguments, dtype=torch.float32))
 
 
 @contextmanager
-def loaded_whole(accelerator: Accelerator) -> Iterator[None]:
-    """Keep ZeRO-3 from spreading weights while they are loaded: the base is measured and patched first."""
+def without_zero3_sharding(accelerator: Accelerator) -> Iterator[None]:
+    """Keep ZeRO-3 from sharding weights while they are loaded: the base is measured and patched before that."""
     config = getattr(accelerator.state.deepspeed_plugin, "dschf", None)
     if config is None:
         yield
@@ -169,9 +170,12 @@ def loaded_whole(accelerator: Accelerator) -> Iterator[None]:
 
 
 def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Save weights and tokenizer in `output/model`, and a LoRA adapter alone in `output/adapter`."""
+    """Save weights and tokenizer in `output/model`.
+
+    A LoRA adapter is merged into the weights, and also saved by itself in `output/adapter`.
+    """
     model = accelerator.unwrap_model(wrapped)
-    weights = accelerator.get_state_dict(wrapped)  # gathered, where processes hold parts
+    weights = accelerator.get_state_dict(wrapped)  # gathered, if they are sharded
     if isinstance(model, peft.PeftModel):
         if accelerator.is_main_process:
             model.save_pretrained(str(output / "adapter"))
@@ -187,7 +191,7 @@ def save(accelerator: Accelerator, wrapped: nn.Module, tokenizer: PreTrainedToke
 def save_stock(
     accelerator: Accelerator, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """Save an unpatched model in place of the folder, whole or not at all."""
+    """Save an unpatched model and its tokenizer, all files or none. What was in the folder before is removed."""
     if accelerator.is_main_process:
         with files.new_folder(folder) as partial:
             model.save_pretrained(partial)
@@ -196,21 +200,21 @@ def save_stock(
     accelerator.wait_for_everyone()
 
 
-# ------------------------------------------------------------------------------------------------------------ questions
+# ------------------------------------------------------------------------------------------------------ about a model
 
 
-def count(model: nn.Module, trained: bool = False) -> int:
-    """Return the number of weights, or of those that are trained. Tied weights count once."""
+def count_weights(model: nn.Module, trained: bool = False) -> int:
+    """Return the number of weights, or of trained weights. Tied weights count once."""
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad or not trained)
 
 
 def describe(model: PreTrainedModel, trained_length: int) -> dict[str, str | int]:
-    """Return what results.json says of a base, beside its name."""
-    return {"model_type": model.config.model_type, "parameters": count(model), "trained_length": trained_length}
+    """Return the facts about a base model that results.json gives beside its name."""
+    return {"model_type": model.config.model_type, "parameters": count_weights(model), "trained_length": trained_length}
 
 
 def position_table(model: nn.Module) -> nn.Module | None:
-    """Return the table of learned positions, the base's own or the scheme's in its place; None without one."""
+    """Return the table of learned positions, the base's or the scheme's that replaced it; None without a table."""
     stock = without_adapter(model)
     try:
         family = family_of(stock.config)
@@ -222,9 +226,9 @@ def position_table(model: nn.Module) -> nn.Module | None:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return the number of positions of the scheme or, in a stock model, of its table; None if there is no limit.
+    """Return the largest number of positions that a model can read; None if there is no limit.
 
-    It looks below an adapter of PEFT.
+    A scheme can set the limit, in a stock model the table of positions. PEFT may have wrapped the model.
     """
     if (patch := patch_of(model)) is not None:
         return patch.limit
@@ -234,44 +238,44 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def check_vocabulary(model: PreTrainedModel, *texts: list[Document]) -> None:
-    """Raise UsageError if the texts hold ids that the model does not embed.
+    """Raise UsageError if the texts contain token ids that the model does not embed.
 
-    Otherwise it would fail in the middle of a run, on a GPU without saying why.
+    Otherwise the run would fail half-way, on a GPU without saying why.
     """
-    largest = max(int(stream(text).tokens.max()) for text in texts)
+    largest_id = max(int(stream(text).tokens.max()) for text in texts)
     rows = model.get_input_embeddings().weight.shape[0]
-    if largest >= rows:
+    if largest_id >= rows:
         raise UsageError(
-            f"the tokenizer gives ids up to {largest}, the model embeds {rows}: they do not belong together"
+            f"the tokenizer gives ids up to {largest_id}, the model embeds {rows}: they do not belong together"
         )
 
 
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
-    """Return whether attention stays inside a document where positions start again.
+    """Return whether positions that start again begin a new document, which does not attend to the one before.
 
-    It is measured: two tokens after two others must not depend on these. Models that do not hand their positions to
-    the mask fail.
+    This is measured: the last two of four tokens must not depend on the first two. False for models whose attention
+    mask does not take positions into account.
     """
     tokens = torch.tensor([[0, 1, 4, 5], [2, 3, 4, 5]], device=model.device)
     positions = torch.tensor([[0, 1, 0, 1]], device=model.device).expand(2, -1)
     with torch.no_grad():
-        one, other = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 2:]
-    return torch.allclose(one, other, atol=1e-5)
+        logits_1, logits_2 = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 2:]
+    return torch.allclose(logits_1, logits_2, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------- schemes
 
 
 def hyperparameters(pairs: list[str]) -> dict[str, Any]:
-    """Return `name=value` words as a scheme's keyword arguments; raise UsageError if one is not of that form."""
+    """Parse `name=value` words into a scheme's keyword arguments; UsageError for a word of another form."""
     with as_usage_error("", ValueError):
         return command_line.hyperparameters(pairs)
 
 
-def named_scheme(asked: str, name: str, given: dict[str, Any]) -> hf_posenc.Scheme:
-    """Return a scheme by name and hyper-parameters; raise UsageError, naming the option, if there is no such scheme."""
-    with as_usage_error(f"{option(asked)} {name}: ", TypeError, ValueError):
-        (scheme,) = parse_schemes(name, given)
+def named_scheme(option_name: str, name: str, keywords: dict[str, Any]) -> hf_posenc.Scheme:
+    """Make a scheme from name and hyper-parameters. UsageError, with the option's name, if that is impossible."""
+    with as_usage_error(f"{option(option_name)} {name}: ", TypeError, ValueError):
+        (scheme,) = parse_schemes(name, keywords)
         return scheme
 
 
@@ -288,9 +292,9 @@ def patch_and_verify(model: nn.Module, scheme: hf_posenc.Scheme, seed: int) -> s
 
 
 def scheme_to_json(*schemes: hf_posenc.Scheme | None) -> Results:
-    """Return schemes with all their hyper-parameters as JSON holds them; None, or no scheme at all, is the base."""
+    """Return schemes with all their hyper-parameters, ready for JSON. None, or no scheme, means the unpatched base."""
     entries = [{"name": scheme.name, **scheme.hyperparameters()} for scheme in schemes if scheme is not None]
     if not entries:
         return {"name": UNPATCHED}
-    both = {"name": " + ".join(str(entry["name"]) for entry in entries), "schemes": entries}
-    return dict(json.loads(json.dumps(entries[0] if len(entries) == 1 else both)))
+    combined = {"name": " + ".join(str(entry["name"]) for entry in entries), "schemes": entries}
+    return dict(json.loads(json.dumps(entries[0] if len(entries) == 1 else combined)))

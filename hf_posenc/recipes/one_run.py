@@ -1,6 +1,6 @@
-"""One run: a base is measured, patched, calibrated, fine-tuned, measured again and saved.
+"""One run: measure a base, patch, calibrate, fine-tune, measure again, save.
 
-extend_context.py makes one run, compare_schemes.py one for each of its variants and seeds.
+extend_context.py makes one run, compare_schemes.py a run for every variant and seed.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,8 +46,8 @@ from .results import Results, origin, stopwatch
 from .run_folder import FolderArguments
 from .training import FineTuningArguments, Phase
 
-MEASURED = ("seconds", "before", "retrieval_before", "calibration", "learning_rates")
-"""Results that a run takes from its own progress, or from another run of its sweep."""
+REUSED_RESULTS = ("seconds", "before", "retrieval_before", "calibration", "learning_rates")
+"""Results that a run takes over from its own interrupted start, or from another run of its sweep."""
 
 
 @dataclass
@@ -55,8 +55,8 @@ class SharedArguments(ModelArguments, HeldOutArguments, CalibrationArguments, Fi
     """Adapters.
 
     Args:
-        lora_rank: train LoRA of this rank with norms, positions, and embeddings where the swap needs it; 0 trains every
-            weight.
+        lora_rank: train a LoRA adapter of this rank, together with norms, positions, and, if the swap needs it,
+            embeddings; 0 trains every weight.
     """
 
     lora_rank: Natural = 0
@@ -70,14 +70,14 @@ class Arguments(FolderArguments, SchemeArguments, SharedArguments):
         seed: seed of everything that is random.
         push_to: repository on the Hub to push the result to.
         private: make that repository private, if it is new.
-        train_base: without --model: train the small base on the training text, instead of taking the one that comes
-            with the package.
-        base_steps: with --train-base: its optimizer steps.
-        base_seed: with --train-base: seed of its weights and batches.
+        train_base: train the small base on the training text, instead of using the trained one that comes with the
+            package; only without --model.
+        base_steps: optimizer steps of the base, with --train-base.
+        base_seed: seed of the weights and batches of the base, with --train-base.
     """
 
     # The default: the scheme that calibration brings closest to its base.
-    scheme: Name = field(default="transformer_xl", metadata=models.GUESSED)
+    scheme: Name = field(default="transformer_xl", metadata=models.SCHEME_METADATA)
     steps: Count = 60
     seed: int = 0
     push_to: str | None = None
@@ -89,12 +89,12 @@ class Arguments(FolderArguments, SchemeArguments, SharedArguments):
 
 @dataclass
 class Sweep:
-    """The part of a sweep that its runs share, so that no run makes it again.
+    """What the runs of a sweep share, so that it is computed only once.
 
     Attributes:
-        text: that all runs read.
-        identity: of this run.
-        before: measurements of the base, once a run has made them.
+        text: text that all runs read.
+        identity: identity of this run.
+        before: measurements of the base; None until a run has made them.
     """
 
     text: Text
@@ -106,45 +106,46 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> Results:
     """Make a run.
 
     Args:
-        arguments: checked here.
-        sweep: what the runs of a sweep share; None for a run of its own.
+        arguments: options of the run, not yet checked.
+        sweep: what the runs of a sweep share; None for a single run.
 
     Returns:
         The content of results.json.
 
     Raises:
-        UsageError: the arguments, the text and the model cannot work together; nothing long has started then.
-        Interrupted, Diverged, OSError: as `training.fine_tune`.
+        UsageError: the arguments, the text and the model cannot work together. It comes before anything long starts.
+        Interrupted, Diverged, OSError: see `training.fine_tune`.
     """
-    made = prepare(arguments, sweep)
-    with run_folder.alone(made.accelerator, made.output):
-        made.begin()
-        made.train_base()
-        made.measure_base()
-        made.patch()
-        made.calibrate()
-        made.fine_tune()
-        made.measure_result()
-        made.write()
-    return made.results
+    prepared = prepare(arguments, sweep)
+    with run_folder.locked(prepared.accelerator, prepared.output):
+        prepared.begin()
+        prepared.train_base()
+        prepared.measure_base()
+        prepared.patch()
+        prepared.calibrate()
+        prepared.fine_tune()
+        prepared.measure_result()
+        prepared.write()
+    return prepared.results
 
 
 def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
-    """Read the text and the base, and check that everything works together. Nothing long has started then."""
+    """Read the text and the base, and check that everything works together, before anything long starts."""
     scheme = check_arguments(arguments)
     accelerator = training.accelerator_for(arguments, Path(arguments.output))
     set_seed(arguments.seed)
     accelerator.print(f"Reading {corpus.describe(arguments)}")
     tokenizer = models.load_named(AutoTokenizer, arguments) if arguments.model else byte_tokenizer()
     if sweep:
-        text, of = sweep.text, sweep.identity
+        text, run_identity = sweep.text, sweep.identity
     else:
         text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
-        of = identity.of(arguments, text, scheme=models.scheme_to_json(scheme), **identity.launched(accelerator))
+        launched = identity.launched(accelerator)
+        run_identity = identity.of(arguments, text, scheme=models.scheme_to_json(scheme), **launched)
     if arguments.model is None and not arguments.train_base:
-        of["base"] = identity.digest_of(str(FOLDER))
-    earlier = run_folder.earlier(arguments, of)
-    with models.loaded_whole(accelerator):
+        run_identity["base"] = identity.digest_of(str(FOLDER))
+    earlier = run_folder.earlier_progress(arguments, run_identity)
+    with models.without_zero3_sharding(accelerator):
         model: PreTrainedModel = models.load_base(arguments) if arguments.model else trained_base()
     trained_length = models.position_limit(model) or model.config.max_position_embeddings
     plan = make_plan(arguments, text, trained_length, accelerator)
@@ -158,10 +159,10 @@ def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
     windows = None
     if scheme is not None and arguments.calibrate != "none":
         windows = calibration_stage.windows(text.train, trained_length, arguments, arguments.seed)
-    measured = earlier or ({"before": sweep.before} if sweep and sweep.before else {})
+    reused = earlier or ({"before": sweep.before} if sweep and sweep.before else {})
     results = {
         **origin("extend_context", arguments, accelerator),
-        "identity": of,
+        "identity": run_identity,
         "seed": arguments.seed,
         "data": data,
         "base": {
@@ -170,7 +171,7 @@ def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
             **models.describe(model, trained_length),
         },
         "seconds": {},
-        **{name: measured[name] for name in MEASURED if name in measured},
+        **{name: reused[name] for name in REUSED_RESULTS if name in reused},
     }
     model.to(accelerator.device)
     resumed = earlier is not None
@@ -181,11 +182,11 @@ def make_plan(arguments: Arguments, text: Text, trained_length: int, accelerator
     """Return the phases of the fine-tuning; set the default of `--recovery-steps`.
 
     Raises:
-        UsageError: if the text does not suffice to train on and to measure on.
+        UsageError: if the text is too short to train on or to measure on.
     """
     if arguments.recovery_steps is None:
-        longer = arguments.recovery_length is not None or arguments.train_length > trained_length
-        arguments.recovery_steps = arguments.steps // 2 if longer else 0
+        recovers = arguments.recovery_length is not None or arguments.train_length > trained_length
+        arguments.recovery_steps = arguments.steps // 2 if recovers else 0
     plan = training.phases(arguments, text.train, trained_length, packing=arguments.packing, seed=arguments.seed)
     measurements.check_text(text.held_out, arguments, trained_length if arguments.eval_every else 0)
     if arguments.train_base and len(stream(text.train).tokens) <= CONTEXT:
@@ -197,24 +198,24 @@ def make_plan(arguments: Arguments, text: Text, trained_length: int, accelerator
 
 @dataclass
 class Run:
-    """A run, step by step.
+    """A run; each of its methods is one step.
 
     Attributes:
-        arguments: checked.
-        accelerator: of the processes that make it.
-        tokenizer: of the base.
-        text: to train and to measure on.
-        scheme: to patch in; None for a control.
-        trained_length: tokens of the window that the base was trained at.
+        arguments: checked options.
+        accelerator: accelerator of the processes that make the run.
+        tokenizer: tokenizer of the base.
+        text: text to train and to measure on.
+        scheme: scheme to patch in; None for a control.
+        trained_length: context length that the base was trained at.
         plan: phases of the fine-tuning.
-        windows: to calibrate with, `(N, T)`; None where nothing is calibrated.
-        resumed: whether an interrupted run is continued.
-        model: the base, then the patched model, on the device.
+        windows: windows to calibrate with, `(N, T)`; None for no calibration.
+        resumed: whether the run continues an interrupted one.
+        model: first the base, then the patched model, on the device.
         results: the content of results.json so far.
-        calibration_loss: measures the held-out loss in windows of the calibration's length.
-        base_loss: that of the base, where it is calibrated to.
-        teacher: a copy of the base, with `--distill`.
-        wrapped: the model as accelerate wrapped it, once it is fine-tuned.
+        calibration_loss: function that measures held-out loss in windows as long as those of the calibration.
+        base_loss: `calibration_loss` of the base; None for no calibration.
+        teacher: copy of the base; None without `--distill`.
+        wrapped: the model as accelerate wrapped it; None before the fine-tuning.
     """
 
     arguments: Arguments
@@ -239,12 +240,12 @@ class Run:
         return Path(self.arguments.output)
 
     def say(self, text: str) -> None:
-        """Print on one process."""
+        """Print on the main process."""
         self.accelerator.print(text)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Context manager that stores the time spent inside as `seconds[name]`, and prints it with the memory."""
+        """Context manager that stores the time spent inside as `seconds[name]`, and prints it and the peak memory."""
         seconds: dict[str, float] = self.results["seconds"]
         with stopwatch(seconds, name):
             yield
@@ -252,24 +253,24 @@ class Run:
         self.say(f"  That took {seconds[name]:.1f} s. Most memory so far: {memory:.2f} GiB.")
 
     def write_progress(self) -> None:
-        """Keep the results so far: `--resume` does not make them again."""
+        """Write the results so far, which `--resume` reads."""
         run_folder.write_progress(self.accelerator, self.output, self.results)
 
     def begin(self) -> None:
-        """Take the folder."""
+        """Start the run in its folder."""
         if self.accelerator.is_main_process:
-            run_folder.check(self.arguments)  # again: another run may have begun since
+            run_folder.check(self.arguments)  # a second time: another run may have begun meanwhile
         if not self.resumed:
             run_folder.begin(self.accelerator, self.output, self.results)
 
     def train_base(self) -> None:
-        """Train the embedded base, with `--train-base`, or load the one that an interrupted run has trained."""
+        """With `--train-base`, train the embedded base, or load the base that an interrupted run trained."""
         arguments, folder = self.arguments, self.output / "base"
         if arguments.train_base and self.resumed and (folder / "config.json").is_file():
             self.model = trained_base(folder).to(self.accelerator.device)
         elif arguments.train_base:
             context = self.model.config.n_positions
-            self.say(f"Training the embedded base: {models.count(self.model):,} weights, context {context}")
+            self.say(f"Training the embedded base: {models.count_weights(self.model):,} weights, context {context}")
             set_seed(arguments.base_seed)
             self.model = byte_model(self.tokenizer).to(self.accelerator.device)
             with self.timed("base"):
@@ -281,20 +282,20 @@ class Run:
             self.say(f"The base, given {PROMPT!r}, writes:\n{sample(self.model, self.tokenizer)}\n")
 
     def measure_base(self) -> None:
-        """Measure the base, unless that was done before."""
+        """Measure the base, if its measurements are not there yet."""
         if "before" not in self.results:
             self.say(f"Measuring {self.arguments.model or 'the embedded base'} as it is")
             with self.timed("before"):
                 self.results["before"], self.results["retrieval_before"] = self.measure()
         self.write_progress()
-        set_seed(self.arguments.seed)  # whatever was made before, and whatever was there already
+        set_seed(self.arguments.seed)  # the base may have been trained or measured just now, or earlier
 
     def measure(self) -> tuple[list[Results], list[Results]]:
-        """Measure the model as it is."""
+        """Measure perplexities and retrieval of the model."""
         return measure_model(self.model, self.text.held_out, self.arguments, self.accelerator)
 
     def patch(self) -> None:
-        """Patch the model, put on an adapter, and keep a copy of the base where it is the teacher."""
+        """Patch the model, after keeping a copy of the base if it is the teacher. Then add the LoRA adapter."""
         arguments = self.arguments
         if self.windows is not None:
             self.calibration_loss = calibration_stage.loss_at(self.text, self.windows.shape[1])
@@ -309,19 +310,17 @@ class Run:
         if arguments.lora_rank:
             # A copy of the config: PEFT writes into it.
             self.model = peft.get_peft_model(self.model, hf_posenc.lora_config(self.model, r=arguments.lora_rank))
-            trained = models.count(self.model, trained=True)
-            self.say(
-                f"LoRA of rank {arguments.lora_rank}: {trained:,} of {models.count(self.model):,} weights are trained"
-            )
+            trained, total = models.count_weights(self.model, trained=True), models.count_weights(self.model)
+            self.say(f"LoRA of rank {arguments.lora_rank}: {trained:,} of {total:,} weights are trained")
 
     def calibrate(self) -> None:
-        """Calibrate the model, or read the calibrated weights of an interrupted run."""
+        """Calibrate the model, or load the weights that an interrupted run calibrated."""
         if self.windows is None:
-            why = "--calibrate none" if self.arguments.calibrate == "none" else "the base keeps its positions"
-            self.results["calibration"] = calibration_stage.skipped(why)
+            reason = "--calibrate none" if self.arguments.calibrate == "none" else "the base keeps its positions"
+            self.results["calibration"] = calibration_stage.skipped(reason)
         elif "calibration" in self.results:
             run_folder.restore_calibrated(self.model, self.output)
-            calibration_stage.write_down(self.model, self.results["calibration"])
+            calibration_stage.record_in_config(self.model, self.results["calibration"])
         else:
             assert self.base_loss is not None
             assert self.calibration_loss is not None
@@ -336,15 +335,15 @@ class Run:
                     seed=self.arguments.seed,
                     loss=self.calibration_loss,
                     base_loss=self.base_loss,
-                    state_file=self.output / run_folder.CALIBRATING,
+                    state_file=self.output / run_folder.CALIBRATION_STATE,
                 )
-            run_folder.keep_calibrated(self.accelerator, self.model, self.output, self.results)
+            run_folder.write_calibrated(self.accelerator, self.model, self.output, self.results)
         self.say(run_report.calibration_line(self.results["calibration"]))
         if self.windows is not None:
-            set_seed(self.arguments.seed)  # whether it was calibrated just now or before
+            set_seed(self.arguments.seed)  # it may have been calibrated just now, or earlier
 
     def fine_tune(self) -> None:
-        """Fine-tune the model, with the base as its teacher where `--distill` asks for that."""
+        """Fine-tune the model; with `--distill` the base is its teacher."""
         arguments = self.arguments
         for phase in self.plan:
             per_step = training.tokens_per_step(phase, arguments, self.accelerator)
@@ -367,7 +366,7 @@ class Run:
         self.wrapped, self.model = wrapped, self.accelerator.unwrap_model(wrapped)
 
     def find_rate(self, wrapped: nn.Module, optimizer: AcceleratedOptimizer, one_step: Callable[[int], float]) -> float:
-        """Return the learning rate that `--find-learning-rate` finds, or found before an interruption."""
+        """Return the learning rate that `--find-learning-rate` chooses, or chose before an interruption."""
         if "learning_rates" not in self.results:
             self.say("Trying learning rates")
             self.results["learning_rates"] = rates.find(
@@ -385,7 +384,7 @@ class Run:
             self.results["after"], self.results["retrieval_after"] = self.measure()
 
     def write(self) -> None:
-        """Save the model, its card, the report and the results; push the model where `--push-to` names a place."""
+        """Save the model, its card, the report and the results. With `--push-to`, upload the model."""
         folder, repository = self.output / "model", self.arguments.push_to
         assert self.wrapped is not None
         models.save(self.accelerator, self.wrapped, self.tokenizer, self.output)
@@ -405,7 +404,7 @@ class Run:
 
 
 def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
-    """Check all that can be known without reading the text or the weights; set the default of the learning rate.
+    """Check everything that needs neither the text nor the weights; set the default of the learning rate.
 
     Returns:
         The scheme; None for a control.
@@ -416,8 +415,8 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     plots.check_installed()  # the report and the card are drawn at the end
     rates.check(arguments)
     if arguments.learning_rate is None:
-        plain = arguments.calibrate == "none"
-        arguments.learning_rate = calibration_stage.PLAIN_RATE if plain else calibration_stage.CALIBRATED_RATE
+        plain_swap = arguments.calibrate == "none"
+        arguments.learning_rate = calibration_stage.PLAIN_RATE if plain_swap else calibration_stage.CALIBRATED_RATE
     calibration_stage.check(arguments)
     training.check(arguments)
     training.check_recovery(arguments)
@@ -434,35 +433,35 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
             "base's own scheme (rope, or learned)"
         )
     if arguments.model is not None:
-        family_for(models.stock_config(arguments).model_type)  # says which families there are
+        family_for(models.stock_config(arguments).model_type)  # its error lists the families
     run_folder.check(arguments)
     return scheme
 
 
 def check_unused(arguments: Arguments) -> None:
-    """Raise UsageError for options that another option leaves without an effect."""
+    """Raise UsageError for options that have no effect because of another option."""
     if arguments.context_parallel > 1 and arguments.distill:
-        raise UsageError("--context-parallel is not for --distill: the base is asked for whole windows")
+        raise UsageError("--context-parallel cannot be combined with --distill: the teacher reads whole windows")
     if arguments.model is not None:
         refuse(arguments, "train_base", f"trains the embedded base, and the base is --model {arguments.model}")
     if not arguments.train_base:
         for name in ("base_steps", "base_seed"):
-            refuse(arguments, name, "is of --train-base, and no base is trained")
+            refuse(arguments, name, "has no effect without --train-base")
     if arguments.push_to is None:
-        refuse(arguments, "private", "is of the repository that --push-to names, and there is none")
+        refuse(arguments, "private", "has no effect without --push-to")
     elif arguments.scheme == UNPATCHED:
-        refuse(arguments, "push_to", f"takes patched models, and --scheme {UNPATCHED} makes none")
+        refuse(arguments, "push_to", f"uploads a patched model, and --scheme {UNPATCHED} makes none")
 
 
 def check_patch(
     model: PreTrainedModel, scheme: hf_posenc.Scheme | None, arguments: Arguments, accelerator: Accelerator
 ) -> None:
-    """Patch the model on trial, so that a scheme that does not fit it is refused before anything is measured.
+    """Patch the model on trial, so that a scheme that does not fit is refused before anything is measured.
 
-    It prints the first line of `verify` for the embedded base.
+    For the embedded base, print the first line of `verify`.
 
     Raises:
-        UsageError: if there are too few positions, or packed documents cannot be kept apart.
+        UsageError: if there are too few positions, or attention would cross from one packed document to another.
     """
     longest = max(arguments.train_length, arguments.lengths[-1])
     with hf_posenc.patched(model, scheme, seed=arguments.seed) if scheme is not None else nullcontext():
@@ -479,10 +478,10 @@ def check_patch(
             )
         if arguments.packing == "documents" and not models.keeps_documents_apart(model):
             raise UsageError(
-                "--packing documents: this model does not hand its positions to the mask, so its attention crosses "
-                "from document to document"
+                "--packing documents: the attention mask of this model does not take positions into account, so "
+                "attention crosses from document to document"
             )
-        # With a large model this takes a while on a CPU, and it is done again when the model is patched.
+        # Only for the embedded base: with a large model on a CPU it takes a while, and `patch` verifies again.
         if scheme and arguments.model is None:
             report = str(hf_posenc.verify(model)).splitlines()[0]
-            accelerator.print(f"The swap, tried before anything long: {report}")
+            accelerator.print(f"The swap, tried out first: {report}")

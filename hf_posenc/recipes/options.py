@@ -16,16 +16,16 @@ import yaml
 from ..command_arguments import Parser, meanings
 from ..did_you_mean import did_you_mean
 
-FIRST = (
+MOST_USED = (
     *("model", "data", "scheme", "variants", "schemes", "scheme_args", "train_length", "steps", "lengths"),
     *("seed", "seeds", "output", "json", "resume"),
 )
-"""Options that most command lines have, in the order of --help; --help-all lists the others too, in groups."""
+"""Options that --help lists, in this order. --help-all lists all options, in groups."""
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "BOOL"}
 
 
 class Limit(NamedTuple):
-    """The least number that an option takes, or with `above` the number that it must exceed."""
+    """A lower limit of an option's value. With `above`, the value must exceed it."""
 
     number: float
     above: bool = False
@@ -44,20 +44,20 @@ Hyperparameter = Annotated[str, "NAME=VALUE"]
 
 
 class UsageError(Exception):
-    """Arguments, text or model that cannot work. The message says why, and what would work."""
+    """Arguments, text or model that cannot work. The message says why, and what to do instead."""
 
 
 @contextmanager
-def as_usage_error(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Context manager that turns these errors into a UsageError, whose message begins with what they are about."""
+def as_usage_error(subject: str, *errors: type[Exception]) -> Iterator[None]:
+    """Context manager that turns these errors into a UsageError, with `subject` before the message."""
     try:
         yield
     except errors as error:
-        raise UsageError(f"{what}{str(error).removeprefix('hf_posenc: ')}") from None
+        raise UsageError(f"{subject}{str(error).removeprefix('hf_posenc: ')}") from None
 
 
-class Kind(NamedTuple):
-    """The values of an option, as its annotation gives them."""
+class Values(NamedTuple):
+    """The values that an option takes: their type and limits, read from the annotation of its field."""
 
     type: Callable[[str], object]
     several: bool
@@ -66,22 +66,22 @@ class Kind(NamedTuple):
     limits: tuple[Limit, ...]
 
     @classmethod
-    def of(cls, annotation: Any) -> "Kind":
+    def of(cls, annotation: Any) -> "Values":
         """Read `list[T]` or `T | None`, where T may be `Annotated` with a metavar, a tuple of choices, or a Limit."""
         several = get_origin(annotation) is list
         if several or get_origin(annotation) in (Union, types.UnionType):
             annotation = next(inner for inner in get_args(annotation) if inner is not type(None))
-        known, *notes = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+        value_type, *notes = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
         choices = next((note for note in notes if type(note) is tuple), ())
         limits = tuple(note for note in notes if isinstance(note, Limit))
-        metavar = next((note for note in notes if isinstance(note, str)), METAVARS[known])
-        return cls(known, several, metavar, choices, limits)
+        metavar = next((note for note in notes if isinstance(note, str)), METAVARS[value_type])
+        return cls(value_type, several, metavar, choices, limits)
 
     def check(self, name: str, value: Any) -> None:
-        """Raise UsageError if a value is none of the choices or beyond a limit."""
+        """Raise UsageError if a value is not one of the choices, or is below a limit."""
         if self.choices and value not in self.choices:
-            known = did_you_mean(value, self.choices)
-            raise UsageError(f"{option(name)} must be one of {', '.join(self.choices)}, not {value}{known}")
+            suggestion = did_you_mean(value, self.choices)
+            raise UsageError(f"{option(name)} must be one of {', '.join(self.choices)}, not {value}{suggestion}")
         for number, above in self.limits:
             if above and not value > number:
                 raise UsageError(f"{option(name)} must be positive, not {value}")
@@ -91,156 +91,156 @@ class Kind(NamedTuple):
 
 @dataclass
 class Options:
-    """Options of a program, or a group of them: the fields of a dataclass that inherits this one.
+    """Base class of groups of options. A program's options are a dataclass that inherits from several groups.
 
-    The first line of its docstring is the title of the group, and `Args:` holds the help of each option. Annotations
-    say which values an option takes, and an instance with another value cannot be made.
+    Every field is an option. The first line of the docstring is the title of the group, and `Args:` has the help texts.
+    The annotation of a field says which values the option takes; an instance with another value cannot be made.
     """
 
     def __post_init__(self) -> None:
-        """Raise UsageError if a value is not what its option takes."""
-        for name, kind in kinds(type(self)).items():
+        """Raise UsageError if an option does not take its value."""
+        for name, values in values_of_options(type(self)).items():
             value = getattr(self, name)
-            if value is not None and not kind.several:
-                kind.check(name, value)
+            if value is not None and not values.several:
+                values.check(name, value)
 
 
 T = TypeVar("T", bound=Options)
 
 
-def kinds(cls: type) -> dict[str, Kind]:
-    """Return the values that each option takes."""
+def values_of_options(cls: type) -> dict[str, Values]:
+    """Return option -> the values that it takes."""
     hints = get_type_hints(cls, include_extras=True)
-    return {known.name: Kind.of(hints[known.name]) for known in fields(cls)}
+    return {field.name: Values.of(hints[field.name]) for field in fields(cls)}
 
 
 def parse(
     cls: type[T], argv: list[str] | None, description: str | None, *, prog: str | None = None, examples: str = ""
 ) -> tuple[T, Parser]:
-    """Read `--config FILE`, then the other options, which win.
+    """Read the options from the file of `--config` and from the command line, which wins.
 
-    An unknown key of the file, a value that an option does not take, and an unknown or abbreviated option each end the
-    program with a message and status 2.
+    Unknown keys of the file, unknown or abbreviated options, and values that an option does not take end the program
+    with a message and status 2.
 
     Args:
-        cls: the options. A field's metadata may hold `was`, an older name, and `guesses`, other words that people
-            type for it.
-        argv: words of the command line; None takes those of the process.
-        description: of the program. Its first line is shown.
-        prog: name of the program; None takes the file that was started.
-        examples: command lines for the end of --help, in which `{prog}` stands for the name.
+        cls: dataclass of the options. The metadata of a field can contain `was`, an older name that is still read, and
+            `guesses`, wrong names for which a message suggests this one.
+        argv: words of the command line; None means those of this process.
+        description: description of the program, of which --help shows the first line.
+        prog: name of the program; None means the file that was started.
+        examples: command lines to show at the end of --help; `{prog}` stands for the name of the program.
 
     Returns:
-        The arguments, and the parser, whose `error` ends the program with a message.
+        The options, and the parser, whose `error` ends the program with a message.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = parser_of(cls, description, prog=prog, examples=examples, every="--help-all" in words)
+    parser = parser_of(cls, description, prog=prog, examples=examples, show_all="--help-all" in words)
     try:
-        named = vars(parser.parse_args(from_file(cls, words) + words))
-        return cls(**{name: value for name, value in named.items() if name != "config"}), parser
+        values = vars(parser.parse_args(from_file(cls, words) + words))
+        return cls(**{name: value for name, value in values.items() if name != "config"}), parser
     except UsageError as error:
         parser.error(str(error))
 
 
 def parser_of(
-    cls: type, description: str | None, *, prog: str | None = None, examples: str = "", every: bool = True
+    cls: type, description: str | None, *, prog: str | None = None, examples: str = "", show_all: bool = True
 ) -> Parser:
-    """Return the parser of a dataclass of options: see `parse`. Its help lists `every` option, or those used most."""
+    """Make the parser of a dataclass of options: see `parse`. Its help lists all options, or those used most."""
     parser = Parser(
         prog=prog, description=(description or "").split("\n")[0], usage="%(prog)s [options]", add_help=False
     )
     parser.epilog = f"examples:\n{examples.strip(chr(10)).format(prog=parser.prog)}" if examples else None
     groups: dict[str, _ArgumentGroup] = {}
-    known_kinds, said = kinds(cls), meanings(cls)
-    for title, known in grouped(cls):
+    option_values, help_texts = values_of_options(cls), meanings(cls)
+    for title, field in grouped(cls):
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        shown = every or known.name in FIRST
-        add(groups[title], known, known_kinds[known.name], said.get(known.name, "") if shown else SUPPRESS)
+        is_shown = show_all or field.name in MOST_USED
+        add(groups[title], field, option_values[field.name], help_texts.get(field.name, "") if is_shown else SUPPRESS)
     parser.guesses = {option(guess): option(name) for guess, name in guesses(cls).items()}
-    if not every:
+    if not show_all:
         titles = textwrap.wrap("; ".join(list(groups)[1:]).lower(), 76, break_on_hyphens=False)
         parser.add_argument_group("more options, which --help-all lists", "\n".join(titles))
     general = parser.add_argument_group("general")
     general.add_argument("--config", metavar="FILE", help="YAML file with any of these options; the command line wins")
-    general.add_argument("-h", "--help", action="help", help="show the options that are used most, and stop")
-    general.add_argument("--help-all", action="help", help="show every option, and stop")
+    general.add_argument("-h", "--help", action="help", help="show the options that are used most, and exit")
+    general.add_argument("--help-all", action="help", help="show all options, and exit")
     return parser
 
 
 def guesses(cls: type) -> dict[str, str]:
-    """Return the names that people type for another: guess -> name of the field."""
-    return {guess: known.name for known in fields(cls) for guess in known.metadata.get("guesses", ())}
+    """Return wrong name that people may type -> name of the option that they mean."""
+    return {guess: field.name for field in fields(cls) for guess in field.metadata.get("guesses", ())}
 
 
 def grouped(cls: type) -> list[tuple[str, Field[Any]]]:
-    """Return the fields in the order of --help, each with the title of its group.
+    """Return pairs of group title and field, in the order of --help.
 
-    The title is the docstring of the class that declares the field first.
+    The title comes from the docstring of the class that declares the field first.
     """
-    owners = {known.name: cls for known in fields(cls)}
-    for owner in cls.__mro__:  # the last one wins: where an option is declared first, not where its default is changed
+    owners = {field.name: cls for field in fields(cls)}
+    for owner in cls.__mro__:  # the last class wins: it declares the option, the others change its default
         owners |= {name: owner for name in vars(owner).get("__annotations__", {}) if name in owners}
 
-    def place(known: Field[Any]) -> tuple[int, int]:
-        first = FIRST.index(known.name) if known.name in FIRST else len(FIRST)
-        return first, cls.__mro__.index(owners[known.name])
+    def rank(field: Field[Any]) -> tuple[int, int]:
+        first = MOST_USED.index(field.name) if field.name in MOST_USED else len(MOST_USED)
+        return first, cls.__mro__.index(owners[field.name])
 
-    def title(known: Field[Any]) -> str:
-        return "most used" if known.name in FIRST else (owners[known.name].__doc__ or "").split("\n")[0].rstrip(".")
+    def title(field: Field[Any]) -> str:
+        return "most used" if field.name in MOST_USED else (owners[field.name].__doc__ or "").split("\n")[0].rstrip(".")
 
-    return [(title(known), known) for known in sorted(fields(cls), key=place)]
+    return [(title(field), field) for field in sorted(fields(cls), key=rank)]
 
 
-def add(group: _ArgumentGroup, known: Field[Any], kind: Kind, said: str) -> None:
-    """Add an option to a group of the parser. An older name of it is read, but not listed.
+def add(group: _ArgumentGroup, field: Field[Any], values: Values, help_text: str) -> None:
+    """Add an option to a group of the parser. Its older name is accepted too, but --help does not list it.
 
     Args:
-        group: of the parser.
-        known: the option.
-        kind: the values that it takes.
-        said: its help; with SUPPRESS the option is not listed.
+        group: group of the parser.
+        field: the option.
+        values: values that the option takes.
+        help_text: help of the option; with SUPPRESS --help does not list it.
     """
-    default = default_of(known)
-    text = " | ".join(kind.choices) + ": " * bool(kind.choices) + said.removesuffix(".")
-    if kind.type is not bool and default not in (None, "", []):
+    default = default_of(field)
+    text = " | ".join(values.choices) + ": " * bool(values.choices) + help_text.removesuffix(".")
+    if values.type is not bool and default not in (None, "", []):
         text += f" (default: {shown(default)})"
-    text = SUPPRESS if said is SUPPRESS else text.replace("%", "%%")
-    keywords: dict[str, Any] = {"default": default, "help": text, "dest": known.name, "metavar": kind.metavar}
-    if kind.type is bool:
+    text = SUPPRESS if help_text is SUPPRESS else text.replace("%", "%%")
+    keywords: dict[str, Any] = {"default": default, "help": text, "dest": field.name, "metavar": values.metavar}
+    if values.type is bool:
         keywords |= {"nargs": "?", "const": True, "type": truth}
     else:
-        keywords |= {"type": kind.type, **({"nargs": "+"} if kind.several else {})}
-    group.add_argument(option(known.name), **keywords)
-    # Underscores for dashes, as 0.1.0 took them too, and names of 0.1.0.
-    names = [known.name, *([known.metadata["was"]] if "was" in known.metadata else [])]
+        keywords |= {"type": values.type, **({"nargs": "+"} if values.several else {})}
+    group.add_argument(option(field.name), **keywords)
+    # Version 0.1.0 also accepted underscores instead of dashes, and it had other names.
+    names = [field.name, *([field.metadata["was"]] if "was" in field.metadata else [])]
     for spelling in dict.fromkeys(spelling for name in names for spelling in (f"--{name}", option(name))):
-        if spelling != option(known.name):
+        if spelling != option(field.name):
             group.add_argument(spelling, **keywords | {"help": SUPPRESS, "default": SUPPRESS})
 
 
 def shown(default: Any) -> str:
-    """Return a default as it would be typed."""
+    """Return a default in the form in which a user would type it."""
     if isinstance(default, list):
         return " ".join(map(str, default))
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def truth(word: str) -> bool:
-    """Return the value of a switch, from a word such as `true` or `no`."""
+    """Read a word such as `true` or `no` as a boolean."""
     value = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(word.lower())
     if value is None:
         raise ArgumentTypeError(f"true or false, not {word}")
     return value
 
 
-def default_of(known: Field[Any]) -> Any:
-    """Return the default of a field; a list is made anew."""
-    return known.default_factory() if known.default_factory is not MISSING else known.default
+def default_of(field: Field[Any]) -> Any:
+    """Return the default of a field; a list is a new one."""
+    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def from_file(cls: type, words: list[str]) -> list[str]:
-    """Return the options in the YAML file that `--config` names, as words of a command line; none without a file."""
+    """Return the options in the YAML file of `--config` as words of a command line; no words without a file."""
     reader = ArgumentParser(add_help=False, allow_abbrev=False)
     reader.add_argument("--config", action="append", nargs="?", default=[])
     paths = [path for path in reader.parse_known_args(words)[0].config if path]
@@ -252,31 +252,31 @@ def from_file(cls: type, words: list[str]) -> list[str]:
 def words_of(cls: type, path: str) -> Iterator[str]:
     """Yield the options of a YAML file as words of a command line."""
     with as_usage_error(f"--config {path}: ", OSError, UnicodeDecodeError, yaml.YAMLError):
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=Once)
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: must be a mapping of options, not {type(content).__name__}")
-    known = {field.name: field for field in fields(cls)}
-    known |= {field.metadata["was"]: field for field in fields(cls) if "was" in field.metadata}
-    if strange := [str(key) for key in content if key not in known]:
-        meant = did_you_mean(strange[0], {name: field.name for name, field in known.items()} | guesses(cls))
-        raise UsageError(f"--config {path}: unknown {', '.join(strange)}; known are {', '.join(known)}{meant}")
+    options = {field.name: field for field in fields(cls)}
+    options |= {field.metadata["was"]: field for field in fields(cls) if "was" in field.metadata}
+    if unknown := [str(key) for key in content if key not in options]:
+        suggestion = did_you_mean(unknown[0], {name: field.name for name, field in options.items()} | guesses(cls))
+        raise UsageError(f"--config {path}: unknown {', '.join(unknown)}; known are {', '.join(options)}{suggestion}")
     for key, value in content.items():
-        default = default_of(known[key])
-        if value in (None, [], {}):  # the command line has no words for these
+        default = default_of(options[key])
+        if value in (None, [], {}):  # words of a command line cannot express these
             if default != (None if value is None else []):
                 raise UsageError(f"--config {path}: {key} has no value; leave it out for the default, {default}")
             continue
-        if isinstance(value, dict):  # hyper-parameters of a scheme read best as a mapping
+        if isinstance(value, dict):  # hyper-parameters of a scheme can be a mapping
             value = [f"{name}={json.dumps(item)}" for name, item in value.items()]
-        yield option(known[key].name)
+        yield option(options[key].name)
         yield from map(str, value if isinstance(value, list) else [value])
 
 
-class Once(yaml.SafeLoader):
-    """A loader that refuses a key that is there twice, of which YAML would take the last."""
+class UniqueKeyLoader(yaml.SafeLoader):
+    """A loader that refuses repeated keys. PyYAML would silently use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping; raise ConstructorError if a key is there twice."""
+        """Return a mapping; raise ConstructorError for a repeated key."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := [key for index, key in enumerate(keys) if key in keys[:index]]:
             raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is there twice", node.start_mark)
@@ -284,12 +284,12 @@ class Once(yaml.SafeLoader):
 
 
 def option(name: str) -> str:
-    """Return the command-line spelling of an argument."""
+    """Return the name of an option on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def each_once(arguments: Options, *names: str) -> None:
-    """Raise UsageError unless each of these lists names something, and nothing twice."""
+    """Raise UsageError for a list option that is empty or contains something twice."""
     for name in names:
         values = getattr(arguments, name)
         if len(set(values)) != max(1, len(values)):
@@ -297,7 +297,7 @@ def each_once(arguments: Options, *names: str) -> None:
 
 
 def refuse(arguments: Options, name: str, reason: str) -> None:
-    """Raise UsageError if an option that nothing would read has another value than its default."""
-    default = default_of(next(known for known in fields(arguments) if known.name == name))
+    """Raise UsageError if an option that has no effect was set to something else than its default."""
+    default = default_of(next(field for field in fields(arguments) if field.name == name))
     if getattr(arguments, name) != default:
         raise UsageError(f"{option(name)} {reason}: leave it out")

@@ -2,10 +2,10 @@
 
     accelerate launch recipes/pretrain.py --config recipes/configs/pretrain_books.yaml --data BOOK.txt...
 
-The from-scratch counterpart of compare_schemes.py, as in Press et al. 2021 (arXiv:2108.12409): a decoder of GPT-2's
-shape that reads bytes, without any position encoding but the one named. Every run is one results.json under
-OUTPUT/runs; the summary and the figures are made from them. Started again, it makes the runs that are missing, and
-refuses runs of other arguments.
+Like compare_schemes.py, but from scratch, as in Press et al. 2021 (arXiv:2108.12409). The model is a decoder of GPT-2's
+shape that reads bytes. Its only position encoding is the scheme. Every run writes results.json under OUTPUT/runs; the
+summary and the figures are made from these files. Run the same command again to make the runs that are missing. A
+folder with runs of other arguments is refused.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from . import run_identity as identity
 from .corpus import Text, Windows
 from .embedded import byte_tokenizer, decoder
 from .measurements import HeldOutArguments, held_out_loss, measure_model
-from .models import check_vocabulary, count, hyperparameters, load, save
+from .models import check_vocabulary, count_weights, hyperparameters, load, save
 from .options import Count, Folder, Hyperparameter, Length, Natural, Positive, UsageError, each_once, parse
 from .results import Results, origin, stopwatch
 from .sweep_runs import SweepArguments
@@ -40,9 +40,10 @@ class Arguments(SweepArguments, HeldOutArguments, TrainingArguments):
     """This recipe.
 
     Args:
-        schemes: schemes to compare; learned gets a table of --train-length positions, as usual.
-        scheme_args: its hyper-parameters, e.g. max_distance=64 share_heads=false; see `hf-posenc schemes NAME`.
-        tokenizer: folder or Hub id; by default bytes.
+        schemes: schemes to compare; learned gets a table of --train-length positions.
+        scheme_args: hyper-parameters of the scheme, e.g. max_distance=64 share_heads=false; `hf-posenc schemes NAME`
+            lists them.
+        tokenizer: folder or Hub id of a tokenizer; by default one that reads bytes.
         layers: decoder layers.
         width: hidden size.
         heads: attention heads.
@@ -69,20 +70,20 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     with program.ending(parser, "the same command", lambda: sweep_runs.KEPT):
-        wanted = check_arguments(arguments)
+        schemes = check_arguments(arguments)
         tokenizer = load(AutoTokenizer, arguments.tokenizer, "tokenizer") if arguments.tokenizer else byte_tokenizer()
 
-        def one(name: str, seed: int, target: Path, text: Text, of: Results) -> None:
-            run(arguments, wanted[name], seed, target, tokenizer, text, of)
+        def make_run(name: str, seed: int, target: Path, text: Text, run_identity: Results) -> None:
+            run(arguments, schemes[name], seed, target, tokenizer, text, run_identity)
 
-        sweep_runs.make(arguments, wanted, tokenizer, one)
+        sweep_runs.make(arguments, schemes, tokenizer, make_run)
         summary = sweep_report.summarize(Path(arguments.output), f"From scratch, trained at {arguments.train_length}")
     print(sweep_report.markdown(summary))
     return summary
 
 
 def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
-    """Check all that can be known without reading the text; return the schemes by name."""
+    """Check everything that does not need the text; return name -> scheme."""
     plots.check_installed()  # the figures are drawn at the end
     training.check(arguments)
     corpus.check(arguments, needs_data=False)
@@ -91,10 +92,10 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
     if arguments.width % arguments.heads:
         raise UsageError(f"--width {arguments.width} must be a multiple of --heads {arguments.heads}")
     if arguments.scheme_args and len(arguments.schemes) > 1:
-        raise UsageError("--scheme-args is for one scheme, --schemes names several")
-    usual = {"learned": {"num_positions": arguments.train_length}}
-    given = hyperparameters(arguments.scheme_args)
-    return {name: models.named_scheme("schemes", name, usual.get(name, {}) | given) for name in arguments.schemes}
+        raise UsageError("--scheme-args needs --schemes with one scheme, not with several")
+    defaults = {"learned": {"num_positions": arguments.train_length}}
+    keywords = hyperparameters(arguments.scheme_args)
+    return {name: models.named_scheme("schemes", name, defaults.get(name, {}) | keywords) for name in arguments.schemes}
 
 
 def run(
@@ -104,18 +105,18 @@ def run(
     output: Path,
     tokenizer: PreTrainedTokenizerBase,
     text: Text,
-    of: Results,
+    run_identity: Results,
 ) -> None:
     """Make, train and measure one model, and write its results.json.
 
     Args:
-        arguments: checked.
-        scheme: of this model.
-        seed: of its weights and of the order of its windows.
-        output: folder of the run. A state in it is gone on from.
-        tokenizer: whose ids the text holds.
-        text: to train and to measure on.
-        of: the identity of the run.
+        arguments: checked options.
+        scheme: scheme of this model.
+        seed: seed of the weights and of the order of the windows.
+        output: folder of the run. If there is a state, the training goes on from it.
+        tokenizer: tokenizer of the text.
+        text: text to train and to measure on.
+        run_identity: identity of the run.
     """
     accelerator = training.accelerator_for(arguments, output)
     set_seed(seed)
@@ -127,11 +128,11 @@ def run(
     check_vocabulary(model, text.train, text.held_out)
     base = {"name": "from scratch", **models.describe(model, arguments.train_length)}
     report = models.patch_and_verify(model, scheme, seed)
-    base["parameters"] = count(model)  # those of the scheme included
+    base["parameters"] = count_weights(model)  # including the scheme's
     seconds: dict[str, float] = {}
     results: Results = {
         **origin("pretrain", arguments, accelerator),
-        "identity": of,
+        "identity": run_identity,
         "seed": seed,
         "data": text.to_dict(arguments),
         "base": base,
@@ -139,7 +140,7 @@ def run(
         "verify": report,
         "seconds": seconds,
     }
-    # The sweep has checked the identity of an unfinished run; states without one belong to no run.
+    # The sweep has checked the identity of an unfinished run. States without any identity are removed.
     start = run_folder.begin if identity.file_of(output) is None else run_folder.write_progress
     start(accelerator, output, results)
     evaluate = held_out_loss(text, arguments.train_length)
@@ -158,15 +159,15 @@ def run(
 
 
 def untrained(arguments: Arguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Return a decoder of the size that the arguments give, with random weights."""
+    """Return a decoder with random weights, of the size in the options."""
     return decoder(
         tokenizer,
         positions=arguments.train_length,
         width=arguments.width,
         layers=arguments.layers,
         heads=arguments.heads,
-        # GPT-2's own 0.02 is for width 768; the same variance of the sums needs more where there are fewer terms.
-        initial=0.02 * (768 / arguments.width) ** 0.5,
+        # GPT-2's 0.02 is for width 768. Sums of fewer terms need larger weights for the same variance.
+        initializer_range=0.02 * (768 / arguments.width) ** 0.5,
     )
 
 

@@ -1,4 +1,4 @@
-"""The end of a recipe as a program: a sentence and a status, whatever stops it, also in a group of processes."""
+"""Run a recipe as a program that ends with a message and an exit status, also in a group of processes."""
 
 import atexit
 import os
@@ -17,37 +17,37 @@ from .training import Diverged, Interrupted
 
 
 @contextmanager
-def ending(parser: ArgumentParser, again: str, kept: Callable[[], str]) -> Iterator[None]:
+def ending(parser: ArgumentParser, resume_command: str, kept_message: Callable[[], str]) -> Iterator[None]:
     """Context manager that turns what stops a run into a message on the error stream and an exit status.
 
     Args:
-        parser: whose `error` names the recipe.
-        again: the command that goes on after a signal.
-        kept: returns what is kept when anything else stops the run, and how to go on.
+        parser: parser of the recipe, whose `error` prints the message.
+        resume_command: description of the command that continues the run after a signal.
+        kept_message: function that returns a sentence for a run that anything else stopped: what is kept, how to go on.
     """
     try:
         yield
     except (UsageError, hf_posenc.HfPosencError, ImportError) as error:
         parser.error(str(error).removeprefix("hf_posenc: "))
     except Interrupted as stop:
-        print(f"\n{stop}. Everything is in {stop.folder}: {again} goes on.", file=sys.stderr)
+        print(f"\n{stop}. The state is in {stop.folder}: {resume_command} goes on.", file=sys.stderr)
         raise SystemExit(stop.status) from None
     except Diverged as error:
         raise SystemExit(f"{error}") from None
     except OSError as error:
-        print(f"\n{error}. {kept()}", file=sys.stderr)
+        print(f"\n{error}. {kept_message()}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        print(f"\nInterrupted. {kept()}", file=sys.stderr)
+        print(f"\nInterrupted. {kept_message()}", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 def start(main: Callable[[], object]) -> None:
-    """Run a recipe as a program. A process of a group ends here, with the status that it has by then.
+    """Run a recipe as a program. A process of a group is ended here, with the exit status of the recipe.
 
-    Threads of a process group's backend now and then abort a process while the interpreter ends, after the work is
-    done. Destroying the group does not always end these threads: torch keeps references to a group over which
-    parameters were sharded. So the interpreter's own end is left out.
+    Sometimes threads of the backend of a process group abort a process while the interpreter shuts down, after the work
+    is done. Destroying the group does not always end these threads: torch keeps references to a group over which
+    parameters were sharded. So the shutdown of the interpreter is skipped.
     """
     status = 0
     try:
@@ -59,7 +59,7 @@ def start(main: Callable[[], object]) -> None:
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
     if torch.distributed.is_initialized():
-        if status == 0:  # else another process may never come to it
+        if status == 0:  # after an error another process may never join in this
             PartialState().destroy_process_group()
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Writes the reports of runs again, each from its results.json alone.
+"""Writes the reports of runs again, from their results.json.
 
 python -m hf_posenc.recipes.report runs/gpt2-alibi/results.json      # writes report.html beside it
 """

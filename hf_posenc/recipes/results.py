@@ -1,4 +1,4 @@
-"""Files of the recipes: safe writing, templates, the circumstances of a run, and removal of this machine's paths."""
+"""Files of the recipes: safe writing, templates, how and where a run was made, and removal of this machine's paths."""
 
 import base64
 import io
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Results = dict[str, Any]
-"""What a run has measured, or a part of it, as JSON holds it."""
+"""Results of a run, or a part of them, ready for JSON."""
 
 
 def read_json(path: Path) -> Any:
@@ -46,16 +46,16 @@ def write_json(path: Path, results: Results) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file; an interrupted write leaves the old one. Names of files that are not UTF-8 are escaped."""
+    """Write a text file; an interrupted write leaves the old one. File names in it that are not UTF-8 are escaped."""
     with files.replaced(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def filled(template: str, **values: object) -> str:
-    """Return a template of `templates/` filled with values, which are escaped in HTML; Markdown has filters for that.
+    """Fill a template of `templates/` with values. HTML templates escape them; Markdown templates use filters.
 
     Raises:
-        KeyError: if a value that the template names is missing.
+        KeyError: if a value that the template needs is missing.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
@@ -80,7 +80,7 @@ def filled(template: str, **values: object) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows, the first of which is the header, as a Markdown table."""
+    """Return a Markdown table. The first row is the header."""
     head, *body = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
@@ -93,24 +93,24 @@ def png(figure: "Figure") -> str:
 
 
 def spread(value: dict[str, float]) -> str:
-    """Return a mean, and its deviation where there is one."""
+    """Return a mean, and its standard deviation if it is known."""
     return f"{value['mean']:.3f}" + (f" ± {value['std']:.3f}" if "std" in value else "")
 
 
 def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> Results:
-    """Return what somebody needs to run the same again."""
-    here = Path(__file__)
+    """Return how and where a run was made: arguments, versions, hardware."""
+    this_file = Path(__file__)
 
     def git(*words: str) -> str | None:
         try:
             return subprocess.run(
-                ["git", "-C", here.parent, *words], capture_output=True, text=True, check=True
+                ["git", "-C", this_file.parent, *words], capture_output=True, text=True, check=True
             ).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             return None
 
-    # Not so in an installation inside another repository.
-    checkout = git("ls-files", "--error-unmatch", here.name) is not None
+    # False for a package that is installed inside another repository.
+    is_checkout = git("ls-files", "--error-unmatch", this_file.name) is not None
     modules = (hf_posenc, torch, transformers, accelerate, datasets, peft)
     return {
         "recipe": recipe,
@@ -118,8 +118,8 @@ def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> Results
         "command": sys.argv,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "git": {
-            "commit": git("rev-parse", "HEAD") if checkout else None,
-            "modified": checkout and bool(git("status", "--porcelain", "--untracked-files=no")),
+            "commit": git("rev-parse", "HEAD") if is_checkout else None,
+            "modified": is_checkout and bool(git("status", "--porcelain", "--untracked-files=no")),
         },
         "versions": {
             "python": platform.python_version(),
@@ -135,10 +135,10 @@ def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> Results
 
 
 def without_paths(results: Results) -> Results:
-    """Return results with each absolute path replaced by its last name, so that they name no folder of this machine.
+    """Return a copy of results that names no folder of this machine: absolute paths are replaced by their last name.
 
     Args:
-        results: of a recipe. They stay as they are, because `--resume` compares them.
+        results: results of a recipe. They are not changed, because `--resume` compares them.
     """
     words = [
         word
@@ -146,18 +146,18 @@ def without_paths(results: Results) -> Results:
         for word in (text, text.partition("=")[2])
     ]
     paths = sorted({word for word in words if is_absolute(word)}, key=len, reverse=True)
-    return replaced_in(results, {path: last_name(path) for path in paths})
+    return replace_in_strings(results, {path: last_name(path) for path in paths})
 
 
 def last_name(path: str) -> str:
-    """Return the last name of an absolute path; return anything else, such as a Hub id, as it is."""
+    """Return the last name of an absolute path. Return anything else, such as a Hub id, unchanged."""
     if not is_absolute(path):
         return path
     return (PureWindowsPath(path) if PureWindowsPath(path).drive else PurePosixPath(path)).name
 
 
 def is_absolute(text: str) -> bool:
-    """Return whether a text is an absolute path of any operating system, or begins at a home folder."""
+    """Return whether a text is an absolute path of any operating system, or a path that starts with `~`."""
     path = PureWindowsPath(text)
     return bool(path.name) and (text.startswith(("/", "~")) or path.is_absolute())
 
@@ -171,14 +171,14 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(item)
 
 
-def replaced_in(value: Any, names: dict[str, str]) -> Any:
-    """Return a JSON value in which each key of `names`, also within a longer text, is replaced by its value."""
+def replace_in_strings(value: Any, names: dict[str, str]) -> Any:
+    """Replace the keys of `names` by their values in all strings of a JSON value."""
     if isinstance(value, str):
-        paths = "|".join(map(re.escape, names))  # the longest first, each where it begins and ends
-        return re.sub(rf"(?<![\w/\\.])({paths})(?!\w)", lambda path: names[path[0]], value) if names else value
+        paths = "|".join(map(re.escape, names))  # the longest comes first; the pattern below matches only whole paths
+        return re.sub(rf"(?<![\w/\\.])({paths})(?!\w)", lambda match: names[match[0]], value) if names else value
     if isinstance(value, dict):
-        return {key: replaced_in(item, names) for key, item in value.items()}
-    return [replaced_in(item, names) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: replace_in_strings(item, names) for key, item in value.items()}
+    return [replace_in_strings(item, names) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @contextmanager

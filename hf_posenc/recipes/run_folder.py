@@ -1,8 +1,8 @@
-"""The folder of a run: empty when it begins, tidy when it ends, and in between enough to go on from.
+"""The folder of a run: which files it contains, and how an interrupted run goes on from them.
 
 `progress.json` holds the identity and the measurements of an unfinished run; `results.json` replaces it at the end.
-Beside them are the state of the calibration or the calibrated weights, the states of the fine-tuning and, with
-`--train-base`, the base.
+An unfinished run also has the state of its calibration or the calibrated weights, and the states of its fine-tuning.
+With `--train-base` there is also the base.
 """
 
 import fcntl
@@ -24,8 +24,8 @@ from . import training
 from .options import Folder, Options, UsageError
 from .results import Results, read_json, write_json
 
-CALIBRATED = "calibrated.safetensors"
-CALIBRATING = "calibration.state.safetensors"
+CALIBRATED_WEIGHTS = "calibrated.safetensors"
+CALIBRATION_STATE = "calibration.state.safetensors"
 
 
 @dataclass
@@ -33,7 +33,7 @@ class FolderArguments(Options):
     """The folder of the run.
 
     Args:
-        output: folder to write; must be empty or absent.
+        output: folder to write; it must be empty, or not exist yet.
         overwrite: write into a folder that is not empty.
         resume: go on with an interrupted run of the same arguments.
     """
@@ -44,10 +44,10 @@ class FolderArguments(Options):
 
 
 def check(arguments: FolderArguments) -> None:
-    """Raise UsageError unless the folder can be written as asked."""
+    """Raise UsageError if the folder contains files, or an interrupted run, that the options do not allow for."""
     output = Path(arguments.output)
     if arguments.overwrite and arguments.resume:
-        raise UsageError("--resume goes on with what is there, --overwrite begins anew: choose one")
+        raise UsageError("--resume continues the run in the folder, --overwrite begins a new one: choose one of them")
     if output.exists() and not output.is_dir():
         raise UsageError(f"--output {output} is a file")
     unfinished = (output / "progress.json").is_file()
@@ -61,13 +61,13 @@ def check(arguments: FolderArguments) -> None:
 
 
 @contextmanager
-def alone(accelerator: Accelerator, folder: Path) -> Iterator[None]:
-    """Keep every other run out of a folder while the body runs; the folder is made if it does not exist.
+def locked(accelerator: Accelerator, folder: Path) -> Iterator[None]:
+    """Lock a folder while the body runs, so that no other run writes there. It is made if it does not exist.
 
     The lock is a `flock` of the folder itself, which leaves no file and ends with the process.
 
     Raises:
-        UsageError: if another process holds the folder.
+        UsageError: if another run has locked the folder.
     """
     if not accelerator.is_main_process:
         yield
@@ -84,16 +84,20 @@ def alone(accelerator: Accelerator, folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def earlier(arguments: FolderArguments, of: Results) -> Results | None:
-    """Return the progress of an interrupted run of the same identity, if `--resume` asks for it."""
+def earlier_progress(arguments: FolderArguments, run_identity: Results) -> Results | None:
+    """Return what progress.json says about the run that `--resume` continues; None without `--resume`.
+
+    Raises:
+        UsageError: if the identity of that run is another.
+    """
     if not arguments.resume:
         return None
-    identity.hold(Path(arguments.output), of, "resume with those, or choose another --output")
+    identity.require(Path(arguments.output), run_identity, "resume with those, or choose another --output")
     return dict(read_json(Path(arguments.output) / "progress.json"))
 
 
 def begin(accelerator: Accelerator, folder: Path, results: Results) -> None:
-    """Remove what another run left and this one would go on from, and write the progress."""
+    """Remove the states and results of another run in the folder, and write the progress."""
     if accelerator.is_main_process:
         (folder / "results.json").unlink(missing_ok=True)
         shutil.rmtree(folder / "base", ignore_errors=True)
@@ -109,62 +113,64 @@ def write_progress(accelerator: Accelerator, folder: Path, results: Results) -> 
 
 
 def finish(folder: Path, results: Results) -> None:
-    """Write the results in place of the progress, and remove every state."""
+    """Write results.json, and remove progress.json and every state."""
     write_json(folder / "results.json", results)
     (folder / "progress.json").unlink()
     discard_states(folder)
 
 
-def keep_calibrated(accelerator: Accelerator, model: nn.Module, folder: Path, results: Results) -> None:
-    """Write the weights of a calibrated model, which is whole on every process, and then the progress.
+def write_calibrated(accelerator: Accelerator, model: nn.Module, folder: Path, results: Results) -> None:
+    """Write the weights of a calibrated model, which are not sharded, and then the progress.
 
     The state of the calibration is removed last, so that a kill at any time leaves enough to go on from.
     """
     if accelerator.is_main_process:
-        with files.replaced(folder / CALIBRATED) as partial:
+        with files.replaced(folder / CALIBRATED_WEIGHTS) as partial:
             save_file({name: weight.detach().contiguous() for name, weight in model.named_parameters()}, partial)
     write_progress(accelerator, folder, results)
     if accelerator.is_main_process:
-        (folder / CALIBRATING).unlink(missing_ok=True)
+        (folder / CALIBRATION_STATE).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
 
 
 def restore_calibrated(model: nn.Module, folder: Path) -> None:
-    """Read the calibrated weights into the same model, bit for bit."""
-    kept = load_file(folder / CALIBRATED)
+    """Load the calibrated weights into the patched model, bit for bit."""
+    calibrated = load_file(folder / CALIBRATED_WEIGHTS)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(kept[name])
+            weight.copy_(calibrated[name])
 
 
 def discard_states(folder: Path) -> None:
     """Remove the states of the calibration and of the fine-tuning."""
-    (folder / CALIBRATED).unlink(missing_ok=True)
-    (folder / CALIBRATING).unlink(missing_ok=True)
+    (folder / CALIBRATED_WEIGHTS).unlink(missing_ok=True)
+    (folder / CALIBRATION_STATE).unlink(missing_ok=True)
     training.discard_states(folder, but=None)
 
 
-def again(arguments: FolderArguments) -> str:
-    """Return the command that goes on, in words."""
+def resume_command(arguments: FolderArguments) -> str:
+    """Describe the command that continues the run."""
     return "the same command with --resume" + (" instead of --overwrite" if arguments.overwrite else "")
 
 
-def kept(arguments: FolderArguments) -> str:
-    """Return a sentence about what the folder of a stopped run holds, and how to go on."""
+def kept_message(arguments: FolderArguments) -> str:
+    """Return a sentence for a stopped run: what its folder contains, and how to go on."""
     output = Path(arguments.output)
     if (output / "results.json").is_file():
         return f"The run has ended, and its results are kept in {output}."
     if not (output / "progress.json").is_file():
         return "Nothing was finished that could be kept: the same command begins again."
     if state := training.newest_state(output):
-        return f"The fine-tuning is kept in {state}: {again(arguments)} goes on from there."
-    known = read_json(output / "progress.json")
-    if "calibration" in known:
-        return f"The calibrated model is kept in {output}: {again(arguments)} goes on with the fine-tuning."
-    if (output / CALIBRATING).is_file():
-        return f"The calibration is kept in {output / CALIBRATING}: {again(arguments)} goes on from there."
-    if "before" in known:
-        return f"The measurements of the base are kept in {output}: {again(arguments)} goes on from there."
+        return f"The fine-tuning is kept in {state}: {resume_command(arguments)} goes on from there."
+    progress = read_json(output / "progress.json")
+    if "calibration" in progress:
+        return f"The calibrated model is kept in {output}: {resume_command(arguments)} goes on with the fine-tuning."
+    if (output / CALIBRATION_STATE).is_file():
+        return (
+            f"The calibration is kept in {output / CALIBRATION_STATE}: {resume_command(arguments)} goes on from there."
+        )
+    if "before" in progress:
+        return f"The measurements of the base are kept in {output}: {resume_command(arguments)} goes on from there."
     if (output / "base" / "config.json").is_file():
-        return f"The trained base is kept in {output / 'base'}: {again(arguments)} goes on by measuring it."
-    return f"Nothing was finished that could be kept: {again(arguments)} begins again."
+        return f"The trained base is kept in {output / 'base'}: {resume_command(arguments)} goes on by measuring it."
+    return f"Nothing was finished that could be kept: {resume_command(arguments)} begins again."

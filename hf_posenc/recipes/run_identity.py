@@ -1,6 +1,6 @@
-"""The identity of a run: every argument that changes its numbers, and the contents of its text and its base.
+"""The identity of a run: every argument that changes its results, and digests of its text and its base.
 
-It is written into a run's folder when the run begins. A finished run is shown again, and an unfinished one continued,
+It is written into the run's folder when the run begins. A finished run is shown again, and an unfinished one continued,
 only if the identity is the same. A number must never stand under arguments that it was not made with.
 """
 
@@ -18,31 +18,31 @@ from .models import ModelArguments, revision_of
 from .options import Options, UsageError, option
 from .results import Results, read_json
 
-# Options that change no number. Every other option does, one that somebody adds tomorrow included.
-FREE = (
+# Options that change no result. All other options, new ones included, are part of the identity.
+NOT_PART = (
     *("output", "overwrite", "resume"),  # where it is written
-    *("push_to", "private", "keep_weights"),  # what becomes of the weights
-    *("save_every", "tracker"),  # what is kept and shown on the way
+    *("push_to", "private", "keep_weights"),  # what happens to the weights
+    *("save_every", "tracker"),  # what is saved and shown during the run
     *("workers",),  # how fast the text is tokenised
 )
-# The contents of these are part of the identity, not their names: a file may be moved, and a changed one is noticed.
+# Of these the identity contains a digest instead of the name, so that a file can be moved but not changed.
 BY_CONTENT = ("data", "model", "revision", "tokenizer")
-# A sweep's lists of runs. Each of its runs says which one it is.
+# Options that list the runs of a sweep. The identity of a run names that run instead.
 LISTS = ("variants", "schemes", "seeds")
-OWN = ("variant", "scheme", "seed")
-WEIGHTS = ("config.json", "*.safetensors", "*.bin", "*.index.json")
+DIFFERS_IN_SWEEP = ("variant", "scheme", "seed")
+CHECKPOINT_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
 
 def of(arguments: Options, text: Text, **more: Any) -> Results:
-    """Return the identity of a run, as JSON holds it.
+    """Return the identity of a run, ready for JSON.
 
     Args:
-        arguments: of the recipe, checked.
-        text: that the run reads.
-        **more: what else the numbers depend on: `variant` and `seed` of a sweep's run; `scheme` with all its
-            hyper-parameters, not only those that were given; what `launched` returns.
+        arguments: checked options of the recipe.
+        text: text that the run reads.
+        **more: other entries: `scheme` with all its hyper-parameters, the entries that `launched` returns, and in a
+            sweep `variant` and `seed`.
     """
-    left_out = (*FREE, *BY_CONTENT, *LISTS, "scheme_args")
+    left_out = (*NOT_PART, *BY_CONTENT, *LISTS, "scheme_args")
     identity = {name: value for name, value in asdict(arguments).items() if name not in left_out}
     identity["text"] = text.digest()
     if isinstance(arguments, ModelArguments) and arguments.model is not None:
@@ -51,44 +51,44 @@ def of(arguments: Options, text: Text, **more: Any) -> Results:
 
 
 def launched(accelerator: Accelerator) -> Results:
-    """Return what accelerate launch decides: the precision, and the number of processes, which share a batch."""
+    """Return the settings of `accelerate launch` that change results: precision and number of processes."""
     return {"mixed_precision": accelerator.mixed_precision, "processes": accelerator.num_processes}
 
 
 def digest_of(model: str, **revision: str) -> str:
-    """Return the SHA-256 of a checkpoint's config and weights, or the commit of one on the Hub."""
+    """Return the SHA-256 of a local checkpoint's config and weights, or the commit of a checkpoint on the Hub."""
     if not Path(model).is_dir():
         return str(getattr(AutoConfig.from_pretrained(model, **revision), "_commit_hash", None) or model)
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in WEIGHTS for path in Path(model).glob(pattern)}):
+    for path in sorted({path for pattern in CHECKPOINT_FILES for path in Path(model).glob(pattern)}):
         with path.open("rb") as file:
             digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
 
 def file_of(folder: Path) -> Path | None:
-    """Return the file that identifies the run in a folder: its results, its progress while it has none, or None."""
+    """Return the file with the identity of the run in a folder: results.json, else progress.json, else None."""
     return next((folder / name for name in ("results.json", "progress.json") if (folder / name).is_file()), None)
 
 
-def hold(folder: Path, wanted: Results, instead: str) -> None:
-    """Raise UsageError, with the differences, if a folder holds a run of another identity.
+def require(folder: Path, wanted: Results, advice: str) -> None:
+    """Raise UsageError, with the differences, if the run in a folder has another identity.
 
     Args:
-        folder: of the run.
-        wanted: an identity, or the part of one that `common` returns: then only that part is compared.
-        instead: what the user can do about it.
+        folder: folder of the run; without a run everything is right.
+        wanted: an identity, or only the part that `common` returns, which is then compared alone.
+        advice: what the user can do about it, for the message.
     """
     if (file := file_of(folder)) is None:
         return
-    if (present := read_json(file).get("identity")) is None:
-        raise UsageError(f"the run in {folder} does not say what it is of (an older version made it): {instead}")
-    if different := differences(common(present) if wanted == common(wanted) else present, wanted):
-        raise UsageError(f"the run in {folder} had other arguments: {different}: {instead}")
+    if (found := read_json(file).get("identity")) is None:
+        raise UsageError(f"the run in {folder} has no identity (an older version made it): {advice}")
+    if different := differences(common(found) if wanted == common(wanted) else found, wanted):
+        raise UsageError(f"the run in {folder} had other arguments: {different}: {advice}")
 
 
 def differences(earlier: Results, now: Results) -> str:
-    """Return what differs between two identities, in words."""
+    """Describe the differences between two identities."""
     words = []
     for name in sorted({*earlier, *now}):
         before, after = earlier.get(name), now.get(name)
@@ -104,4 +104,4 @@ def differences(earlier: Results, now: Results) -> str:
 
 def common(identity: Results) -> Results:
     """Return the part of an identity that the runs of one sweep share."""
-    return {name: value for name, value in identity.items() if name not in OWN}
+    return {name: value for name, value in identity.items() if name not in DIFFERS_IN_SWEEP}

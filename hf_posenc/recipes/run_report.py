@@ -1,4 +1,4 @@
-"""Results of a run as tables, sentences and curves, and its report: one HTML file, made from results.json alone."""
+"""The report of a run, one HTML file made from results.json alone, and the tables and sentences in it."""
 
 import json
 import shlex
@@ -10,23 +10,23 @@ from ..analysis import plots
 from .results import Results, filled, without_paths, write_text
 
 Rows = list[tuple[str, ...]]
-"""Cells of a table, the first row as its header."""
+"""Cells of a table by rows; the first row is the header."""
 METHODS = (("sliding", "sliding window"), ("non_overlapping", "non-overlapping"))
-"""The two perplexities: their names in results, and in words."""
+"""The two perplexities: key in results, and name in texts."""
 SAME = 0.02
-"""Perplexities that differ by less than this share of the base's are called the same."""
+"""Relative difference to the base's perplexity below which a model counts as good as its base."""
 HOLDS = 0.05
-"""A longer context holds if its perplexity exceeds that at the base's length by at most this share of it."""
+"""Relative increase over the perplexity at the base's length up to which a longer context counts as good."""
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 
 def sliding(rows: list[Results]) -> dict[int, float]:
-    """Return the sliding-window perplexity by length, where it was measured."""
+    """Return length -> sliding-window perplexity, for the lengths at which it was measured."""
     return {row["length"]: row["sliding"]["perplexity"] for row in rows if "sliding" in row}
 
 
 def accuracy_by_length(cells: Iterable[Results]) -> dict[int, float]:
-    """Return the mean accuracy of the retrieval test by length, shortest first."""
+    """Return length -> mean accuracy of the retrieval test, shortest length first."""
     by_length: dict[int, list[float]] = {}
     for cell in cells:
         by_length.setdefault(cell["length"], []).append(cell["accuracy"])
@@ -34,13 +34,13 @@ def accuracy_by_length(cells: Iterable[Results]) -> dict[int, float]:
 
 
 def rate_of(results: Results) -> float:
-    """Return the peak of the learning rate, given or found."""
-    source = results.get("learning_rates")
-    return float(source["chosen"] if source else results["arguments"]["learning_rate"])
+    """Return the peak learning rate, from the options or from the search."""
+    search = results.get("learning_rates")
+    return float(search["chosen"] if search else results["arguments"]["learning_rate"])
 
 
 def curves_by_length(results: Results) -> dict[str, list[tuple[float, float]]]:
-    """Return both perplexities before and after, as curves over length."""
+    """Return label -> curve over length, for both perplexities before and after the run."""
     curves = {
         f"{time}, {name}": [(row["length"], row[method]["perplexity"]) for row in results[time] if method in row]
         for time in ("before", "after")
@@ -50,7 +50,7 @@ def curves_by_length(results: Results) -> dict[str, list[tuple[float, float]]]:
 
 
 def curves_by_position(results: Results) -> dict[str, list[tuple[int, int, float]]]:
-    """Return the loss by position in the longest windows, before and after."""
+    """Return label -> loss by position in the longest windows, before and after the run."""
     return {
         f"{time}, windows of {row['length']}": [
             (part["first"], part["last"], part["loss"]) for part in row["by_position"]
@@ -61,7 +61,7 @@ def curves_by_position(results: Results) -> dict[str, list[tuple[int, int, float
 
 
 def perplexity_rows(results: Results) -> Rows:
-    """Return both perplexities before and after, a row per length."""
+    """Return the table of both perplexities, before and after the run, with a row per length."""
     header = [f"{name}, {time}" for _, name in METHODS for time in ("before", "after")]
     rows: Rows = [("context", *header, "bits per byte, after")]
     for before, after in zip(results["before"], results["after"], strict=True):
@@ -79,7 +79,7 @@ def perplexity_rows(results: Results) -> Rows:
 
 
 def as_text(results: Results) -> str:
-    """Return the table that a run prints at its end: both perplexities by length, before and after."""
+    """Return the table that a run prints when it ends: both perplexities by length, before and after."""
     lines = [
         "held-out perplexity     sliding window          non-overlapping",
         f"{'context':>10}  {'before':>12} {'after':>9}  {'before':>14} {'after':>9}",
@@ -87,12 +87,12 @@ def as_text(results: Results) -> str:
     for length, *values in perplexity_rows(results)[1:]:
         lines.append(f"{length:>10}  {values[0]:>12} {values[1]:>9}  {values[2]:>14} {values[3]:>9}")
     reasons = [row["impossible"] for row in results["before"] if "impossible" in row]
-    lines += [f"\n-: the model before cannot run there: {reason}" for reason in reasons[:1]]
+    lines += [f"\n-: the base cannot run at that length: {reason}" for reason in reasons[:1]]
     return "\n".join([*lines, "", calibration_line(results["calibration"])])
 
 
 def calibration_line(calibration: Results) -> str:
-    """Return the effect of a calibration in one line, with its remarks, which older versions did not make."""
+    """Return the effect of a calibration in one line, with its remarks. Results of older versions have no remarks."""
     if calibration["method"] == "none":
         return f"not calibrated: {calibration['why']}"
     losses, divergence = calibration["held_out_loss"], calibration["divergence"]
@@ -105,35 +105,35 @@ def calibration_line(calibration: Results) -> str:
 
 
 def verdict(results: Results) -> str:
-    """Compare sliding-window perplexity, in sentences, with the base at the length it was trained at.
+    """Compare, in sentences, sliding-window perplexity with the base's at the length the base was trained at.
 
     Args:
-        results: of extend_context.py.
+        results: results of extend_context.py.
     """
     trained, before, after = results["base"]["trained_length"], sliding(results["before"]), sliding(results["after"])
-    known = max((length for length in before if length <= trained and length in after), default=None)
+    compared_length = max((length for length in before if length <= trained and length in after), default=None)
     longest = max(after)
-    if known is None:
+    if compared_length is None:
         return (
             f"Nothing was measured at {trained} tokens, where the base was trained, or below: there is no base to "
             "compare with."
         )
-    base, now, far = before[known], after[known], after[longest]
-    text = f"Perplexity at {known} tokens: {base:.2f} before, {now:.2f} after."
+    base, now, far = before[compared_length], after[compared_length], after[longest]
+    text = f"Perplexity at {compared_length} tokens: {base:.2f} before, {now:.2f} after."
     if now > base * (1 + SAME):
         text += " The model got worse than its base there: train it longer, or choose another scheme."
     elif now < base * (1 - SAME):
         text += " The model is better than its base there; some of that is the text it was fine-tuned on."
     else:
         text += " The model is as good as its base there."
-    if longest <= known:
+    if longest <= compared_length:
         return text
     then = f"the base {before[longest]:.2f}" if longest in before else "and the base cannot run"
-    held = known
-    for length in sorted(length for length in after if length > known):
+    limit = compared_length
+    for length in sorted(length for length in after if length > compared_length):
         if after[length] > now * (1 + HOLDS):
-            return f"{text} It holds to {held} tokens and gets worse beyond: at {longest} it has {far:.2f}, {then}."
-        held = length
+            return f"{text} It holds to {limit} tokens and gets worse beyond: at {longest} it has {far:.2f}, {then}."
+        limit = length
     return f"{text} It holds to {longest} tokens, where it has {far:.2f}, {then}."
 
 
@@ -141,7 +141,7 @@ def verdict(results: Results) -> str:
 
 
 def write(path: Path, results: Results) -> None:
-    """Write the report of an extend_context run. It names no folder of this machine, because it is shown to others."""
+    """Write the report of a run of extend_context.py. It names no folder of this machine."""
     results = without_paths(results)
     training = results["training"]
     page = filled(

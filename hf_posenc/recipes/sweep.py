@@ -1,6 +1,6 @@
-"""Writes the tables and figures of sweeps again, from the JSON of their runs alone.
+"""Writes the tables and figures of sweeps again, from the results.json of their runs.
 
-python -m hf_posenc.recipes.sweep runs/compare      # writes summary.json, summary.md and the figures in it
+python -m hf_posenc.recipes.sweep runs/compare      # writes summary.json, summary.md and the figures there
 """
 
 import sys

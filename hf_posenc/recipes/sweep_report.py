@@ -1,6 +1,6 @@
 """The summary of a sweep: tables and figures, made from the results of its runs alone.
 
-A figure has panels of a few lines each, and in every panel the base that all runs are measured against.
+A figure has panels with a few lines. Every panel also shows the base, with which all runs are compared.
 """
 
 import math
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Side = Literal["left", "center", "right"]
-LINES = 6
-"""Lines of a panel, at most, those of the base among them."""
+LINES_PER_PANEL = 6
+"""Largest number of lines in a panel, including the lines of the base."""
 BASE = "base, untouched"
 _REFERENCES: dict[str, dict[str, Any]] = {
     BASE: {"color": "#000000", "marker": "X", "linestyle": (0, (5, 2)), "linewidth": 1.3, "label": BASE},
@@ -37,10 +37,10 @@ _REFERENCES: dict[str, dict[str, Any]] = {
         "label": f"{UNPATCHED}: the base, fine-tuned",
     },
 }
-"""The look of the lines that are in every panel, where they were measured."""
+"""Style of the lines that every panel shows, if they were measured."""
 
 Bins = dict[tuple[int, int], dict[str, float]]
-"""Loss by position: (first, last position + 1) -> mean and deviation."""
+"""Loss by position: (first position, last position + 1) -> mean and standard deviation."""
 
 
 def summarize(folder: Path, title: str) -> Results:
@@ -62,21 +62,21 @@ def summarize(folder: Path, title: str) -> Results:
 
 
 def check_one_sweep(folder: Path, runs: Runs) -> None:
-    """Raise UsageError if the runs are not of one sweep, because their rows would mean different things."""
+    """Raise UsageError if the runs belong to different sweeps, because they cannot be compared then."""
     everything = [results for variant in runs.values() for results in variant]
     identities = [results["identity"] for results in everything if "identity" in results]
     for other in identities:
-        if wrong := identity.differences(identity.common(identities[0]), identity.common(other)):
-            raise UsageError(f"the runs in {folder} are not of one sweep: {wrong}")
-    if silent := len(everything) - len(identities):
-        print(f"{silent} runs in {folder} do not say what they are of: an older version made them", file=sys.stderr)
+        if different := identity.differences(identity.common(identities[0]), identity.common(other)):
+            raise UsageError(f"the runs in {folder} are not of one sweep: {different}")
+    if without_identity := len(everything) - len(identities):
+        print(f"{without_identity} runs in {folder} have no identity: an older version made them", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 
 def summarize_variant(runs: list[Results]) -> Results:
-    """Return the numbers of a variant, over its seeds."""
+    """Return the numbers of a variant, averaged over its seeds."""
     lengths = [row["length"] for row in runs[0]["after"] if "sliding" in row]
     rows = [{row["length"]: row for row in results["after"]} for results in runs]
     cells = (cell for results in runs for cell in results.get("retrieval_after", []))
@@ -97,16 +97,16 @@ def summarize_variant(runs: list[Results]) -> Results:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Return mean and sample standard deviation; the deviation of a single value is not known."""
+    """Return mean and sample standard deviation. A single value has no deviation."""
     deviation = statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan
     return {"mean": statistics.fmean(values), **({} if math.isnan(deviation) else {"std": deviation})}
 
 
 def by_position(measured: list[list[Results]]) -> Bins:
-    """Return the loss in each bin of the longest windows that were measured, over the seeds; empty if none was.
+    """Return the loss by position in the longest windows, averaged over the seeds; empty if it was not measured.
 
     Args:
-        measured: the rows by length of each seed.
+        measured: for every seed, the rows by length.
     """
     longest = [[row for row in rows if "by_position" in row][-1:] for rows in measured]
     bins = zip(*(row["by_position"] for rows in longest for row in rows), strict=True)
@@ -114,10 +114,10 @@ def by_position(measured: list[list[Results]]) -> Bins:
 
 
 def base_loss(runs: Runs) -> float | None:
-    """Return the untouched base's held-out loss, as the curves have it; None if it was not measured."""
+    """Return the held-out loss of the untouched base, measured as for the curves; None if it was not measured."""
     for results in runs.get(UNPATCHED, []):
         if points := results["training"]["curve"]:
-            return float(points[0]["loss"])  # nothing was trained yet
+            return float(points[0]["loss"])  # before the first step
     for results in (results for variant in runs.values() for results in variant):
         losses = results.get("calibration", {}).get("held_out_loss")
         if losses and losses["length"] == results["base"]["trained_length"]:
@@ -126,21 +126,24 @@ def base_loss(runs: Runs) -> float | None:
 
 
 def reach_plain(variants: Results) -> None:
-    """Add to each `X+OPTION` after how many tokens it is where plain X ends, also as a share of plain X's tokens."""
+    """Add to every variant `X+OPTION` the number of tokens after which its loss reaches the final loss of X.
+
+    The entry also has this number as a share of the tokens of X.
+    """
     for name, entry in variants.items():
         reference = variants.get(name.partition("+")[0])
         if "+" not in name or reference is None or not reference["curve"] or not entry["curve"]:
             continue
-        goal, last = reference["curve"][-1]["mean"], None
+        goal, previous = reference["curve"][-1]["mean"], None
         for point in entry["curve"]:
             if point["mean"] <= goal:
                 reached = float(point["tokens"])
-                if last is not None:  # between two points, along the straight line
-                    share = (last["mean"] - goal) / (last["mean"] - point["mean"])
-                    reached = last["tokens"] + share * (point["tokens"] - last["tokens"])
+                if previous is not None:  # interpolate between two points
+                    share = (previous["mean"] - goal) / (previous["mean"] - point["mean"])
+                    reached = previous["tokens"] + share * (point["tokens"] - previous["tokens"])
                 entry["reaches_plain_at"] = {"tokens": reached, "share": reached / reference["curve"][-1]["tokens"]}
                 break
-            last = point
+            previous = point
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -162,43 +165,45 @@ def markdown(summary: Results) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """Means over seeds at places on the x axis, and their standard deviations: 0 where they are not known."""
+    """Means over seeds at points of the x axis, and their standard deviations: 0 if they are not known."""
 
-    places: Sequence[float]
+    xs: Sequence[float]
     means: Sequence[float]
     deviations: Sequence[float]
 
     @classmethod
     def of(cls, values: Mapping[float, Mapping[str, float]]) -> "Curve":
-        """Return the curve of `mean` and perhaps `std` by place."""
-        places = sorted(values)
-        return cls(places, [values[x]["mean"] for x in places], [values[x].get("std", 0.0) for x in places])
+        """Make a curve from x -> `mean` and, if known, `std`."""
+        xs = sorted(values)
+        return cls(xs, [values[x]["mean"] for x in xs], [values[x].get("std", 0.0) for x in xs])
 
     def band(self) -> list[tuple[float, float]]:
-        """Return one standard deviation below and above each mean, but at least half of it: a logarithm has no zero."""
+        """Return each mean minus and plus one standard deviation. At least half the mean, for log axes."""
         pairs = zip(self.means, self.deviations, strict=True)
         return [(max(mean - deviation, mean / 2), mean + deviation) for mean, deviation in pairs]
 
 
 def draw(folder: Path, runs: Runs, summary: Results) -> None:
-    """Write the figures: the untouched base, where it was measured, and every variant, with the spread over seeds."""
+    """Write the figures, with every variant and its spread over seeds, and the untouched base if it was measured."""
     first, entries = next(iter(runs.values()))[0], summary["variants"]
-    before, trained = first.get("before", []), first["base"]["trained_length"]
-    tuned = first["arguments"]["train_length"]
-    marks = {"trained at": trained, **({"fine-tuned at": tuned} if tuned != trained else {})}
-    most = max(len(entry["seeds"]) for entry in entries.values())
-    about = f"mean of {most} seeds; bands are one standard deviation" if most > 1 else "one seed"
+    before, trained_length = first.get("before", []), first["base"]["trained_length"]
+    train_length = first["arguments"]["train_length"]
+    marks = {"trained at": trained_length}
+    if train_length != trained_length:
+        marks["fine-tuned at"] = train_length
+    max_seeds = max(len(entry["seeds"]) for entry in entries.values())
+    note = f"mean of {max_seeds} seeds; bands are one standard deviation" if max_seeds > 1 else "one seed"
 
-    def save(drawn: "Figure", name: str, what: str) -> None:
-        entitle(drawn, f"{summary['title']}: {what}\n{about}")
-        plots.save(drawn, folder / f"{name}.png", dpi=110)
+    def save(figure: "Figure", name: str, title: str) -> None:
+        set_title(figure, f"{summary['title']}: {title}\n{note}")
+        plots.save(figure, folder / f"{name}.png", dpi=110)
 
     for method, name in METHODS:
         curves = {}
         for label, entry in entries.items():
             curves[label] = Curve.of({int(length): value for length, value in entry[method].items()})
-        if known := {row["length"]: {"mean": row[method]["perplexity"]} for row in before if method in row}:
-            curves[BASE] = Curve.of(known)
+        if base_curve := {row["length"]: {"mean": row[method]["perplexity"]} for row in before if method in row}:
+            curves[BASE] = Curve.of(base_curve)
         save(plot_by_length(curves, marks), method, name)
     positions = {label: by_position([run["after"] for run in variant]) for label, variant in runs.items()}
     positions[BASE] = by_position([before])
@@ -211,24 +216,24 @@ def draw(folder: Path, runs: Runs, summary: Results) -> None:
     }
     if recovery:
         if (loss := base_loss(runs)) is not None:
-            places = [place for curve in recovery.values() for place in (curve.places[0], curve.places[-1])]
-            recovery[BASE] = Curve([min(places), max(places)], [loss, loss], [0.0, 0.0])
+            xs = [x for curve in recovery.values() for x in (curve.xs[0], curve.xs[-1])]
+            recovery[BASE] = Curve([min(xs), max(xs)], [loss, loss], [0.0, 0.0])
         figure, axes = _figure(recovery, {}, xlabel="tokens", ylabel="loss (nats per token)")
         pen.thousands(axes.xaxis)
         save(figure, "recovery", "held-out loss")
 
 
-def entitle(figure: "Figure", title: str) -> None:
+def set_title(figure: "Figure", title: str) -> None:
     """Write a title above a figure."""
-    # A path may hold characters that no font has, and two dollar signs, which would be read as a formula.
+    # A path may contain characters that no font has, or two dollar signs, which matplotlib would read as a formula.
     title = title.encode("utf-8", "backslashreplace").decode().replace("$", r"\$")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
 
 
 def plot_by_length(curves: Mapping[str, Curve], marks: Mapping[str, int]) -> "Figure":
-    """Draw perplexity against the length of the context; marks: name of a length -> tokens."""
+    """Draw perplexity against context length, and mark lengths (name -> tokens)."""
     figure, axes = _figure(curves, marks, xlabel="context length (tokens)", ylabel=pen.PERPLEXITY)
-    pen.token_axis(axes, {place for curve in curves.values() for place in curve.places})
+    pen.token_axis(axes, {x for curve in curves.values() for x in curve.xs})
     pen.perplexity_axis(axes, [edge for curve in curves.values() for edges in curve.band() for edge in edges])
     return figure
 
@@ -238,9 +243,9 @@ def plot_by_position(positions: Mapping[str, Bins], marks: Mapping[str, int]) ->
     edges = [edges for bins in positions.values() for edges in bins]
     logarithmic, curves = pen.are_uneven(edges), {}
     for name, bins in positions.items():
-        places, means = pen.steps([(*edges, value["mean"]) for edges, value in bins.items()], logarithmic)
+        xs, means = pen.steps([(*edges, value["mean"]) for edges, value in bins.items()], logarithmic)
         _, deviations = pen.steps([(*edges, value.get("std", 0.0)) for edges, value in bins.items()], logarithmic)
-        curves[name] = Curve(places, means, deviations)
+        curves[name] = Curve(xs, means, deviations)
     labels = {"xlabel": "position in the window (tokens)", "ylabel": "mean loss (nats per token)"}
     figure, axes = _figure(curves, marks, **labels, markers=False)
     if logarithmic:
@@ -251,33 +256,35 @@ def plot_by_position(positions: Mapping[str, Bins], marks: Mapping[str, int]) ->
 
 
 def panels(names: Iterable[str]) -> list[list[str]]:
-    """Return names by panel, in as few panels as there can be, evenly filled; variants of one scheme stand together.
+    """Distribute curves over as few panels as possible, evenly. Variants of one scheme share a panel if they fit.
 
     Args:
-        names: of all curves. Those of the base are in each panel, first.
+        names: names of all curves. The curves of the base come first in every panel.
     """
     names = list(names)
-    always = [name for name in _REFERENCES if name in names]
+    base_names = [name for name in _REFERENCES if name in names]
     by_scheme: dict[str, list[str]] = {}
     for name in names:
-        if name not in always:
+        if name not in base_names:
             by_scheme.setdefault(name.partition("+")[0].partition("-")[0], []).append(name)
     count = sum(map(len, by_scheme.values()))
-    room = math.ceil(count / max(1, math.ceil(count / (LINES - len(always)))))
-    groups = [group[start : start + room] for group in by_scheme.values() for start in range(0, len(group), room)]
-    filled: list[list[str]] = []
+    per_panel = math.ceil(count / max(1, math.ceil(count / (LINES_PER_PANEL - len(base_names)))))
+    groups = [
+        group[start : start + per_panel] for group in by_scheme.values() for start in range(0, len(group), per_panel)
+    ]
+    panels_so_far: list[list[str]] = []
     for group in sorted(groups, key=len, reverse=True):
-        into = next((panel for panel in filled if len(panel) + len(group) <= room), None)
-        if into is None:
-            filled.append(into := [])
-        into += group
-    return [always + panel for panel in filled] or [always] * bool(always)
+        target = next((panel for panel in panels_so_far if len(panel) + len(group) <= per_panel), None)
+        if target is None:
+            panels_so_far.append(target := [])
+        target += group
+    return [base_names + panel for panel in panels_so_far] or [base_names] * bool(base_names)
 
 
 def _figure(
     curves: Mapping[str, Curve], marks: Mapping[str, int], *, xlabel: str, ylabel: str, markers: bool = True
 ) -> tuple["Figure", "Axes"]:
-    """Draw curves in as many panels as `panels` says, and return the axes, whose scales all of them share."""
+    """Draw curves in `panels` that share both axes. Return the figure and the axes of the first panel."""
     shown = panels(curves)
     columns = min(2, len(shown))
     rows = math.ceil(len(shown) / columns)
@@ -292,7 +299,7 @@ def _figure(
             for name, style in _styles(names, markers).items():
                 _draw(axes, curves[name], style)
             for name, tokens in marks.items():
-                # The words of two marks stand on the outer sides.
+                # Of two marks, the labels stand on the outer sides.
                 side: Side = "center" if len(marks) == 1 else "right" if tokens == min(marks.values()) else "left"
                 pen.mark_length(axes, f"{name} {tokens:,}", tokens, side)
             axes.tick_params(labelbottom=True, labelleft=True)
@@ -304,13 +311,13 @@ def _figure(
 
 
 def _styles(names: Sequence[str], markers: bool) -> dict[str, dict[str, Any]]:
-    """Return the look of each line of a panel: no two have the same colour, nor the same marker."""
+    """Return name -> style of the line, for one panel. No two lines have the same colour or marker."""
     styles = {name: _REFERENCES[name] for name in names if name in _REFERENCES}
     for rank, name in enumerate(name for name in names if name not in _REFERENCES):
         styles[name] = {
             "color": pen.COLOURS[rank],
             "marker": pen.MARKERS[rank],
-            # Thinner than the line before, so that two lines that lie on each other are both seen.
+            # Thinner than the line before it, so that both are visible where one covers the other.
             "linewidth": 3.2 - 0.4 * rank,
             "markersize": 7.5 - 0.8 * rank,
             "label": name,
@@ -319,9 +326,9 @@ def _styles(names: Sequence[str], markers: bool) -> dict[str, dict[str, Any]]:
 
 
 def _draw(axes: "Axes", curve: Curve, style: dict[str, Any]) -> None:
-    """Draw the line of the means, and a band of one standard deviation on both sides."""
-    pen.line(axes, curve.places, curve.means, **style)
+    """Draw the means as a line, with a band of one standard deviation."""
+    pen.line(axes, curve.xs, curve.means, **style)
     if any(curve.deviations):
         low, high = pen.columns(curve.band())
-        known = [math.isfinite(edge) for edge in high]
-        axes.fill_between(curve.places, low, high, where=known, color=style["color"], alpha=0.25, linewidth=0)
+        finite = [math.isfinite(edge) for edge in high]
+        axes.fill_between(curve.xs, low, high, where=finite, color=style["color"], alpha=0.25, linewidth=0)

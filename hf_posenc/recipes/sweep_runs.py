@@ -1,7 +1,7 @@
-"""The runs of a sweep in one folder, `runs/VARIANT/seed-N`: finished runs are kept, missing ones are made.
+"""The runs of a sweep in one folder, `runs/VARIANT/seed-N`: finished runs are kept, missing runs are made.
 
-Several programs may work on one sweep with different seeds at the same time. Each writes, at its end, the summary of
-all the runs that are there.
+Several programs may make the runs of one sweep, each with other seeds. When a program ends, it writes the summary of
+all runs that are finished by then.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from .results import Results, read_json
 from .training import TrainingArguments
 
 Runs = dict[str, list[Results]]
-KEPT = "Finished runs are kept, and of the one that was interrupted its newest state: the same command goes on."
+KEPT = "Finished runs are kept, and the newest state of the interrupted run: the same command goes on."
 
 
 @dataclass
@@ -28,8 +28,8 @@ class SweepArguments(Options):
     """The folder of the sweep.
 
     Args:
-        seeds: of the runs of each scheme or variant.
-        keep_weights: keep every run's checkpoint, not only its JSON.
+        seeds: seeds to run every scheme or variant with.
+        keep_weights: keep the checkpoint of every run, not only its results.
         output: folder of the sweep.
     """
 
@@ -42,18 +42,20 @@ def make(
     arguments: TrainingArguments,
     variants: Mapping[str, hf_posenc.Scheme | None],
     tokenizer: PreTrainedTokenizerBase,
-    one: Callable[[str, int, Path, Text, Results], None],
+    make_run: Callable[[str, int, Path, Text, Results], None],
 ) -> None:
-    """Make every run of a sweep that has no results yet, seed by seed, so that a half-done sweep compares all variants.
+    """Make every run of a sweep that has no results yet.
+
+    All variants are run with one seed before the next seed, so that a half-done sweep can compare them.
 
     Args:
-        arguments: of the recipe, checked; a sweep's, and those of its text.
-        variants: the scheme of each variant, None for a control.
-        tokenizer: of the text.
-        one: makes a run from variant, seed, folder, text and identity, and leaves results.json there.
+        arguments: checked options of the recipe: a `SweepArguments` and `DataArguments`.
+        variants: variant -> its scheme, None for a control.
+        tokenizer: tokenizer for the text.
+        make_run: function of variant, seed, folder, text and identity that makes a run and writes its results.json.
 
     Raises:
-        UsageError: if the folder holds runs of another sweep; nothing is run then.
+        UsageError: if the folder contains runs of another sweep. Nothing is run then.
     """
     assert isinstance(arguments, SweepArguments)
     assert isinstance(arguments, DataArguments)
@@ -62,35 +64,40 @@ def make(
     text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
     launched = identity.launched(accelerator)
     runs = {
-        place(folder, name, seed): (
+        folder_of_run(folder, name, seed): (
             *(name, seed),
             identity.of(arguments, text, variant=name, seed=seed, scheme=models.scheme_to_json(scheme), **launched),
         )
         for seed in arguments.seeds
         for name, scheme in variants.items()
     }
-    with run_folder.alone(accelerator, folder):
-        check(folder, {target: of for target, (_, _, of) in runs.items()})
-        for target, (variant, seed, of) in runs.items():
+    with run_folder.locked(accelerator, folder):
+        check(folder, {target: run_identity for target, (_, _, run_identity) in runs.items()})
+        for target, (variant, seed, run_identity) in runs.items():
             if not (target / "results.json").is_file():
                 print(f"\n=== {variant}, seed {seed} ===", flush=True)
-                one(variant, seed, target, text, of)
+                make_run(variant, seed, target, text, run_identity)
 
 
 def check(folder: Path, identities: dict[Path, Results]) -> None:
-    """Raise UsageError unless the runs in these folders have these identities, and all others are of the same sweep."""
+    """Raise UsageError if a run in the folder of a sweep is of another sweep, or has another identity than it should.
+
+    Args:
+        folder: folder of the sweep.
+        identities: folder of a run -> the identity that a run there must have.
+    """
     shared = identity.common(next(iter(identities.values())))
     for target in sorted(folder.glob("runs/*/seed-*")):
-        identity.hold(target, identities.get(target, shared), "choose another --output, or remove that folder")
+        identity.require(target, identities.get(target, shared), "choose another --output, or remove that folder")
 
 
-def place(folder: Path, variant: str, seed: int) -> Path:
-    """Return the folder of a run."""
+def folder_of_run(folder: Path, variant: str, seed: int) -> Path:
+    """Return the folder of a run of a sweep."""
     return folder / "runs" / variant / f"seed-{seed}"
 
 
 def read(folder: Path) -> Runs:
-    """Return the results by variant, with the seeds in order."""
+    """Read the results of all finished runs: variant -> results, in the order of their seeds."""
     runs: Runs = {}
     for path in sorted(folder.glob("runs/*/seed-*/results.json")):
         runs.setdefault(path.parents[1].name, []).append(read_json(path))

@@ -1,7 +1,7 @@
 """The fine-tuning loop of the recipes, on one process or many.
 
-It does what transformers' Trainer does not. A run has phases of different lengths, and may have a teacher. Processes
-may share a sequence, and their number does not change the windows of a step.
+transformers' Trainer lacks three things that the recipes need: phases of different context lengths, a teacher, and
+processes that share a sequence. The order of the windows does not depend on the number of processes.
 """
 
 import importlib.util
@@ -44,7 +44,8 @@ TRACKERS = ("none", "tensorboard", "wandb", "trackio")
 TRIAL_STEPS = 10
 """Optimizer steps at each learning rate that is tried."""
 FindRate = Callable[[nn.Module, AcceleratedOptimizer, Callable[[int], float]], float]
-"""Return a learning rate, from the wrapped model, its optimizer, and a function that makes the step of a number."""
+"""Function that chooses a learning rate. Its arguments: the wrapped model, its optimizer, and a function that makes the
+training step with a given number."""
 
 
 @dataclass
@@ -54,21 +55,22 @@ class TrainingArguments(Options):
     Args:
         train_length: context length to train at, in tokens.
         steps: optimizer steps.
-        batch_size: sequences of --train-length per forward and process (shorter ones: as many tokens).
-        gradient_accumulation: forwards per optimizer step.
-        learning_rate: peak, after warm-up and before the decay; where a recipe calibrates, by default 3e-4, or 1e-3
-            with --calibrate none.
+        batch_size: sequences of --train-length per forward pass and process; more of them if they are shorter, so that
+            the number of tokens is the same.
+        gradient_accumulation: forward passes per optimizer step.
+        learning_rate: peak, after warm-up and before the decay; in recipes that calibrate by default 3e-4, or 1e-3 with
+            --calibrate none.
         schedule: course of the learning rate after warm-up.
         warmup_steps: steps of linear warm-up; at most all of --steps.
-        weight_decay: on matrices; vectors and position parameters get none.
+        weight_decay: weight decay of matrices; vectors and position parameters get none.
         max_grad_norm: gradients are clipped to this norm.
-        mixed_precision: number format of the computation; by default what accelerate launch says.
+        mixed_precision: number format of the computation; by default the choice of `accelerate launch`.
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
-        context_parallel: processes that share each sequence, for contexts that do not fit on one.
-        eval_every: steps between points of the recovery curve (held-out loss); 0 for none.
-        save_every: steps between states that --resume goes on from; 0: only when interrupted.
-        tracker: where loss and learning rate are also sent.
-        split_seed: which documents are held out; apart from the seed of a run, so that runs compare.
+        context_parallel: number of processes that share a sequence, for contexts that do not fit on one device.
+        eval_every: steps between points of the recovery curve (held-out loss); 0 draws none.
+        save_every: steps between saved states, from which --resume goes on; 0 saves only when interrupted.
+        tracker: service that loss and learning rate are also sent to.
+        split_seed: seed of the choice of held-out documents; runs with different --seed share it, so that they compare.
     """
 
     train_length: Length = 1024
@@ -90,7 +92,7 @@ class TrainingArguments(Options):
 
     @property
     def tokens_to_read(self) -> int:
-        """Tokens that a process trains on."""
+        """Number of tokens that one process trains on."""
         return self.steps * self.batch_size * self.train_length * self.gradient_accumulation
 
 
@@ -99,8 +101,8 @@ class RateArguments(Options):
     """Finding a learning rate.
 
     Args:
-        find_learning_rate: rates to try for 10 steps each, all from the same start. The one with the lowest loss, on
-            training text that none of them trained on, is taken as --learning-rate.
+        find_learning_rate: rates to try for 10 steps each, all from the same start. The rate with the lowest loss on
+            training text set aside for this becomes --learning-rate.
     """
 
     find_learning_rate: list[float] = field(default_factory=list)
@@ -108,16 +110,16 @@ class RateArguments(Options):
 
 @dataclass
 class RecoveryArguments(Options):
-    """Winning back what the swap costs, with the base at hand.
+    """Winning back the loss that the swap costs.
 
     Args:
-        recovery_steps: how many of --steps, the first ones, run at --recovery-length: shorter windows win the loss back
-            more cheaply; by default half of them, where --train-length is beyond what the base was trained at, or with
-            --recovery-length.
-        recovery_length: their context length; by default the one the base was trained at, or --train-length if that is
-            less.
-        distill: weight of the KL divergence from the unpatched base's predictions, inside its trained window, beside
-            the text's own loss; 0 turns it off.
+        recovery_steps: number of steps, the first of --steps, that run at --recovery-length: short windows win the loss
+            back more cheaply (default: half of --steps if --train-length exceeds the length the base was trained at, or
+            with --recovery-length; else 0).
+        recovery_length: context length of the recovery steps; by default the length the base was trained at, at most
+            --train-length.
+        distill: weight of the KL divergence from the predictions of the unpatched base, within the length it was
+            trained at. It is added to the loss on the text; 0 turns it off.
     """
 
     recovery_steps: Natural | None = None
@@ -131,18 +133,18 @@ class FineTuningArguments(TrainingArguments, RateArguments, RecoveryArguments):
 
 
 def check(arguments: TrainingArguments) -> None:
-    """Raise UsageError if the tracker is missing: accelerate itself would go on without it."""
+    """Raise UsageError if the tracker is not installed: accelerate would go on without it."""
     if arguments.tracker != "none" and importlib.util.find_spec(arguments.tracker) is None:
         raise UsageError(f"--tracker {arguments.tracker}: pip install {arguments.tracker}")
 
 
 def check_recovery(arguments: FineTuningArguments) -> None:
-    """Raise UsageError for options of the recovery that do not fit to those of the training."""
+    """Raise UsageError for options of the recovery that contradict options of the training."""
     steps, length = arguments.recovery_steps, arguments.recovery_length
     if (steps or 0) > arguments.steps:
         raise UsageError(f"--recovery-steps {steps} are the first of all --steps {arguments.steps}, not more")
     if length is not None and steps == 0:
-        raise UsageError(f"--recovery-length {length} is of --recovery-steps, and there are none")
+        raise UsageError(f"--recovery-length {length} has no effect with --recovery-steps 0: leave it out")
     if length is not None and length > arguments.train_length:
         raise UsageError(f"--recovery-length {length} is beyond --train-length {arguments.train_length}")
 
@@ -151,14 +153,14 @@ def accelerator_for(arguments: TrainingArguments, folder: Path) -> Accelerator:
     """Return an accelerator with the arguments' precision, accumulation and tracker.
 
     Raises:
-        UsageError: if accelerate does not join the processes that were started, because each would train on its own;
-            if `context_parallel` does not divide their number.
+        UsageError: if accelerate did not join the processes that were started, so that each would train by itself; if
+            `context_parallel` does not divide their number.
     """
     accelerator = Accelerator(
-        # Without this, several processes on a machine without a GPU would not know of each other; DeepSpeed's would.
+        # Without a GPU accelerate joins several processes only with cpu=True, unless they are DeepSpeed's.
         cpu=not torch.accelerator.is_available() and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true",
         mixed_precision=arguments.mixed_precision,
-        # Windows come without end, so the end of a pass over the text must not cut an accumulation short.
+        # By default the end of a pass over the data ends an accumulation. Our windows have no end.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             arguments.gradient_accumulation, sync_with_dataloader=False
         ),
@@ -178,11 +180,11 @@ class Phase:
     """Training steps at one context length.
 
     Attributes:
-        windows: of the text.
-        steps: number of them.
-        first_step: number of the first one in the run.
-        rows: sequences per forward and process.
-        seed: of the order of the windows.
+        windows: windows of the training text.
+        steps: number of optimizer steps.
+        first_step: index of the first step in the run.
+        rows: sequences per forward pass and process.
+        seed: seed of the order of the windows.
     """
 
     windows: Windows
@@ -203,28 +205,29 @@ def phases(
     """Return the phases of a run: recovery at a short length, then the rest at the train length.
 
     Args:
-        arguments: checked, with `recovery_steps`.
-        documents: to train on.
-        trained_length: tokens of the window that the base was trained at.
-        packing: as for `Windows`.
-        seed: of the order of the windows.
+        arguments: checked options, `recovery_steps` set.
+        documents: documents to train on.
+        trained_length: context length that the base was trained at.
+        packing: see `Windows`.
+        seed: seed of the order of the windows.
 
     Returns:
-        The phases that have steps. A step has about as many tokens in each.
+        The phases that have steps. Steps of both phases have about the same number of tokens.
     """
-    short = min(arguments.recovery_length or trained_length, arguments.train_length)
-    recovery = arguments.recovery_steps or 0
-    plan, first = [], 0
-    for length, steps in ((short, recovery), (arguments.train_length, arguments.steps - recovery)):
+    recovery_length = min(arguments.recovery_length or trained_length, arguments.train_length)
+    recovery_steps = arguments.recovery_steps or 0
+    plan, first_step = [], 0
+    train_steps = arguments.steps - recovery_steps
+    for length, steps in ((recovery_length, recovery_steps), (arguments.train_length, train_steps)):
         if steps:
             rows = max(1, arguments.batch_size * arguments.train_length // length)
-            plan.append(Phase(Windows(documents, length, packing), steps, first, rows, seed))
-            first += steps
+            plan.append(Phase(Windows(documents, length, packing), steps, first_step, rows, seed))
+            first_step += steps
     return plan
 
 
 def check_plan(plan: list[Phase], accelerator: Accelerator) -> None:
-    """Raise UsageError unless the training text suffices for one batch of every phase."""
+    """Raise UsageError if the training text is too short for one batch of every phase."""
     for phase in plan:
         needed = phase.rows * accelerator.num_processes
         if len(phase.windows) < needed:
@@ -237,7 +240,7 @@ def check_plan(plan: list[Phase], accelerator: Accelerator) -> None:
 
 @dataclass
 class Progress:
-    """The part of a state that is not weights, optimizer, schedule or random generators."""
+    """Counters and curves of a training run, saved beside weights, optimizer, schedule and random generators."""
 
     step: int = 0
     tokens: int = 0
@@ -246,25 +249,25 @@ class Progress:
     curve: list[dict[str, float]] = field(default_factory=list)
 
     def state_dict(self) -> Results:
-        """Return the values, for accelerate's save_state."""
+        """Return the values; accelerate's save_state calls this."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Results) -> None:
-        """Take over saved values, for accelerate's load_state."""
+        """Set the values; accelerate's load_state calls this."""
         vars(self).update(state)
 
 
 class Interrupted(Exception):
-    """A signal asked to stop; the state is saved. `status` is the exit status a shell expects."""
+    """A signal stopped the run, whose state is saved in `folder`. `status` is the exit status a shell expects."""
 
     def __init__(self, signum: int, folder: Path):
-        """Name the signal and the folder of the state."""
+        """Keep the exit status of a signal and the folder of the state."""
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.status, self.folder = 128 + signum, folder
 
 
 class Diverged(Exception):
-    """The loss or a weight is not finite any more."""
+    """The loss or a weight is no longer finite."""
 
 
 def fine_tune(
@@ -285,21 +288,22 @@ def fine_tune(
         accelerator: from `accelerator_for`.
         model: the patched model, on the device, not wrapped.
         plan: from `phases`.
-        arguments: rates, schedule and the rest.
-        folder: where states go, `folder/state-000100` and so on. Only the newest is kept. The caller removes it when
-            what follows the training is done.
+        arguments: learning rate, schedule and the other options of the training.
+        folder: folder for states, `folder/state-000100` and so on. Only the newest is kept. The caller removes it once
+            the results are written.
         resume: go on from the newest state, if there is one.
         distillation: the loss with a teacher; None trains on the text alone.
-        evaluate: returns the held-out loss of the model, for the recovery curve.
-        find_rate: returns the learning rate to use in place of the arguments'. It is called before the first step only.
+        evaluate: function that returns the held-out loss of the model, for the recovery curve.
+        find_rate: function that returns a learning rate to use instead of `arguments.learning_rate`. It is called once,
+            before the first step.
 
     Returns:
-        The model as accelerate wrapped it, and what to report: steps, tokens, losses, curve, speed, memory.
+        The model as accelerate wrapped it, and the results: steps, tokens, losses, curve, speed, memory.
 
     Raises:
-        Interrupted: after SIGINT or SIGTERM; the state is saved first. A second signal ends the program at once.
-        Diverged: the loss or a weight is not finite. The newest state is from before.
-        OSError: a state could not be written; the one before is kept.
+        Interrupted: after SIGINT or SIGTERM, once the state is saved. A second signal ends the program at once.
+        Diverged: the loss or a weight is not finite. The newest state was saved before that.
+        OSError: a state could not be written; the state before it is kept.
     """
     run = FineTuning(accelerator, model, plan, arguments, folder, distillation)
     if resume:
@@ -312,7 +316,7 @@ def fine_tune(
 
 @dataclass(eq=False)
 class FineTuning:
-    """A model in training: the wrapped model, its optimizer and schedule, and how far they have come."""
+    """A model in training: the wrapped model, its optimizer, its schedule, and its progress."""
 
     accelerator: Accelerator
     model: PreTrainedModel
@@ -326,26 +330,26 @@ class FineTuning:
         accelerator, model, arguments = self.accelerator, self.model, self.arguments
         optimizer = torch.optim.AdamW(
             parameter_groups(model, arguments.weight_decay),
-            lr=cast(float, arguments.learning_rate),  # a recipe has checked it, and set its default
+            lr=cast(float, arguments.learning_rate),  # recipes set its default
             betas=(0.9, 0.95),
         )
-        decay = {"num_decay_steps": max(1, arguments.steps // 5)}
+        decay_steps = {"num_decay_steps": max(1, arguments.steps // 5)}
         self.schedule = get_scheduler(
             arguments.schedule,
             optimizer,
             num_warmup_steps=min(arguments.warmup_steps, arguments.steps),
             num_training_steps=arguments.steps,
-            scheduler_specific_kwargs=decay if arguments.schedule == "warmup_stable_decay" else None,
+            scheduler_specific_kwargs=decay_steps if arguments.schedule == "warmup_stable_decay" else None,
         )
         if arguments.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if accelerator.distributed_type == "DEEPSPEED":  # there is no DataLoader it could read this from
+        if accelerator.distributed_type == "DEEPSPEED":  # DeepSpeed would read it from a DataLoader
             accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = self.plan[-1].rows
         self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
         self.sharing = Sharing.of(accelerator, arguments)
         if arguments.tracker != "none":
-            flat = {key: value for key, value in vars(arguments).items() if isinstance(value, (int, float, str, bool))}
-            accelerator.init_trackers("hf_posenc", flat)
+            scalars = {key: value for key, value in vars(arguments).items() if isinstance(value, int | float | str)}
+            accelerator.init_trackers("hf_posenc", scalars)
         self.progress = Progress()
         accelerator.register_for_checkpointing(self.progress, self.schedule)
 
@@ -356,57 +360,57 @@ class FineTuning:
             self.accelerator.print(f"Resumed after step {self.progress.step}, from {state}")
 
     def set_rate(self, rate: float) -> None:
-        """Give a schedule that has not begun another peak."""
+        """Change the peak learning rate, before the first step."""
         self.schedule.base_lrs = [rate] * len(self.schedule.base_lrs)
         for group, factor in zip(self.optimizer.param_groups, self.schedule.lr_lambdas, strict=True):
             group["initial_lr"], group["lr"] = rate, rate * factor(0)
 
     def train(self, evaluate: Callable[[nn.Module], float] | None) -> None:
-        """Make the steps that are missing; `evaluate` returns a point of the recovery curve."""
+        """Make the steps that are left; `evaluate` returns the loss for a point of the recovery curve."""
         progress, save_every = self.progress, self.arguments.save_every
         start = time.perf_counter() - progress.seconds
         self.wrapped.train()
-        total, hidden = self.arguments.steps, not self.accelerator.is_main_process
-        bar = tqdm(total=total, initial=progress.step, desc="fine-tuning", unit="step", disable=hidden)
+        total, hide_bar = self.arguments.steps, not self.accelerator.is_main_process
+        bar = tqdm(total=total, initial=progress.step, desc="fine-tuning", unit="step", disable=hide_bar)
         with StopRequest() as stop, bar:
             for phase in self.plan:
                 for step in range(max(progress.step, phase.first_step), phase.first_step + phase.steps):
                     if evaluate and step % self.arguments.eval_every == 0:
-                        self.measure(evaluate, step)
+                        self.add_curve_point(evaluate, step)
                         self.wrapped.train()
                     loss = self.step(phase, step)
                     self.schedule.step()
-                    self.count(phase, loss, time.perf_counter() - start)
-                    self.show(bar)
-                    signum = stop.agreed(self.accelerator)
+                    self.record_step(phase, loss, time.perf_counter() - start)
+                    self.show_step(bar)
+                    signum = stop.signal_of_any(self.accelerator)
                     if signum or (save_every and progress.step % save_every == 0):
-                        saved = self.save()
+                        state = self.save()
                         if signum:
-                            raise Interrupted(signum, saved)
+                            raise Interrupted(signum, state)
         if newest_state(self.folder) != self.folder / state_name(progress.step):
-            self.save()  # what comes now takes long too, and may be interrupted
+            self.save()  # the measurements that follow take long, and may be interrupted
         if evaluate:
-            self.measure(evaluate, progress.step)
+            self.add_curve_point(evaluate, progress.step)
         self.wrapped.eval()
-        for tracker in self.accelerator.trackers:  # not end_training, which ends the process group as well
+        for tracker in self.accelerator.trackers:  # accelerator.end_training would end the process group as well
             tracker.finish()
 
     def step(self, phase: Phase, step: int) -> float:
-        """Make one optimizer step; return the mean loss of the text's tokens."""
-        how = (self.arguments, self.distillation, self.sharing)
-        return one_step(self.accelerator, self.wrapped, self.optimizer, phase, step, *how)
+        """Make one optimizer step; return the mean loss per target on the text."""
+        options = (self.arguments, self.distillation, self.sharing)
+        return one_step(self.accelerator, self.wrapped, self.optimizer, phase, step, *options)
 
-    def count(self, phase: Phase, loss: float, seconds: float) -> None:
-        """Add a step to the progress; raise Diverged if its loss is not finite."""
+    def record_step(self, phase: Phase, loss: float, seconds: float) -> None:
+        """Record a step in the progress; raise Diverged if its loss is not finite."""
         if not math.isfinite(loss):
-            raise self.diverged(f"the loss became {loss}", self.progress.step + 1)
+            raise self.divergence(f"the loss became {loss}", self.progress.step + 1)
         self.progress.step += 1
         self.progress.tokens += tokens_per_step(phase, self.arguments, self.accelerator)
         self.progress.losses.append(loss)
         self.progress.seconds = seconds
 
-    def show(self, bar: tqdm) -> None:
-        """Show the last step on the bar and to the tracker."""
+    def show_step(self, bar: tqdm) -> None:
+        """Show the last step on the progress bar, and send it to the tracker."""
         progress, loss = self.progress, self.progress.losses[-1]
         bar.set_postfix(
             loss=f"{loss:.3f}",
@@ -418,8 +422,8 @@ class FineTuning:
         rate = self.schedule.get_last_lr()[0]
         self.accelerator.log({"loss": loss, "learning_rate": rate}, step=progress.step)
 
-    def measure(self, evaluate: Callable[[nn.Module], float], step: int) -> None:
-        """Add a point to the recovery curve."""
+    def add_curve_point(self, evaluate: Callable[[nn.Module], float], step: int) -> None:
+        """Measure a point of the recovery curve."""
         loss = evaluate(self.wrapped)
         self.progress.curve.append({"tokens": self.progress.tokens, "loss": loss})
         self.accelerator.log({"held_out_loss": loss}, step=step)
@@ -427,19 +431,19 @@ class FineTuning:
     def save(self) -> Path:
         """Save a state and return its folder; raise Diverged if a weight is not finite."""
         if not all_finite(self.accelerator, self.wrapped):
-            raise self.diverged("the weights are no numbers any more", self.progress.step)
+            raise self.divergence("the weights are no numbers any more", self.progress.step)
         return save_state(self.accelerator, self.folder, self.progress.step)
 
-    def diverged(self, what: str, step: int) -> Diverged:
-        """Return the error, with what to try and the state to go back to."""
+    def divergence(self, problem: str, step: int) -> Diverged:
+        """Return the error to raise. Its message gives advice and names the newest state."""
         state = newest_state(self.folder)
         return Diverged(
-            f"{what} at step {step}: try a lower --learning-rate or more --warmup-steps"
+            f"{problem} at step {step}: try a lower --learning-rate or more --warmup-steps"
             + (f"; {state} is from before" if state else "")
         )
 
     def report(self) -> Results:
-        """Return what results.json says of the training."""
+        """Return the entry of results.json about the training."""
         progress = self.progress
         return {
             "steps": self.arguments.steps,
@@ -454,19 +458,19 @@ class FineTuning:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the trained weights for an optimizer. Only matrices that hold no positions get weight decay.
+    """Return the trained weights for an optimizer. Only matrices get weight decay, and no position parameters.
 
-    Position parameters are those of a scheme, wherever in the model it keeps them, and a base's own table of positions.
+    Position parameters belong to a scheme, wherever in the model it keeps them, or to a base's table of positions.
     """
     positions = {id(weight) for module in position_modules(model) for weight in module.parameters()}
-    trained = [weight for weight in model.parameters() if weight.requires_grad]  # LoRA trains few of them
+    trained = [weight for weight in model.parameters() if weight.requires_grad]  # with LoRA only a few
     decayed = [weight for weight in trained if weight.dim() > 1 and id(weight) not in positions]
     others = [weight for weight in trained if weight.dim() <= 1 or id(weight) in positions]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def position_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that hold position parameters: those of schemes and an unpatched model's own table."""
+    """Yield the modules that hold position parameters: modules of schemes, and the table of an unpatched model."""
     yield from (module for module in model.modules() if isinstance(module, PositionModule))
     if (table := position_table(model)) is not None:
         yield table
@@ -474,17 +478,17 @@ def position_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass
 class Sharing:
-    """How processes divide the windows of a step among them.
+    """How the processes divide the windows of a step among themselves.
 
     Attributes:
-        group: the processes that share a sequence; None where each process has its own sequences.
-        rank: number of the group.
-        size: number of groups.
+        group: the processes that share a sequence; None if no sequence is shared.
+        group_index: index of this process's group.
+        num_groups: number of groups.
     """
 
     group: torch.distributed.ProcessGroup | None
-    rank: int
-    size: int
+    group_index: int
+    num_groups: int
 
     @classmethod
     def of(cls, accelerator: Accelerator, arguments: TrainingArguments) -> "Sharing":
@@ -493,17 +497,17 @@ class Sharing:
             return cls(None, accelerator.process_index, accelerator.num_processes)
         return cls(*hf_posenc.context_group(arguments.context_parallel))
 
-    def part(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return this process's part of a batch."""
+    def shard(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the shard of a batch that this process computes."""
         if self.group is None:
             return batch
         batch = {name.replace("targets", "shift_labels"): tensor for name, tensor in batch.items()}
-        shard = hf_posenc.shard_sequence(batch, self.group)
-        shard["targets"] = shard.pop("shift_labels")
-        return {name: tensor for name, tensor in shard.items() if name not in ("labels", "num_items_in_batch")}
+        sharded = hf_posenc.shard_sequence(batch, self.group)
+        sharded["targets"] = sharded.pop("shift_labels")
+        return {name: tensor for name, tensor in sharded.items() if name not in ("labels", "num_items_in_batch")}
 
-    def inside(self, wrapped: nn.Module) -> AbstractContextManager[object]:
-        """Return the context manager for forward and backward passes."""
+    def context(self, wrapped: nn.Module) -> AbstractContextManager[object]:
+        """Return the context manager in which forward and backward passes run."""
         return nullcontext() if self.group is None else hf_posenc.context_parallel(wrapped, self.group)
 
 
@@ -517,45 +521,45 @@ def one_step(
     distillation: Distillation | None,
     sharing: Sharing,
 ) -> float:
-    """Make one optimizer step; return the mean loss of the text's tokens, over all processes."""
+    """Make one optimizer step; return the mean loss per target on the text, over all processes."""
     forwards, processes = arguments.gradient_accumulation, accelerator.num_processes
-    per_forward = phase.rows * sharing.size
+    per_forward = phase.rows * sharing.num_groups
     first = (step - phase.first_step) * forwards * per_forward
-    chosen = order(phase.seed, len(phase.windows), first, first + forwards * per_forward)
+    indices = order(phase.seed, len(phase.windows), first, first + forwards * per_forward)
     batches = [
-        sharing.part(phase.windows.batch(chosen[start : start + phase.rows]))
-        for start in range(sharing.rank * phase.rows, len(chosen), per_forward)
+        sharing.shard(phase.windows.batch(indices[start : start + phase.rows]))
+        for start in range(sharing.group_index * phase.rows, len(indices), per_forward)
     ]
-    # A packed window has fewer targets than another: the mean is over the step's tokens, however they are dealt out.
-    counts = torch.stack([(batch["targets"] != IGNORED).sum() for batch in batches]).sum().float()
-    # In chats a step may hold nothing that the assistant says.
-    total = max(accelerator.reduce(counts.to(accelerator.device), "sum").item(), 1)
-    summed = torch.zeros((), device=accelerator.device)
+    # Windows differ in their number of targets. The mean is over the targets of the step, on whatever process they are.
+    local_targets = torch.stack([(batch["targets"] != IGNORED).sum() for batch in batches]).sum().float()
+    # In chats a step may contain no target at all: nothing that the assistant says.
+    num_targets = max(accelerator.reduce(local_targets.to(accelerator.device), "sum").item(), 1)
+    loss_sum = torch.zeros((), device=accelerator.device)
     for batch in batches:
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         targets = batch.pop("targets")
-        with accelerator.accumulate(wrapped), sharing.inside(wrapped):
+        with accelerator.accumulate(wrapped), sharing.context(wrapped):
             if distillation is not None:
-                loss, own = distillation.loss(wrapped, batch, targets)
+                loss, text_loss = distillation.loss(wrapped, batch, targets)
             else:
-                loss = own = token_loss(wrapped(**batch, use_cache=False).logits, targets)
-            # accelerate divides by the forwards, and its gradients are means over the processes.
-            accelerator.backward(loss * (forwards * processes / total))
+                loss = text_loss = token_loss(wrapped(**batch, use_cache=False).logits, targets)
+            # accelerate divides the loss by the number of forward passes, and averages gradients over the processes.
+            accelerator.backward(loss * (forwards * processes / num_targets))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(wrapped.parameters(), arguments.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-        summed += own.detach()
-    return accelerator.reduce(summed, "sum").item() / total
+        loss_sum += text_loss.detach()
+    return accelerator.reduce(loss_sum, "sum").item() / num_targets
 
 
 def all_finite(accelerator: Accelerator, model: nn.Module) -> bool:
     """Return whether every weight on every process is a finite number."""
-    wrong = torch.zeros((), device=accelerator.device)
+    not_finite = torch.zeros((), device=accelerator.device)
     for weight in model.parameters():
         local = weight.to_local() if isinstance(weight, DTensor) else weight
-        wrong += (~local.detach().isfinite()).sum()
-    return accelerator.reduce(wrong, "sum").item() == 0
+        not_finite += (~local.detach().isfinite()).sum()
+    return accelerator.reduce(not_finite, "sum").item() == 0
 
 
 def tokens_per_step(phase: Phase, arguments: TrainingArguments, accelerator: Accelerator) -> int:
@@ -565,7 +569,7 @@ def tokens_per_step(phase: Phase, arguments: TrainingArguments, accelerator: Acc
 
 
 def peak_memory(accelerator: Accelerator) -> int:
-    """Return the most bytes that this process ever held, on its GPU or in main memory."""
+    """Return the peak memory of this process in bytes, on its GPU or, without one, in main memory."""
     if accelerator.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -576,18 +580,18 @@ def peak_memory(accelerator: Accelerator) -> int:
 
 
 def save_state(accelerator: Accelerator, folder: Path, step: int) -> Path:
-    """Save everything to go on from, whole or not at all; remove the states before once it is there."""
+    """Save everything that `--resume` needs, all files or none. Then remove older states."""
     state = folder / state_name(step)
-    if newest_state(folder) == state:  # the same run wrote it
+    if newest_state(folder) == state:  # saved already, by this run
         return state
-    logging.getLogger("accelerate.utils.other").addFilter(_is_no_tie)
-    with ExitStack() as making:
-        places: list[Path | None] = [None]
+    logging.getLogger("accelerate.utils.other").addFilter(_is_not_about_ties)
+    with ExitStack() as stack:
+        state_folder: list[Path | None] = [None]
         if accelerator.is_main_process:
             discard_states(folder, but=newest_state(folder))
-            places = [making.enter_context(files.new_folder(state))]
-        broadcast_object_list(places)
-        accelerator.save_state(str(places[0]))
+            state_folder = [stack.enter_context(files.new_folder(state))]
+        broadcast_object_list(state_folder)
+        accelerator.save_state(str(state_folder[0]))
         accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         discard_states(folder, but=state)
@@ -596,14 +600,14 @@ def save_state(accelerator: Accelerator, folder: Path, step: int) -> Path:
 
 
 def discard_states(folder: Path, but: Path | None) -> None:
-    """Remove the states of a folder but one, and what a kill left of one that was being written."""
+    """Remove all states of a folder except `but`, and half-written states that a kill left."""
     for path in [*states(folder), *folder.glob(f"{files.STAGING}-*")]:
         if path != but:
             shutil.rmtree(path)
 
 
-def _is_no_tie(record: logging.LogRecord) -> bool:
-    """Return False for accelerate's warning that tied weights are saved once: the model ties them again."""
+def _is_not_about_ties(record: logging.LogRecord) -> bool:
+    """Return False for accelerate's warning that tied weights are saved only once. Loading ties them again."""
     return "Removed shared tensor" not in record.getMessage()
 
 
@@ -623,36 +627,36 @@ def newest_state(folder: Path) -> Path | None:
 
 
 class StopRequest:
-    """Context manager that notes a first SIGINT or SIGTERM; a second one does what it does elsewhere."""
+    """Context manager that records the first SIGINT or SIGTERM. A second one has its usual effect."""
 
     signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
 
     def __enter__(self) -> Self:
         self.received = 0
-        self.before = {number: signal.getsignal(number) for number in self.signals}
+        self.old_handlers = {number: signal.getsignal(number) for number in self.signals}
         self.listen()
         return self
 
     def listen(self) -> None:
-        """Note the next signal."""
+        """Install the handler."""
         for number in self.signals:
             signal.signal(number, self.note)
 
     def note(self, number: int, _: object) -> None:
-        """Handle the first signal."""
+        """Record the first signal, and restore the old handlers."""
         self.received = number
-        print("\nStopping after this step; the state is saved first. Once more to stop at once.", file=sys.stderr)
+        print("\nStopping after this step; the state is saved first. A second signal stops at once.", file=sys.stderr)
         self.restore()
 
-    def agreed(self, accelerator: Accelerator) -> int:
-        """Return the signal that any process received, the same on all of them; 0 for none."""
+    def signal_of_any(self, accelerator: Accelerator) -> int:
+        """Return the signal that any of the processes received; 0 for none. All processes return the same."""
         if accelerator.num_processes == 1:
             return self.received
         return int(accelerator.gather(torch.tensor([self.received], device=accelerator.device)).max())
 
     def restore(self, *_: object) -> None:
-        """Put back the handlers from before."""
-        for number, handler in self.before.items():
+        """Restore the old handlers."""
+        for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
 
     __exit__ = restore

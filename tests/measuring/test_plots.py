@@ -402,15 +402,15 @@ def test_the_command_line_names_every_kind_of_picture():
     [("10000", 0.01), ("1e2", 0.1), ("t^2", 0.25), ("t^0.5", 0.5**0.5), ("t", 0.5), ("t^1,2", None), ("a,b", None)],
 )
 def test_frequencies_that_a_command_line_can_say(text, at_a_half):
-    from hf_posenc.plot_kinds import schedule
+    from hf_posenc.plot_kinds import parse_frequencies
 
-    found = schedule(text)
+    found = parse_frequencies(text)
     if at_a_half is None:
         assert found is None
     else:
         half = torch.tensor(0.5, dtype=torch.float64)
         assert (found**-0.5 if isinstance(found, float) else float(found(half))) == pytest.approx(at_a_half)
-    assert schedule("1,0.5") == [1.0, 0.5]
+    assert parse_frequencies("1,0.5") == [1.0, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -419,9 +419,9 @@ def test_frequencies_that_a_command_line_can_say(text, at_a_half):
         (["attention", "o.png", "alibi"], "name a checkpoint"),
         (["waves", "o.png", "alibi"], "a checkpoint, or frequencies: their base"),
         (["grid", "o.png", "t^2"], "by their base"),
-        (["grid", "o.png", "100", "--data", "a"], "--data changes nothing in grid of 100"),
+        (["grid", "o.png", "100", "--data", "a"], "--data has no effect on grid of 100"),
         (["precision", "o.png", "100"], "name a scheme"),
-        (["waves", "o.png", "t^2", "--scheme-args", "base=3"], "--scheme-args changes nothing"),
+        (["waves", "o.png", "t^2", "--scheme-args", "base=3"], "--scheme-args has no effect"),
         (["expansion", "o.png", "rope"], "name a checkpoint"),
         (["similarity", "o.png", "rope"], "adds no position vectors"),
         (["similarity", "o.png", "rope", "alibi"], "of one scheme or model"),

@@ -230,14 +230,14 @@ def test_nothing_is_calibrated_where_nothing_is_lost(recipe, tiny_checkpoints, t
         ({"calibrate_windows": 8}, "--calibrate-windows must be at least 9, not 8"),
         ({"calibrate_length": 1}, "--calibrate-length must be at least 2, not 1"),
         ({"calibrate_length": 1000}, "--calibrate-length 1000: the base was trained at"),
-        ({"calibrate": "none", "calibrate_length": 9}, "--calibrate-length is of a calibration, and --calibrate none"),
+        ({"calibrate": "none", "calibrate_length": 9}, "--calibrate-length has no effect with --calibrate none"),
         ({"calibrate_steps": 0}, "--calibrate-steps must be at least 1, not 0"),
         (
             {"calibrate": "none", "calibrate_windows": 9},
-            "--calibrate-windows is of a calibration, and --calibrate none",
+            "--calibrate-windows has no effect with --calibrate none",
         ),
-        ({"calibrate": "closed_form", "calibrate_steps": 9}, "--calibrate-steps is of --calibrate attention, not of"),
-        ({"data": "short"}, "the training text has 251 tokens, and 9 windows of 32 are the least: give more text, or"),
+        ({"calibrate": "closed_form", "calibrate_steps": 9}, "--calibrate-steps has no effect with --calibrate"),
+        ({"data": "short"}, "the training text has 251 tokens, but 9 windows of 32 are needed: give more text, or"),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(map(str, value.values())),
 )

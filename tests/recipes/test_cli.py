@@ -123,7 +123,7 @@ def test_names_of_0_1_0_are_read(recipes):
     words = ["--eval_lengths", "8", "16", "--train_length", "9", "--batch-size", "3"]
     read, _ = options.parse(one_run.Arguments, words, "")
     assert (read.lengths, read.train_length, read.batch_size) == ([8, 16], 9, 3)
-    words = evaluate.named(["model", "a.txt", "b.txt", "--eval-lengths", "16", "--output", "a.json"])
+    words = evaluate.with_option_names(["model", "a.txt", "b.txt", "--eval-lengths", "16", "--output", "a.json"])
     read, _ = options.parse(evaluate.Arguments, words, "")
     assert (read.model, read.data, read.lengths, read.json) == ("model", ["a.txt", "b.txt"], [16], "a.json")
 
@@ -287,7 +287,7 @@ def test_calibrate_has_the_defaults_and_choices_of_the_function():
     assert defaults["matching"] == Matching()
     same = ("judge", "steps", "rate", "weight_rate", "loss", "held_out", "seed")
     assert {name: defaults[name] for name in same} == {name: ours[name] for name in same}
-    assert set(calibrate.MOVED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
+    assert set(calibrate.TRAINED) == set(WEIGHTS) - {"adapter"}  # the command puts no adapter on
 
 
 def there(folder):
@@ -338,7 +338,7 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
     assert signal.getsignal(signal.SIGINT) is handler
     assert there(tmp_path) == {*before, state}
     assert main(readable) == 2
-    assert "is left of an interrupted calibration: give --resume, or remove it" in capsys.readouterr().err
+    assert "is left over from an interrupted calibration: give --resume, or remove it" in capsys.readouterr().err
     assert main([*readable, "--resume", "--steps", "5"]) == 2
     assert "is the state of another calibration: steps was 4 and is 5" in capsys.readouterr().err
     assert main([*readable, "--resume"]) == 0
@@ -430,12 +430,12 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         ([*CALIBRATE, "--model", "NOWHERE"], "there is no folder"),
         ([*CALIBRATE, "--model", "OURS"], "is patched already: give the stock checkpoint"),
         (CALIBRATE[:-2], "--output DIR is missing"),
-        ([*CALIBRATE, "--revision", "main"], "--revision is of a checkpoint on the Hub"),
+        ([*CALIBRATE, "--revision", "main"], "--revision needs a checkpoint on the Hub"),
         (["calibrate", "--lenght", "3"], "unknown option or stray value: --lenght 3"),
         (["push", "NOWHERE", "me/x"], "there is no folder"),
         (["push", "HERE", "me/x"], "it has no config.json"),
         (["inspect", "NOWHERE"], "there is no folder"),
-        (["inspect", "STOCK", "--revision", "main"], "--revision is of a checkpoint on the Hub"),
+        (["inspect", "STOCK", "--revision", "main"], "--revision needs a checkpoint on the Hub"),
         (["verify", "./nowhere"], "there is no folder ./nowhere"),
         (["verify", "STOCK/config.json"], "is a file: name the folder"),
         (["patch", "~/nowhere", "alibi", "OUT"], "there is no folder ~/nowhere"),
@@ -451,11 +451,11 @@ def test_evaluate(tmp_path, capsys, tiny_checkpoints):
         ),
         (
             ["plot", "wavelengths", "HERE/a.png", "rope", "--length", "9"],
-            "--length changes nothing in wavelengths of rope",
+            "--length has no effect on wavelengths of rope",
         ),
-        (["plot", "decay", "HERE/a.png", "rope", "--text", "TEXT"], "--data changes nothing in decay of rope"),
-        (["plot", "precision", "HERE/a.png", "alibi", "--trained-length", "9"], "--trained-length changes nothing"),
-        (["plot", "order", "HERE/a.png", "STOCK", "--scheme-args", "a=1"], "--scheme-args changes nothing in order of"),
+        (["plot", "decay", "HERE/a.png", "rope", "--text", "TEXT"], "--data has no effect on decay of rope"),
+        (["plot", "precision", "HERE/a.png", "alibi", "--trained-length", "9"], "--trained-length has no effect"),
+        (["plot", "order", "HERE/a.png", "STOCK", "--scheme-args", "a=1"], "--scheme-args has no effect on order of"),
         (["plot", "decay", "HERE/a.bmp", "rope"], "a figure is saved as"),
         (["plot", "decay", "NOWHERE/a.png", "rope"], "there is no folder"),
         (
@@ -541,7 +541,7 @@ def test_what_is_close_to_no_name_gets_no_guess(capsys):
 def test_a_checkpoint_is_no_model_type(stock, capsys):
     for name in ("meta-llama/Llama-3.2-1B", stock):
         assert main(["families", name]) == 2
-        assert f"`hf-posenc inspect {name}` says its base" in capsys.readouterr().err
+        assert f"`hf-posenc inspect {name}` says whether it can be patched" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -563,8 +563,8 @@ def test_windows_longer_than_the_base_was_made_for(readable, tmp_path, capsys, m
     assert main([*readable, "--length", "33"]) == 2
     captured = capsys.readouterr()
     assert captured.err == (
-        f"hf-posenc calibrate: --length 33: {readable[2]} was made for 32 tokens, and is followed there: --length 32 is "
-        "the longest\n"
+        f"hf-posenc calibrate: --length 33: {readable[2]} was trained at 32 tokens, and can be imitated up to that length: "
+        "give --length 32 or less\n"
     )
     assert captured.out == ""
     assert not (tmp_path / "out").exists()
@@ -619,7 +619,7 @@ def test_evaluate_says_what_it_does(tmp_path, capsys, tiny_checkpoints, monkeypa
     monkeypatch.setattr(measurements, "measure_context", measured)
     words = ["--lengths", "32", "64", "--json", str(tmp_path / "a.json")]
     assert main(["evaluate", "--model", str(tiny_checkpoints / "llama"), "--data", str(text), *words]) == 0
-    assert "Measuring 88 tokens on cpu" in printed[0].out
+    assert "Measuring 88 tokens at every length, on cpu" in printed[0].out
     assert printed[1].out.split()[0] == "32"
 
 

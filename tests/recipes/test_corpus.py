@@ -59,13 +59,13 @@ def test_files_of_every_kind_give_the_same_documents(corpus, tokenizer, tmp_path
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        (["folder"], {}, "is a folder, and no dataset that save_to_disk of datasets has written: name its files"),
+        (["folder"], {}, "is a folder, but not a dataset written by save_to_disk of datasets: name its files"),
         (["saved"], {"data_split": "test"}, "--data-split is not for text from"),
         (["splits"], {"data_split": "test"}, "--data-split test: .*splits has first, second"),
         (["saved", "saved"], {}, "one saved dataset at a time, not 2"),
         (["a.txt", "b"], {}, "--data .*b: no such file"),
         (["a.txt", "saved"], {}, "files of one kind at a time, not saved and text"),
-        (["a.parquet.gz"], {}, "parquet files are compressed inside: gunzip it first"),
+        (["a.parquet.gz"], {}, "parquet is compressed already, so .gz is not read: gunzip it first"),
         (["broken.txt.gz"], {}, "broken.txt.gz: not readable as UTF-8 text"),
     ],
 )
@@ -123,7 +123,7 @@ def test_much_text_shows_how_far_it_is(corpus, tokenizer, tmp_path, monkeypatch,
     path.write_text("\n".join(json.dumps({"text": f"{streaming}{number:09}"}) for number in range(100)))
     arguments = corpus.DataArguments(data=[str(path)], streaming=streaming)
     for large, shown in ((10_000, False), (1, True)):
-        monkeypatch.setattr(corpus, "LARGE", large)
+        monkeypatch.setattr(corpus, "PROGRESS_BAR_FROM", large)
         monkeypatch.setattr(corpus.datasets.config, "HF_DATASETS_CACHE", tmp_path / str(large))
         corpus.documents(tokenizer, arguments, None, 2_000)
         assert ("tokenizing" in capsys.readouterr().err) == shown

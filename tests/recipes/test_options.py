@@ -274,7 +274,7 @@ def other_tokenizer(run):
     return run.folder / "tokenizer"
 
 
-REVISION = refused("--revision is of a checkpoint on the Hub", revision="main")
+REVISION = refused("--revision needs a checkpoint on the Hub", revision="main")
 STORY = {"data_name": from_the_hub(data_name="en"), "data_split": from_the_hub(data_split="test")}
 TEXT = {
     **STORY,
@@ -362,8 +362,8 @@ ROWS = {
         "push_to": pushed(),
         "private": pushed(private=True),
         "train_base": refused("--train-base trains the embedded base, and the base is --model", train_base=True),
-        "base_steps": refused("--base-steps is of --train-base", base_steps=3),
-        "base_seed": refused("--base-seed is of --train-base", base_seed=3),
+        "base_steps": refused("--base-steps has no effect without --train-base", base_steps=3),
+        "base_seed": refused("--base-seed has no effect without --train-base", base_seed=3),
     },
     "compare_schemes": {
         **SHARED,
@@ -479,7 +479,7 @@ def test_a_file_says_all_that_the_command_line_says(recipes, recipe, tmp_path):
 
     options = importlib.import_module("hf_posenc.recipes.options")
     arguments = module_of(recipe).Arguments
-    parser, kinds = options.parser_of(arguments, "test"), options.kinds(arguments)
+    parser, kinds = options.parser_of(arguments, "test"), options.values_of_options(arguments)
     values = {}
     for action in parser._actions:
         if action.dest not in ("help", "help_all", "config"):
@@ -524,10 +524,10 @@ def test_numbers_in_a_help_text_are_those_of_the_code(recipes, recipe):
     said = meanings(module_of(recipe).Arguments)
     for name, number in (
         ("calibrate_steps", f"of {Matching.batch_size} windows"),
-        ("calibrate_windows", f", {calibrating.HELD_OUT} of which"),
-        ("calibrate_length", f"{calibrating.LONGEST} at most"),
+        ("calibrate_windows", f"{calibrating.HELD_OUT} held-out windows"),
+        ("calibrate_length", f"{calibrating.MAX_DEFAULT_LENGTH} at most"),
         ("find_learning_rate", f"for {rates.TRIAL_STEPS} steps"),
-        ("length", f"{module_of('calibrate').LENGTH} at most"),
+        ("length", f"{module_of('calibrate').DEFAULT_LENGTH} at most"),
     ):
         assert number in said.get(name, number), name
 

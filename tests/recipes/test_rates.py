@@ -120,7 +120,7 @@ def test_a_resumed_run_tries_nothing_again(recipe, recipes, tiny_checkpoints, te
         ({"find_learning_rate": "1e-3 1e-3"}, "--find-learning-rate must name each only once, not 0.001 0.001"),
         (
             {"find_learning_rate": "1e-3 1e-2", "learning_rate": 1},
-            "--find-learning-rate finds what --learning-rate says: give one of them",
+            "--find-learning-rate chooses --learning-rate: give only one of them",
         ),
         (
             {"find_learning_rate": "1e-3 1e-2", "gradient_accumulation": 20},

@@ -99,7 +99,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     assert again.to_dict() == written["after"][1]
 
     printed = capsys.readouterr().out
-    assert "the model before cannot run there: its table ends at 32 positions" in printed
+    assert "the base cannot run at that length: its table ends at 32 positions" in printed
     for name in ("before", "training", "after"):
         assert f"  That took {written['seconds'][name]:.1f} s. Most memory so far: " in printed
     assert f"{written['after'][1]['sliding']['perplexity']:.3f}" in printed
@@ -365,7 +365,7 @@ WRONG = {
     "a table too short": ({"scheme": "learned", "scheme_args": "num_positions=40"}, "ends at 40 positions"),
     "recovery length of no steps": (
         {"recovery_length": 16, "recovery_steps": 0},
-        "--recovery-length 16 is of --recovery-steps, and there are",
+        "--recovery-length 16 has no effect with --recovery-steps 0",
     ),
     "recovery beyond": (
         {"recovery_length": 64, "recovery_steps": 1},
@@ -374,14 +374,14 @@ WRONG = {
     "a dataset's option": ({"data_name": "en"}, "--data-name is not for text from"),
     "a table's option": ({"text_column": "story"}, "--text-column is not for text from"),
     "another base": ({"train_base": ""}, "--train-base trains the embedded base, and the base is --model"),
-    "a base that is not trained": ({"base_steps": 3}, "--base-steps is of --train-base, and no base is trained"),
-    "the seed of a base": ({"model": None, "base_seed": 3}, "--base-seed is of --train-base, and no base is trained"),
-    "no repository": ({"private": ""}, "--private is of the repository that --push-to names, and there is none"),
+    "a base that is not trained": ({"base_steps": 3}, "--base-steps has no effect without --train-base"),
+    "the seed of a base": ({"model": None, "base_seed": 3}, "--base-seed has no effect without --train-base"),
+    "no repository": ({"private": ""}, "--private has no effect without --push-to"),
     "a control on the Hub": (
         {"scheme": "unpatched", "push_to": "me/x", "train_length": 32},
-        "--push-to takes patched models, and --scheme unpatched makes none",
+        "--push-to uploads a patched model, and --scheme unpatched makes none",
     ),
-    "workers of a stream": ({"streaming": "", "workers": 2}, "--workers is not for --streaming"),
+    "workers of a stream": ({"streaming": "", "workers": 2}, "--workers has no effect with --streaming"),
     "hyper-parameter twice": (
         {"scheme": "shaw", "scheme_args": "max_distance=3 max_distance=4"},
         "--scheme-args says max_distance twice",
@@ -396,7 +396,7 @@ WRONG = {
     ),
     "text too short for the curve": (
         {"eval_every": 1, "lengths": 16, "eval_tokens": 20},
-        "--eval-every: a point of the curve needs 32 held-out tokens and there are 20",
+        "--eval-every: a point of the curve needs 32 held-out tokens, but there are 20",
     ),
     "text too short to train": (
         {"train_length": 2000, "batch_size": 3, "recovery_steps": 0},
@@ -474,7 +474,10 @@ def test_documents_are_not_packed_where_attention_would_cross(recipe, tiny_check
     with pytest.raises(SystemExit) as stop:
         recipe.main(small(tiny_checkpoints / "gpt2", text, tiny_checkpoints / "out", packing="documents"))
     assert stop.value.code == 2
-    assert "--packing documents: this model does not hand its positions to the mask" in capsys.readouterr().err
+    assert (
+        "--packing documents: the attention mask of this model does not take positions into account"
+        in capsys.readouterr().err
+    )
     assert not (tiny_checkpoints / "out").exists()
 
 
@@ -705,7 +708,7 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
             pretrain.main([*words[2:], *extra])
         assert f"unknown option or stray value: {extra[0]}" in " ".join(capsys.readouterr().err.split())
     for extra, message in (
-        (["--distill", "2", "--variants", "alibi"], "--distill is for variants with +distill"),
+        (["--distill", "2", "--variants", "alibi"], "--distill has no effect without variants with +distill"),
         (["--variants", "alibi", "alibi"], "--variants must name each only once, not alibi alibi"),
         (["--variants", "alibi", "unpatched", "--lora-rank", "2"], "takes neither --scheme-args nor --lora-rank"),
     ):
@@ -828,7 +831,7 @@ def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, te
     assert len(pretrain.main(words(schemes="nope"))["variants"]) == 3
     path = folder / "runs" / "shaw" / "seed-0" / "results.json"
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "identity"}))
-    refused("does not say what it is of")
+    refused("has no identity")
 
     compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints / "sweep"
@@ -922,10 +925,10 @@ def test_a_sweeps_figures_have_six_lines_and_the_base_in_each():
     curves[figures.BASE] = figures.Curve([32, 64], [4.0, math.inf], [0.0, 0.0])
     shown = figures.panels(curves)
     assert sorted(name for panel in shown for name in panel[2:]) == sorted(names[:-1])
-    assert all(panel[:2] == [figures.BASE, "unpatched"] and len(panel) <= figures.LINES for panel in shown)
+    assert all(panel[:2] == [figures.BASE, "unpatched"] and len(panel) <= figures.LINES_PER_PANEL for panel in shown)
     assert any({"rope", "rope-yarn", "rope-linear"} < set(panel) for panel in shown)
     drawn = figures.plot_by_length(curves, {"trained at": 32, "fine-tuned at": 64})
-    figures.entitle(drawn, "runs/$x^$: a path, not a formula")
+    figures.set_title(drawn, "runs/$x^$: a path, not a formula")
     drawn.canvas.draw()
     for axes, panel in zip([axes for axes in drawn.axes if axes.get_visible()], shown, strict=True):
         lines = [line for line in axes.lines if not line.get_label().startswith("_")]
