@@ -71,8 +71,7 @@ def build(
                 module.initialize(native)
             elif isinstance(module, PositionModule):
                 module.reset_parameters()
-    module = bench.modules[-1] if bench.modules else None
-    return wanted, owner_of(module)
+    return wanted, owner_of(bench.modules[-1] if bench.modules else None)
 
 
 class _OneLayerModel:
