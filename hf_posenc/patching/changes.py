@@ -392,12 +392,10 @@ def _silence_base(changes: Changes, sites: list[ModelSite]) -> None:
         silent.like = Reference(found.decoder, family.names.token_embedding)
         changes.add(SetModule(found.decoder, family.names.position_table, silent))
     attention = family.attention
-    if attention is None:
-        return
-    if attention.idle_rotary is not None:
+    if attention is not None and attention.idle_rotary is not None:
         rotary = found.decoder.get_submodule(attention.idle_rotary)
         changes.add(SetModule(found.decoder, attention.idle_rotary, IdentityRotary(rotary)))
-    attributes = {**attention.decoder_attributes, **family.decoder_attributes}
+    attributes = {**({} if attention is None else attention.decoder_attributes), **family.decoder_attributes}
     changes.add(*(SetAttribute(found.decoder, name, value) for name, value in attributes.items()))
 
 
