@@ -381,13 +381,12 @@ def _silence_base(changes: Changes, sites: list[ModelSite]) -> None:
         silent = NoEmbedding(base.dims.hidden_size)
         silent.like = Reference(found.decoder, family.names.token_embedding)
         changes.add(SetModule(found.decoder, family.names.position_table, silent))
-    own = family.attention
-    if own is None:
-        return
-    if own.idle_rotary is not None:
-        native = found.decoder.get_submodule(own.idle_rotary)
-        changes.add(SetModule(found.decoder, own.idle_rotary, IdentityRotary(native)))
-    attributes = {**own.decoder_attributes, **family.decoder_attributes}
+    attributes = dict(family.decoder_attributes)
+    if (own := family.attention) is not None:
+        attributes |= own.decoder_attributes
+        if own.idle_rotary is not None:
+            native = found.decoder.get_submodule(own.idle_rotary)
+            changes.add(SetModule(found.decoder, own.idle_rotary, IdentityRotary(native)))
     changes.add(*(SetAttribute(found.decoder, name, value) for name, value in attributes.items()))
 
 
