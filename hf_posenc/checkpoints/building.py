@@ -158,6 +158,12 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
         """Return False. With True, transformers would not initialise modules without direct parameters."""
         return False
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Return what the stock class says: transformers reads it from the source of the file that holds a class."""
+        stock: Any = stock_class(cls, PosEncMixin)
+        return bool(stock._can_set_experts_implementation())
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionModule):
             module.reset_parameters()

@@ -72,6 +72,8 @@ class ConfigMixin(OfPatched, StockConfig):
 
     @output_attentions.setter
     def output_attentions(self, value: bool | None) -> None:
+        if value and self._attn_implementation == UNREGISTERED:  # of a checkpoint: none is chosen yet
+            self._attn_implementation = None
         if self._attn_implementation == NAME:
             self._output_attentions = value
         else:

@@ -391,11 +391,12 @@ def _silence_base(changes: Changes, sites: list[ModelSite]) -> None:
         silent = NoEmbedding(base.dims.hidden_size)
         silent.like = Reference(found.decoder, family.names.token_embedding)
         changes.add(SetModule(found.decoder, family.names.position_table, silent))
-    attention = family.attention
-    if attention is not None and attention.idle_rotary is not None:
-        rotary = found.decoder.get_submodule(attention.idle_rotary)
-        changes.add(SetModule(found.decoder, attention.idle_rotary, IdentityRotary(rotary)))
-    attributes = {**({} if attention is None else attention.decoder_attributes), **family.decoder_attributes}
+    attributes = dict(family.decoder_attributes)
+    if (attention := family.attention) is not None:
+        attributes |= attention.decoder_attributes
+        if attention.idle_rotary is not None:
+            rotary = found.decoder.get_submodule(attention.idle_rotary)
+            changes.add(SetModule(found.decoder, attention.idle_rotary, IdentityRotary(rotary)))
     changes.add(*(SetAttribute(found.decoder, name, value) for name, value in attributes.items()))
 
 

@@ -1081,3 +1081,37 @@ def test_the_marker_is_the_only_buffer_we_add():
         assert added == {f"model.layers.{layer}.hf_posenc_{CASES[case][0]}" for layer in range(2)}
         assert all(not module._buffers for module in model.modules() if isinstance(module, PositionModule))
         assert isinstance(model, PreTrainedModel)
+
+
+# ------------------------------------------------------------------------------------------------------ what loads as
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_next"])
+def test_experts_run_as_in_a_stock_model(tmp_path, model_type):
+    """In a process that built no stock model of the class: what transformers finds out of one, its sub-classes have."""
+    patch_model(decoder(model_type), "alibi").save_pretrained(tmp_path / "patched")
+    decoder(model_type).save_pretrained(tmp_path / "stock")
+    code = f"""
+        from transformers import AutoModelForCausalLM
+        from hf_posenc import from_pretrained
+        loaded = from_pretrained({str(tmp_path / "patched")!r})
+        asked = from_pretrained({str(tmp_path / "patched")!r}, experts_implementation="grouped_mm")
+        stock = AutoModelForCausalLM.from_pretrained({str(tmp_path / "stock")!r})
+        print(*(each.config._experts_implementation for each in (stock, loaded, asked)))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    stock, loaded, asked = done.stdout.split()
+    assert loaded == stock
+    assert asked == "grouped_mm"
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "rope"])
+@pytest.mark.parametrize("load", [from_pretrained, AutoModelForCausalLM.from_pretrained])
+def test_attention_weights_asked_for_when_loading(tmp_path, scheme, load):
+    """A stock model that is asked for them is loaded with attention that has them."""
+    patched_model(scheme, "llama").save_pretrained(tmp_path)
+    loaded = load(tmp_path, output_attentions=True)
+    weights = loaded(tokens()).attentions
+    assert len(weights) == loaded.config.num_hidden_layers
+    for each in weights:
+        assert_same(each.sum(-1), torch.ones_like(each[..., 0]))
