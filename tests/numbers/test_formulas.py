@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -26,7 +27,7 @@ from hf_posenc import patch_model
 from hf_posenc.attention_call import Call
 from hf_posenc.dims import Dims
 from hf_posenc.engines import reference
-from hf_posenc.modules import Native, Reference
+from hf_posenc.modules import Native, Reference, owner_of
 from hf_posenc.positions import Positions, pack, unpack
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import ScoreScheme
@@ -196,6 +197,32 @@ def test_scores_under_a_soft_cap(case):
     assert_close(output, expected, torch.float64, "output")
     for name, gradient in gradients(output, cotangent, leaves).items():
         assert_close(gradient, slopes[name], torch.float64, f"gradient of {name}")
+
+
+@over(SCORES)
+def test_coefficients_are_those_of_the_scores(case):
+    """Calibration fits `Form.coefficients`, attention computes `Form.scores`: at each distance they are the same."""
+    dims, inputs, parameters, *_ = slow_scores(case.id, "gqa-4-2")
+    module, own = build(case, dims)
+    for name, parameter in own.items():
+        parameter.data = parameters[name].detach()
+    call = Call(*(each.detach() for each in inputs.values()), Positions.causal(8), scaling=0.5, vector_scaling=0.25)
+    call = call.widened()
+    form = owner_of(module).form(call.query)
+    found = None if form is None else form.coefficients(torch.arange(8))
+    if found is None:
+        assert form is None or not form.positional
+        return
+    at = call.distance()[0, 0].long()
+    if form.multiplies:
+        expected = form.content(call.products()) * found[:, at, 0]
+    else:  # without keys the scores are what is added
+        call = replace(call, key=torch.zeros_like(call.key))
+        query = torch.nn.functional.pad(call.scaling * call.query, (0, 1), value=call.vector_scaling)
+        query = query if found.shape[-1] > 1 else torch.ones_like(query[..., :1])
+        expected = torch.einsum("bhid,hijd->bhij", query, found.expand(4, -1, -1)[:, at])
+    visible = call.visible()
+    assert_close(form.scores(call) * visible, expected * visible, torch.float64, "scores")
 
 
 @over(SCORES)

@@ -115,8 +115,9 @@ def test_it_is_calibrated_as_its_language_model_would_be():
 def test_an_attention_that_would_drop_the_scheme_is_refused_for_the_language_model_only():
     model = patch_model(multimodal("llava"), "alibi")
     expected = run(model, input_ids=IDS)
-    with pytest.raises(ValueError, match="would drop alibi"):
-        model.set_attn_implementation("eager")
+    for part in (model, language_model(model)):
+        with pytest.raises(ValueError, match="would drop alibi"):
+            part.set_attn_implementation("eager")
     model.set_attn_implementation({"vision_config": "eager"})
     assert model.config.vision_config._attn_implementation == "eager"
     assert torch.equal(run(model, input_ids=IDS), expected)
