@@ -349,7 +349,8 @@ class _Measurement:
 
 def _borrowed(family: Family, call: LayerCall) -> dict[str, Any]:
     """Return a copy of the keys and values that a layer borrowed, so that another call differs only in positions."""
-    return {} if family.lends_in is None else {family.lends_in: copy.copy(call.kwargs[family.lends_in])}
+    name = family.names.layer_lends
+    return {} if name is None else {name: copy.copy(call.kwargs[name])}
 
 
 def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[int, float]]:

@@ -206,7 +206,7 @@ class Pair:
             ours: layer index -> arguments of the patched layer.
             hidden_states_of: layer index -> hidden states (B, T, E) that enter the layer.
         """
-        name, lender = self.base_model.family.lends_in, self.lenders.get(index)
+        name, lender = self.base_model.family.names.layer_lends, self.lenders.get(index)
         if name is None:
             return ours[index]
 

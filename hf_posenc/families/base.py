@@ -35,6 +35,7 @@ class Names:
             `None` means that it does not differ.
         attention_borrows: true in a layer that borrows keys and values from an earlier layer: the last layer of its
             type that computes them. `None` means that no layer borrows.
+        layer_lends: argument of a layer that carries keys and values to the layers that borrow them.
         attention_layer_index: index of the layer; `None` in a family without a cache, where nothing reads it.
         config_length: length in tokens at which the base was trained. A config may lack it.
     """
@@ -50,6 +51,7 @@ class Names:
     attention_key_value_heads: str | None = None
     attention_key_value_groups: str | None = None
     attention_borrows: str | None = None
+    layer_lends: str | None = None
     attention_layer_index: str | None = "layer_idx"
     config_length: str = "max_position_embeddings"
 
@@ -132,7 +134,6 @@ class Family:
             cannot be replaced. It must then call transformers' attention interface, and schemes can rotate only through
             a rotary module.
         refuse: attribute of the config that must be absent or falsy -> the reason that a user is told.
-        lends_in: argument of the layers that carries keys and values to the layers that borrow them.
         decoder_attributes: attribute of the decoder -> the value under which every layer sees all tokens.
         table_offset: number of rows of the native table before the row of position 0.
         hybrid: some layers have no attention. In these `names.attention` leads to no module with `scaling`.
@@ -153,7 +154,6 @@ class Family:
     rotation: RotationFacts = RotationFacts()
     attention: OwnAttention | None = None
     refuse: Mapping[str, str] = field(default_factory=dict)
-    lends_in: str | None = None
     decoder_attributes: Mapping[str, Any] = field(default_factory=dict)
     table_offset: int = 0
     hybrid: bool = False

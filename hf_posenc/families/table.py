@@ -62,7 +62,7 @@ _COHERE = RotationFacts(pairs="interleaved", angles="each twice")
 _LATENT = RotationFacts(attention_part="qk_rope_head_dim", rescales=True)
 _TEMPERATURE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 _LATENT_NAMES = Names(attention_head_dim="qk_head_dim", attention_value_dim="v_head_dim")
-_BORROWS = Names(attention_borrows="is_kv_shared_layer")
+_BORROWS = Names(attention_borrows="is_kv_shared_layer", layer_lends="shared_kv_states")
 
 
 def _slides(attention: nn.Module) -> bool:
@@ -106,18 +106,17 @@ _ROWS = (
     ),
     # Wide heads; the decoder scales the token embeddings by sqrt(E).
     Family(model_types=("gemma",), refuse=_ENCODER_USE),
-    # Soft-capped scores, `scaling` from `query_pre_attn_scalar`, every other layer with a sliding window.
     # A second rotary module, without the scaling, for the layers outside a list, which holds all layers as a rule.
     Family(model_types=("molmo2_text",), rotation=RotationFacts(config_layers="rope_scaling_layers")),
+    # Soft-capped scores, `scaling` from `query_pre_attn_scalar`, every other layer with a sliding window.
     Family(model_types=("gemma2",), refuse=_ENCODER_USE, note="soft-capped scores"),
     # The rotary module has frequencies per layer type and is called once for each, with its name.
     Family(model_types=("gemma3_text",), refuse=_ENCODER_USE, note="a rotation for each type of layer"),
-    Family(model_types=("gemma3n_text",), names=_BORROWS, lends_in="shared_kv_states"),
+    Family(model_types=("gemma3n_text",), names=_BORROWS),
     # Heads differ in size by the type of the layer. Before the layers that borrow, the decoder may drop tokens.
     Family(
         model_types=("gemma4_text", "gemma4_unified_text"),
         names=replace(_BORROWS, attention_key_value_groups="num_key_value_groups"),
-        lends_in="shared_kv_states",
         decoder_attributes={"first_kv_shared_layer_idx": None},
         note="heads of two sizes",
     ),

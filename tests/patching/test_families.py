@@ -200,7 +200,9 @@ def test_a_decoder_turned_encoder_is_refused(family):
 
 
 def test_an_unknown_model_type_says_what_lists_the_known_ones():
-    with pytest.raises(UnsupportedModelError, match=r"'clip' is not supported \(`hf-posenc families` lists those"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"'clip' is not supported \(`hf-posenc families` lists the supported ones"
+    ):
         family_for("clip")
 
 
