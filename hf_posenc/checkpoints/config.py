@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
@@ -29,6 +29,9 @@ class ConfigMixin(OfPatched, StockConfig):
     """The part of our config classes that writes schemes and guards into configs, and checks them when it reads one."""
 
     position_encoding: dict[str, object] | None = None
+    if TYPE_CHECKING:
+        _attn_implementation: str | None
+        _output_attentions: bool | None
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute without its guard, which the stock class would refuse."""

@@ -975,7 +975,7 @@ def test_an_error_half_way_leaves_the_patch():
         calibrate(model, windows(), matching=Matching(on_step=stop))
     assert hf_posenc.verify(model).ok
     assert all(p.grad is None for p in model.parameters())
-    with pytest.warns(UserWarning, match="moved weights of this LlamaForCausalLM"):
+    with pytest.warns(UserWarning, match="changed weights of this LlamaForCausalLM"):
         unpatch_model(model)
 
 

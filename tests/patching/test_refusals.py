@@ -90,7 +90,7 @@ def test_an_instance_of_a_class_that_is_not_registered():
     for family in FAMILIES:
         refused(tiny(family), Mine(), UnknownSchemeError, "Mine", "@hf_posenc.register_scheme", "alibi")
         refused(
-            tiny(family), MyAlibi(), UnknownSchemeError, "MyAlibi", "'alibi' is that of hf_posenc.schemes.alibi.Alibi"
+            tiny(family), MyAlibi(), UnknownSchemeError, "MyAlibi", "hf_posenc.schemes.alibi.Alibi is named 'alibi'"
         )
         refused(tiny(family), Nameless(), UnknownSchemeError, "Nameless", "register_scheme")
 
@@ -386,7 +386,7 @@ def test_a_backend_set_behind_the_patch(family, scheme, backend):
 def test_our_attention_on_a_stock_model(family):
     model = tiny(family)
     model.set_attn_implementation("hf_posenc")
-    with pytest.raises(ValueError, match=r"apply hf_posenc\.patch_model"):
+    with pytest.raises(ValueError, match=r"call hf_posenc\.patch_model"):
         logits(model)
 
 

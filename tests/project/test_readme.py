@@ -297,7 +297,7 @@ def test_commands_are_found():
 @pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_are_understood(page, capsys):
     """By what reads them; nothing is started."""
-    parser = cli._parser(recipes=True)
+    parser = cli._parser(with_recipes=True)
     for words in commands(page):
         if "--help" not in words:
             try:
