@@ -46,9 +46,8 @@ class TextArguments(Options):
     r"""The text.
 
     Args:
-        data: text (UTF-8), .jsonl or .parquet files, all of one kind; text and .jsonl also with .gz. Or one folder that
-            save_to_disk of datasets wrote, or one dataset id of the Hub. Optional for `pretrain`, and `extend` without
-            --model.
+        data: text (UTF-8), .jsonl or .parquet files of one kind (text and .jsonl also .gz), a folder of datasets'
+            save_to_disk, or a dataset id of the Hub. Optional for `pretrain`, and `extend` without --model.
         data_name: configuration of a dataset of the Hub.
         data_split: split of a dataset that has several.
         text_column: column with the text, in data that has columns. If it contains chats (lists of messages), the

@@ -41,7 +41,7 @@ class ModelArguments(Options):
     """The model.
 
     Args:
-        model: checkpoint folder or Hub id; without it `extend` uses the package's small GPT-2.
+        model: checkpoint folder or Hub id; default of `extend`: a small GPT-2.
         revision: branch, tag or commit of --model, if it is on the Hub.
     """
 

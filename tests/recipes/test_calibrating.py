@@ -124,8 +124,12 @@ def test_a_resumed_run_does_not_calibrate_again(recipe, training, tiny_checkpoin
     calls.clear()
     made = []
     with monkeypatch.context() as patch:
-        advance = calibrating.Steps.made
-        patch.setattr(calibrating.Steps, "made", lambda self, *step: (made.append(step[0]), advance(self, *step)))
+        advance = calibrating.InterruptibleSteps.step_done
+        patch.setattr(
+            calibrating.InterruptibleSteps,
+            "step_done",
+            lambda self, *step: (made.append(step[0]), advance(self, *step)),
+        )
         patch.setattr(training, "one_step", lambda *_: (_ for _ in ()).throw(Stop))
         for _ in range(2):
             with pytest.raises(Stop):

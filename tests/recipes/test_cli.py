@@ -51,7 +51,13 @@ def test_schemes_explained(capsys):
     for name in hf_posenc.available_schemes():
         assert main(["schemes", name]) == 0
         said = " ".join(capsys.readouterr().out.split())
-        for part in ("Equation", "Beyond the training length:", "Deviations:", "Source:", "layers=None: which decoder"):
+        for part in (
+            "Equation",
+            "Beyond the training length:",
+            "Deviations:",
+            "Source:",
+            "layers=None: the decoder layers",
+        ):
             assert part in said, (name, part)
         for field in dataclasses.fields(hf_posenc.registry.scheme_class(name)):
             meaning = said.partition(f"{field.name}={field.default!r}: ")[2]
@@ -321,7 +327,7 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
 
     steps = iter(range(1, 100))
 
-    def gradients(*arguments, plain=matching._gradients):
+    def gradients(*arguments, plain=matching._add_gradients):
         if next(steps) == 2:
             signal.raise_signal(signal.SIGINT)
         return plain(*arguments)
@@ -330,7 +336,7 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
     before, handler = there(tmp_path), signal.getsignal(signal.SIGINT)
     state = tmp_path / "out.state.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(matching, "_gradients", gradients)
+        patch.setattr(matching, "_add_gradients", gradients)
         assert main(readable) == 130
     said = capsys.readouterr().err
     assert "Stopping after this step" in said
