@@ -212,7 +212,7 @@ def test_wavelengths_and_trained_length():
     axes = FIGURES["wavelengths"]().axes[0]
     assert axes.lines[0].get_ydata()[0] == pytest.approx(2 * math.pi, rel=1e-6)
     assert axes.get_legend().get_texts()[0].get_text() == "rope (16 of 32 turn)"
-    with pytest.raises(ValueError, match="one trained length"):
+    with pytest.raises(ValueError, match="the same trained length"):
         plots.wavelengths(analysis.frequencies("rope") + analysis.frequencies("rope", trained_length=64))
 
 
@@ -424,7 +424,7 @@ def test_frequencies_that_a_command_line_can_say(text, at_a_half):
         (["waves", "o.png", "t^2", "--scheme-args", "base=3"], "--scheme-args has no effect"),
         (["expansion", "o.png", "rope"], "name a checkpoint"),
         (["similarity", "o.png", "rope"], "adds no position vectors"),
-        (["similarity", "o.png", "rope", "alibi"], "of one scheme or model"),
+        (["similarity", "o.png", "rope", "alibi"], "needs one scheme or model"),
         (["decay", "o.bmp", "rope"], "png, svg, pdf"),
         (["decay", "o.png", "rope", "--set", "base=3"], "no hyper-parameter base"),
     ],

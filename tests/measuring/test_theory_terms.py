@@ -181,7 +181,7 @@ def test_experts_and_code_that_makes_constants_of_its_own():
     assert torch.get_default_dtype() == torch.float32
     sinusoids_of_its_own = decoder("xglm")
     assert expansion(sinusoids_of_its_own, tokens(1, 8), 2, 5, rows=2).output.mixed.abs() > 0
-    with pytest.raises(UnsupportedModelError, match="never calls transformers' attention interface"):
+    with pytest.raises(UnsupportedModelError, match="does not call transformers' attention interface"):
         score_terms(sinusoids_of_its_own, tokens(1, 8))
     kept = patch_model(decoder("gpt_neo"), "learned")
     assert [layer.index for layer in score_terms(kept, tokens(1, 8)).layers] == [0, 1]

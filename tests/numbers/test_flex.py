@@ -366,7 +366,7 @@ def test_on_a_cpu_nothing_is_tried(untried, monkeypatch):
 def test_what_passed_is_used_while_a_graph_is_captured(dense, untried, monkeypatch):
     capturing = dataclasses.replace(kind("linear"), device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert "not tried before" in fault(capturing)
+    assert "had not run before" in fault(capturing)
     monkeypatch.setattr(selftest, "_compare", lambda kind, attend: None)
     with monkeypatch.context() as before:
         before.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

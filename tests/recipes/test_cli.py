@@ -64,7 +64,7 @@ def test_schemes_explained(capsys):
             assert len(meaning.split(":")[0]) > 10, (name, field.name)
     assert main(["schemes", "shaw"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "max_distance=32: largest distance with a vector of its own, the paper's `k`." in said
+    assert "max_distance=32: clipping distance, the paper's `k`." in said
     assert "arXiv:1803.02155" in said
     assert main(["schemes", "shav"]) == 2
     assert "choose from alibi" in capsys.readouterr().err

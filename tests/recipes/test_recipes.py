@@ -858,7 +858,7 @@ def test_a_table_is_of_one_sweep(recipes, tmp_path):
         importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("sweep_runs", "sweep_report", "options")
     )
     for seed, steps in ((0, 10), (1, 20)):
-        target = many_runs.place(tmp_path, "alibi", seed)
+        target = many_runs.folder_of_run(tmp_path, "alibi", seed)
         target.mkdir(parents=True)
         results = {"identity": {"variant": "alibi", "seed": seed, "steps": steps}, "before": []}
         (target / "results.json").write_text(json.dumps(results))

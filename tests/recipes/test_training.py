@@ -547,7 +547,7 @@ def test_distillation_is_the_divergence_from_the_base(distillation, tiny_checkpo
     torch.manual_seed(0)
     tokens = torch.randint(250, (2, 12))
     targets = torch.where(torch.rand(2, 12) < 0.3, -100, torch.randint(250, (2, 12)))
-    losses = distillation.Distillation(teacher, weight=0.7, window=8)
+    losses = distillation.Distillation(teacher, weight=0.7, trained_length=8)
     loss, own = losses.loss(model, {"input_ids": tokens}, targets)
     got = model(tokens).logits.double().softmax(-1)
     wanted = teacher(tokens[:, :8]).logits.double().softmax(-1)
