@@ -124,7 +124,7 @@ def test_a_resumed_run_tries_nothing_again(recipe, recipes, tiny_checkpoints, te
         ),
         (
             {"find_learning_rate": "1e-3 1e-2", "gradient_accumulation": 20},
-            "--find-learning-rate needs 4,128 tokens of training text, there are 3,311",
+            "--find-learning-rate needs 4,128 tokens of training text, but there are 3,311",
         ),
     ],
 )
