@@ -44,7 +44,7 @@ class CalibrationArguments(Options):
     Args:
         calibrate: fit the scheme, and the projections of queries and keys, to the base's attention before fine-tuning.
             closed_form: solve equations; attention: then also match attention in steps; none: a plain swap.
-        calibrate_steps: optimizer steps that match attention, on 4 windows each.
+        calibrate_steps: optimizer steps that match attention, on batches of 4 windows.
         calibrate_windows: windows of the training text to calibrate with, 8 held-out windows included.
         calibrate_length: tokens in a window. Attention is matched at shorter distances; at longer ones transformer_xl
             starts with little weight (default: the length the base was trained at, 256 at most).
