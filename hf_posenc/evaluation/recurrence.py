@@ -201,10 +201,12 @@ def _reasons_against_memory(model: PreTrainedModel) -> Iterator[str]:
             f"this {base.name} multiplies its queries by a factor that grows with the position, so scores with tokens "
             "in memory depend on more than the distance"
         )
-    others = {type(layer) for layer in DynamicCache(config=language_config(model.config)).layers} - set(
-        KEY_VALUE_LAYERS
-    )
-    if base.family.hybrid or others:
+    if base.family.names.attention_layer_index is None:
+        yield f"this {base.name} has no cache, so no keys and values of earlier segments"
+    layers = DynamicCache(config=language_config(model.config)).layers
+    # Layers that borrow keys and values store none.
+    kinds_of_layers = {type(layer) for index, layer in enumerate(layers) if index not in base.lenders}
+    if base.family.hybrid or kinds_of_layers - set(KEY_VALUE_LAYERS):
         yield (
             f"layers of this {base.name} store something else than keys and values of single tokens, which cannot be "
             "cut to the last tokens"

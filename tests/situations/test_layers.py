@@ -97,7 +97,7 @@ def test_a_layer_of_a_patched_model_in_another_one(copied):
     layer = first.model.layers[1]
     second.model.layers[1] = copy.deepcopy(layer) if copied else layer
     with pytest.raises(
-        AlreadyPatchedError, match=r"model\.layers\.1 of this LlamaForCausalLM is a layer of another model"
+        AlreadyPatchedError, match=r"model\.layers\.1 of this LlamaForCausalLM is a layer of another patched model"
     ):
         patch_model(second, "alibi")
     assert logits(first).equal(before)
