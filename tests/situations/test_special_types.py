@@ -7,7 +7,7 @@ import pytest
 import torch
 from decoders import decoder, out
 from situations import randomize
-from transformers import CONFIG_MAPPING, StaticCache
+from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, export_stock, from_pretrained, patch_model, verify
@@ -169,6 +169,18 @@ def test_p_rope_where_attention_slices_by_its_own_number(model_type, tmp_path):
     assert logits(from_pretrained(tmp_path / "patched")).equal(expected)
     with pytest.raises(hf_posenc.UnsupportedModelError, match="no stock class computes rope"):
         export_stock(model, tmp_path / "stock")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", [Alibi(), Sinusoidal(placement="every_layer")])
+@pytest.mark.parametrize("model_type", ["ministral3", "persimmon", "qwen2_vl_text"])
+def test_a_cropped_cache_is_counted_anew(model_type, scheme):
+    """Speculation crops a cache. We count for the layers whose decoder keeps position ids to itself: from what is left."""
+    model = patch_model(decoder(model_type), scheme)
+    cache = DynamicCache(config=model.config)
+    model(tokens(), past_key_values=cache)
+    cache.crop(12 - LENGTH)
+    assert relative(out(model(tokens()[:, 12:], past_key_values=cache)), logits(model)[:, 12:]) <= EXACT
 
 
 CHUNKED = [Alibi(), Alibi(layers=[0]), Alibi(window=5)]
