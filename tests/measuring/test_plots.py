@@ -212,7 +212,7 @@ def test_wavelengths_and_trained_length():
     axes = FIGURES["wavelengths"]().axes[0]
     assert axes.lines[0].get_ydata()[0] == pytest.approx(2 * math.pi, rel=1e-6)
     assert axes.get_legend().get_texts()[0].get_text() == "rope (16 of 32 turn)"
-    with pytest.raises(ValueError, match="one trained length"):
+    with pytest.raises(ValueError, match="the same trained length"):
         plots.wavelengths(analysis.frequencies("rope") + analysis.frequencies("rope", trained_length=64))
 
 
