@@ -10,6 +10,7 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from .own_attention import OwnAttention
+from .refused import missing_release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +304,11 @@ def decoder_of(family: Family, model: nn.Module) -> nn.Module:
 
 def _check_config(family: Family, model: Any) -> None:
     """Raise UnsupportedModelError if the config has a setting that the family refuses."""
+    model_type = base_model_type(model.config)
+    if (release := missing_release(model_type)) is not None:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} cannot be patched with this release: install transformers {release} or newer"
+        )
     for attribute, reason in family.refuse.items():
         value = getattr(model.config, attribute, None)
         if value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,3 +236,21 @@ REFUSALS = (
         reason=_NOT_YET,
     ),
 )
+
+SINCE = {"cosmos3_edge_text": "5.23", "dbrx": "5.23", "mistral4": "5.23", "paddleocr_vl_text": "5.23"}
+"""Model type -> the first release of transformers with which it was tested without a failure.
+
+Releases from 5.17 on have these types too, but their configs or classes differ."""
+
+
+def missing_release(model_type: str) -> str | None:
+    """Return the release of transformers that a model type needs, or None if the installed one is new enough."""
+    needed = SINCE.get(model_type)
+    if needed is None or _numbers(version("transformers")) >= _numbers(needed):
+        return None
+    return needed
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Return the first two numbers of a release."""
+    return tuple(int(number) for number in release.split(".")[:2])

@@ -14,9 +14,10 @@ import hf_posenc
 from hf_posenc.checkpoints.building import config_class
 from hf_posenc.checkpoints.digests import DIGESTS
 from hf_posenc.checkpoints.guards import ACTIVATIONS, CHECKED, PREFIX, guarded, unguarded
+from hf_posenc.families.refused import missing_release
 from hf_posenc.registry import supported_model_types
 
-SERVED = [t for t in supported_model_types() if t in CONFIG_MAPPING]
+SERVED = [t for t in supported_model_types() if t in CONFIG_MAPPING and missing_release(t) is None]
 # They declare no setting of this name, or hold configs that have one; no family is of these.
 WITHOUT = {"inkling2_text", "inkling_text", "mllama", "musicgen", "musicgen_melody"}
 # They declare none either, and their models look up an activation when they are built.

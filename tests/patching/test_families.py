@@ -6,12 +6,13 @@ from dataclasses import FrozenInstanceError, dataclass, replace
 
 import pytest
 import torch
+from decoders import decoder
 from families import FAMILIES, LEARNED, ROTARY, build, tiny
 from torch import nn
 
-from hf_posenc import errors, registry
+from hf_posenc import errors, patch_model, registry
 from hf_posenc.errors import UnknownSchemeError, UnsupportedModelError
-from hf_posenc.families import Family, Names, table
+from hf_posenc.families import Family, Names, refused, table
 from hf_posenc.families.base import resolve
 from hf_posenc.registry import family_for
 
@@ -270,3 +271,11 @@ def test_a_family_without_pieces_of_its_attention_says_so():
     family = Family(model_types=("opaque", "veiled"))
     with pytest.raises(UnsupportedModelError, match="for opaque, veiled names no pieces of its attention"):
         family.own_attention()
+
+
+def test_a_type_that_needs_a_newer_transformers_says_which(monkeypatch):
+    monkeypatch.setattr(refused, "version", lambda _: "5.22.1")
+    with pytest.raises(UnsupportedModelError, match=r"'dbrx' cannot be patched .* install transformers 5\.23 or newer"):
+        patch_model(decoder("dbrx"), "alibi")
+    monkeypatch.setattr(refused, "version", lambda _: "5.23.0.dev0")
+    assert refused.missing_release("dbrx") is None
