@@ -12,6 +12,7 @@ from .checkpoints.after_import import after_import
 _PUBLIC_NAMES = {
     ".api": "is_patched patch_model patched schemes_of unpatch_model",
     ".calibration.calibrate": "Calibration Matching calibrate",
+    ".calibration.layer_choice": "LayerChoice choose_layers",
     ".attention_call": "Call",
     ".checkpoints.auto_classes": "register_family",
     ".checkpoints.export": "export_stock",

@@ -8,6 +8,7 @@ from .api import (
     unpatch_model as unpatch_model,
 )
 from .calibration.calibrate import Calibration as Calibration, Matching as Matching, calibrate as calibrate
+from .calibration.layer_choice import LayerChoice as LayerChoice, choose_layers as choose_layers
 from .attention_call import Call as Call
 from .checkpoints.auto_classes import register_family as register_family
 from .checkpoints.export import export_stock as export_stock

@@ -60,6 +60,25 @@ def test_calibrations_are_checked(script, tiny_checkpoints, capsys):
     assert f"| t5 | {row['held_out']['swapped']:.3f} |" in capsys.readouterr().out
 
 
+def test_chosen_layers_are_compared_with_even_ones(script, tiny_checkpoints):
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 30)
+    arguments = (text, "--length", 24, "--windows", 12, "--unseen", 3, "--counts", 1, "--json", found)
+    script("measure_layer_choice", tiny_checkpoints / "llama", *arguments)
+    measured = json.loads(found.read_text())
+    assert shape_of(measured) == shape_of(json.loads((ROOT / "docs/measured/layers_stories260K.json").read_text()))
+    chosen, even = measured["rows"]
+    assert (chosen["how"], chosen["layers"]) == ("chosen", [measured["choice"]["costs"][0]["layer"]])
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama").eval()
+    assert (even["how"], even["layers"]) == ("even", [model.config.num_hidden_layers - 1])
+    ids = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")(text.read_text())["input_ids"]
+    unseen = torch.tensor(ids[: 15 * 24]).view(15, 24)[12:]
+    with torch.no_grad():
+        assert measured["base"] == pytest.approx(model(unseen, labels=unseen).loss.item(), abs=1e-4)
+        patch_model(model, "nope", layers=even["layers"])
+        assert even["plain"] == pytest.approx(model(unseen, labels=unseen).loss.item(), abs=1e-4)
+
+
 def test_decay(script, tiny_checkpoints):
     text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 20)

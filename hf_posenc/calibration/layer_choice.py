@@ -1,0 +1,204 @@
+"""`choose_layers`: which layers of a base lose least when their positions are swapped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..api import parse_schemes, patch_model
+from ..errors import UnsupportedModelError
+from ..live.base_model import BaseModel
+from ..live.eval_mode import evaluation
+from ..live.obstacles import check_unwrapped
+from ..patching.check import to_be_patched
+from ..patching.plan import make_plan
+from ..schemes.base import Scheme
+from .calibrate import calibrate
+from .checks import check_head, check_tokens
+from .matching import Matching, check_counts
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a swap of one layer costs, on the held-out windows.
+
+    Attributes:
+        layer: index of the layer.
+        loss: the loss of the next token with this layer swapped, less the base's, in nats.
+        recall: the same difference on text that the model has just read: the second copy of a passage. A layer that
+            finds the first copy costs more here than in `loss`.
+        divergence: mean KL divergence of the layer's attention from the base's, in nats per query and head.
+    """
+
+    layer: int
+    loss: float
+    recall: float
+    divergence: float
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The layers of a model, ranked by what a swap costs. It prints as a table.
+
+    Attributes:
+        scheme: the scheme, as text.
+        base_loss: held-out loss of the base, in nats per token.
+        base_recall: loss of the base on the second copies, in nats per token.
+        costs: one entry for each layer that can carry the scheme by itself, the cheapest first. `loss` and `recall`
+            count alike.
+        refused: index of a layer that cannot carry the scheme by itself -> the reason.
+    """
+
+    scheme: str
+    base_loss: float
+    base_recall: float
+    costs: tuple[LayerCost, ...]
+    refused: Mapping[int, str] = field(default_factory=dict)
+
+    def cheapest(self, count: int) -> tuple[int, ...]:
+        """Return the indices of the cheapest layers, sorted: a value for `layers=` of the scheme.
+
+        Args:
+            count: number of layers, from 1 to the number of ranked layers.
+
+        Raises:
+            ValueError: if there are not so many ranked layers.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(self.costs):
+            raise ValueError(f"count must be an integer from 1 to {len(self.costs)}, the ranked layers, not {count!r}")
+        return tuple(sorted(each.layer for each in self.costs[:count]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as values for JSON."""
+        return asdict(self) | {"costs": [asdict(each) for each in self.costs], "refused": dict(self.refused)}
+
+    def __str__(self) -> str:
+        """Return the losses of the base and a row for each layer, the cheapest first."""
+        lines = [
+            f"{self.scheme} in one layer: what it costs, the cheapest layer first",
+            f"  the base's loss (nats): {self.base_loss:.3f}; on repeated text {self.base_recall:.3f}",
+            "  layer      loss    recall  divergence",
+        ]
+        lines += [
+            f"  {each.layer:>5}  {each.loss:>+8.4f}  {each.recall:>+8.4f}  {each.divergence:>10.4f}"
+            for each in self.costs
+        ]
+        lines += [f"  {layer:>5}  left out: {reason}" for layer, reason in self.refused.items()]
+        return "\n".join(lines)
+
+
+def choose_layers(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    scheme: str | Scheme = "nope",
+    *,
+    held_out: int = 8,
+    closed_windows: int = 24,
+    matching: Matching | None = None,
+    seed: int = 0,
+    progress: bool = False,
+    **hyperparameters: object,
+) -> LayerChoice:
+    """Rank the layers of a model by what a swap of each layer alone costs.
+
+    The scheme is put into one layer of a copy and calibrated there, and the losses of this copy are compared with the
+    base's. The copy is a second model in memory; the model stays as it is. A mixture of the cheapest layers costs more
+    than the sum of its parts where layers stand in for each other, so measure the mixture that you choose.
+
+    Args:
+        model: a stock model with a head, whole and on one device.
+        tokens: (N, T) int64 or int32, as for `calibrate`: at least `held_out + 1` windows of text without padding, up
+            to the length that the base was trained at. T is at least 4.
+        scheme: a name, or a `Scheme` instance without `layers`.
+        held_out: number of windows, from the end, that the costs are measured on.
+        closed_windows: largest number of windows that the closed forms average over.
+        matching: settings of the second stage of each calibration; None leaves it out.
+        seed: seed of new parameters that start at random.
+        progress: show a progress bar of layers.
+        **hyperparameters: hyper-parameters of the scheme.
+
+    Returns:
+        The ranking.
+
+    Raises:
+        UnknownSchemeError: if there is no such scheme.
+        UnsupportedModelError: if the model predicts no tokens, or no layer can carry the scheme by itself.
+        AlreadyPatchedError: if the model is patched.
+        TypeError: for wrong hyper-parameters, or a list of schemes.
+        ValueError: for an argument out of range, a scheme with `layers`, or tokens that do not fit the model.
+    """
+    (parsed, *others) = parse_schemes(scheme, hyperparameters)
+    if others:
+        raise TypeError("choose_layers ranks the layers for one scheme, not for a list of them")
+    if parsed.layers is not None:
+        raise ValueError(f"layers={parsed.layers!r} names the layers that choose_layers is asked for: leave it out")
+    check_counts(closed_windows=closed_windows, held_out=held_out)
+    check_unwrapped(model, "rank its layers")
+    check_head(model)
+    check_tokens(tokens, model, held_out)
+    if tokens.shape[1] < 4:
+        raise ValueError(
+            f"tokens must be windows of at least 4 tokens, so that half of one is text, not {tokens.shape[1]}"
+        )
+    with to_be_patched(model):
+        possible, refused = _layers_that_carry(model, parsed)
+    held = tokens[-held_out:].to(next(model.parameters()).device).long()
+    base_loss, base_recall = _losses(model, held)
+    costs = []
+    for layer in tqdm(possible, desc="layers", unit="layer", disable=not progress):
+        swapped = copy.deepcopy(model)
+        patch_model(swapped, replace(parsed, layers=(layer,)), seed=seed)
+        report = calibrate(swapped, tokens, held_out=held_out, closed_windows=closed_windows, matching=matching)
+        loss, recall = _losses(swapped, held)
+        divergence = sum(each.after.mean().item() for each in report.layers)
+        costs.append(LayerCost(layer, loss - base_loss, recall - base_recall, divergence))
+        del swapped
+    costs.sort(key=lambda cost: cost.loss + cost.recall)
+    return LayerChoice(str(parsed), base_loss, base_recall, tuple(costs), refused)
+
+
+def _layers_that_carry(model: PreTrainedModel, scheme: Scheme) -> tuple[list[int], dict[int, str]]:
+    """Return the layers that can carry the scheme by themselves, and the reason of each that cannot.
+
+    Raises:
+        UnsupportedModelError: if no layer can, with the reason of the first.
+    """
+    possible, refused, first = [], {}, None
+    for layer in scheme.acts_on.possible_layers(BaseModel.of(model)):
+        try:
+            make_plan(model, (replace(scheme, layers=(layer,)),), "auto")
+        except (UnsupportedModelError, ValueError) as error:
+            refused[layer], first = str(error), first or error
+        else:
+            possible.append(layer)
+    if not possible:
+        raise first or UnsupportedModelError(f"no layer of this model can carry {scheme.name}")
+    return possible, refused
+
+
+@torch.no_grad()
+def _losses(model: PreTrainedModel, windows: Tensor) -> tuple[float, float]:
+    """Return a model's mean loss of the next token, in nats: on windows, and on second copies of their first halves.
+
+    Args:
+        model: a model with a head.
+        windows: (N, T) token ids.
+    """
+    half = len(windows[0]) // 2
+    loss = recall = 0.0
+    with evaluation(model):
+        for window in windows:
+            logits = model(window[None], use_cache=False).logits[0, :-1].float()
+            loss += F.cross_entropy(logits, window[1:]).item()
+            passage = window[:half]
+            logits = model(passage.repeat(2)[None], use_cache=False).logits[0, half:-1].float()
+            recall += F.cross_entropy(logits, passage[1:]).item()
+    return loss / len(windows), recall / len(windows)
