@@ -2,6 +2,7 @@
 """Measure the numbers of docs/theory.md for a trained model: Su's expansion, Dai's four terms, equivariance.
 
 python scripts/measure_theory.py CHECKPOINT --json results.json --plot terms.png
+python scripts/measure_theory.py embedded --json results.json      the base that comes with the package
 
 CHECKPOINT is a stock model that adds position vectors, with a token that texts begin with. It writes texts of its trained
 length, and pairs of positions are drawn in each. The Hessian at the token embeddings does not depend on the model's own
@@ -11,6 +12,7 @@ positions, so its diagonal is split for sinusoids of the size of the model's tab
 from __future__ import annotations
 
 import argparse
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,13 @@ from transformers.utils import logging
 
 from hf_posenc import analysis, patched, theory
 from hf_posenc.analysis.plots import save
+from hf_posenc.recipes.embedded import trained_base
 from hf_posenc.theory import Expansion, plots
 from hf_posenc.version import VERSION
+
+EMBEDDED = "embedded"
+SIZES = (0.5, 0.1, 0.03, 0.01, 0.001)
+"""Factors of the position vectors, besides 1."""
 
 
 def written(model: PreTrainedModel, count: int, length: int) -> torch.Tensor:
@@ -47,6 +54,11 @@ def shares(found: list[Expansion], index: int | None) -> dict[str, dict[str, flo
     return {name: quartiles([row[name] for row in rows]) for name in rows[0]}
 
 
+def residuals(found: list[Expansion]) -> dict[str, float]:
+    """Return the quartiles of the residual of the output, divided by its sixth term."""
+    return quartiles([each.output.sizes["residual"] / each.output.sizes["mixed"] for each in found])
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -60,12 +72,25 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.set_verbosity_error()
     torch.manual_seed(options.seed)
-    model = AutoModelForCausalLM.from_pretrained(options.checkpoint).eval()
+    if options.checkpoint == EMBEDDED:
+        model: PreTrainedModel = trained_base().eval()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.checkpoint).eval()
     length = model.config.max_position_embeddings
     texts = written(model, options.texts, length)
 
     pairs = [torch.randperm(length - 1)[:2].sort().values.tolist() for _ in range(options.texts * options.pairs)]
-    found = [theory.expansion(model, texts[number % options.texts], *pair, rows=0) for number, pair in enumerate(pairs)]
+
+    def expanded(size: float) -> list[Expansion]:
+        return [
+            theory.expansion(model, texts[number % options.texts], *pair, rows=0, size=size)
+            for number, pair in enumerate(pairs)
+        ]
+
+    by_size = {1.0: expanded(1.0)}
+    for size in SIZES:
+        by_size[size] = expanded(size)
+    found = by_size[1.0]
     with patched(model, "sinusoidal"):
         split = [
             theory.expansion(model, texts[number], *pairs[number], rows=model.config.hidden_size)
@@ -86,7 +111,11 @@ def main(arguments: list[str] | None = None) -> None:
             "pairs": len(found),
             "layers": [shares(found, index) for index in range(len(found[0].layers))],
             "output": shares(found, None),
-            "residual over mixed": quartiles([e.output.sizes["residual"] / e.output.sizes["mixed"] for e in found]),
+            "residual over mixed": residuals(found),
+            "residual over mixed, by size": {f"{size:g}": residuals(each) for size, each in by_size.items()},
+            "sixth term is the smallest": statistics.mean(
+                min(each.output.sizes, key=each.output.sizes.__getitem__) == "mixed" for each in found
+            ),
         },
         "hessian": {
             "size": model.config.hidden_size,

@@ -15,6 +15,7 @@ model, and how close `H` is to a diagonal matrix.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
@@ -34,6 +35,9 @@ from . import vectors
 from .statistics import diagonal_share
 
 T = TypeVar("T")
+
+KINKED = (nn.ReLU, nn.ReLU6, nn.LeakyReLU)
+"""Activations whose second derivative is 0 wherever it exists."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,14 @@ class Expansion(Result):
 
 
 def expansion(
-    model: PreTrainedModel, tokens: Tensor, first: int, second: int, *, rows: int = 32, progress: bool = False
+    model: PreTrainedModel,
+    tokens: Tensor,
+    first: int,
+    second: int,
+    *,
+    rows: int = 32,
+    size: float = 1.0,
+    progress: bool = False,
 ) -> Expansion:
     """Expand a model in the position vectors of two tokens, around the embeddings without positions.
 
@@ -194,15 +205,25 @@ def expansion(
         second: position n, 0 .. T - 2, different from m.
         rows: number of rows of the Hessian, in evenly spread pairs of coordinates. A row takes one backward pass; 0
             means none.
+        size: factor of the model's position vectors. Positions are a small perturbation if the residual shrinks faster
+            than the sixth term from 1 downwards, and is already the smaller one at 1.
         progress: show a progress bar of the rows.
 
     Returns:
         Expansion.
 
     Raises:
-        ValueError: for equal positions or positions out of range, several texts, or a model that adds no vectors.
+        ValueError: for equal positions or positions out of range, several texts, a model that adds no vectors, or a
+            size that is not positive and finite.
+
+    Warns:
+        UserWarning: if the model has ReLUs. Their curvature is in kinks, which no derivative sees, so it is all in the
+            residual, whatever the size of the vectors.
     """
     tokens = _check_arguments(tokens, first, second)
+    if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < float("inf"):
+        raise ValueError(f"size must be a positive and finite number, not {size!r}")
+    _warn_of_kinks(model)
     label = type(model).__name__
     if not vectors.sources(model):
         raise ValueError(f"{label} adds no position vectors to its hidden states: there is nothing to expand in")
@@ -212,7 +233,7 @@ def expansion(
         positions = torch.arange(length, device=tokens.device)[:, None]
 
         def run(scales: Tensor) -> list[Tensor]:
-            weights = (positions == first) * scales[0] + (positions == second) * scales[1]
+            weights = size * ((positions == first) * scales[0] + (positions == second) * scales[1])
             with vectors.replaced(modules, lambda added: added * weights), recorded(probe.parts(wide).layers) as calls:
                 value = _log_probability(wide, tokens)
             return [*(call.hidden_states[0, -1] for call in calls), value]
@@ -222,10 +243,10 @@ def expansion(
         if rows and common is not None:
             pairs = _wave_pairs(modules[0], common.shape[-1])
             chosen = itertools.chain.from_iterable(_evenly_spread(pairs, max(1, rows // 2)))
-            block = mixed_hessian(wide, tokens, first, second, rows=list(chosen), progress=progress)
+            block = _hessian(wide, tokens, first, second, list(chosen), progress=progress)
     *layers, output = terms
     share = None if block is None else block.diagonal_share
-    diagonal = None if block is None or common is None else _diagonal(block, common, modules[0])
+    diagonal = None if block is None or common is None else _diagonal(block, size * common, modules[0])
     return Expansion(label, first, second, length, tuple(layers), output, share, diagonal)
 
 
@@ -293,8 +314,25 @@ def mixed_hessian(
 
     Raises:
         ValueError: for equal positions or positions out of range, or several texts.
+
+    Warns:
+        UserWarning: if the model has ReLUs, see `expansion`.
     """
     tokens = _check_arguments(tokens, first, second)
+    _warn_of_kinks(model)
+    return _hessian(model, tokens, first, second, rows, with_positions, progress)
+
+
+def _hessian(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    first: int,
+    second: int,
+    rows: int | Sequence[int] | None,
+    with_positions: bool = False,
+    progress: bool = False,
+) -> MixedHessian:
+    """Differentiate by both positions, see `mixed_hessian`; the tokens are checked, (1, T)."""
     with vectors.in_float64(model) as wide, torch.enable_grad(), evaluation(wide), probe.dense_attention(wide):
         gradient, at_second = _gradient_at_first(wide, tokens, first, second, with_positions)
         size = len(gradient)
@@ -337,6 +375,17 @@ def _check_arguments(tokens: Tensor, first: int, second: int) -> Tensor:
     if not (0 <= first < length - 1 and 0 <= second < length - 1) or first == second:
         raise ValueError(f"first and second must be two positions from 0 to {length - 2}, not {first} and {second}")
     return tokens
+
+
+def _warn_of_kinks(model: PreTrainedModel) -> None:
+    """Warn if a model has activations that are linear but for kinks: their second derivatives are 0 or do not exist."""
+    kinked = sorted({type(module).__name__ for module in model.modules() if isinstance(module, KINKED)})
+    if kinked:
+        warnings.warn(
+            f"{type(model).__name__} has {', '.join(kinked)} activations, whose curvature no derivative sees: second "
+            "derivatives leave it out, and the residual of an expansion holds it. Use a model with smooth activations",
+            stacklevel=3,
+        )
 
 
 def _log_probability(model: PreTrainedModel, tokens: Tensor) -> Tensor:

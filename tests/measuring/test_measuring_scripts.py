@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import os
 import subprocess
 import sys
@@ -129,8 +130,18 @@ def test_embeddings(script, tiny_checkpoints, monkeypatch):
     assert trained["embedded GPT-2"] != trained["embedded GPT-2, as it starts"]
 
 
-def test_the_table_of_statistics_is_what_was_measured():
+def test_the_table_of_residuals_is_what_was_measured():
     page = (ROOT / "docs/theory.md").read_text()
+    measured = json.loads((ROOT / "docs/measured/theory_embedded.json").read_text())["expansion"]
+    by_size = measured["residual over mixed, by size"]
+    cells = re.search(r"^\| median \| (.*) \|$", page, flags=re.MULTILINE)[1].split(" | ")
+    assert len(cells) == len(by_size)
+    for cell, each in zip(cells, by_size.values(), strict=True):
+        assert float(cell) == pytest.approx(each["median"], rel=0.1)
+
+
+def test_the_table_of_statistics_is_what_was_measured():
+    page = (ROOT / "docs/theory_measured.md").read_text()
     measured = json.loads((ROOT / "docs/measured/embeddings.json").read_text())
     rows = 0
     for name, each in measured.items():

@@ -148,6 +148,7 @@ def test_vectors_in_every_layer_are_all_scaled():
 QUICK = ("gpt2", "opt", "llama", "gemma2")
 
 
+@pytest.mark.filterwarnings("ignore:OPTForCausalLM has ReLU activations:UserWarning")
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
 )
@@ -219,6 +220,33 @@ def test_hessian_block_is_that_of_finite_differences(scheme, family):
             mixed_hessian(model, ids, *wrong)
 
 
+def test_smaller_vectors_are_those_of_a_smaller_table():
+    """Slopes shrink with the size, the sixth term with its square; the residual is that of the scaled table."""
+    model, ids = tiny("gpt2", initializer_range=0.1).double(), tokens(1, 9)[0]
+    whole, small = (expansion(model, ids, M, N, rows=4, size=size) for size in (1.0, 0.25))
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(0.25)
+    scaled = expansion(model, ids, M, N, rows=4)
+    for name, size in scaled.output.sizes.items():
+        assert small.output.sizes[name] == pytest.approx(size, rel=1e-6), name
+    assert small.diagonal.relative == pytest.approx(scaled.diagonal.relative)
+    assert small.output.mixed.item() == pytest.approx(whole.output.mixed.item() / 16)
+    assert small.output.sizes["residual"] < whole.output.sizes["residual"] / 16  # third order, where f is smooth
+    for wrong in (0, -1.0, math.inf, math.nan, True, "1"):
+        with pytest.raises(ValueError, match="positive and finite"):
+            expansion(model, ids, M, N, size=wrong)
+
+
+def test_kinks_are_reported():
+    """No derivative sees the curvature of a ReLU."""
+    ids = tokens(1, 9)[0]
+    for call in (expansion, mixed_hessian):
+        with pytest.warns(UserWarning, match="OPTForCausalLM has ReLU activations") as caught:
+            call(tiny("opt"), ids, M, N, rows=2)
+        assert len(caught) == 1
+        call(tiny("gpt2"), ids, M, N, rows=2)  # warns of nothing
+
+
 def test_wrong_calls():
     for wrong in [(2, 2), (0, 8), (-1, 3)]:
         with pytest.raises(ValueError, match="two positions from 0 to 7"):
@@ -240,5 +268,8 @@ def test_the_script_measures_a_checkpoint(tmp_path, monkeypatch):
     found = json.loads(results.read_text())
     assert found["expansion"]["pairs"] == 4
     assert 0 < found["hessian"]["relative_share"]["median"] < 1
+    by_size = found["expansion"]["residual over mixed, by size"]
+    assert by_size["1"] == found["expansion"]["residual over mixed"]
+    assert by_size["0.001"]["median"] < by_size["1"]["median"] / 10  # GPT-2's activation is smooth
     assert len(found["terms"]["layers"]) == len(found["equivariance"]["without, float64"]["layers"]) == 2
     assert (tmp_path / "terms.png").exists()

@@ -40,6 +40,7 @@ def test_pages_with_python_are_found():
         "results.md",
         "schemes.md",
         "speed.md",
+        "theory_statements.md",
     }
 
 
