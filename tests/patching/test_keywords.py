@@ -323,6 +323,37 @@ def _(folder):
     assert not calibrated(held_out=1)[1].layers[0].before.equal(report.layers[0].before)
 
 
+# What choose_layers takes.
+
+
+def costs(scheme="t5", text=3, **options):
+    """What swaps of each layer of a small model cost, in layer order."""
+    chosen = hf_posenc.choose_layers(tiny("llama"), tokens(9, 24, seed=text), scheme, **{"held_out": 2} | options)
+    ranked = sorted(chosen.costs, key=lambda cost: cost.layer)
+    return [number for cost in ranked for number in (cost.loss, cost.recall, cost.divergence)]
+
+
+@shows("choose_layers", "model", "tokens", "scheme", "held_out", "**")
+def _(folder):
+    refuses(hf_posenc.AlreadyPatchedError, hf_posenc.choose_layers, patch_model(tiny("llama"), "nope"), tokens(9, 24))
+    assert costs() != costs(text=4)
+    assert costs() != costs("nope")
+    assert costs() != costs(held_out=3)
+    assert costs() != costs(num_buckets=4)
+
+
+@shows("choose_layers", "closed_windows", "matching", "seed", "progress")
+def _(folder):
+    matching = hf_posenc.Matching(steps=2, batch_size=2)
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        assert costs() != costs(closed_windows=1, progress=True)
+    assert "layer" in shown.getvalue()
+    assert costs() != costs(matching=matching)
+    assert costs("kerple") != costs("kerple", seed=1)
+    refuses(ValueError, costs, matching="attention")
+
+
 # What from_pretrained, inspect and export_stock take.
 
 
