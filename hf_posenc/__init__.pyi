@@ -11,6 +11,7 @@ from .calibration.calibrate import Calibration as Calibration, Matching as Match
 from .attention_call import Call as Call
 from .checkpoints.auto_classes import register_family as register_family
 from .checkpoints.export import export_stock as export_stock
+from .checkpoints.gguf_export import export_gguf as export_gguf
 from .checkpoints.inspecting import inspect as inspect
 from .description import describe as describe, which_engine as which_engine
 from .errors import (
