@@ -34,6 +34,8 @@ def tokenizer_facts(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     model = facts["model"]
     if model.get("type") != "BPE":
         raise _refusal(f"it is a {model.get('type')} tokenizer")
+    if any(model.get(option) for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
+        raise _refusal("its merges have a prefix, a suffix or dropout")
     tokens = tokenizer.get_vocab()
     if tokens and max(tokens.values()) >= vocab_size:
         raise _refusal(f"it has token {max(tokens.values())}, and the model only {vocab_size} rows")
@@ -61,12 +63,20 @@ def tokenizer_facts(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
             written[f"ggml.{'unknown' if role == 'unk' else 'padding' if role == 'pad' else role}_token_id"] = int(
                 index
             )
-    ids = tokenizer("a").input_ids
-    written["ggml.add_bos_token"] = bool(ids) and ids[0] == tokenizer.bos_token_id
-    written["ggml.add_eos_token"] = bool(ids) and ids[-1] == tokenizer.eos_token_id
+    begins, ends = _added_around(tokenizer)
+    written |= {"ggml.add_bos_token": begins, "ggml.add_eos_token": ends}
     if isinstance(getattr(tokenizer, "chat_template", None), str):
         written["chat_template"] = tokenizer.chat_template
     return written
+
+
+def _added_around(tokenizer: Any) -> tuple[bool, bool]:
+    """Return whether a tokenizer puts its token of the beginning before a text, and its token of the end after it."""
+    whole, text = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    begins, ends = whole[:1] == [tokenizer.bos_token_id], whole[-1:] == [tokenizer.eos_token_id]
+    if whole != [tokenizer.bos_token_id] * begins + text + [tokenizer.eos_token_id] * ends:
+        raise _refusal("it puts other tokens around a text than those of its beginning and its end")
+    return begins, ends
 
 
 def _refusal(reason: str) -> UnsupportedModelError:

@@ -417,6 +417,8 @@ def changed(tokenizer, change):
             lambda: changed(byte_level_tokenizer(), lambda f: f["pre_tokenizer"].update(use_regex=False)),
             "pre-tokenizer",
         ),
+        (lambda: changed(sentencepiece_tokenizer(), lambda f: None), "other tokens around"),  # it knows no bos_token
+        (lambda: changed(byte_level_tokenizer(), lambda f: f["model"].update(dropout=0.1)), "dropout"),
         (lambda: PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}))), "WordLevel"),
         (lambda: object(), "no tokenizer.json"),
     ],
