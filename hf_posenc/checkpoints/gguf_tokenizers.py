@@ -103,17 +103,17 @@ def _is_byte_level(facts: dict[str, Any]) -> bool:
 
 def _is_sentencepiece(facts: dict[str, Any]) -> bool:
     """Return whether a tokenizer replaces spaces, puts one before the text, and falls back to bytes."""
-    normalizer, model = facts["normalizer"] or {}, facts["model"]
+    normalizer, before, model = facts["normalizer"] or {}, facts["pre_tokenizer"], facts["model"]
     expected = [
         {"type": "Prepend", "prepend": _SPACE},
         {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
     ]
-    return (
-        facts["pre_tokenizer"] is None
-        and normalizer.get("normalizers") == expected
-        and bool(model.get("byte_fallback"))
-        and not model.get("ignore_merges")
-    )
+    if before is None:
+        spaced = normalizer.get("normalizers") == expected
+    else:  # it puts no space before a text that begins with one, and llama.cpp does
+        metaspace = (before.get("type"), before.get("replacement"), before.get("split"))
+        spaced = not normalizer and metaspace == ("Metaspace", _SPACE, False) and before["prepend_scheme"] != "never"
+    return spaced and bool(model.get("byte_fallback")) and not model.get("ignore_merges")
 
 
 def _scores(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import tiny
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import hf_posenc
@@ -336,6 +336,16 @@ def sentencepiece_tokenizer(without=()):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
+def metaspace_tokenizer():
+    """The same, with the pre-tokenizer that transformers gives LLaMA's tokenizers."""
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = None
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=SPACE, prepend_scheme="first", split=False
+    )
+    return tokenizer
+
+
 def byte_level_tokenizer():
     """A tokenizer like GPT-2's: bytes, and a few merges."""
     merges = [["l", "o"], ["h", "e"], ["l", "lo"], ["\u0120", "w"], ["he", "llo"], ["1", "2"]]
@@ -369,8 +379,9 @@ def read_by_scores(file, text):
 TEXTS = ("hello world", "lo hell  wor", "rlello é wow", "ldoolhe", "he'll 12 wo, lo!\n")
 
 
-def test_a_sentencepiece_tokenizer_is_in_the_file(tmp_path):
-    tokenizer = sentencepiece_tokenizer()
+@pytest.mark.parametrize("make", [sentencepiece_tokenizer, metaspace_tokenizer])
+def test_a_sentencepiece_tokenizer_is_in_the_file(make, tmp_path):
+    tokenizer = make()
     model = patch_model(tiny("llama", vocab_size=len(tokenizer) + 5), "alibi")
     hf_posenc.export_gguf(model, tmp_path / "model.gguf", tokenizer=tokenizer)
     file = File(tmp_path / "model.gguf")
@@ -412,6 +423,7 @@ def changed(tokenizer, change):
     [
         (lambda: sentencepiece_tokenizer(without=[("el", "lo")]), "'el' and 'lo' are not merged"),
         (byte_tokenizer, "no merges"),
+        (lambda: changed(metaspace_tokenizer(), lambda f: f["pre_tokenizer"].update(split=True)), "pre-tokenizer"),
         (lambda: changed(byte_level_tokenizer(), lambda f: f.update(normalizer={"type": "NFC"})), "its normalizer"),
         (
             lambda: changed(byte_level_tokenizer(), lambda f: f["pre_tokenizer"].update(use_regex=False)),
@@ -498,7 +510,10 @@ def test_llama_cpp_computes_what_the_model_does(family, scheme, hyperparameters,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "make"), [("llama", sentencepiece_tokenizer), ("gpt2", byte_level_tokenizer)])
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [("llama", sentencepiece_tokenizer), ("llama", metaspace_tokenizer), ("gpt2", byte_level_tokenizer)],
+)
 def test_llama_cpp_reads_text_as_the_tokenizer_does(family, make, tmp_path):
     tokenizer = make()
     model = patch_model(tiny(family, vocab_size=len(tokenizer)), "alibi")
