@@ -22,7 +22,7 @@ TOLERANCE = 2e-4
 """Between a float32 model and float64 formulas; logits are of size 10."""
 ENGINE_TOLERANCE = 5e-3
 """llama.cpp computes GELU from a table in half precision; this is 1e-3 of logits of size 10."""
-HALF_TOLERANCE = {"float16": 0.2, "q8_0": 1.5}
+HALF_TOLERANCE = {"float16": 0.05, "q8_0": 0.8}
 """Rounded weights: 11 and about 8 bits, in two layers with weights that are ten times the usual."""
 APART = 0.5
 """Least difference of the logits of two schemes."""
