@@ -16,6 +16,7 @@ _PUBLIC_NAMES = {
     ".attention_call": "Call",
     ".checkpoints.auto_classes": "register_family",
     ".checkpoints.export": "export_stock",
+    ".checkpoints.gguf_export": "export_gguf",
     ".checkpoints.inspecting": "inspect",
     ".description": "describe which_engine",
     ".errors": "AlreadyPatchedError CheckpointError HfPosencError NotPatchedError PluginError UnknownSchemeError "

@@ -12,6 +12,7 @@ from .calibration.layer_choice import LayerChoice as LayerChoice, choose_layers 
 from .attention_call import Call as Call
 from .checkpoints.auto_classes import register_family as register_family
 from .checkpoints.export import export_stock as export_stock
+from .checkpoints.gguf_export import export_gguf as export_gguf
 from .checkpoints.inspecting import inspect as inspect
 from .description import describe as describe, which_engine as which_engine
 from .errors import (

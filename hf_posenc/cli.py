@@ -131,6 +131,31 @@ COMMANDS = {
         ),
         {"run": "patch_checkpoint"},
     ),
+    "export": Command(
+        "write a patched checkpoint for other engines: a stock checkpoint, or a GGUF file for llama.cpp",
+        (
+            _argument("checkpoint", help="directory or Hub id of a patched checkpoint"),
+            _argument("output", type=Path, help="directory, or file that ends in .gguf; neither may exist yet"),
+            _argument(
+                "--format",
+                choices=("stock", "gguf"),
+                metavar="FORMAT",
+                help="stock or gguf (default: gguf if the output ends in .gguf, otherwise stock)",
+            ),
+            _argument(
+                "--dtype",
+                choices=("float32", "float16", "q8_0"),
+                metavar="DTYPE",
+                help="dtype of a GGUF file's matrices: float32 (default), float16 or q8_0",
+            ),
+            _REVISION,
+        ),
+        (
+            "hf-posenc export runs/llama-alibi/model llama-alibi.gguf --dtype q8_0",
+            "hf-posenc export runs/llama-yarn/model runs/llama-yarn/stock",
+        ),
+        {"run": "export_checkpoint"},
+    ),
     "plot": Command(
         "draw a picture of positions in schemes or models (needs matplotlib)",
         (
@@ -265,7 +290,7 @@ def _parser(with_recipes: bool = False) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hf_posenc {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for name in ("schemes", "families", "inspect", *RECIPES, "verify", "patch", "plot", "push", "completion"):
+    for name in ("schemes", "families", "inspect", *RECIPES, "verify", "patch", "export", "plot", "push", "completion"):
         if name in RECIPES:
             parents = [_recipe_parser(name)] if with_recipes else []
             commands.add_parser(name, help=RECIPES[name][1], add_help=False, parents=parents)

@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import textwrap
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from .analysis import plots
 from .api import parse_schemes
 from .catalogue import language_type, refused_types, served_type
 from .checkpoints import files, hub
+from .checkpoints.export import export_stock
+from .checkpoints.gguf_export import export_gguf
 from .checkpoints.inspecting import inspect as read_config
 from .command_arguments import hyperparameters, meanings
 from .description import describe
@@ -126,10 +129,7 @@ def patch_checkpoint(options: argparse.Namespace) -> int:
         raise ValueError(f"{checkpoint} is patched already: name the stock checkpoint it was made from")
     _print_loading(options.checkpoint)
     model = from_pretrained(checkpoint, scheme=scheme, seed=options.seed, dtype=_dtype(options), **revision)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, **revision)
-    except (OSError, ValueError):  # a checkpoint without a tokenizer
-        tokenizer = None
+    tokenizer = _tokenizer(checkpoint, revision)
     with files.new_folder(options.output) as folder:
         model.save_pretrained(folder, tokenizer=tokenizer)
     print(describe(model))
@@ -141,6 +141,41 @@ def patch_checkpoint(options: argparse.Namespace) -> int:
         "--output FOLDER"
     )
     return 0
+
+
+def export_checkpoint(options: argparse.Namespace) -> int:
+    """Write a patched checkpoint as a stock checkpoint or as a GGUF file."""
+    if options.output.exists():
+        raise FileExistsError(f"{options.output} exists already")
+    is_gguf = options.format == "gguf" or (options.format is None and options.output.suffix == ".gguf")
+    if options.dtype is not None and not is_gguf:
+        raise ValueError("--dtype is for GGUF files: a stock checkpoint keeps the dtype of its weights")
+    checkpoint = hub.checkpoint_name(options.checkpoint)
+    revision = _revision(options, checkpoint)
+    if read_config(checkpoint, **revision).scheme is None:
+        raise ValueError(f"{checkpoint} is a stock checkpoint already: use it, or llama.cpp's own converter, as it is")
+    _print_loading(options.checkpoint)
+    model = from_pretrained(checkpoint, **revision)
+    tokenizer = _tokenizer(checkpoint, revision)
+    if is_gguf:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*gets no tokenizer")  # the last line says so
+            export_gguf(model, options.output, tokenizer=tokenizer, dtype=options.dtype or "float32")
+    else:
+        with files.new_folder(options.output) as folder:
+            export_stock(model, folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+    print(f"saved in {options.output}" + ("" if tokenizer else ", without a tokenizer: the checkpoint has none"))
+    return 0
+
+
+def _tokenizer(checkpoint: str, revision: dict[str, Any]) -> Any:
+    """Return the tokenizer of a checkpoint, or None if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint, **revision)
+    except (OSError, ValueError):
+        return None
 
 
 def _revision(options: argparse.Namespace, checkpoint: str) -> dict[str, Any]:

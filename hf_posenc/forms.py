@@ -63,6 +63,11 @@ class Form:
         """The vectors that are added to values, (m + 1, V) or (H, m + 1, V), or None."""
         return None
 
+    @property
+    def line(self) -> Tensor | None:
+        """The slopes `m` (H,) if the scores are `q . k - m_h d` at every distance, or None."""
+        return None
+
     def content(self, products: Tensor) -> Tensor:
         """Return the scores to which the curve is added, or which it multiplies, from scores without positions."""
         return products
@@ -144,6 +149,11 @@ class Slopes(Form):
     """
 
     slopes: Tensor
+
+    @property
+    def line(self) -> Tensor:
+        """The slopes, see `Form.line`."""
+        return self.slopes
 
     def table(self, count: int) -> Tensor:
         """Return the biases of the distances 0, 1, ..., (H, count)."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..errors import UnsupportedModelError
+from .gguf_blocks import GgufBlock
 from .own_attention import OwnAttention
 from .refused import missing_release
 
@@ -147,6 +148,7 @@ class Family:
             raise that length for a scheme without a limit.
         own_positions: the base's positions in a few words, for the list of families. Needed where other fields do not
             tell.
+        gguf: where its weights go in a GGUF file. `None` means that none can be written.
         note: a clause for the list of families: what else a user of schemes has to know.
     """
 
@@ -164,6 +166,7 @@ class Family:
     mask_as_bool: bool = False
     sized_by_length: bool = False
     own_positions: str | None = None
+    gguf: GgufBlock | None = None
     note: str = ""
 
     @property

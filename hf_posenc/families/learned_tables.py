@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from .base import NO_ROTARY, Family, Names
+from .gguf_blocks import GPT2_BLOCK
 from .own_attention import DroppingAttention, Heads, OwnAttention, split_fused
 
 # In cross attention a key has no distance from the query.
@@ -85,6 +86,7 @@ FAMILIES = (
         names=_GPT2_NAMES,
         rotation=NO_ROTARY,
         attention=_Gpt2(),
+        gguf=GPT2_BLOCK,
         refuse={
             # This code path adds the mask as a float bias and never calls the attention interface.
             "reorder_and_upcast_attn": "this path bypasses the attention interface, so a scheme would be ignored; "

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from .base import Family, Names, RotationFacts
+from .gguf_blocks import LLAMA_BLOCK
 
 _ENCODER_USE = {
     # EmbeddingGemma: keys after the query are visible, their distances are negative.
@@ -37,7 +38,6 @@ _LIKE_LLAMA = (
     "mellum",
     "minimax_m2",
     "ministral",
-    "mistral",
     "mixtral",
     "nanochat",
     "olmo",
@@ -88,9 +88,11 @@ _ROWS = (
     Family(
         model_types=("llama",),
         rotation=RotationFacts(unrotated_twin="smollm3"),
+        gguf=LLAMA_BLOCK,
         note="`nope` can be exported, as a SmolLM3",
     ),
     Family(model_types=_LIKE_LLAMA),
+    Family(model_types=("mistral",), gguf=LLAMA_BLOCK),
     # A Mamba beside the attention of every layer.
     Family(
         model_types=("falcon_h1",),

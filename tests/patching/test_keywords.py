@@ -417,6 +417,19 @@ def _(folder):
         assert len(list((folder / str(count)).glob("*.safetensors"))) > 1
 
 
+@shows("export_gguf", "model", "path", "tokenizer", "dtype")
+def _(folder):
+    pytest.importorskip("gguf", reason="pip install gguf runs this")
+    refuses(hf_posenc.NotPatchedError, hf_posenc.export_gguf, tiny("llama"), folder / "model.gguf")
+    model = patch_model(tiny("llama"), "alibi")
+    refuses(ValueError, hf_posenc.export_gguf, model, folder / "model.gguf", dtype="q4_0")
+    refuses(hf_posenc.UnsupportedModelError, hf_posenc.export_gguf, model, folder / "model.gguf", tokenizer=object())
+    assert not folder.exists() or not list(folder.iterdir())
+    with pytest.warns(UserWarning, match="gets no tokenizer"):
+        hf_posenc.export_gguf(model, folder / "model.gguf")
+    assert (folder / "model.gguf").is_file()
+
+
 @shows("register_scheme", "cls")
 def _(folder):
     alibi = scheme_class("alibi")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from families import tiny, tokens
 from situations import patched_model
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import hf_posenc
 from hf_posenc import commands
@@ -238,6 +238,37 @@ def test_patch_says_how_to_calibrate(tiny_checkpoints, text, tmp_path, capsys):
     arguments, _ = options.parse(calibrate.Arguments, given, "")
     (patched,) = hf_posenc.schemes_of(hf_posenc.from_pretrained(tmp_path / "out"))
     assert calibrate.check_arguments(arguments) == patched
+
+
+def test_export(tmp_path, capsys):
+    """A GGUF file by its suffix, otherwise a stock checkpoint, and nothing where neither can be had."""
+    gguf = pytest.importorskip("gguf", reason="pip install gguf runs this")
+    checkpoint, file, folder = (str(tmp_path / name) for name in ("ours", "model.gguf", "stock"))
+    model = patched_model("nope", "llama")
+    model.save_pretrained(checkpoint)
+    assert main(["export", checkpoint, file]) == 0
+    assert f"saved in {file}, without a tokenizer" in capsys.readouterr().out
+    assert gguf.GGUFReader(file).fields["general.architecture"].contents() == "llama"
+    assert main(["export", checkpoint, folder]) == 0
+    stock = AutoModelForCausalLM.from_pretrained(folder)
+    assert not hf_posenc.is_patched(stock)
+    torch.testing.assert_close(stock(tokens()).logits, model(tokens()).logits)
+    capsys.readouterr()
+    assert main(["export", checkpoint, file]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["export", checkpoint, str(tmp_path / "other"), "--dtype", "float16"]) == 2
+    assert "--dtype is for GGUF files" in capsys.readouterr().err
+    assert main(["export", folder, str(tmp_path / "other.gguf")]) == 2
+    assert "is a stock checkpoint already" in capsys.readouterr().err
+
+
+def test_export_says_what_can_be_exported(ours, tmp_path, capsys):
+    pytest.importorskip("gguf", reason="pip install gguf runs this")
+    assert main(["export", ours, str(tmp_path / "out.gguf")]) == 2
+    assert "These can be exported:" in capsys.readouterr().err
+    assert main(["export", ours, str(tmp_path / "out")]) == 2
+    assert "no stock class computes shaw on llama" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 CALIBRATE = ["calibrate", "--model", "STOCK", "--scheme", "t5", "--data", "TEXT", "--output", "OUT"]

@@ -545,6 +545,7 @@ COMMANDS = {
     ("inspect",): ("STOCK",),
     ("verify",): ("OURS",),
     ("patch",): ("STOCK", "shaw", "OUT/patched"),
+    ("export",): ("BARE", "OUT/stock"),
     ("plot",): ("decay", "OUT/a.png", "rope"),
     ("push",): ("OURS", "me/x"),
     ("completion",): ("bash",),
@@ -565,6 +566,11 @@ OPTIONS = {
     ("patch", "scheme_args"): ("STOCK", "shaw", "OUT/patched", "--scheme-args", "max_distance=3"),
     ("patch", "revision"): ("STOCK", "shaw", "OUT/patched", "--revision", "main"),
     ("patch", "dtype"): ("STOCK", "shaw", "OUT/patched", "--dtype", "bfloat16"),
+    ("export", "checkpoint"): ("OURS", "OUT/stock"),
+    ("export", "output"): ("BARE", "OUT/elsewhere"),
+    ("export", "format"): ("BARE", "OUT/stock", "--format", "gguf"),
+    ("export", "dtype"): (("BARE", "OUT/a.gguf"), ("BARE", "OUT/a.gguf", "--dtype", "float16")),
+    ("export", "revision"): ("BARE", "OUT/stock", "--revision", "main"),
     ("plot", "kind"): ("wavelengths", "OUT/a.png", "rope"),
     ("plot", "output"): ("decay", "OUT/a.svg", "rope"),
     ("plot", "sources"): ("decay", "OUT/a.png", "alibi"),
@@ -615,6 +621,7 @@ def places(tmp_path, tiny_checkpoints, monkeypatch):
     """What the capitals stand for; pushing only says what it would."""
     patched = patched_model("shaw", "llama")
     patched.save_pretrained(tmp_path / "ours")
+    patched_model("nope", "llama").save_pretrained(tmp_path / "bare")
     (tmp_path / "text.txt").write_text(
         "Call me Ishmael. Some years ago, never mind how long precisely, I thought I would"
     )
@@ -632,6 +639,7 @@ def places(tmp_path, tiny_checkpoints, monkeypatch):
         "STOCK": tiny_checkpoints / "llama",
         "OTHER": tiny_checkpoints / "gpt2",
         "OURS": tmp_path / "ours",
+        "BARE": tmp_path / "bare",
         "TEXT": tmp_path / "text.txt",
         "MORE": tiny_checkpoints / "llama" / "config.json",
     }
@@ -642,6 +650,8 @@ def test_an_option_of_the_command_does_something(option, places, tmp_path, capsy
     """Status, what is printed and what is written are not what they are without."""
     if "plot" in option:
         pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
+    if option in (("export", "format"), ("export", "dtype")):
+        pytest.importorskip("gguf", reason="pip install gguf runs this")
     if "completion" in option:
         pytest.importorskip("shtab", reason="pip install shtab runs this")
     calls = OPTIONS[option] if isinstance(OPTIONS[option][0], tuple) else (COMMANDS[option[:1]], OPTIONS[option])
