@@ -572,6 +572,26 @@ COPE = [
 ]
 
 
+# --- bam: Bianchessi et al. 2025: the log of a generalized Gaussian, -(|d - mu| / alpha)^beta, is added to the logit, as the
+# authors' code computes it: -r (|d - c| + 1e-5)^p; what is trained is x, with r and p = log(1 + e^x), and c itself
+
+
+def bam_attention(query, key, value, parameters, *, softmax_scale, cap=identity, centre=False, **_):
+    r = torch.log(1 + torch.exp(parameters["raw_scale"]))
+    p = torch.log(1 + torch.exp(parameters["raw_exponent"]))
+
+    def bias(h, n):
+        away = (parameters["centre"][h] - n).abs() if centre else torch.tensor(float(n), dtype=r.dtype)
+        return -r[h] * torch.exp(p[h] * torch.log(away + 1e-5))
+
+    return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) + bias(h, i - j))
+
+
+def bam(name: str, **hyperparameters: Any) -> Case:
+    return Case(id=f"bam-{name}", scheme="bam", hyperparameters=hyperparameters, attention=bam_attention)
+
+
+BAM = [bam("default"), bam("centre", centre=True), bam("shared-layers", share_layers=True)]
 CASES: list[Case] = [
     *NOPE,
     *SINUSOIDAL,
@@ -581,6 +601,7 @@ CASES: list[Case] = [
     *SHAW,
     *T5,
     *KERPLE,
+    *BAM,
     *ALIBI,
     *DA_TRANSFORMER,
     *COPE,

@@ -217,6 +217,13 @@ ROWS: dict[str, Row] = {
         properties=("yes", "not applicable", "yes", "yes", "yes"),
         modules={"": {}, "power": {"variant": "power"}},
     ),
+    "bam": Row(
+        variants={"": {}, "centre": {"centre": True, "share_layers": True}},
+        values={"centre": (False, True), "share_layers": (False, True)},
+        wrong=[*no_switch("centre"), *no_switch("share_layers")],
+        properties=("yes", "not applicable", "yes", "yes", "yes"),
+        modules={"": {}, "centre": {"centre": True}},
+    ),
     "cope": Row(
         variants={"": {"num_positions": 6}},
         values={"num_positions": (64, 5), "share_layers": (False, True)},

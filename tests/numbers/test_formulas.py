@@ -290,6 +290,41 @@ def test_kerple_falls_with_the_distance_whatever_is_trained(case_id, dtype):
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
+@pytest.mark.parametrize("case_id", ["bam-default", "bam-centre"])
+def test_bam_starts_as_alibi(case_id):
+    """But for the same number at all distances, which the softmax does not see."""
+    module, parameters = build(next(case for case in CASES if case.id == case_id), Dims(8, 8, 2, 16, 1))
+    module.reset_parameters()
+    distance = torch.arange(200)
+    biases = module.form(torch.empty(0, dtype=torch.float64)).values(distance)
+    slopes = torch.tensor(paper_slopes(8), dtype=torch.float64)
+    assert torch.allclose(biases - biases[:, :1], -slopes[:, None] * distance, rtol=1e-5, atol=1e-6)
+    assert all(each.shape == (8,) for each in parameters.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_bam_are_numbers_at_its_centre(dtype):
+    """At distance 0 and at a centre between tokens, for flat and for steep curves, beside the derivatives by hand."""
+    module, parameters = build(next(case for case in CASES if case.id == "bam-centre"), Dims(6, 6, 2, 12, 1))
+    starts = {"raw_scale": [0.5] * 6, "raw_exponent": [-4.0, 0.0, 1.0] * 2, "centre": [0.0] * 3 + [1.25] * 3}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.tensor(starts[name]))
+    biases = module.to(dtype).form(torch.empty(0, dtype=dtype)).values(torch.arange(4))
+    gradients = dict(zip(parameters, torch.autograd.grad(biases.sum(), list(parameters.values())), strict=True))
+    for h in range(6):
+        x, y, c = (starts[name][h] for name in ("raw_scale", "raw_exponent", "centre"))
+        r, p = math.log1p(math.exp(x)), math.log1p(math.exp(y))
+        away = [abs(d - c) + 1e-5 for d in range(4)]
+        expected = {
+            "raw_scale": -sum(a**p for a in away) / (1 + math.exp(-x)),
+            "raw_exponent": -sum(r * a**p * math.log(a) for a in away) / (1 + math.exp(-y)),
+            "centre": sum(r * p * a ** (p - 1) * ((d > c) - (d < c)) for d, a in enumerate(away)),
+        }
+        for name, value in expected.items():
+            assert math.isclose(gradients[name][h].item(), value, rel_tol=1e-4, abs_tol=1e-5), (name, h)
+
+
 def test_cope_counts_what_is_visible_in_the_order_of_positions():
     """One query on 9 keys, of which a window, a document and padding hide 5: as if it saw the others only."""
     case = next(case for case in CASES if case.id == "cope-few")
@@ -816,6 +851,9 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
         ("da_transformer-no-relu", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("distance_weight", "saturation")]),
         ("kerple-default", ["{d}.raw_scale", "{d}.raw_rate"]),
         ("kerple-power-per-layer", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("raw_scale", "raw_exponent")]),
+        ("bam-default", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("raw_scale", "raw_exponent")]),
+        ("bam-centre", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("raw_scale", "raw_exponent", "centre")]),
+        ("bam-shared-layers", ["{d}.raw_scale", "{d}.raw_exponent"]),
         ("cope-few", ["{a0}.position_embeddings", "{a1}.position_embeddings"]),
         ("cope-shared-layers", ["{d}.position_embeddings"]),
         ("sinusoidal-every-layer-trained", ["{d}.log_ratios"]),

@@ -675,7 +675,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        ("albi", "alibi, cope, da_transformer"),
+        ("albi", "alibi, bam, cope, da_transformer"),
         ("alibi+magic", "+magic is none of +trainable, +uncalibrated, +distill"),
         ("rope-ntk", "transformer_xl, rope-linear, rope-dynamic, rope-yarn. Did you mean rope-yarn?"),
         ("alibi-yarn", "unknown 'alibi-yarn'; choose from unpatched, alibi"),
