@@ -311,7 +311,11 @@ def _rotary_representation(rotary: nn.Module, kind: str | None = None, angles: s
 
 
 def _has_table(subject: _Subject) -> bool:
-    """Return whether some parameters belong to single positions. Gradients show which parameters a position uses."""
+    """Return whether positions have parameters of their own. Gradients show which parameters a position uses.
+
+    They have if two positions share none. A network of ReLUs (FIRE) uses other units at other distances, but all of
+    them use the parameters of its input.
+    """
     if subject.represent is None or not subject.parameters:
         return False
     last = min(6, subject.limit or 6)
@@ -322,8 +326,9 @@ def _has_table(subject: _Subject) -> bool:
         for each in mixed:
             gradients = torch.autograd.grad(each, subject.parameters, retain_graph=True, allow_unused=True)
             used.append(torch.cat([grad.flatten() != 0 for grad in gradients if grad is not None]))
-    by_position = torch.stack(used)
-    return bool((by_position.any(0) & ~by_position.all(0)).any())
+    by_position = torch.stack(used).double()
+    by_position = by_position[by_position.any(1)]
+    return bool((by_position @ by_position.mT == 0).any())
 
 
 def _unique(signature: Tensor | None, subject: _Subject, length: int, progress: bool) -> Finding:
@@ -355,7 +360,7 @@ def _closest(vectors: Tensor, progress: bool = False) -> tuple[float, tuple[int,
 
 def _linear(signature: Tensor | None, subject: _Subject, table: bool) -> Finding:
     if signature is None or subject.measures_distances:
-        return "not applicable", "positions have no representation, only distances have"
+        return "not applicable", "positions have no representation, only pairs of them have"
     shift = 7
     before, after = signature[:-shift], signature[shift:]
     if isinstance(waves := subject.module, Waves) and waves.size % 2 == 0:

@@ -591,6 +591,33 @@ def bam(name: str, **hyperparameters: Any) -> Case:
     return Case(id=f"bam-{name}", scheme="bam", hyperparameters=hyperparameters, attention=bam_attention)
 
 
+# --- fire: Li et al. 2024, equation (5): a network of one hidden layer, on log(c (i - j) + 1) / log(c max(L, i) + 1), is added to
+# the logit; c and L are used by their size, as in the listing of the paper's appendix
+
+
+def fire_attention(query, key, value, parameters, *, softmax_scale, cap=identity, threshold=512.0, **_):
+    w, b, out = (parameters[name] for name in ("input_weight", "input_bias", "output_weight"))
+    c, length = parameters["rate"][0].abs(), (parameters["reach"][0] * threshold).abs()
+
+    def bias(h, i, j):
+        largest = torch.maximum(length, torch.tensor(float(i), dtype=w.dtype))
+        x = torch.log(c * (i - j) + 1) / torch.log(c * largest + 1)
+        return sum(out[h, u] * max(w[u] * x + b[u], 0 * x) for u in range(len(w)))
+
+    return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) + bias(h, i, j))
+
+
+def fire(name: str, **hyperparameters: Any) -> Case:
+    return Case(id=f"fire-{name}", scheme="fire", hyperparameters=hyperparameters, attention=fire_attention)
+
+
+FIRE = [
+    fire("default"),
+    fire("near", hidden_size=3, threshold=4.0),
+    fire("shared-layers", hidden_size=5, threshold=2.5, share_layers=True),
+]
+
+
 BAM = [bam("default"), bam("centre", centre=True), bam("shared-layers", share_layers=True)]
 CASES: list[Case] = [
     *NOPE,
@@ -602,6 +629,7 @@ CASES: list[Case] = [
     *T5,
     *KERPLE,
     *BAM,
+    *FIRE,
     *ALIBI,
     *DA_TRANSFORMER,
     *COPE,

@@ -224,6 +224,22 @@ ROWS: dict[str, Row] = {
         properties=("yes", "not applicable", "yes", "yes", "yes"),
         modules={"": {}, "centre": {"centre": True}},
     ),
+    "fire": Row(
+        variants={
+            "": {"hidden_size": 16, "threshold": 64.0},
+            "shared": {"hidden_size": 16, "threshold": 64.0, "share_layers": True},
+        },
+        values={"hidden_size": (32, 3), "threshold": (512.0, 3.0), "share_layers": (False, True)},
+        wrong=[
+            *not_positive("hidden_size", 0, -2),
+            *no_integer("hidden_size", 2.5, "32", True, None),
+            *not_positive("threshold", 0, -1.0, INF, NAN),
+            *no_number("threshold", "512", True, None),
+            *no_switch("share_layers", 1),
+        ],
+        properties=("yes", "not applicable", "no", "yes", "yes"),
+        modules={"": {"hidden_size": 8, "threshold": 16.0}},
+    ),
     "cope": Row(
         variants={"": {"num_positions": 6}},
         values={"num_positions": (64, 5), "share_layers": (False, True)},

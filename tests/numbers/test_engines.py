@@ -161,9 +161,12 @@ def test_bfloat16(engine, case, situation):
     # The kernel rounds weights to 8 bits before it sums values; relative norm, since single entries are noise.
     # The gradients of the clipped engine's tables are differences: the score gradients of a row add up to 0. So are those
     # of the one number per head that bends a logarithm.
-    tolerance = 0.04 if engine == "clipped" or case == "kerple" else 0.02
+    tolerance = 0.04 if engine == "clipped" or case in ("kerple", "fire") else 0.02
+    # A unit of FIRE's network that no distance switches off has an offset without effect: its gradient is 0, and what
+    # is left of a sum over all pairs is rounding.
+    remainder = 2e-4 if case == "fire" else 1e-6
     for a, e in zip(actual, expected, strict=True):
-        assert (a.double() - e).norm() <= tolerance * e.norm() + 1e-6
+        assert (a.double() - e).norm() <= tolerance * e.norm() + remainder
 
 
 # ------------------------------------------------------------------------------------------- sinks, and smaller values
@@ -545,6 +548,7 @@ def call(case="alibi", length=40, dtype=torch.float32, **options):
         (call("da_transformer"), "rescaled", "no vectors of clipped distances"),
         (call("transformer_xl"), "skewed", "does not rescale scores"),
         (call("cope"), "chunked", "does not rescale scores"),
+        (call("fire"), "chunked", "does not rescale scores"),
         (call(dtype=torch.float64), "chunked", "float32 and bfloat16"),
         (call(softcap=5.0), "chunked", "soft cap"),
         (call(dropout=0.1), "chunked", "dropout"),

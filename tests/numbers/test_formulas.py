@@ -371,6 +371,13 @@ def test_parameters_of_schemes_on_scores():
         "alibi-trained-own-slopes": {"slopes": ((4,), [0.9, 0.3, 0.0, 0.01])},
         "da_transformer-default": {"distance_weight": ((4,), 0), "saturation": ((4,), 0)},
         "cope-default": {"position_embeddings": ((64, 8), 0)},
+        "fire-default": {
+            "input_weight": ((32,), "uniform 1"),
+            "input_bias": ((32,), "uniform 1"),
+            "output_weight": ((4, 32), "uniform"),
+            "rate": ((1,), [0.1]),
+            "reach": ((1,), [1.0]),
+        },
     }
     for case_id, wanted in expected.items():
         module, parameters = build(next(case for case in CASES if case.id == case_id), dims)
@@ -382,6 +389,10 @@ def test_parameters_of_schemes_on_scores():
         for name, (_, start) in wanted.items():
             if start == "normal":
                 assert 0.01 < parameters[name].std() < 0.03, f"{case_id}: {name}"
+            elif isinstance(start, str):  # torch's linear layers: uniform up to one over the root of the inputs
+                bound = 1.0 if start == "uniform 1" else 32**-0.5
+                assert 0.7 * bound < parameters[name].abs().max() <= bound, f"{case_id}: {name}"
+                assert parameters[name].std() > 0.4 * bound, f"{case_id}: {name}"
             else:
                 assert torch.equal(
                     parameters[name], torch.tensor(start).to(parameters[name]).expand_as(parameters[name])
@@ -856,6 +867,10 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
         ("bam-shared-layers", ["{d}.raw_scale", "{d}.raw_exponent"]),
         ("cope-few", ["{a0}.position_embeddings", "{a1}.position_embeddings"]),
         ("cope-shared-layers", ["{d}.position_embeddings"]),
+        (
+            "fire-near",
+            [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("input_weight", "input_bias", "output_weight", "rate", "reach")],
+        ),
         ("sinusoidal-every-layer-trained", ["{d}.log_ratios"]),
         ("sinusoidal-trained-in-radians", ["{d}.frequencies"]),
         ("learned-every-layer", ["{d}.table"]),

@@ -32,18 +32,18 @@ def test_what_a_new_scheme_lacks(monkeypatch):
 
     @register_scheme
     @dataclass(frozen=True, kw_only=True)
-    class Fire(ScoreScheme):
+    class Smoke(ScoreScheme):
         """Bias.
 
         Source: nowhere.
         """
 
-        name: ClassVar[str] = "fire"
+        name: ClassVar[str] = "smoke"
         threshold: float = 1.0
 
-    found = "\n".join(lacks("fire"))
+    found = "\n".join(lacks("smoke"))
     for place in (
-        "fire.py: a line of the docstring that starts with 'Equation'",
+        "smoke.py: a line of the docstring that starts with 'Equation'",
         "cases.py: a case, and above it the formula",
         "rows.py: a row",
         "values: two of threshold",
