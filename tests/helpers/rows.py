@@ -218,7 +218,7 @@ ROWS: dict[str, Row] = {
         modules={"": {}, "power": {"variant": "power"}},
     ),
     "bam": Row(
-        variants={"": {}, "centre": {"centre": True, "share_layers": True}},
+        variants={"": {"share_layers": True}, "centre": {"centre": True}},
         values={"centre": (False, True), "share_layers": (False, True)},
         wrong=[*no_switch("centre"), *no_switch("share_layers")],
         properties=("yes", "not applicable", "yes", "yes", "yes"),
