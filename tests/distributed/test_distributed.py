@@ -48,7 +48,8 @@ HELPERS = ROOT / "tests/helpers"
 EXACT, ROUNDED = 1e-12, 2e-6
 # Norms and losses are computed in float32 by transformers: 6e-8 per rounding, on losses of about 10.
 LOSS = 5e-6
-GRADIENTS = 5e-6
+# 6.8e-6 in a network between distances and scores; a key that one shard has not seen is 1e-2 and more.
+GRADIENTS = 2e-5
 # transformers 5.17 gives Gemma 2 an sdpa that leaves out its soft cap; context_parallel has it.
 CAPPED = {"gemma2": {"config": {"attn_implementation": "eager"}}}
 # In float64; a step of Adam divides by the gradient's size, which makes its rounding a step's where it is small.

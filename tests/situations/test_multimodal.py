@@ -237,7 +237,9 @@ def test_every_served_type(model_type, tmp_path):
     loaded = hf_posenc.from_pretrained(tmp_path)
     with torch.no_grad():
         hidden = decoder_of(model)(input_ids=IDS).last_hidden_state
-        assert torch.equal(decoder_of(loaded)(input_ids=IDS).last_hidden_state, hidden)
+        again = decoder_of(loaded)(input_ids=IDS).last_hidden_state
+    # Experts multiply by slices of one tensor; where a file's copy of it lies in memory, the last digit may differ.
+    torch.testing.assert_close(again, hidden, rtol=1e-5, atol=1e-6)
     assert type(loaded) is type(model)
     unpatch_model(model)
     assert [type(module) for module in model.modules()] == list(before.classes.values())
