@@ -13,6 +13,7 @@ _PUBLIC_NAMES = {
     ".api": "is_patched patch_model patched schemes_of unpatch_model",
     ".calibration.calibrate": "Calibration Matching calibrate",
     ".calibration.layer_choice": "LayerChoice choose_layers",
+    ".calibration.temperature_fit": "TemperatureFit fit_temperature",
     ".attention_call": "Call",
     ".checkpoints.auto_classes": "register_family",
     ".checkpoints.export": "export_stock",
@@ -25,10 +26,10 @@ _PUBLIC_NAMES = {
     ".forms": "Bias ClippedVectors Factors Form RelativeKeys Slopes",
     ".loading": "from_pretrained",
     ".lora": "load_adapter lora_config",
-    ".modules": "PositionEmbedding Rotation ScoreModule",
+    ".modules": "PositionEmbedding QueryModule Rotation ScoreModule",
     ".parallel": "context_group context_parallel shard_sequence",
     ".registry": "available_schemes register_scheme",
-    ".schemes.base": "Dims EmbeddingScheme RotaryScheme Scheme ScoreScheme",
+    ".schemes.base": "Dims EmbeddingScheme QueryScheme RotaryScheme Scheme ScoreScheme",
     ".verification": "verify",
 }
 """Module -> its public names. `__init__.pyi` lists the same names for type checkers."""

@@ -9,6 +9,7 @@ from .api import (
 )
 from .calibration.calibrate import Calibration as Calibration, Matching as Matching, calibrate as calibrate
 from .calibration.layer_choice import LayerChoice as LayerChoice, choose_layers as choose_layers
+from .calibration.temperature_fit import TemperatureFit as TemperatureFit, fit_temperature as fit_temperature
 from .attention_call import Call as Call
 from .checkpoints.auto_classes import register_family as register_family
 from .checkpoints.export import export_stock as export_stock
@@ -35,7 +36,12 @@ from .forms import (
 )
 from .loading import from_pretrained as from_pretrained
 from .lora import load_adapter as load_adapter, lora_config as lora_config
-from .modules import PositionEmbedding as PositionEmbedding, Rotation as Rotation, ScoreModule as ScoreModule
+from .modules import (
+    PositionEmbedding as PositionEmbedding,
+    QueryModule as QueryModule,
+    Rotation as Rotation,
+    ScoreModule as ScoreModule,
+)
 from .parallel import (
     context_group as context_group,
     context_parallel as context_parallel,
@@ -45,6 +51,7 @@ from .registry import available_schemes as available_schemes, register_scheme as
 from .schemes.base import (
     Dims as Dims,
     EmbeddingScheme as EmbeddingScheme,
+    QueryScheme as QueryScheme,
     RotaryScheme as RotaryScheme,
     Scheme as Scheme,
     ScoreScheme as ScoreScheme,

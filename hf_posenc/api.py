@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .checkpoints.building import classes_of_ours
 from .checkpoints.scheme_entry import CALIBRATION, make_entry
+from .dims import REST
 from .errors import UnsupportedModelError
 from .live.obstacles import models_around
 from .live.patch_record import PATCH, Patch, patch_of, patched_part
@@ -28,21 +30,35 @@ from .schemes.base import Scheme
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def parse_schemes(scheme: str | Scheme | Sequence[Scheme], hyperparameters: dict[str, object]) -> tuple[Scheme, ...]:
-    """Return the schemes from a name with hyper-parameters, an instance, or a list of instances.
+OneScheme = str | Scheme
+"""A scheme: its registered name, or an instance."""
+
+Schemes = OneScheme | Sequence[OneScheme] | Mapping[Any, OneScheme | Sequence[OneScheme]]
+"""One scheme, a list of schemes, or a mapping of layers to schemes."""
+
+DEFAULT = "_default"
+"""Key of a mapping of layers to schemes: the layers that no other key names."""
+
+
+def parse_schemes(scheme: Schemes, hyperparameters: dict[str, object]) -> tuple[Scheme, ...]:
+    """Return the schemes from a name with hyper-parameters, an instance, a list of both, or a mapping.
+
+    Args:
+        scheme: see `patch_model`.
+        hyperparameters: hyper-parameters, which may go with a single name.
 
     Raises:
         UnknownSchemeError: if a name or a class is not registered; the message lists the registered names.
-        TypeError: for unknown hyper-parameters, or for hyper-parameters together with an instance.
+        TypeError: for unknown hyper-parameters, or for hyper-parameters without a single name.
         ValueError: for values out of range.
     """
     if isinstance(scheme, str):
         return (scheme_class(scheme).parse(hyperparameters),)
-    schemes = [scheme] if isinstance(scheme, Scheme) else list(scheme) if isinstance(scheme, (list, tuple)) else []
-    if not schemes or not all(isinstance(each, Scheme) for each in schemes):
+    schemes = _by_layers(scheme) if isinstance(scheme, Mapping) else _instances(scheme)
+    if not schemes:
         raise TypeError(
-            f"scheme must be one of the names {', '.join(available_schemes())}, a Scheme, or a list of Schemes for "
-            f"different layers, not {scheme!r}"
+            f"scheme must be one of the names {', '.join(available_schemes())}, a Scheme, a list of names or Schemes, "
+            f"or a mapping of layers to them, not {scheme!r}"
         )
     for each in schemes:
         check_registered(type(each))
@@ -52,9 +68,36 @@ def parse_schemes(scheme: str | Scheme | Sequence[Scheme], hyperparameters: dict
     return tuple(schemes)
 
 
+def _instances(scheme: object) -> list[Scheme]:
+    """Return the schemes of a name, an instance or a list of both; an empty list for anything else."""
+    listed: list[Any] = list(scheme) if isinstance(scheme, (list, tuple)) else [scheme]
+    if not all(isinstance(each, (str, Scheme)) for each in listed):
+        return []
+    return [scheme_class(each).parse({}) if isinstance(each, str) else each for each in listed]
+
+
+def _by_layers(mapping: Mapping[Any, object]) -> list[Scheme]:
+    """Return the schemes of a mapping of layers to schemes; an empty list if a value is no scheme.
+
+    Raises:
+        TypeError: if a scheme names layers itself.
+    """
+    schemes = []
+    for key, value in mapping.items():
+        listed = _instances(value)
+        if not listed:
+            return []
+        layers = REST if key == DEFAULT else (key,) if isinstance(key, int) else key
+        for each in listed:
+            if each.layers is not None:
+                raise TypeError(f"{each.name} names layers itself, and is the value of {key!r}: name them in one place")
+            schemes.append(replace(each, layers=layers))
+    return schemes
+
+
 def patch_model(
     model: Model,
-    scheme: str | Scheme | Sequence[Scheme],
+    scheme: Schemes,
     *,
     attention: str = "auto",
     seed: int | None = None,
@@ -68,9 +111,11 @@ def patch_model(
     Args:
         model: a stock transformers model of a supported family, with or without a head. In a multimodal model,
             `patch_model` patches the language model.
-        scheme: a name (`available_schemes()`), a `Scheme` instance, or a list of instances for different layers.
-            Layers that no scheme names keep the base's positions: its rotation, or the vectors of its table in the
-            hidden states.
+        scheme: a name (`available_schemes()`), a `Scheme` instance, or a list of both. In a layer one scheme may
+            replace the positions, and others may join it (`temperature`). A mapping gives schemes by layers, as in
+            `{"3::4": "nope", "_default": ["rope", "temperature"]}`: a key is a value of `layers`, or `_default` for the
+            layers that no other key names. Layers whose positions no scheme replaces keep the base's positions: its
+            rotation, or the vectors of its table in the hidden states.
         attention: engine for schemes that change attention scores: `auto`, or one of
             `hf_posenc.engines.dispatch.NAMES`. A named engine computes every call or refuses it.
         seed: seed of new parameters that start at random; None draws from torch's generator.
@@ -154,7 +199,7 @@ def unpatch_model(model: Model) -> Model:
 
 
 @contextmanager
-def patched(model: Model, scheme: str | Scheme | Sequence[Scheme], **arguments: Any) -> Iterator[Model]:
+def patched(model: Model, scheme: Schemes, **arguments: Any) -> Iterator[Model]:
     """Patch a model for the length of a `with` block, also when the body raises.
 
     At the end the model is stock, even if the body has unpatched it or patched it with another scheme. If unpatching

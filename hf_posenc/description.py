@@ -97,7 +97,7 @@ def describe(model: PreTrainedModel) -> Description:
     if patch is None:
         return Description(name, family, inside, (), (), own_attention, None, 0, 0)
     parameters = position_parameters(model).values()
-    selections = [scheme.layers for scheme in patch.schemes]
+    selections = [scheme.layers for scheme in patch.schemes if not scheme.acts_on.joins()]
     taken = {layer for layers in selections if layers is not None for layer in layers}
     kept = () if None in selections else tuple(layer for layer in range(len(patch.layers)) if layer not in taken)
     return Description(

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Layers = tuple[int, ...] | str | None
-"""Layers of a scheme: indices, a slice as text (`"3::4"`), a layer type of the config, or None for all layers."""
+"""Layers of a scheme: indices, a slice as text (`"3::4"`), a layer type of the config, `rest`, or None for all."""
+
+REST = "rest"
+"""`layers` of a scheme that goes into the layers that no other scheme names."""
 
 
 @dataclass(frozen=True)

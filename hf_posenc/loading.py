@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .api import parse_schemes, patch_model
+from .api import Schemes, parse_schemes, patch_model
 from .checkpoints.building import saved_class
 from .checkpoints.inspecting import read_config
 from .checkpoints.stock_checkpoints import stock_loader
@@ -18,7 +17,6 @@ from .errors import CheckpointError
 from .live.attend import choose_engine
 from .live.devices import dispatch, take_dispatch_options
 from .registry import scheme_class
-from .schemes.base import Scheme
 from .upstream.attention import check_engine
 
 logger = logging.get_logger(f"transformers.{__name__}")  # a child of transformers' logger, which sets its verbosity
@@ -32,7 +30,7 @@ UNCALIBRATED = (
 def from_pretrained(
     name_or_path: str | os.PathLike[str],
     *,
-    scheme: str | Scheme | Sequence[Scheme] | None = None,
+    scheme: Schemes | None = None,
     attention: str = "auto",
     seed: int | None = None,
     **kwargs: Any,

@@ -84,6 +84,28 @@ class ScoreModule(PositionModule):
         return weights @ call.value
 
 
+class QueryModule(PositionModule):
+    """Changes the queries of an attention call before the scores are computed."""
+
+    def forward(self, call: Call) -> Call:
+        """Return the call with other queries.
+
+        Args:
+            call: the attention call. Its queries are rotated where the layer rotates.
+        """
+        raise NotImplementedError(type(self).__name__)
+
+
+class Additions(nn.Module):
+    """The child `posenc_additions` of an attention module: modules that change its calls, in the caller's order."""
+
+    def forward(self, call: Call) -> Call:
+        """Return the call that the attention shall compute."""
+        for addition in self.children():
+            call = addition(call)
+        return call
+
+
 class WithoutPositions(ScoreModule):
     """Attention without a scheme on its scores: only the mask tells positions."""
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from .dims import Dims, Layers
 from .errors import UnsupportedModelError
-from .modules import PositionEmbedding, Reference
+from .modules import PositionEmbedding, Reference, Shared
 
 RopeParameters = dict[str, Any]
 """transformers' `rope_parameters`."""
@@ -77,6 +77,10 @@ class Base(Carrier, Protocol):
     def keeps_table(self) -> bool:
         """Whether the base's own table adds positions at the input, and stays in place."""
 
+    @property
+    def length(self) -> int | None:
+        """The length in tokens that the base was trained at, or None if the config does not say it."""
+
     def layers_of(self, scheme: Any) -> tuple[int, ...]:
         """Return the indices of a scheme's layers; all layers in which it can act if it names none."""
 
@@ -114,6 +118,9 @@ class Site(Protocol):
     def on_attention(self, layer: int, module: nn.Module) -> None:
         """Put a module on the attention of a layer. The attention then computes its scores with it."""
 
+    def on_queries(self, layer: int, name: str, module: nn.Module) -> None:
+        """Put a module on the queries of a layer, beside what else the layer has."""
+
     def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
         """Add the vectors that a module makes to the hidden states that enter a layer."""
 
@@ -146,6 +153,10 @@ class Placement:
     def possible_layers(self, base: Base) -> tuple[int, ...]:
         """Return the indices of the layers in which the schemes can act: those with attention."""
         return tuple(base.sizes)
+
+    def joins(self) -> bool:
+        """Return whether the schemes add to the positions of their layers, and do not replace them."""
+        return False
 
     def fit(self, scheme: Any, base: Base) -> Any:
         """Return the scheme with missing hyper-parameters from the base's config; do not change the model.
@@ -347,6 +358,58 @@ class OnHidden(Placement):
         return None if self.every_layer else StockForm((False,) * base.num_layers, table=True)
 
 
+class OnQueries(Placement):
+    """A module on each attention changes the queries. Other schemes, or the base, give the layer its positions."""
+
+    words = "on queries"
+
+    def __init__(self, *, by_position: bool) -> None:
+        """Say what the change depends on.
+
+        Args:
+            by_position: whether the change depends on the position of the query.
+        """
+        self.by_position = by_position
+
+    def joins(self) -> bool:
+        """Return True: the layer keeps its positions."""
+        return True
+
+    def fit(self, scheme: Any, base: Base) -> Any:
+        """Fill in the length of the base, and check that the scheme fits the sizes, see `Placement.fit`."""
+        sizes = [base.sizes[layer] for layer in base.layers_of(scheme)]
+        for dims in dict.fromkeys(sizes):
+            scheme.check(dims)
+        if scheme.share_layers and len({dims.num_heads for dims in sizes}) > 1:
+            raise UnsupportedModelError(
+                f"{scheme.name}: the layers of {base.name} have different numbers of heads, so they cannot share "
+                "parameters: take share_layers=False, or name layers of one size"
+            )
+        return scheme.with_length(base.length)
+
+    def silence(self, site: Site) -> None:
+        """Do nothing: the layer keeps its positions."""
+
+    def put(self, scheme: Any, site: Site) -> None:
+        """Put a module on each attention, or one module that the layers share."""
+        owner = site.share(scheme.build(site.dims)) if scheme.share_layers else None
+        for layer in site.layers:
+            module = scheme.build(site.dims_of(layer)) if owner is None else Shared(owner)
+            site.on_queries(layer, scheme.name, module)
+
+    def dropped_by_stock_attention(self, scheme: Placed) -> str | None:
+        """Return the scheme's name: stock attention would drop the whole scheme."""
+        return scheme.name
+
+    def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
+        """Return whether the change depends on the position."""
+        return self.by_position
+
+    def answers(self, layer: int, base: Base) -> bool:
+        """Return whether the change depends on the position."""
+        return self.by_position
+
+
 class OnRotary(Placement):
     """Queries and keys are rotated before their product is taken."""
 
@@ -392,4 +455,16 @@ class OnRotary(Placement):
         return form if base.turns_like_stock(scheme) else None
 
 
-__all__ = ["Base", "Carrier", "Layers", "Nowhere", "OnHidden", "OnRotary", "OnScores", "Placement", "Site", "StockForm"]
+__all__ = [
+    "Base",
+    "Carrier",
+    "Layers",
+    "Nowhere",
+    "OnHidden",
+    "OnQueries",
+    "OnRotary",
+    "OnScores",
+    "Placement",
+    "Site",
+    "StockForm",
+]

@@ -103,10 +103,12 @@ def _require_valid_name(cls: type[Scheme]) -> str:
             "buffer of each layer is named after it"
         )
     frozen = getattr(cls.__dict__.get("__dataclass_params__"), "frozen", False)
-    if not frozen or any(not field.kw_only or _has_no_default(field) for field in fields(cls)):
+    positional = sum(not field.kw_only for field in fields(cls)) if frozen else 0
+    if not frozen or positional > 1 or any(_has_no_default(field) for field in fields(cls)):
         raise TypeError(
-            f"{_location(cls)} must be a frozen dataclass whose fields are keyword-only and have defaults, since they "
-            "are what a checkpoint holds: put @register_scheme above @dataclass(frozen=True, kw_only=True)"
+            f"{_location(cls)} must be a frozen dataclass whose fields have defaults and are keyword-only (but for "
+            "one), since they are what a checkpoint holds: put @register_scheme above "
+            "@dataclass(frozen=True, kw_only=True)"
         )
     return name
 

@@ -22,8 +22,9 @@ from .live.obstacles import check_in_place, check_unwrapped
 from .live.patch_record import Patch, patch_of, without_adapter
 from .live.undo import Keep, SetAttribute, SetModule, Undo
 from .live.watch import LayerCall, first, recorded
-from .modules import PositionEmbedding, PositionModule, WithoutPositions
+from .modules import Additions, PositionEmbedding, PositionModule, WithoutPositions
 from .patching.hooks import require_attention
+from .schemes.base import Scheme
 from .upstream import NAME
 from .upstream.position_channel import as_channel
 from .upstream.replaced_attention import named, stock_output
@@ -32,7 +33,7 @@ from .upstream.rotary import IdentityRotary
 NOTICES = 1e-7
 """Relative change above which a layer responds. A layer that ignores positions repeats its arithmetic: change 0."""
 
-SPANS = (2**8, 2**12, 2**16)
+SPANS = (2**8, 2**12, 2**16, 2**20)
 """Numbers of positions over which to spread the tokens, in this order, while a layer ignores closer positions."""
 
 
@@ -168,6 +169,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
         *_problems_of_layers(layers),
         *_problems_of_input(input_must_respond, current.input, trial.input),
         *_problems_of_rotation(patch, base),
+        *_problems_of_additions(patch, base),
     ]
     return Report(patch.name, layers, current.input, current.model, order_response, tuple(problems))
 
@@ -274,7 +276,10 @@ def _problems_of_input(input_must_respond: bool, current: float, trial: float) -
 
 def _problems_of_rotation(patch: Patch, base: BaseModel) -> Iterator[str]:
     """Yield the problems of the rotation of queries and keys."""
-    silenced = all(scheme.layers is None and not scheme.acts_on.rotations(scheme) for scheme in patch.schemes)
+    replacing = _replacing(patch)
+    silenced = bool(replacing) and all(
+        scheme.layers is None and not scheme.acts_on.rotations(scheme) for scheme in replacing
+    )
     if silenced and base.found.rotary is not None and not isinstance(base.found.rotary, IdentityRotary):
         yield "queries and keys are rotated: the base's own rotary embedding is still there"
     for scheme in patch.schemes:
@@ -282,19 +287,34 @@ def _problems_of_rotation(patch: Patch, base: BaseModel) -> Iterator[str]:
             yield f"layer {layer}: another rotation than that of {scheme.name} turns queries and keys"
 
 
+def _replacing(patch: Patch) -> list[Scheme]:
+    """Return the schemes that replace the positions of their layers."""
+    return [scheme for scheme in patch.schemes if not scheme.acts_on.joins()]
+
+
+def _problems_of_additions(patch: Patch, base: BaseModel) -> Iterator[str]:
+    """Yield the layers that lack what a scheme adds to their positions."""
+    for scheme in patch.schemes:
+        for layer in base.layers_of(scheme) if scheme.acts_on.joins() else ():
+            additions = base.found.attention_of[layer]._modules.get("posenc_additions")
+            if additions is None or not hasattr(additions, scheme.name):
+                yield f"layer {layer}: the module of {scheme.name} is missing"
+
+
 def _expected_responses(patch: Patch, base: BaseModel) -> list[bool]:
     """Return whether each layer must respond to its positions."""
     stock_responds = base.family.always_replaced and base.own_scheme(tuple(base.sizes)) is not None
     expected = [stock_responds or rotated for rotated in base.rotated]  # of layers without a scheme
-    for scheme in patch.schemes:
+    for scheme in sorted(patch.schemes, key=lambda scheme: scheme.acts_on.joins()):
         for layer in base.layers_of(scheme):
-            expected[layer] = scheme.acts_on.answers(layer, base)
+            kept = expected[layer] and scheme.acts_on.joins()
+            expected[layer] = kept or scheme.acts_on.answers(layer, base)
     return expected
 
 
 def _expects_response_at_input(patch: Patch, base: BaseModel) -> bool:
     """Return whether the hidden states that enter the first layer must respond to positions."""
-    keeps_table = all(scheme.layers is not None for scheme in patch.schemes)
+    keeps_table = all(scheme.layers is not None for scheme in _replacing(patch))
     table = base.found.position_table
     # PEFT may have put a wrapper around a table of this package.
     if keeps_table and table is not None and not any(isinstance(part, PositionEmbedding) for part in table.modules()):
@@ -382,6 +402,8 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
         undo = Undo()
         try:
             undo.make(SetModule(attention, "posenc", WithoutPositions()))
+            if "posenc_additions" in attention._modules:
+                undo.make(SetModule(attention, "posenc_additions", Additions()))
             # The eager attention has only the base's own window, and only the rotation that the layer hands over.
             window = family.attention and family.attention.window(attention)
             undo.make(Keep(attention, on_attention, {"engine": "reference", "window": window, "rotation": None}))

@@ -92,6 +92,11 @@ class _OneLayerModel:
         self.modules: list[nn.Module] = []
         self.holder = nn.Module()
 
+    @property
+    def length(self) -> int:
+        """Length that the base was trained at."""
+        return self.trained_length
+
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
         """Return the only layer."""
         return self.layers
@@ -127,6 +132,10 @@ class _OneLayerModel:
 
     def on_attention(self, layer: int, module: nn.Module) -> None:
         """Collect the module of the attention."""
+        self.modules.append(module)
+
+    def on_queries(self, layer: int, name: str, module: nn.Module) -> None:
+        """Collect the module of the queries."""
         self.modules.append(module)
 
     def before_layer(self, layer: int, module: nn.Module | Reference) -> None:

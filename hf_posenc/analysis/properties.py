@@ -216,7 +216,7 @@ class _Subject:
 def _scheme_subject(wanted: Scheme, *, dims: Dims, trained_length: int, seed: int) -> _Subject:
     """Return the subject of an untrained scheme."""
     resolved, module = probe.build(wanted, dims=dims, trained_length=trained_length, seed=seed)
-    if module is None:
+    if module is None or resolved.acts_on.joins():  # a joining scheme gives a layer no positions
         return _Subject(resolved.name, None, True)
     name, limit = resolved.name, resolved.limit
     if isinstance(module, PositionEmbedding):

@@ -34,7 +34,11 @@ class AttendThroughUs:
             if base.family.names.attention_heads is not None:
                 undo.make(Keep(attention, on_attention, {"heads": base.sizes[layer].num_heads}))
             if "posenc" not in attention._modules:
-                needs_engine = on_attention(attention).window is not None or base.family.always_replaced
+                needs_engine = (
+                    on_attention(attention).window is not None
+                    or base.family.always_replaced
+                    or "posenc_additions" in attention._modules
+                )
                 undo.make(
                     SetModule(attention, "posenc", WithoutPositions()),
                     Keep(attention, on_attention, {"engine": self.engine if needs_engine else "auto"}),
@@ -67,5 +71,6 @@ def choose_engine(model: PreTrainedModel, attention: str) -> None:
     for module in model.modules():
         state = getattr(module, STATE, None)
         if isinstance(state, OnAttention) and "posenc" in module._modules:
-            if is_replaced or state.window is not None or not isinstance(module.posenc, WithoutPositions):
+            has_scheme = not isinstance(module.posenc, WithoutPositions) or "posenc_additions" in module._modules
+            if is_replaced or state.window is not None or has_scheme:
                 use_engine(module, attention)

@@ -134,6 +134,18 @@ class BaseModel:
         return bool(keys) and bool(self.config.rope_parameters.get(keys[0]))
 
     @property
+    def scaled_by_position(self) -> tuple[int, ...]:
+        """Indices of the layers whose queries the base multiplies by a factor that grows with the position."""
+        if self.has_temperature:
+            return tuple(self.sizes)
+        switches = self.family.rotation.attention_temperature
+        return tuple(  # such a switch acts in unrotated layers only
+            index
+            for index, attention in self.found.attention_of.items()
+            if not self.rotated[index] and any(getattr(attention, name) for name in switches)
+        )
+
+    @property
     def hides_attention(self) -> bool:
         """Whether queries and keys cannot be recorded, because the stock model bypasses the attention interface."""
         return self.family.always_replaced and patch_of(self.model) is None

@@ -17,7 +17,7 @@ from ..layer_state import STATE, on_attention, on_decoder, on_layer
 from ..live.attend import AttendThroughUs
 from ..live.layer_config import LayerConfig
 from ..live.undo import AddBuffer, AddPreHook, Change, Keep, SetAttribute, SetClass, SetModule
-from ..modules import PositionEmbedding, PositionModule, Reference, Shared
+from ..modules import Additions, PositionEmbedding, PositionModule, Reference, Shared
 from ..placement import RopeParameters
 from ..schemes.base import RotaryScheme, Scheme
 from ..upstream.replaced_attention import replaced_class
@@ -81,11 +81,13 @@ class Changes:
         plan: the plan of the whole model, with resolved schemes.
         pending: the changes, in the order in which they have to be made.
         position_modules: new module with position parameters -> the module of the model that it goes into.
+        additions: layer index -> the new modules on the queries of its attention.
     """
 
     plan: Plan
     pending: list[Change] = field(default_factory=list)
     position_modules: dict[PositionModule, nn.Module] = field(default_factory=dict)
+    additions: dict[int, Additions] = field(default_factory=dict)
 
     def add(self, *changes: Change) -> None:
         """Append changes to the list."""
@@ -94,6 +96,10 @@ class Changes:
     def put(self, owner: nn.Module, name: str, module: nn.Module) -> None:
         """Set or replace a sub-module, and list the position modules inside it."""
         self.add(SetModule(owner, name, module))
+        self.list_positions(module, owner)
+
+    def list_positions(self, module: nn.Module, owner: nn.Module) -> None:
+        """List the position modules inside a module that goes into `owner`."""
         for inner in module.modules():
             if isinstance(inner, PositionModule):
                 self.position_modules.setdefault(inner, owner)
@@ -193,6 +199,17 @@ class ModelSite:
         self.changes.add(Keep(attention, on_attention, {"engine": self.plan.attention}))
         self.attention_attribute = "posenc"
 
+    def on_queries(self, layer: int, name: str, module: nn.Module) -> None:
+        """Put a module on the queries of a layer's attention, beside what else the layer has."""
+        attention = self.base.found.attention_of[layer]
+        if layer not in self.changes.additions:
+            self.changes.additions[layer] = Additions()
+            self.changes.put(attention, "posenc_additions", self.changes.additions[layer])
+            self.changes.add(Keep(attention, on_attention, {"engine": self.plan.attention}))
+        self.changes.additions[layer].add_module(name, module)
+        self.changes.list_positions(module, attention)
+        self.attention_attribute = "posenc_additions"
+
     def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
         """Add a module's vectors to the hidden states that enter a layer."""
         decoder_layer = self.base.found.layers[layer]
@@ -285,7 +302,8 @@ class ModelSite:
     @property
     def carried(self) -> Carried:
         """The attributes that each layer of the site must have from now on."""
-        return Carried(self.marker, self.attention_attribute, self.on_layers)
+        attributes = () if self.attention_attribute is None else (self.attention_attribute,)
+        return Carried((self.marker,), attributes, self.on_layers)
 
 
 def _is_by_layer_type(parameters: RopeParameters | None) -> bool:
@@ -415,16 +433,20 @@ def _mark_layers(changes: Changes, sites: list[ModelSite]) -> None:
     """Register the buffer that names the scheme on every layer, and hooks that check layers and positions."""
     plan = changes.plan
     found, family = plan.base.found, plan.base.family
-    of_sites = {layer: site.carried for site in sites for layer in site.layers}
+    replaced = {layer for site in sites if not site.scheme.acts_on.joins() for layer in site.layers}
     carried = []
     for index, layer in enumerate(found.layers):
-        share = of_sites.get(index, Carried(BASE_MARKER))
+        share = Carried(() if index in replaced else (BASE_MARKER,))
+        for site in sites:
+            if index in site.layers:
+                share = share.with_parts(site.carried)
         if index not in found.attention_of:
-            share = replace(share, on_attention=None)
+            share = replace(share, on_attention=())
         carried.append(share)
-        marker = torch.zeros(1, dtype=torch.uint8, device=next(layer.parameters()).device)
-        changes.add(AddBuffer(layer, share.marker, marker), AddPreHook(layer, enter_layer))
-    are_alike = len(sites) == 1 and len(sites[0].layers) == len(carried) == len(found.attention_of)
+        device = next(layer.parameters()).device
+        markers = [AddBuffer(layer, name, torch.zeros(1, dtype=torch.uint8, device=device)) for name in share.markers]
+        changes.add(*markers, AddPreHook(layer, enter_layer))
+    are_alike = set(carried) == {carried[0]} and len(carried) == len(found.attention_of)
     if plan.needs_one_coordinate:
         changes.add(AddPreHook(found.decoder, require_one_coordinate))
     elif family.drops_position_ids:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import SupportsIndex
 
+from ..dims import REST, Layers
 from ..errors import UnsupportedModelError
 from ..live.base_model import BaseModel
 from ..positions import NO_WINDOW
@@ -22,13 +23,14 @@ def choose_layers(schemes: Sequence[Scheme], base: BaseModel) -> tuple[Scheme, .
         ValueError: if a layer does not exist, two schemes name one layer, or a window changes nothing.
     """
     layer_types = getattr(base.config, "layer_types", None)
-    chosen = tuple(
-        replace(
-            scheme,
-            layers=_select_layers(scheme.name, scheme.layers, base.num_layers, layer_types),
-            window=_parse_window(scheme),
-        )
+    selected = [
+        REST if _is_rest(scheme.layers) else _select_layers(scheme.name, scheme.layers, base.num_layers, layer_types)
         for scheme in schemes
+    ]
+    rest = _find_rest(schemes, selected, base)
+    chosen = tuple(
+        replace(scheme, layers=rest if _is_rest(layers) else layers, window=_parse_window(scheme))
+        for scheme, layers in zip(schemes, selected, strict=True)
     )
     _check_layers(chosen, base)
     for scheme in chosen:
@@ -36,14 +38,44 @@ def choose_layers(schemes: Sequence[Scheme], base: BaseModel) -> tuple[Scheme, .
     return chosen
 
 
+def _is_rest(layers: object) -> bool:
+    """Return whether `layers` is `rest`; arrays do not compare with text."""
+    return isinstance(layers, str) and layers == REST
+
+
+def _find_rest(schemes: Sequence[Scheme], selected: Sequence[Layers], base: BaseModel) -> tuple[int, ...] | None:
+    """Return the layers that no scheme names: the layers of schemes with `layers="rest"`. None means all layers.
+
+    Args:
+        schemes: the schemes.
+        selected: the layers of each scheme: indices, None for all, or `rest`.
+        base: the model.
+
+    Raises:
+        ValueError: if a scheme asks for the rest, and there is none.
+    """
+    asking = [scheme for scheme, layers in zip(schemes, selected, strict=True) if _is_rest(layers)]
+    if not asking:
+        return None
+    taken: set[int] = set()
+    for scheme, layers in zip(schemes, selected, strict=True):
+        if not scheme.acts_on.joins() and not _is_rest(layers):
+            taken.update(range(base.num_layers) if layers is None else map(int, layers))
+    possible = asking[0].acts_on.possible_layers(base)
+    rest = tuple(layer for layer in possible if layer not in taken)
+    if not rest:
+        raise ValueError(f"{asking[0].name}: layers='rest' selects no layer: other schemes name them all")
+    return None if len(rest) == len(possible) else rest
+
+
 def _check_layers(schemes: Sequence[Scheme], base: BaseModel) -> None:
     """Check that each scheme can act in its layers.
 
     Raises:
         UnsupportedModelError: if a scheme cannot act in a layer.
-        ValueError: if two schemes name one layer.
+        ValueError: if two schemes replace the positions of one layer, or a layer gets one addition twice.
     """
-    scheme_in: dict[int, Scheme] = {}
+    scheme_in: dict[tuple[int, str | None], Scheme] = {}
     for scheme in schemes:
         possible = scheme.acts_on.possible_layers(base)
         for layer in base.layers_of(scheme):
@@ -52,10 +84,11 @@ def _check_layers(schemes: Sequence[Scheme], base: BaseModel) -> None:
                     f"{scheme.name}: layer {layer} of {base.name} has no attention, so it has no positions: "
                     f"name layers among {', '.join(map(str, possible))}"
                 )
-            if (other := scheme_in.setdefault(layer, scheme)) is not scheme:
+            place = (layer, scheme.name if scheme.acts_on.joins() else None)
+            if (other := scheme_in.setdefault(place, scheme)) is not scheme:
                 raise ValueError(
                     f"{other.name} and {scheme.name} both name layer {layer}: give each of them layers of its own, as "
-                    "in [Alibi(layers='0::2'), Nope(layers='1::2')]"
+                    "in [Alibi(layers='0::2'), Nope(layers='rest')]"
                 )
 
 
@@ -138,7 +171,7 @@ def _parse_text(name: str, layers: str, count: int, layer_types: Sequence[str]) 
     choices = f"{', '.join(types)}, or " if types else ""
     raise ValueError(
         f"{name}: layers={layers!r} is neither a layer type of this model nor a slice: give {choices}a "
-        "slice like '3::4', or a list of indices"
+        "slice like '3::4', 'rest' for the layers that no other scheme names, or a list of indices"
     )
 
 

@@ -32,14 +32,20 @@ class Carried:
     """The parts of a scheme that one layer must have.
 
     Attributes:
-        marker: name of the layer's marker buffer.
-        on_attention: name of an attribute that the layer's attention must have, or None.
+        markers: names of the layer's marker buffers.
+        on_attention: names of attributes that the layer's attention must have.
         on_layer: whether the layer must own a module of position vectors.
     """
 
-    marker: str
-    on_attention: str | None = None
+    markers: tuple[str, ...]
+    on_attention: tuple[str, ...] = ()
     on_layer: bool = False
+
+    def with_parts(self, other: Carried) -> Carried:
+        """Return the parts of both."""
+        return Carried(
+            self.markers + other.markers, self.on_attention + other.on_attention, self.on_layer or other.on_layer
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class PatchedLayers:
             return f"{name} has {len(layers)} layers now, and had {len(self.carried)} when it was patched: {REMEDY}"
         for index, layer in enumerate(layers):
             carried = self.carried[0 if are_alike else index]
-            if not hasattr(layer, carried.marker) or not self._has_on_attention(layer, carried.on_attention):
+            marked = all(hasattr(layer, marker) for marker in carried.markers)
+            if not marked or not self._has_on_attention(layer, carried.on_attention):
                 if not are_alike:
                     return f"layer {index} of {name} does not carry what patching put into layer {index}: {REMEDY}"
                 return (
@@ -85,14 +92,14 @@ class PatchedLayers:
                 )
         return None
 
-    def _has_on_attention(self, layer: Any, attribute: str | None) -> bool:
-        """Return whether a layer's attention has an attribute. True for None."""
-        if attribute is None:
+    def _has_on_attention(self, layer: Any, attributes: tuple[str, ...]) -> bool:
+        """Return whether a layer's attention has all of these attributes."""
+        if not attributes:
             return True
         module = layer
         for name in self.attention.split("."):
             module = getattr(module, name, None)
-        return hasattr(module, attribute)
+        return all(hasattr(module, attribute) for attribute in attributes)
 
 
 def require_patched_layers(decoder: nn.Module, args: Args, kwargs: Kwargs) -> None:

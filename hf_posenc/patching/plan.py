@@ -42,9 +42,14 @@ class Plan:
         return self.base.layers_of(scheme)
 
     @property
+    def replacing(self) -> tuple[Scheme, ...]:
+        """The schemes that replace the positions of their layers."""
+        return tuple(scheme for scheme in self.schemes if not scheme.acts_on.joins())
+
+    @property
     def base_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with attention that no scheme names. They keep the base's positions."""
-        named = {layer for scheme in self.schemes for layer in self.layers_of(scheme)}
+        """Indices of the layers with attention whose positions no scheme replaces. They keep the base's positions."""
+        named = {layer for scheme in self.replacing for layer in self.layers_of(scheme)}
         return tuple(layer for layer in self.base.sizes if layer not in named)
 
     @property
@@ -127,10 +132,12 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     base = BaseModel.of(model)
     chosen = choose_layers(schemes, base)
     check_engine(attention)
-    named = {layer for scheme in chosen for layer in base.layers_of(scheme)}
+    named = {layer for scheme in chosen if not scheme.acts_on.joins() for layer in base.layers_of(scheme)}
     base = replace(base, keeps_table=base.has_table and len(named) < base.num_layers)
     plan = Plan(base, tuple(scheme.acts_on.fit(scheme, base) for scheme in chosen), attention)
     _check_lenders(plan)
+    _check_factors(plan)
+    _check_reach(plan)
     for scheme in plan.schemes:
         if needs_own_attention(base.family, [scheme]):
             base.require_own_attention(scheme.name + ("" if scheme.window is None else " with a window"))
@@ -153,6 +160,30 @@ def _check_lenders(plan: Plan) -> None:
             raise UnsupportedModelError(
                 f"layer {layer} of {plan.base.name} takes its keys from layer {lender}, which would be rotated "
                 f"differently from its queries: name layers {lender} and {layer} together"
+            )
+
+
+def _check_factors(plan: Plan) -> None:
+    """Raise UnsupportedModelError if a scheme joins a factor of the base that depends on the position, too."""
+    scaled = set(plan.base.scaled_by_position)
+    for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True):
+        if not rotates and not scheme.acts_on.joins():
+            scaled -= set(plan.layers_of(scheme))  # the scheme silences the factor
+    for scheme in plan.schemes:
+        if scheme.acts_on.joins() and (both := sorted(scaled.intersection(plan.layers_of(scheme)))):
+            raise UnsupportedModelError(
+                f"{scheme.name}: {plan.base.name} itself multiplies the queries of layer {', '.join(map(str, both))} "
+                "by a factor that grows with the position, and both factors would act: name other layers"
+            )
+
+
+def _check_reach(plan: Plan) -> None:
+    """Raise ValueError if a scheme would only act beyond the last position."""
+    for scheme in plan.schemes:
+        if plan.limit is not None and scheme.acts_from > plan.limit:
+            raise ValueError(
+                f"{scheme.name} would change nothing: it acts from {scheme.acts_from} tokens on, and the model has "
+                f"{plan.limit} positions. Give a smaller length, or a scheme without a limit beside it"
             )
 
 

@@ -16,8 +16,8 @@ from transformers import initialization as init
 
 from ..did_you_mean import did_you_mean
 from ..dims import Dims, Layers
-from ..modules import Native, PositionEmbedding, PositionModule, Reference, Rotation, ScoreModule, Shared
-from ..placement import OnHidden, OnRotary, OnScores, Placement, RopeParameters
+from ..modules import Native, PositionEmbedding, PositionModule, QueryModule, Reference, Rotation, ScoreModule, Shared
+from ..placement import OnHidden, OnQueries, OnRotary, OnScores, Placement, RopeParameters
 
 EVERY_SCHEME = ("layers", "window")
 """The hyper-parameters that every scheme has."""
@@ -29,8 +29,8 @@ class Scheme:
 
     Attributes:
         layers: the decoder layers of the scheme: a list of indices, a slice as text (`"3::4"`: every fourth layer,
-            beginning with the fourth), a layer type of the config (`"full_attention"`), or None for every layer. All
-            other layers keep the base's positions.
+            beginning with the fourth), a layer type of the config (`"full_attention"`), `"rest"` for the layers that no
+            other scheme names, or None for every layer. All other layers keep the base's positions.
         window: sliding window of its layers in tokens: a query sees its own token and the `window - 1` tokens before.
             None leaves the base's window.
     """
@@ -63,6 +63,11 @@ class Scheme:
     def limit(self) -> int | None:
         """Number of positions that exist, or None if there is no limit."""
         return None
+
+    @property
+    def acts_from(self) -> int:
+        """Number of tokens in the shortest context that the fitted scheme changes."""
+        return 0
 
     def resolve(self, native: Native, dims: Dims) -> Scheme:
         """Return the scheme with every choice made that depends on the base model; ValueError if one cannot be made."""
@@ -143,6 +148,30 @@ class ScoreScheme(Scheme):
     def attach_shared(self, module: ScoreModule, shared: Reference) -> nn.Module:
         """Return the module to put on an attention, from the layer's module and a reference to the shared module."""
         return Shared(shared)
+
+
+class QueryScheme(Scheme):
+    """A scheme that changes queries, and joins the scheme or the base's positions that its layers have."""
+
+    @property
+    def acts_on(self) -> Placement:
+        return OnQueries(by_position=True)
+
+    @property
+    def share_layers(self) -> bool:
+        """Whether one module serves all layers of the scheme. In most schemes a field overrides this."""
+        return False
+
+    def check(self, dims: Dims) -> None:
+        """Raise ValueError if the hyper-parameters do not fit these sizes."""
+
+    def with_length(self, length: int | None) -> QueryScheme:
+        """Return the scheme with what depends on the length in tokens at which the base was trained."""
+        return self
+
+    def build(self, dims: Dims) -> QueryModule:
+        """Return the module of one attention layer. `reset_parameters` initialises its parameters."""
+        raise NotImplementedError(type(self).__name__)
 
 
 class EmbeddingScheme(Scheme):
@@ -234,6 +263,7 @@ __all__ = [
     "EVERY_SCHEME",
     "PROPORTIONAL",
     "EmbeddingScheme",
+    "QueryScheme",
     "RotaryScheme",
     "Scheme",
     "ScoreScheme",

@@ -142,6 +142,8 @@ def scheme_attention(
         weights=_wants_weights(module, kwargs),
         sinks=sinks,
     )
+    if "posenc_additions" in module._modules:
+        call = attention.posenc_additions(call)
     if "posenc" not in module._modules:
         return WithoutPositions()(replace(call, weights=False), dispatch.attend)
     return attention.posenc(call, partial(dispatch.attend, wanted=state.engine))

@@ -26,6 +26,7 @@ from hf_posenc.schemes.rope import Rope
 from hf_posenc.schemes.shaw import Shaw
 from hf_posenc.schemes.sinusoidal import Sinusoidal
 from hf_posenc.schemes.t5 import T5
+from hf_posenc.schemes.temperature import Temperature
 from hf_posenc.schemes.transformer_xl import TransformerXL
 
 LAYERS = 4
@@ -48,6 +49,19 @@ MIXTURES = {
     "learned-in-two": lambda: [Learned(num_positions=64, placement="every_layer", share_layers=False, layers=[0, 2])],
     "windows": lambda: [Nope(window=5, layers=[0]), Rope(rope_theta=70.0, window=7, layers=[1]), Alibi(layers=[2])],
     "a-window-alone": lambda: [Rope(window=6)],
+    "rope-and-temperature": lambda: [Rope(rope_theta=50.0), Temperature("log_n", length=3, trainable=True)],
+    "nope-with-temperature": lambda: [
+        Nope(layers="3::4"),
+        Rope(rope_theta=70.0, layers="rest"),
+        Temperature("llama4", length=3, strength=0.7, layers="3::4"),
+    ],
+    "alibi-and-temperature": lambda: [Alibi(), Temperature("scalable", length=30, share_layers=True)],
+    "temperature-alone": lambda: [Temperature("constant", strength=1.4, layers="1::2")],
+    "two-temperatures": lambda: [
+        T5(num_buckets=8, max_distance=16, window=9),
+        Temperature("log_n", length=2, layers=[0]),
+        Temperature("constant", strength=0.5, layers=[2, 3]),
+    ],
 }
 FAMILIES = ("gpt2", "opt", "llama", "gpt_neox", "gemma3", "phi", "smollm3")
 NOTHING_TO_DO = {("nope-every-4th", "gpt2"), ("nope-every-4th", "opt")}
@@ -133,18 +147,17 @@ def test_each_layer_is_that_of_a_model_with_one_scheme(family, name):
     of_layer = {}
     for scheme in schemes_of(mixture):
         for index in range(LAYERS) if scheme.layers is None else scheme.layers:
-            of_layer[index] = scheme
+            of_layer.setdefault(index, []).append(scheme)
     for index in range(LAYERS):
         entering, leaving = through(mixture, ids, index)
         alike = base(family)
         stock = through(alike, ids, index, entering)[1]
         if index in of_layer:
-            scheme = of_layer[index]
-            patch_model(alike, replace(scheme, layers=None), seed=0)
+            patch_model(alike, [replace(scheme, layers=None) for scheme in of_layer[index]], seed=0)
             ours, theirs = layers_of(mixture)[index], layers_of(alike)[index]
             for one, other in ((ours, theirs), (attention_of(ours), attention_of(theirs))):
-                if "posenc" in one._modules:
-                    other.posenc = one.posenc
+                for child in {"posenc", "posenc_additions"} & set(one._modules):
+                    setattr(other, child, one._modules[child])
             if hasattr(attention_of(theirs), "use_rope"):  # a layer that is named is turned, though the base may not
                 attention_of(theirs).use_rope = attention_of(ours).use_rope
             expected = through(alike, ids, index, entering)[1]
@@ -152,7 +165,7 @@ def test_each_layer_is_that_of_a_model_with_one_scheme(family, name):
             expected = stock
         torch.testing.assert_close(leaving, expected, atol=1e-4, rtol=1e-4)
         turned = family not in ("gpt2", "opt") and not (family == "smollm3" and index == 1)
-        if index in of_layer and (turned or of_layer[index].name != "nope" or of_layer[index].window):
+        if index in of_layer and (turned or [scheme.name for scheme in of_layer[index]] != ["nope"]):
             assert distance(leaving, stock) > 1e-3, "the stock layer computes the same"
 
 
@@ -376,8 +389,16 @@ def test_a_compiled_mixture(name):
         ("llama", [Alibi(window=2.0)], TypeError, "window must be a number of tokens"),
         ("llama", [Alibi(window=2**31 - 1)], ValueError, "below 2147483647"),
         ("mistral", [Alibi(window=8)], ValueError, "would change nothing in layer 0, which has a sliding window of 8"),
-        ("llama", [], TypeError, "a list of Schemes"),
-        ("llama", ["alibi"], TypeError, "a list of Schemes"),
+        ("llama", [], TypeError, "a list of names or Schemes"),
+        ("llama", [Alibi(), 3], TypeError, "a list of names or Schemes"),
+        ("llama", {}, TypeError, "a mapping of layers"),
+        ("llama", {"0::2": 3}, TypeError, "a mapping of layers"),
+        ("llama", {"0::2": Alibi(layers=[1])}, TypeError, "alibi names layers itself"),
+        ("llama", {"0::2": "alibi", "_default": ["nope", "rope"]}, ValueError, "nope and rope both name layer 1"),
+        ("llama", {":": "alibi", "_default": "nope"}, ValueError, "layers='rest' selects no layer"),
+        ("llama", ["temperature", "alibi", "temperature"], ValueError, "temperature and temperature both name layer 0"),
+        ("gpt2", ["temperature"], ValueError, "would change nothing: it acts from 65 tokens on"),
+        ("llama", [Temperature(strength=(1.0, 2.0))], ValueError, "2 strengths were given for 4 heads"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_changed(family, schemes, error, message):
