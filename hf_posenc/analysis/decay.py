@@ -20,7 +20,7 @@ from ..dims import Dims
 from ..families.base import language_config
 from ..live.eval_mode import evaluation
 from ..measurement import Result
-from ..modules import PositionEmbedding, ScoreModule
+from ..modules import PositionEmbedding, ScoreModule, WithoutPositions
 from ..schemes.base import Scheme
 from ..upstream import NAME
 from . import probe
@@ -77,10 +77,13 @@ def decay(
         Decay with one row per head.
 
     Raises:
-        ValueError: for distances that the scheme does not have.
+        ValueError: for distances that the scheme does not have, or for a scheme that joins the positions of a layer
+            (`temperature`), which has no scores of its own.
     """
     d = _distances(distances)
     resolved, module = probe.build(scheme, dims=dims, trained_length=trained_length, seed=seed, **hyperparameters)
+    if resolved.acts_on.joins():
+        raise ValueError(f"{resolved.name} joins the positions of a layer, and has no scores by distance of its own")
     farthest = int(d.abs().max())
     if module is None:
         scores = torch.ones(1, 1, len(d), dtype=torch.float64)
@@ -124,12 +127,14 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
         rows = []
         with evaluation(model):
             observed = observe(model, tokens, list(modules.attention_of))
-        for call in (each.call for each in observed.values()):
+        calls = [each.call for each in observed.values()]
+        for call in calls if any(not isinstance(call.module, WithoutPositions) for call in calls) else ():
             module: Any = call.module
             query = call.query.double().mean((0, 2))
             key = query / query.norm(dim=-1, keepdim=True).clamp(min=1e-30) ** 2 / call.scaling
             rows.append(_scores_of_module(module, query, d, call.scaling, key).cpu())
-        return Decay(label, d, torch.stack(rows))
+        if rows:
+            return Decay(label, d, torch.stack(rows))
     rotary, angles = probe.rotary_of(model)
     if rotary is not None:
         layers = modules.attention_of if probe.layer_type(model, rotary, 0) else [0]

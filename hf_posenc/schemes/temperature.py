@@ -32,7 +32,9 @@ class Temperature(QueryScheme):
     """A factor on the queries that grows with their position. It joins the positions that its layers have.
 
     With more keys a softmax gets flatter. A factor on the logits keeps it sharp. `n = i + 1` is the number of tokens
-    up to the query, `L` is `length`, and `s` is `strength`:
+    up to the query, `L` is `length`, and `s` is `strength`.
+
+    Equation: `softmax_j(t_i q_i . k_j / sqrt(D))`, beside the scheme that the layer has. By `kind`, `t_i` is
 
     - `constant`: `s`;
     - `log_n`: `1 + s max(0, ln n / ln L - 1)`. With `s = 1` this is `max(1, ln n / ln L)`;
@@ -51,9 +53,10 @@ class Temperature(QueryScheme):
         kind: one of `constant`, `log_n`, `llama4`, `scalable`.
         strength: `s`: one number, or one for each head; None means 1, for `llama4` 0.1, for `scalable` `1 / ln L`.
         length: `L` in tokens, at least 2; None means the length at which the base was trained. Llama 4 has 8192.
+            `constant` has none.
         trainable: train `strength`, one number for each head; None does so for `scalable` only.
         share_heads: train one number for all heads.
-        share_layers: all layers share one `strength`. This and `share_heads` matter only if it is trained.
+        share_layers: all layers share one trained `strength`.
     """
 
     name: ClassVar[str] = "temperature"
@@ -73,6 +76,11 @@ class Temperature(QueryScheme):
             self.positive("length", int)
             if self.length < 2:
                 raise ValueError(f"temperature: length must be at least 2, not {self.length}")
+            if self.kind == CONSTANT:
+                raise ValueError("temperature: a constant factor has no length: leave it out, or take another kind")
+        if (self.share_heads or self.share_layers) and not self.is_trained:
+            shared = "share_heads" if self.share_heads else "share_layers"
+            raise ValueError(f"temperature: {shared}=True is about trained numbers: give trainable=True too")
         if self.strength is None:
             return
         numbers = self.strength if isinstance(self.strength, (tuple, list)) else (self.strength,)
@@ -86,6 +94,11 @@ class Temperature(QueryScheme):
         object.__setattr__(self, "strength", values if isinstance(self.strength, (tuple, list)) else values[0])
 
     @property
+    def is_trained(self) -> bool:
+        """Whether `strength` is a parameter."""
+        return self.kind == SCALABLE if self.trainable is None else self.trainable
+
+    @property
     def acts_on(self) -> Placement:
         return OnQueries(by_position=self.kind != CONSTANT)
 
@@ -96,7 +109,7 @@ class Temperature(QueryScheme):
 
     def with_length(self, length: int | None) -> Temperature:
         """Return the scheme with every None filled in; ValueError if there is no length."""
-        wanted = self.length if self.length is not None else length
+        wanted = None if self.kind == CONSTANT else self.length or length
         if wanted is None and self.kind != CONSTANT:
             raise ValueError(
                 "temperature: the config of this model does not say at which length it was trained: give length=..."
@@ -106,7 +119,7 @@ class Temperature(QueryScheme):
             self,
             length=wanted,
             strength=defaults[self.kind] if self.strength is None else self.strength,
-            trainable=self.kind == SCALABLE if self.trainable is None else self.trainable,
+            trainable=self.is_trained,
         )
 
     @property
@@ -118,7 +131,7 @@ class Temperature(QueryScheme):
         assert fitted.strength is not None
         numbers = 1 if self.share_heads else dims.num_heads
         strengths = fitted.strength if isinstance(fitted.strength, tuple) else (fitted.strength,) * numbers
-        return QueryFactor(self.kind, strengths, fitted.length, bool(fitted.trainable))
+        return QueryFactor(self.kind, strengths, fitted.length, fitted.is_trained)
 
 
 class QueryFactor(QueryModule):

@@ -618,6 +618,52 @@ FIRE = [
 ]
 
 
+# --- temperature: q_i is multiplied by a factor of n = i + 1. log_n: Chiang and Cholak 2022 with Qwen's clip, max(1, log_L n);
+# llama4: 1 + s log(1 + floor(n / L)); scalable: Nakanishi 2025, equation (3), s log n
+
+
+def temperature_attention(
+    query, key, value, parameters, *, softmax_scale, cap=identity, kind="log_n", strength=None, length=None, **_
+):
+    default = {"constant": 1.0, "log_n": 1.0, "llama4": 0.1, "scalable": 1 / math.log(length or TRAINED)}[kind]
+    length = length or TRAINED
+
+    def factor(h, i):
+        s = strength if strength is not None else default
+        s = s[h] if isinstance(s, list) else s
+        if "strength" in parameters:
+            s = parameters["strength"][h % len(parameters["strength"])]
+        n = i + 1
+        return {
+            "constant": lambda: s,
+            "log_n": lambda: 1 + s * (math.log(n) / math.log(length) - 1) if n > length else 1,
+            "llama4": lambda: 1 + s * math.log(1 + n // length),
+            "scalable": lambda: s * math.log(n),
+        }[kind]()
+
+    return attend(query, key, value, lambda h, i, j, q, k: cap(factor(h, i) * dot(q, k) * softmax_scale))
+
+
+def temperature(name: str, num_heads: int | None = None, **hyperparameters: Any) -> Case:
+    return Case(
+        id=f"temperature-{name}",
+        scheme="temperature",
+        hyperparameters=hyperparameters,
+        attention=temperature_attention,
+        num_heads=num_heads,
+        bases=("gpt2",),  # its positions are in the hidden states: it joins them, and the formula needs no rotation
+    )
+
+
+TEMPERATURE = [
+    temperature("short", length=2),
+    temperature("llama4", kind="llama4", length=3, strength=0.8),
+    temperature("scalable", kind="scalable"),
+    temperature("per-head", 3, kind="constant", strength=[0.2, 0.9, 3.0]),
+    temperature("one-number", length=2, trainable=True, share_heads=True, share_layers=True),
+]
+
+
 BAM = [bam("default"), bam("centre", centre=True), bam("shared-layers", share_layers=True)]
 CASES: list[Case] = [
     *NOPE,
@@ -630,6 +676,7 @@ CASES: list[Case] = [
     *KERPLE,
     *BAM,
     *FIRE,
+    *TEMPERATURE,
     *ALIBI,
     *DA_TRANSFORMER,
     *COPE,

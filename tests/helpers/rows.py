@@ -21,6 +21,7 @@ class Row:
             "", stands for the scheme where not every variant is run.
         values: two values of each hyper-parameter; the second is not the default.
         wrong: (hyper-parameter, wrong value, error, what the message says).
+        acts: hyper-parameters by which the scheme acts in the few tokens of the tests, if its defaults do not.
         properties: verdicts of `analysis.properties`: unique, linear, generalises, deterministic, several dimensions.
         spacing: whether it matters to the scheme how far apart positions are, not only which comes first.
         modules: hyper-parameters that engines are compared with, for schemes on scores; named as `variants`.
@@ -31,6 +32,7 @@ class Row:
     wrong: list[Wrong]
     properties: tuple[str, str, str, str, str]
     spacing: bool = True
+    acts: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -240,6 +242,34 @@ ROWS: dict[str, Row] = {
         properties=("yes", "not applicable", "no", "yes", "yes"),
         modules={"": {"hidden_size": 8, "threshold": 16.0}},
     ),
+    "temperature": Row(
+        variants={
+            "": {"length": 3, "trainable": True},
+            "scalable": {"kind": "scalable", "share_layers": True},
+        },
+        values={
+            "kind": ("log_n", "scalable"),
+            "strength": (None, [0.5, 0.7, 1.5, 2.0]),
+            "length": (None, 3),
+            "trainable": (False, True),
+            "share_heads": (False, True),
+            "share_layers": (False, True),
+        },
+        wrong=[
+            *[("kind", value, ValueError, ["constant", "log_n", "llama4", "scalable"]) for value in ("log", None, 2)],
+            *no_number("strength", "1", True, [0.1, "x", 0.2, 0.3], []),
+            *[("strength", value, ValueError, ["not negative"]) for value in (-0.5, INF, NAN)],
+            ("strength", [0.1] * 3, ValueError, ["3 strengths", "4 heads"]),
+            *not_positive("length", 0, -2),
+            ("length", 1, ValueError, ["at least 2"]),
+            *no_integer("length", 2.5, "64", True),
+            *no_switch("trainable", 1, "yes"),
+            *no_switch("share_heads", 1),
+            *no_switch("share_layers", 1),
+        ],
+        acts={"length": 2},
+        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
+    ),
     "cope": Row(
         variants={"": {"num_positions": 6}},
         values={"num_positions": (64, 5), "share_layers": (False, True)},
@@ -257,6 +287,9 @@ ROWS: dict[str, Row] = {
 # What every scheme has.
 for row in ROWS.values():
     row.values.update(layers=(None, (1,)), window=(None, 18))
+
+
+ACTS = {scheme: row.acts for scheme, row in ROWS.items()}
 
 
 def named(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:

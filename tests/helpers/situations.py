@@ -33,6 +33,14 @@ def placed(placement: type[Placement]) -> tuple[str, ...]:
 
 
 EMBEDDING_SCHEMES, ROTARY_SCHEMES, WITHOUT_POSITIONS = placed(OnHidden), placed(OnRotary), placed(Nowhere)
+JOINING = tuple(scheme for scheme in available_schemes() if scheme_class(scheme)().acts_on.joins())
+"""Schemes that join the positions which a layer has."""
+OWN_ATTENTION = tuple(
+    case
+    for case, (scheme, hyperparameters) in CASES.items()
+    if scheme_class(scheme)(**hyperparameters).acts_on.dropped_by_stock_attention(scheme_class(scheme)())
+)
+"""Cases whose layers attend through the package's attention function."""
 ORDER_ONLY = tuple(scheme for scheme, row in ROWS.items() if not row.spacing)
 """Schemes to which the order of positions matters at most, not how far apart they are."""
 BASES = ("gpt2", "llama")

@@ -783,12 +783,13 @@ def recorded(modules):
 
 
 def own_parameters(*modules) -> dict[str, torch.Tensor]:
-    return {
-        name: p.detach().double() for module in modules if module is not None for name, p in module.named_parameters()
-    }
+    """Parameters by the last part of their names."""
+    named = [each for module in modules if module is not None for each in module.named_parameters()]
+    return {name.rpartition(".")[2]: p.detach().double() for name, p in named}
 
 
 BY_ID = {case.id: case for case in CASES}
+ON_ATTENTION = ("posenc", "posenc_additions")
 IN_MODELS = [(case.id, family) for case in CASES for family in case.bases]
 
 
@@ -813,6 +814,8 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
 
     shared = getattr(decoder, "posenc", None)
     stream = embedding(ids).double()
+    if scheme_class(case.scheme)().acts_on.joins():  # the base's own table stays
+        stream = stream + decoder.wpe.weight.double()[: ids.shape[1]]
     for layer, attention, [(hidden, output)], [(before, after)] in zip(layers, attentions, inside, around, strict=True):
         if case.table is not None and (layer is layers[0] or case.hyperparameters.get("placement") == "every_layer"):
             owner = decoder.wpe if family == "gpt2" and "placement" not in case.hyperparameters else None
@@ -829,7 +832,7 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
             query,
             key,
             value,
-            own_parameters(None if case.table else shared, getattr(attention, "posenc", None)),
+            own_parameters(None if case.table else shared, *(getattr(attention, name, None) for name in ON_ATTENTION)),
             softmax_scale=HEAD_DIM**-0.5,
             trained=TRAINED,
             whole_heads=family == "llama",

@@ -65,7 +65,10 @@ BESIDE = {
 def test_logits_and_gradients_are_those_of_the_formula(kind, beside, family):
     ids, size = tokens(2, 17), 17
     model = tiny(family).double()
-    schemes = [*BESIDE[beside](), Temperature(kind, strength=STRENGTHS, length=LENGTH, trainable=True)]
+    schemes = [
+        *BESIDE[beside](),
+        Temperature(kind, strength=STRENGTHS, length=None if kind == "constant" else LENGTH, trainable=True),
+    ]
     patch_model(model, schemes)
     assert verify(model).ok
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from families import tiny, tokens
-from rows import ROWS
+from rows import ACTS, ROWS
 from situations import randomize
 
 import hf_posenc
@@ -58,7 +58,7 @@ def test_each_hyperparameter_counts_whatever_the_others_are(scheme, paired):
     def outcome(family, **hyperparameters):
         key = (family, repr(sorted(hyperparameters.items())))
         if key not in results:
-            results[key] = made(family, scheme, **hyperparameters)
+            results[key] = made(family, scheme, **{**ACTS[scheme], **hyperparameters})
         return results[key]
 
     for family, name, other in itertools.product(("gpt2", "llama"), values, ("", *values)):
@@ -352,6 +352,29 @@ def _(folder):
     assert costs() != costs(matching=matching)
     assert costs("kerple") != costs("kerple", seed=1)
     refuses(ValueError, costs, matching="attention")
+
+
+# What fit_temperature takes.
+
+
+def fitted(text=3, **options):
+    """The fit of a temperature that is too low at the start."""
+    model = patch_model(tiny("llama"), "temperature", kind="constant", strength=0.5, trainable=True)
+    return hf_posenc.fit_temperature(model, tokens(9, 24, seed=text), **{"steps": 2} | options)
+
+
+@shows("fit_temperature", "model", "tokens", "lengths", "held_out", "steps", "learning_rate", "progress")
+def _(folder):
+    refuses(hf_posenc.NotPatchedError, hf_posenc.fit_temperature, tiny("llama"), tokens(9, 24))
+    usual, shown = fitted(), io.StringIO()
+    assert fitted(text=4).before != usual.before
+    assert fitted(lengths=(8, 24)).lengths == (8, 24)
+    assert fitted(held_out=3).before != usual.before
+    assert fitted(steps=1).strengths != usual.strengths
+    assert fitted(learning_rate=0.01).strengths != usual.strengths
+    with contextlib.redirect_stderr(shown):
+        fitted(progress=True)
+    assert "temperature" in shown.getvalue()
 
 
 # What from_pretrained, inspect and export_stock take.

@@ -15,7 +15,8 @@ from decoders import decoder
 from families import FAMILIES, LENGTH, tiny, tokens
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from matrix import matrix
-from situations import ROTARY_SCHEMES
+from rows import ACTS
+from situations import JOINING, ROTARY_SCHEMES
 from snapshots import assert_same, logits, snapshot
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +37,7 @@ from hf_posenc.schemes.base import ScoreScheme
 
 # Every scheme with its defaults, and every option that changes which modules, hooks or parameters are put in.
 VARIANTS = {
-    **{scheme: (scheme, {}) for scheme in available_schemes()},
+    **{scheme: (scheme, ACTS[scheme]) for scheme in available_schemes()},
     "sinusoidal-every-layer": ("sinusoidal", {"placement": "every_layer"}),
     "sinusoidal-trainable": ("sinusoidal", {"trainable": True}),
     "sinusoidal-trainable-every-layer": ("sinusoidal", {"trainable": True, "placement": "every_layer"}),
@@ -114,11 +115,11 @@ def test_unpatch_restores_a_bare_model(variant):
 def test_patched_undoes_itself_also_after_an_exception(family, scheme):
     model = tiny(family)
     before = snapshot(model)
-    with patched(model, scheme, seed=0) as inside:
+    with patched(model, scheme, seed=0, **ACTS[scheme]) as inside:
         assert inside is model
         logits(model)
     assert_same(snapshot(model), before)
-    with pytest.raises(KeyboardInterrupt), patched(model, scheme, seed=0):
+    with pytest.raises(KeyboardInterrupt), patched(model, scheme, seed=0, **ACTS[scheme]):
         raise KeyboardInterrupt
     assert_same(snapshot(model), before)
 
@@ -239,7 +240,7 @@ def test_a_failure_between_steps_leaves_the_model_as_it_was(monkeypatch, scheme,
         with monkeypatch.context() as patch:
             patch.setattr(f"hf_posenc.{where}", fail)
             with pytest.raises(MemoryError):
-                patch_model(model, scheme, seed=0)
+                patch_model(model, scheme, seed=0, **ACTS[scheme])
         assert_same(snapshot(model), before)
 
 
@@ -252,7 +253,7 @@ def test_hooks_that_were_there_stay_and_ours_go(family, scheme):
     calls = []
     early = layer.register_forward_pre_hook(lambda *_: calls.append("early"))
     before = snapshot(model)
-    patch_model(model, scheme, seed=0)
+    patch_model(model, scheme, seed=0, **ACTS[scheme])
     late = layer.register_forward_pre_hook(lambda *_: calls.append("late"))
     logits(model)
     assert calls[-2:] == ["early", "late"]
@@ -358,7 +359,7 @@ def test_another_scheme_after_unpatching(family, scheme):
     model = tiny(family)
     before = snapshot(model)
     for _ in range(2):
-        patch_model(model, scheme, seed=0)
+        patch_model(model, scheme, seed=0, **ACTS[scheme])
         logits(model)
         unpatch_model(model)
         assert logits(patch_model(model, other, seed=0)).equal(fresh)
@@ -376,14 +377,14 @@ CAST = [(family, scheme) for family in ("gpt2", "llama") for scheme in available
 
 @pytest.mark.parametrize(("family", "scheme"), CAST)
 def test_unpatch_after_a_cast_is_the_stock_model_cast(family, scheme):
-    model = patch_model(tiny(family), scheme, seed=0).to(torch.bfloat16)
+    model = patch_model(tiny(family), scheme, seed=0, **ACTS[scheme]).to(torch.bfloat16)
     logits(model)
     unpatch_model(model)
     expected = tiny(family).to(torch.bfloat16)
     # The base's own rotary module was kept aside, in the precision it had: as when a model is loaded in bfloat16.
-    # `rope` as the base has it leaves the module in its place.
+    # `rope` as the base has it leaves the module in its place, and so does what joins the base's rotation.
     for name, buffer in tiny(family).named_buffers():
-        if name.endswith("inv_freq") and scheme not in ROTARY_SCHEMES:
+        if name.endswith("inv_freq") and scheme not in ROTARY_SCHEMES + JOINING:
             owner, _, leaf = name.rpartition(".")
             setattr(expected.get_submodule(owner), leaf, buffer)
     assert {key: value.dtype for key, value in model.state_dict().items()} == {
@@ -400,7 +401,7 @@ def test_unpatch_after_training_keeps_the_trained_weights(family, scheme):
     model = tiny(family)
     names = set(model.state_dict())
     start = {key: value.clone() for key, value in model.state_dict().items()}
-    patch_model(model, scheme, seed=0).train()
+    patch_model(model, scheme, seed=0, **ACTS[scheme]).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = tokens()
     model(ids, labels=ids).loss.backward()
@@ -482,8 +483,8 @@ def test_models_that_share_a_config_never_lose_positions_in_silence(scheme):
     config = tiny("llama").config
     first, second = transformers.LlamaForCausalLM(config).eval(), transformers.LlamaForCausalLM(config).eval()
     expected = logits(second)
-    patch_model(first, scheme)
-    if issubclass(scheme_class(scheme), ScoreScheme):
+    patch_model(first, scheme, **ACTS[scheme])
+    if issubclass(scheme_class(scheme), ScoreScheme) or scheme in JOINING:
         with pytest.raises(ValueError, match="carries no position encoding"):
             logits(second)
     else:
@@ -496,9 +497,9 @@ def test_models_that_share_a_config_never_lose_positions_in_silence(scheme):
 def test_seed_gives_the_same_parameters_and_leaves_the_generator(scheme):
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    one = patch_model(tiny("llama"), scheme, seed=5).state_dict()
+    one = patch_model(tiny("llama"), scheme, seed=5, **ACTS[scheme]).state_dict()
     assert torch.get_rng_state().equal(state)
-    two = patch_model(tiny("llama"), scheme, seed=5).state_dict()
+    two = patch_model(tiny("llama"), scheme, seed=5, **ACTS[scheme]).state_dict()
     assert all(one[key].equal(two[key]) for key in one)
 
 
@@ -599,9 +600,9 @@ def test_a_stock_checkpoint_is_loaded_and_patched(tmp_path, scheme):
     model = tiny("gpt2")
     model.save_pretrained(tmp_path)
     torch.manual_seed(3)
-    expected = logits(patch_model(model, scheme))
+    expected = logits(patch_model(model, scheme, **ACTS[scheme]))
     torch.manual_seed(3)
-    loaded = hf_posenc.from_pretrained(tmp_path, scheme=scheme)
+    loaded = hf_posenc.from_pretrained(tmp_path, scheme=scheme, **ACTS[scheme])
     assert logits(loaded).shape == expected.shape
     assert hf_posenc.verify(loaded)
     with pytest.raises(ValueError, match="say which scheme"):

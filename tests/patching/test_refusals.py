@@ -13,8 +13,8 @@ import transformers
 from families import FAMILIES as ALL_FAMILIES
 from families import LENGTH, tiny, tokens
 from matrix import matrix
-from rows import ROWS
-from situations import ROTARY_SCHEMES
+from rows import ACTS, ROWS
+from situations import JOINING, ROTARY_SCHEMES
 from snapshots import assert_same, logits, snapshot
 from torch import nn
 
@@ -36,7 +36,7 @@ from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import ScoreScheme
 
 SCORES = tuple(name for name in available_schemes() if issubclass(scheme_class(name), ScoreScheme))
-STOCK_ATTENTION = tuple(name for name in available_schemes() if name not in SCORES)
+STOCK_ATTENTION = tuple(name for name in available_schemes() if name not in SCORES + JOINING)
 FAMILIES = ("gpt2", "llama")
 
 
@@ -201,7 +201,7 @@ def test_what_is_no_model():
 @pytest.mark.parametrize("scheme", available_schemes())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_patched_twice(family, scheme):
-    model = patch_model(tiny(family), scheme, seed=0)
+    model = patch_model(tiny(family), scheme, seed=0, **ACTS[scheme])
     for other in (scheme, "nope"):
         refused(model, other, AlreadyPatchedError, scheme, "unpatch_model(model) first")
         refused(model.base_model, other, AlreadyPatchedError, "unpatch_model(model) first")
@@ -238,7 +238,7 @@ def test_unpatching_what_is_not_patched(family):
 
 @pytest.mark.parametrize("scheme", available_schemes())
 def test_unpatching_a_loaded_model(tmp_path, scheme):
-    patch_model(tiny("llama"), scheme, seed=0).save_pretrained(tmp_path)
+    patch_model(tiny("llama"), scheme, seed=0, **ACTS[scheme]).save_pretrained(tmp_path)
     model = from_pretrained(tmp_path)
     before = snapshot(model)
     with pytest.raises(NotPatchedError, match="load the stock checkpoint"):
@@ -525,14 +525,14 @@ def test_scores_where_the_forward_was_replaced(scheme, replace):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_only_calls_the_forward_through_is_no_obstacle(family, scheme):
     """accelerate's hooks on a model that is all in one place (bitsandbytes has them), on everything but a changed class."""
-    expected = logits(patch_model(tiny(family), scheme, seed=0))
+    expected = logits(patch_model(tiny(family), scheme, seed=0, **ACTS[scheme]))
     model = tiny(family)
     stock = logits(model)
     changed = family == "gpt2" and scheme in ROTARY_SCHEMES
     for module in model.modules():
         if not (changed and module in attentions(model)):
             hook(module)
-    patch_model(model, scheme, seed=0)
+    patch_model(model, scheme, seed=0, **ACTS[scheme])
     assert logits(model).equal(expected)
     assert logits(unpatch_model(model)).equal(stock)
 

@@ -6,7 +6,8 @@ from typing import ClassVar
 import pytest
 import torch
 from families import tiny
-from situations import EMBEDDING_SCHEMES, ROTARY_SCHEMES, WITHOUT_POSITIONS
+from rows import ACTS
+from situations import EMBEDDING_SCHEMES, JOINING, ROTARY_SCHEMES, WITHOUT_POSITIONS
 from snapshots import assert_same, snapshot
 from transformers.models.llama import modeling_llama
 
@@ -30,7 +31,7 @@ from hf_posenc.schemes.rope import Rope
 FAMILIES = ("gpt2", "llama", "gemma2", "opt")
 SCORES = tuple(name for name in available_schemes() if issubclass(scheme_class(name), ScoreScheme))
 VARIANTS = {
-    **{scheme: (scheme, {}) for scheme in available_schemes()},
+    **{scheme: (scheme, ACTS[scheme]) for scheme in available_schemes()},
     "sinusoidal-every-layer": ("sinusoidal", {"placement": "every_layer"}),
     "sinusoidal-trainable": ("sinusoidal", {"trainable": True}),
     "learned-every-layer": ("learned", {"placement": "every_layer", "share_layers": False}),
@@ -299,7 +300,7 @@ def test_a_rotation_that_stands_still_is_caught(family):
     assert report.answers_through == "mask"
 
 
-REPLACES_ROTATION = [scheme for scheme in available_schemes() if scheme not in ROTARY_SCHEMES]
+REPLACES_ROTATION = [scheme for scheme in available_schemes() if scheme not in ROTARY_SCHEMES + JOINING]
 
 
 @pytest.mark.parametrize("scheme", REPLACES_ROTATION)
@@ -307,20 +308,22 @@ REPLACES_ROTATION = [scheme for scheme in available_schemes() if scheme not in R
 def test_a_native_rotation_left_in_place_is_caught(family, scheme):
     stock = tiny(family)
     native = stock.model.rotary_emb
-    model = patch_model(stock, scheme, seed=0)
+    model = patch_model(stock, scheme, seed=0, **ACTS[scheme])
     model.model.rotary_emb = native
     report = verify(model)
     assert not report
     assert any("own rotary embedding is still there" in problem for problem in report.problems)
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in available_schemes() if scheme not in EMBEDDING_SCHEMES])
+@pytest.mark.parametrize(
+    "scheme", [scheme for scheme in available_schemes() if scheme not in EMBEDDING_SCHEMES + JOINING]
+)
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_a_native_table_left_in_place_is_caught(family, scheme):
     stock = tiny(family)
     owner, name = {"gpt2": ("transformer", "wpe"), "opt": ("model.decoder", "embed_positions")}[family]
     native = getattr(stock.get_submodule(owner), name)
-    model = patch_model(stock, scheme, seed=0)
+    model = patch_model(stock, scheme, seed=0, **ACTS[scheme])
     setattr(model.get_submodule(owner), name, native)
     report = verify(model)
     assert any("the base's own table is still there" in problem for problem in report.problems)
@@ -392,14 +395,14 @@ def test_the_same_call_gives_the_same_report():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("scheme", available_schemes())
 def test_any_dtype(scheme, dtype):
-    report = verify(patch_model(tiny("llama").to(dtype), scheme, seed=0))
+    report = verify(patch_model(tiny("llama").to(dtype), scheme, seed=0, **ACTS[scheme]))
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("scheme", available_schemes())
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_bare_and_loaded_models(tmp_path, family, scheme):
-    model = patch_model(tiny(family), scheme, seed=0)
+    model = patch_model(tiny(family), scheme, seed=0, **ACTS[scheme])
     assert verify(model.base_model)
     model.save_pretrained(tmp_path)
     assert verify(from_pretrained(tmp_path))

@@ -20,7 +20,9 @@ from situations import (
     CASES,
     DIFFERENT,
     EMBEDDING_SCHEMES,
+    JOINING,
     ORDER_ONLY,
+    OWN_ATTENTION,
     ROTARY_SCHEMES,
     SCHEMES,
     SCORE_CASES,
@@ -407,7 +409,7 @@ def test_two_forwards_before_one_backward(case, family):
 @by_engines(case=CASES, family=BASES)
 def test_output_attentions(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
-    if case not in SCORE_CASES:  # sdpa has no weights to return; the schemes that keep the stock attention have eager
+    if case not in OWN_ATTENTION:  # sdpa has no weights to return; the schemes that keep the stock attention have eager
         model.set_attn_implementation("eager")
     output = model(ids, output_attentions=True, use_cache=False)
     assert len(output.attentions) == 2
@@ -628,7 +630,7 @@ def test_schemes_differ_from_each_other():
 
 @torch.no_grad()
 @each_base
-@pytest.mark.parametrize("case", [case for case in SCHEMES if case not in WITHOUT_POSITIONS])
+@pytest.mark.parametrize("case", [case for case in SCHEMES if case not in WITHOUT_POSITIONS + JOINING])
 def test_a_silent_scheme_is_found(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     assert verify(model).ok
