@@ -162,9 +162,7 @@ def which_engine(
         own_attention = str(language_config(model.config)._attn_implementation)
         return Choice(own_attention, f"{patch.name} keeps the model's own attention")
     if next(model.parameters()).is_meta and not is_offloaded(model):
-        raise ValueError(
-            "the model is on the meta device, where nothing computes attention: ask once it has its weights"
-        )
+        raise ValueError("the model is on the meta device, where nothing computes attention: ask once it has weights")
     base = BaseModel.of(model)
     attention: Any = base.found.attention_of[_layer_with_attention(base, layer)]
     cached = keys is not None and keys > length  # generation, which takes no gradients

@@ -85,12 +85,7 @@ def export_gguf(
         raise NotPatchedError(
             f"this {type(model).__name__} is not patched: save it with save_pretrained and use llama.cpp's converter"
         )
-    try:
-        import gguf
-    except ImportError:
-        raise ImportError(
-            "GGUF files need the package gguf: install hf_posenc with its extra gguf, or pip install 'gguf>=0.19,<0.20'"
-        ) from None
+    gguf = _import_gguf()
     check_unquantized(model, "export the model")
     base = BaseModel.of(model)
     block = base.family.gguf
@@ -116,8 +111,7 @@ def export_gguf(
         writer.add_file_type(FILE_TYPES[dtype])
         _add_sizes(writer, base, block, tensors)
         if architecture == block.rotated:
-            factors = _add_rotation(writer, base, frequencies)
-            if factors is not None:
+            if (factors := _add_rotation(writer, base, frequencies)) is not None:
                 tensors["rope_freqs.weight"] = factors
         elif block.reads_bias:
             writer.add_max_alibi_bias(LARGEST_BIAS if _has_paper_slopes(base) else 0.0)
@@ -125,21 +119,37 @@ def export_gguf(
             writer.add_tokenizer_model("no_vocab")
         for key, value in spoken.items():
             _add(writer, f"tokenizer.{key}", value)
-        quantised = gguf.GGMLQuantizationType.Q8_0
-        for name, tensor in tensors.items():
-            array = tensor.detach().float().cpu().contiguous().numpy()
-            if array.ndim < 2 or dtype == "float32":
-                writer.add_tensor(name, array)
-            elif dtype == "float16":
-                writer.add_tensor(name, array.astype("float16"))
-            else:
-                writer.add_tensor(name, gguf.quants.quantize(array, quantised), raw_dtype=quantised)
-        try:
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-        finally:
-            writer.close()
+        _write_tensors(gguf, writer, tensors, dtype)
+
+
+def _import_gguf() -> Any:
+    """Return the package `gguf`; ImportError that says how to install it."""
+    try:
+        import gguf
+    except ImportError:
+        raise ImportError(
+            "GGUF files need the package gguf: install hf_posenc with its extra gguf, or pip install 'gguf>=0.19,<0.20'"
+        ) from None
+    return gguf
+
+
+def _write_tensors(gguf: Any, writer: Any, tensors: dict[str, Tensor], dtype: str) -> None:
+    """Add tensors to a file, matrices in `dtype`, and write the whole file."""
+    quantised = gguf.GGMLQuantizationType.Q8_0
+    for name, tensor in tensors.items():
+        array = tensor.detach().float().cpu().contiguous().numpy()
+        if array.ndim < 2 or dtype == "float32":
+            writer.add_tensor(name, array)
+        elif dtype == "float16":
+            writer.add_tensor(name, array.astype("float16"))
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, quantised), raw_dtype=quantised)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
 
 
 def _refusal(patch: Patch, base: BaseModel, reason: str) -> UnsupportedModelError:

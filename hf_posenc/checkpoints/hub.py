@@ -103,8 +103,8 @@ def push(
 ) -> CommitInfo:
     """Upload a checkpoint's folder in one commit. Until then the repository keeps its old checkpoint.
 
-    The same commit deletes weight files of the repository that the folder does not have. If the repository has a card,
-    it stays, and only its metadata are completed. Otherwise the folder's card is uploaded, and its example loads the
+    The same commit deletes weight files of the repository that the folder does not have. A card in the repository
+    stays, and only its metadata are completed. Otherwise the folder's card is uploaded. Its example loads the
     repository.
 
     Args:
