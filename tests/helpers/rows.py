@@ -175,12 +175,24 @@ ROWS: dict[str, Row] = {
         },
     ),
     "alibi": Row(
-        variants={"": {}, "trainable": {"trainable": True}},
-        values={"slopes": (None, [0.5, 0.1, 0.2, 0.3]), "trainable": (False, True)},
+        variants={
+            "": {},
+            "trainable": {"trainable": True},
+            "hard": {"slopes": [0.0, INF, 0.0, 0.0], "windows": [3, None, 2, None]},
+        },
+        values={
+            "slopes": (None, [0.5, 0.1, 0.2, 0.3]),
+            "windows": (None, [3, None, 1, 5]),
+            "trainable": (False, True),
+        },
         wrong=[
             *[("slopes", value, TypeError, ["per head"]) for value in (0.5, "half", [0.1, "x", 0.2, 0.3], [True] * 4)],
-            *[("slopes", [0.1, value, 0.1, 0.1], ValueError, ["not negative"]) for value in (-0.5, INF, NAN)],
+            *[("slopes", [0.1, value, 0.1, 0.1], ValueError, ["not negative"]) for value in (-0.5, -INF, NAN)],
             *[("slopes", [0.1] * count, ValueError, [str(count), "4 heads"]) for count in (0, 3, 5)],
+            *[("windows", value, TypeError, ["each head"]) for value in (3, "3", [1, 2.0, None, 3], [True] * 4)],
+            *[("windows", [3, value, None, 1], ValueError, ["positive"]) for value in (0, -2, 2**31)],
+            ("windows", [None] * 4, ValueError, ["some head"]),
+            *[("windows", [2] * count, ValueError, [str(count), "4 heads"]) for count in (3, 5)],
             *no_switch("trainable", 1),
         ],
         properties=("yes", "not applicable", "yes", "yes", "yes"),

@@ -261,9 +261,7 @@ def test_an_engine_without_sinks_leaves_them_to_one_that_has(engine):
 def test_values_of_another_size(engine, case, situation, size):
     """As in latent attention: V is smaller than D as a rule."""
     positions, shown = SITUATIONS[situation]()
-    dims = Dims(4, 4, HEAD_DIM, 32, 2, value_dim=size)
-    scheme, hyperparameters = named("modules")[case]
-    module = randomized(scheme_class(scheme).parse(hyperparameters).build(dims))
+    module = MODULES[case](4, value_dim=size)
     q, k, v = inputs(positions, 4, 1, torch.float32)
     v = torch.randn(*v.shape[:-1], size, generator=torch.Generator().manual_seed(5)).requires_grad_()
     given = call_of(module, q, k, v, positions)
