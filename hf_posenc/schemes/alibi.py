@@ -55,8 +55,8 @@ class Alibi(ScoreScheme):
     Deviations: `trainable=True` is the paper's negative result (its section 3), offered to reproduce it. With a soft
     cap on scores (Gemma 2) the bias is added after the cap, like a mask. Windows of heads count positions, as the bias
     does; `window`, which all heads have, counts tokens.
-    Source: Press, Smith, Lewis 2022, arXiv:2108.12409; windows of heads: Jelassi, Brandfonbrener, Kakade, Malach 2024,
-    arXiv:2402.01032, and the authors' code.
+    Source: Press, Smith, Lewis 2022, arXiv:2108.12409; Jelassi, Brandfonbrener, Kakade, Malach 2024, arXiv:2402.01032
+    (windows of heads), and the authors' code.
 
     Args:
         slopes: H slopes, positive, zero or infinite; None means the paper's slopes. A head with an infinite slope sees

@@ -105,12 +105,16 @@ SITUATIONS = {
 }
 MODULES = {
     name: partial(build, scheme, **hyperparameters) for name, (scheme, hyperparameters) in named("modules").items()
-} | {  # one window for each head
-    "alibi-hard": lambda heads, **sizes: build(
-        "alibi", heads, slopes=[0.0] * heads, windows=WINDOWS[:heads], **sizes
-    ),
-    "alibi-windows": lambda heads, **sizes: build("alibi", heads, trainable=True, windows=WINDOWS[:heads], **sizes),
 }
+
+
+def hard_alibi(heads, value_dim=None, **hyperparameters):
+    """ALiBi with a window for each head, of whatever number."""
+    return build("alibi", heads, value_dim, windows=WINDOWS[:heads], **hyperparameters)
+
+
+MODULES["alibi-hard"] = lambda heads, **sizes: hard_alibi(heads, slopes=[0.0] * heads, **sizes)
+MODULES["alibi-windows"] = partial(hard_alibi, trainable=True)
 FORMS = {name: type(module(4).form(torch.zeros(1, 4, 1, HEAD_DIM))) for name, module in MODULES.items()}
 FORMLESS = tuple(name for name, form in FORMS.items() if form is type(None))
 

@@ -535,6 +535,40 @@ ALIBI = [
 ]
 
 
+# --- qk_norm: x / RMS(x), RMS(x) = sqrt(mean(x_u^2) + eps), of Qwen3 (u in one head) and OLMo 2 (u in all heads); with a
+# power of the size, which is 1 there
+
+
+def qk_norm_attention(
+    query, key, value, parameters, *, softmax_scale, over="head", exponent=0.0, gain=1.0, eps=1e-6, trainable=True, **_
+):
+    def normed(x, power):
+        rows = []
+        for h in range(x.shape[1]):
+            size = x[:, h].square().mean(-1) if over == "head" else x.square().mean((1, 3))
+            rows.append(
+                x[:, h] * torch.exp(-(power[h] if trainable else exponent) / 2 * torch.log(size + eps))[..., None]
+            )
+        return torch.stack(rows, 1)
+
+    q, k = normed(query, parameters.get("query_exponent")), normed(key, parameters.get("key_exponent"))
+    g = parameters["gain"] if trainable else [gain] * query.shape[1]
+
+    return attend(q, k, value, lambda h, i, j, q, k: g[h] * dot(q, k) * softmax_scale)
+
+
+def qk_norm(name: str, **hyperparameters: Any) -> Case:
+    return Case(id=f"qk_norm-{name}", scheme="qk_norm", hyperparameters=hyperparameters, attention=qk_norm_attention)
+
+
+QK_NORM = [
+    qk_norm("default"),
+    qk_norm("all-heads", over="all_heads", eps=0.1),
+    qk_norm("norm", exponent=1.0, gain=1.7, trainable=False),
+    qk_norm("half", over="all_heads", exponent=0.5, gain=3.0, trainable=False),
+]
+
+
 # --- da_transformer: Wu et al. 2021, equations (2) to (5): R^(h) = w_h R, f(R; v) = (1 + exp(v)) / (1 + exp(v - R)),
 # softmax(ReLU(Q K^T) * f(R) / sqrt(d)) V
 
@@ -648,6 +682,7 @@ CASES: list[Case] = [
     *BAM,
     *FIRE,
     *ALIBI,
+    *QK_NORM,
     *DA_TRANSFORMER,
     *COPE,
 ]

@@ -198,6 +198,28 @@ ROWS: dict[str, Row] = {
         properties=("yes", "not applicable", "yes", "yes", "yes"),
         modules={"": {}, "trainable": {"trainable": True}},
     ),
+    "qk_norm": Row(
+        variants={"": {}, "all-heads": {"over": "all_heads", "exponent": 1.0, "gain": 3.0, "trainable": False}},
+        values={
+            "over": ("head", "all_heads"),
+            "exponent": (0.0, 1.0),
+            "gain": (1.0, 2.5),
+            "eps": (1e-6, 0.1),
+            "trainable": (True, False),
+        },
+        wrong=[
+            ("over", "heads", ValueError, ["head", "all_heads"]),
+            *no_number("exponent", "1", True, None),
+            *[("exponent", value, ValueError, ["from 0 to 1"]) for value in (-0.1, 1.5, INF, NAN)],
+            *not_positive("gain", 0, -1.0, INF, NAN),
+            *no_number("gain", "1", None, True),
+            *not_positive("eps", 0.0, -1e-6, NAN),
+            *no_number("eps", "1e-6", None),
+            *no_switch("trainable", 1, "yes", None),
+            ("trainable", False, ValueError, ["not trained"]),
+        ],
+        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
+    ),
     "da_transformer": Row(
         variants={"": {}},
         values={"relu": (True, False)},

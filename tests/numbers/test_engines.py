@@ -21,25 +21,21 @@ from calls import (
     inputs,
     left_padded,
     never_short,
-    randomized,
     seeded,
     windowed,
 )
 from families import FAMILIES, tiny, tokens
 from matrix import matrix
-from rows import named
 from situations import SCORE_CASES, SCORE_SCHEMES, assert_same, patched_model, randomize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import NotPatchedError, engines, patch_model, which_engine
-from hf_posenc.dims import Dims
 from hf_posenc.engines import banded, chunked, decode, dispatch, reference, toeplitz
 from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.engines.spans import SpanEngine
 from hf_posenc.layer_state import STATE, OnAttention, use_engine
 from hf_posenc.modules import WithoutPositions
 from hf_posenc.positions import Positions
-from hf_posenc.registry import scheme_class
 
 FLOORS = {engine: engine.floors for engine in dispatch.ENGINES}
 

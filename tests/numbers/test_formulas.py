@@ -803,7 +803,9 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
     replaced = model.transformer.wpe if family == "gpt2" else model.model.embed_tokens
     match = replaced.weight.double().square().mean().sqrt().item()
     stock = set(model.state_dict())
-    patch_model(model, case.scheme, seed=5, **case.hyperparameters)
+    scheme = scheme_class(case.scheme).parse(case.hyperparameters)
+    joins = scheme.acts_on.joins()
+    patch_model(model, ["nope", scheme] if joins else scheme, seed=5)
     for n, (name, parameter) in enumerate(model.named_parameters()):
         if name not in stock:
             parameter.copy_(rounded(*parameter.shape, seed=n) / 2)
@@ -831,7 +833,11 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
             query,
             key,
             value,
-            own_parameters(None if case.table else shared, getattr(attention, "posenc", None)),
+            own_parameters(
+                None if case.table else shared,
+                getattr(attention, "posenc", None),
+                getattr(attention.posenc_additions, case.scheme) if joins else None,
+            ),
             softmax_scale=HEAD_DIM**-0.5,
             trained=TRAINED,
             whole_heads=family == "llama",
