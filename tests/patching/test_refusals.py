@@ -35,7 +35,12 @@ from hf_posenc import (
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import ScoreScheme
 
-SCORES = tuple(name for name in available_schemes() if issubclass(scheme_class(name), ScoreScheme))
+SCORES = tuple(
+    name
+    for name in available_schemes()
+    if issubclass(scheme_class(name), ScoreScheme) or scheme_class(name)().acts_on.joins()
+)
+"""Schemes that attend by our function."""
 STOCK_ATTENTION = tuple(name for name in available_schemes() if name not in SCORES)
 FAMILIES = ("gpt2", "llama")
 
