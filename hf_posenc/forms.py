@@ -142,23 +142,36 @@ class Bias(Curves):
 
 @dataclass(frozen=True)
 class Slopes(Form):
-    """`q . k - m_h d`: a bias that is linear in the distance.
+    """`q . k - m_h d`: a bias that is linear in the distance, in the window of each head.
 
     Attributes:
         slopes: `m`, (H,), float32 or float64.
+        windows: (H,) int64 or None. A head does not see keys at this distance or further.
     """
 
     slopes: Tensor
+    windows: Tensor | None = None
 
     @property
-    def line(self) -> Tensor:
+    def line(self) -> Tensor | None:
         """The slopes, see `Form.line`."""
-        return self.slopes
+        return self.slopes if self.windows is None else None
+
+    def hide(self, scores: Tensor, distance: Tensor) -> Tensor:
+        """Return scores, or biases, with the dtype's minimum outside each head's window, as where a mask hides a key.
+
+        Args:
+            scores: (..., H, Q, L).
+            distance: (..., 1, Q, L) or (L,).
+        """
+        if self.windows is None:
+            return scores
+        return scores.masked_fill(distance >= self.windows[:, None, None], torch.finfo(scores.dtype).min)
 
     def table(self, count: int) -> Tensor:
         """Return the biases of the distances 0, 1, ..., (H, count)."""
         distance = torch.arange(count, dtype=self.slopes.dtype, device=self.slopes.device)
-        return -self.slopes[:, None] * distance
+        return self.hide((-self.slopes[:, None] * distance)[:, None], distance)[:, 0]
 
     def curve(self, count: int) -> Tensor:
         """Return the biases, see `Form.curve`."""
@@ -166,7 +179,8 @@ class Slopes(Form):
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`, without a table."""
-        return call.products() - self.slopes[:, None, None] * call.distance()
+        scores = call.products() - self.slopes[:, None, None] * call.distance()
+        return self.hide(scores, call.distance())
 
 
 @dataclass(frozen=True)

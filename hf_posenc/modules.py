@@ -85,19 +85,20 @@ class ScoreModule(PositionModule):
 
 
 class QueryModule(PositionModule):
-    """Changes the queries of an attention call before the scores are computed."""
+    """Changes the queries, or queries and keys, of an attention call before the scores are computed."""
 
     def forward(self, call: Call) -> Call:
-        """Return the call with other queries.
+        """Return the call with other queries, or keys.
 
         Args:
-            call: the attention call. Its queries are rotated where the layer rotates.
+            call: the attention call. Its queries and keys are rotated where the layer rotates. The keys are all that
+                the cache holds. The cache keeps them as they arrive here.
         """
         raise NotImplementedError(type(self).__name__)
 
 
 class Additions(nn.Module):
-    """The child `posenc_additions` of an attention module: modules that change its calls, in the caller's order."""
+    """The child `posenc_additions` of an attention module: modules that change its calls, one after the other."""
 
     def forward(self, call: Call) -> Call:
         """Return the call that the attention shall compute."""

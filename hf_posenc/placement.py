@@ -74,6 +74,10 @@ class Base(Carrier, Protocol):
         """Whether the base rotates queries and keys, for each layer."""
 
     @property
+    def normed(self) -> Sequence[int]:
+        """Indices of the layers in which the base norms queries and keys, beside their rotation."""
+
+    @property
     def keeps_table(self) -> bool:
         """Whether the base's own table adds positions at the input, and stays in place."""
 
@@ -157,6 +161,10 @@ class Placement:
     def joins(self) -> bool:
         """Return whether the schemes add to the positions of their layers, and do not replace them."""
         return False
+
+    def order(self) -> int:
+        """Return the place of the schemes among those that join a layer: smaller numbers act first."""
+        return 0
 
     def fit(self, scheme: Any, base: Base) -> Any:
         """Return the scheme with missing hyper-parameters from the base's config; do not change the model.
@@ -375,6 +383,10 @@ class OnQueries(Placement):
         """Return True: the layer keeps its positions."""
         return True
 
+    def order(self) -> int:
+        """Return 1: a factor acts on queries that have their size, see `OnSizes`."""
+        return 1
+
     def fit(self, scheme: Any, base: Base) -> Any:
         """Fill in the length of the base, and check that the scheme fits the sizes, see `Placement.fit`."""
         sizes = [base.sizes[layer] for layer in base.layers_of(scheme)]
@@ -408,6 +420,29 @@ class OnQueries(Placement):
     def answers(self, layer: int, base: Base) -> bool:
         """Return whether the change depends on the position."""
         return self.by_position
+
+
+class OnSizes(OnQueries):
+    """A module on each attention changes the sizes of queries and keys, before other changes of the queries."""
+
+    words = "on the sizes of queries and keys"
+
+    def __init__(self) -> None:
+        """Place a change that does not depend on positions."""
+        super().__init__(by_position=False)
+
+    def order(self) -> int:
+        """Return 0: a norm would divide out a factor that comes before it."""
+        return 0
+
+    def fit(self, scheme: Any, base: Base) -> Any:
+        """Refuse layers in which the base itself norms queries and keys, see `OnQueries.fit`."""
+        if both := sorted(set(base.normed).intersection(base.layers_of(scheme))):
+            raise UnsupportedModelError(
+                f"{scheme.name}: {base.name} itself norms the queries and keys of layer {', '.join(map(str, both))}, "
+                "and a second norm of the same vectors would change next to nothing: name other layers"
+            )
+        return super().fit(scheme, base)
 
 
 class OnRotary(Placement):
@@ -464,6 +499,7 @@ __all__ = [
     "OnQueries",
     "OnRotary",
     "OnScores",
+    "OnSizes",
     "Placement",
     "Site",
     "StockForm",

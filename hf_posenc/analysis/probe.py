@@ -84,6 +84,7 @@ class _OneLayerModel:
     keeps_table = False
     layers = (0,)
     rotated = (False,)
+    normed = ()
 
     def __init__(self, dims: Dims, trained_length: int) -> None:
         self.dims = dims

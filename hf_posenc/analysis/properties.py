@@ -295,6 +295,8 @@ def _score_representation(module: ScoreModule, dims: Dims) -> Represent:
     def represent(positions: Tensor) -> Tensor:
         keys = key.to(device).expand(-1, -1, len(positions), -1)
         scores = probe.scores_at(module, query.to(device), keys, positions, dims.head_dim**-0.5)
+        hidden = scores < torch.finfo(scores.dtype).min / 2  # outside a window: sizes of finite scores
+        scores = scores.masked_fill(hidden, scores.masked_fill(hidden, 0).amin())
         return scores.flatten(0, 2).T.double().cpu()
 
     return represent

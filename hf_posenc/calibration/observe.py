@@ -102,8 +102,9 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
         content: return `q . k` alone, without the scheme.
     """
     wide = _queries(call, part)
-    scores = (Content() if content else wide.formula).scores(wide)
-    return Rows(wide.positions.mask(scores), wide.visible(), wide.distance(), wide.sinks)
+    scores = wide.positions.mask((Content() if content else wide.formula).scores(wide))
+    visible = wide.visible() & (scores > torch.finfo(scores.dtype).min / 2)  # a scheme's heads may have windows
+    return Rows(scores, visible, wide.distance(), wide.sinks)
 
 
 def outputs_of(call: Call, part: slice) -> Tensor:

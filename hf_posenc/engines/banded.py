@@ -47,7 +47,7 @@ KEY_STEP = 64
 
 
 class Banded(SpanEngine[Slopes]):
-    """The engine for a bias that falls linearly with the distance (ALiBi), with sliding windows."""
+    """The engine for a bias that falls linearly with the distance (ALiBi), with windows of layers and of heads."""
 
     name = "banded"
     forms = (Slopes,)
@@ -55,7 +55,8 @@ class Banded(SpanEngine[Slopes]):
 
     def attend_span(self, form: Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention, see `SpanEngine.attend_span`."""
-        return attend(query, key, value, form.slopes, scaling=call.scaling, window=window)
+        widest = torch.full(form.slopes.shape, window) if form.windows is None else form.windows.clamp(max=window)
+        return attend(query, key, value, form.slopes, scaling=call.scaling, window=widest)
 
 
 def windows(query: Tensor, key: Tensor, slopes: Tensor, scaling: float, rows: int, epsilon: float = EPSILON) -> Tensor:
@@ -138,7 +139,7 @@ def attend(
     slopes: Tensor,
     *,
     scaling: float,
-    window: int | None = None,
+    window: Tensor | None = None,
     rows: int = toeplitz.ROWS,
 ) -> Tensor:
     """Attend causally with a bias that is linear in the distance, skipping keys that provably do not count.
@@ -149,7 +150,7 @@ def attend(
         value: (B, H, L, D).
         slopes: (H,) float32. Gradients flow to them.
         scaling: factor of the scores.
-        window: keys at this distance or further are not seen; None means no such limit.
+        window: (H,). A head does not see keys at this distance or further; None means no such limit.
         rows: queries per chunk.
 
     Returns:
@@ -160,7 +161,7 @@ def attend(
     with torch.no_grad():
         needed = windows(query, key, slopes, scaling, rows)
         if window is not None:
-            needed = needed.clamp(max=window)
+            needed = torch.minimum(needed, window[:, None])
         pieces = plan(needed, query.shape[2], length, rows)
         # A piece has the keys of its widest head. For the other heads, keys beyond their own reach are masked: their
         # weights could be denormal numbers, which the processor multiplies many times more slowly.

@@ -81,7 +81,7 @@ class Terms:
 
 def _slopes(form: Slopes, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
     bias = torch.addcmul(hidden, form.slopes[:, None, None], distance.to(hidden.dtype), value=-1)
-    return Terms(call.query, bias)
+    return Terms(call.query, form.hide(bias, distance))
 
 
 def _bias(form: Bias, call: Call, distance: Tensor, hidden: Tensor) -> Terms:

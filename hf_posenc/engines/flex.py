@@ -4,8 +4,8 @@ A score `s` at distance `d` is changed in one of three ways. Sizes do not change
 one kernel per dtype and phase instead of one per call:
 
 - linear: `s - m_h d`, one multiplication, for slopes that are not learned (ALiBi).
-- table: `s + b_h(d)` or `f_h(d) s`. The table (H, distances) is computed outside the kernel (learned slopes, T5,
-  KERPLE, DA-Transformer), and gradients flow through it.
+- table: `s + b_h(d)` or `f_h(d) s`. The table (H, distances) is computed outside the kernel (learned slopes, ALiBi with
+  a window per head, T5, KERPLE, DA-Transformer), and gradients flow through it.
 - labels: `s + c q_i . a_min(d, m)`, with `c` the factor of the scores. The products (B, H, Q, m + 1) are computed
   outside the kernel (Shaw, keys only).
 
@@ -144,7 +144,7 @@ class Modifier:
 
 
 def _slopes(form: Slopes) -> Modifier:
-    if form.slopes.requires_grad and torch.is_grad_enabled():
+    if form.windows is not None or (form.slopes.requires_grad and torch.is_grad_enabled()):
         return replace(_table("added", added, form), slopes=form.slopes)
     return Modifier("linear", linear, lambda *_: form.slopes.float().contiguous(), form.slopes)
 

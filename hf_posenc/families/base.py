@@ -38,6 +38,7 @@ class Names:
         attention_borrows: true in a layer that borrows keys and values from an earlier layer: the last layer of its
             type that computes them. `None` means that no layer borrows.
         layer_lends: argument of a layer that carries keys and values to the layers that borrow them.
+        attention_norms: modules that norm queries, by any name that families use; an attention has at most one of them.
         attention_layer_index: index of the layer; `None` in a family without a cache, where nothing reads it.
         config_length: length in tokens at which the base was trained. A config may lack it.
     """
@@ -54,6 +55,7 @@ class Names:
     attention_key_value_groups: str | None = None
     attention_borrows: str | None = None
     layer_lends: str | None = None
+    attention_norms: tuple[str, ...] = ("q_norm", "q_layernorm", "query_layernorm", "qk_norm")
     attention_layer_index: str | None = "layer_idx"
     config_length: str = "max_position_embeddings"
 

@@ -134,6 +134,16 @@ class BaseModel:
         return bool(keys) and bool(self.config.rope_parameters.get(keys[0]))
 
     @property
+    def normed(self) -> tuple[int, ...]:
+        """Indices of the layers in which the base norms queries and keys, beside their rotation."""
+        return tuple(
+            index
+            for index, attention in self.found.attention_of.items()
+            for name in self.family.names.attention_norms
+            if not isinstance(attention._modules.get(name), (type(None), nn.Identity))
+        )
+
+    @property
     def scaled_by_position(self) -> tuple[int, ...]:
         """Indices of the layers whose queries the base multiplies by a factor that grows with the position."""
         if self.has_temperature:

@@ -348,7 +348,7 @@ def place(plan: Plan) -> Changes:
     _silence_base(changes, sites)
     for layer in plan.replaced:
         _replace_attention(changes, plan.base.found.attention_of[layer])
-    for site in sites:
+    for site in sorted(sites, key=lambda site: site.scheme.acts_on.order()):
         site.scheme.acts_on.put(site.scheme, site)
         if site.scheme.window is not None:
             for layer in site.layers:

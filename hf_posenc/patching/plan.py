@@ -164,7 +164,10 @@ def _check_lenders(plan: Plan) -> None:
 
 
 def _check_factors(plan: Plan) -> None:
-    """Raise UnsupportedModelError if a scheme joins a factor of the base that depends on the position, too."""
+    """Raise UnsupportedModelError if a scheme joins a factor of the base that depends on the position.
+
+    Two factors would multiply, and a norm would divide the base's factor out.
+    """
     scaled = set(plan.base.scaled_by_position)
     for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True):
         if not rotates and not scheme.acts_on.joins():
@@ -173,7 +176,7 @@ def _check_factors(plan: Plan) -> None:
         if scheme.acts_on.joins() and (both := sorted(scaled.intersection(plan.layers_of(scheme)))):
             raise UnsupportedModelError(
                 f"{scheme.name}: {plan.base.name} itself multiplies the queries of layer {', '.join(map(str, both))} "
-                "by a factor that grows with the position, and both factors would act: name other layers"
+                "by a factor that grows with the position, which does not go together with it: name other layers"
             )
 
 

@@ -12,6 +12,7 @@ from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import Dims
 
 HEAD_DIM = 16
+WINDOWS = [17, 1, None, 40, 3, 64, 2, None]
 SCALING = HEAD_DIM**-0.5
 
 
@@ -30,8 +31,8 @@ def never_short(monkeypatch):
     monkeypatch.setattr(decode, "SHORT", 0)
 
 
-def build(scheme, heads, **hyperparameters):
-    dims = Dims(heads, heads, HEAD_DIM, 32, 2)
+def build(scheme, heads, value_dim=None, **hyperparameters):
+    dims = Dims(heads, heads, HEAD_DIM, 32, 2, value_dim=value_dim)
     return randomized(scheme_class(scheme).parse(hyperparameters).build(dims))
 
 
@@ -105,6 +106,15 @@ SITUATIONS = {
 MODULES = {
     name: partial(build, scheme, **hyperparameters) for name, (scheme, hyperparameters) in named("modules").items()
 }
+
+
+def hard_alibi(heads, value_dim=None, **hyperparameters):
+    """ALiBi with a window for each head, of whatever number."""
+    return build("alibi", heads, value_dim, windows=WINDOWS[:heads], **hyperparameters)
+
+
+MODULES["alibi-hard"] = lambda heads, **sizes: hard_alibi(heads, slopes=[0.0] * heads, **sizes)
+MODULES["alibi-windows"] = partial(hard_alibi, trainable=True)
 FORMS = {name: type(module(4).form(torch.zeros(1, 4, 1, HEAD_DIM))) for name, module in MODULES.items()}
 FORMLESS = tuple(name for name, form in FORMS.items() if form is type(None))
 

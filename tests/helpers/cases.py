@@ -495,9 +495,22 @@ def paper_slopes(n: int) -> list[float]:
     return paper_slopes(closest) + paper_slopes(2 * closest)[0::2][: n - closest]
 
 
-def alibi_attention(query, key, value, parameters, *, softmax_scale, cap=identity, slopes=None, **_):
+# Windows of heads: Jelassi et al. 2024, section 3.1: a masked head attends to its last m tokens. An infinite slope is the
+# limit of large ones: every key but the query's own has weight 0.
+
+
+def alibi_attention(query, key, value, parameters, *, softmax_scale, cap=identity, slopes=None, windows=None, **_):
     m = parameters["slopes"] if "slopes" in parameters else slopes or paper_slopes(query.shape[1])
-    return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) - m[h] * (i - j))
+    unseen = torch.tensor(-math.inf, dtype=query.dtype)
+
+    def score(h, i, j, q, k):
+        if windows is not None and windows[h] is not None and i - j >= windows[h]:
+            return unseen.expand(len(q))
+        if i > j and slopes is not None and slopes[h] == math.inf:
+            return unseen.expand(len(q))
+        return cap(dot(q, k) * softmax_scale) - (m[h] * (i - j) if i > j else 0)
+
+    return attend(query, key, value, score)
 
 
 def alibi(name: str, num_heads: int | None = None, **hyperparameters: Any) -> Case:
@@ -515,6 +528,44 @@ ALIBI = [
     alibi("own-slopes", num_heads=4, slopes=(0.9, 0.3, 0.0, 0.01)),
     alibi("trained", trainable=True),
     alibi("trained-own-slopes", num_heads=4, slopes=(0.9, 0.3, 0.0, 0.01), trainable=True),
+    alibi("hard", num_heads=4, slopes=(0.0, 0.0, 0.0, 0.0), windows=(1, 2, 3, None)),
+    alibi("windows", num_heads=4, windows=(None, 4, 1, 6)),
+    alibi("infinite", num_heads=4, slopes=(math.inf, 0.3, 0.0, math.inf), windows=(5, None, 3, None)),
+    alibi("trained-windows", num_heads=4, slopes=(0.2, math.inf, 0.0, 0.3), windows=(2, None, 7, None), trainable=True),
+]
+
+
+# --- qk_norm: x / RMS(x), RMS(x) = sqrt(mean(x_u^2) + eps), of Qwen3 (u in one head) and OLMo 2 (u in all heads); with a
+# power of the size, which is 1 there
+
+
+def qk_norm_attention(
+    query, key, value, parameters, *, softmax_scale, over="head", exponent=0.0, gain=1.0, eps=1e-6, trainable=True, **_
+):
+    def normed(x, power):
+        rows = []
+        for h in range(x.shape[1]):
+            size = x[:, h].square().mean(-1) if over == "head" else x.square().mean((1, 3))
+            rows.append(
+                x[:, h] * torch.exp(-(power[h] if trainable else exponent) / 2 * torch.log(size + eps))[..., None]
+            )
+        return torch.stack(rows, 1)
+
+    q, k = normed(query, parameters.get("query_exponent")), normed(key, parameters.get("key_exponent"))
+    g = parameters["gain"] if trainable else [gain] * query.shape[1]
+
+    return attend(q, k, value, lambda h, i, j, q, k: g[h] * dot(q, k) * softmax_scale)
+
+
+def qk_norm(name: str, **hyperparameters: Any) -> Case:
+    return Case(id=f"qk_norm-{name}", scheme="qk_norm", hyperparameters=hyperparameters, attention=qk_norm_attention)
+
+
+QK_NORM = [
+    qk_norm("default"),
+    qk_norm("all-heads", over="all_heads", eps=0.1),
+    qk_norm("norm", exponent=1.0, gain=1.7, trainable=False),
+    qk_norm("half", over="all_heads", exponent=0.5, gain=3.0, trainable=False),
 ]
 
 
@@ -651,7 +702,6 @@ def temperature(name: str, num_heads: int | None = None, **hyperparameters: Any)
         hyperparameters=hyperparameters,
         attention=temperature_attention,
         num_heads=num_heads,
-        bases=("gpt2",),  # its positions are in the hidden states: it joins them, and the formula needs no rotation
     )
 
 
@@ -678,6 +728,7 @@ CASES: list[Case] = [
     *FIRE,
     *TEMPERATURE,
     *ALIBI,
+    *QK_NORM,
     *DA_TRANSFORMER,
     *COPE,
 ]

@@ -21,25 +21,21 @@ from calls import (
     inputs,
     left_padded,
     never_short,
-    randomized,
     seeded,
     windowed,
 )
 from families import FAMILIES, tiny, tokens
 from matrix import matrix
-from rows import named
 from situations import SCORE_CASES, SCORE_SCHEMES, assert_same, patched_model, randomize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import NotPatchedError, engines, patch_model, which_engine
-from hf_posenc.dims import Dims
 from hf_posenc.engines import banded, chunked, decode, dispatch, reference, toeplitz
 from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.engines.spans import SpanEngine
 from hf_posenc.layer_state import STATE, OnAttention, use_engine
 from hf_posenc.modules import WithoutPositions
 from hf_posenc.positions import Positions
-from hf_posenc.registry import scheme_class
 
 FLOORS = {engine: engine.floors for engine in dispatch.ENGINES}
 
@@ -261,9 +257,7 @@ def test_an_engine_without_sinks_leaves_them_to_one_that_has(engine):
 def test_values_of_another_size(engine, case, situation, size):
     """As in latent attention: V is smaller than D as a rule."""
     positions, shown = SITUATIONS[situation]()
-    dims = Dims(4, 4, HEAD_DIM, 32, 2, value_dim=size)
-    scheme, hyperparameters = named("modules")[case]
-    module = randomized(scheme_class(scheme).parse(hyperparameters).build(dims))
+    module = MODULES[case](4, value_dim=size)
     q, k, v = inputs(positions, 4, 1, torch.float32)
     v = torch.randn(*v.shape[:-1], size, generator=torch.Generator().manual_seed(5)).requires_grad_()
     given = call_of(module, q, k, v, positions)

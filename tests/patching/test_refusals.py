@@ -14,7 +14,7 @@ from families import FAMILIES as ALL_FAMILIES
 from families import LENGTH, tiny, tokens
 from matrix import matrix
 from rows import ACTS, ROWS
-from situations import JOINING, ROTARY_SCHEMES
+from situations import ROTARY_SCHEMES
 from snapshots import assert_same, logits, snapshot
 from torch import nn
 
@@ -35,8 +35,13 @@ from hf_posenc import (
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import ScoreScheme
 
-SCORES = tuple(name for name in available_schemes() if issubclass(scheme_class(name), ScoreScheme))
-STOCK_ATTENTION = tuple(name for name in available_schemes() if name not in SCORES + JOINING)
+SCORES = tuple(
+    name
+    for name in available_schemes()
+    if issubclass(scheme_class(name), ScoreScheme) or scheme_class(name)().acts_on.joins()
+)
+"""Schemes that attend by our function."""
+STOCK_ATTENTION = tuple(name for name in available_schemes() if name not in SCORES)
 FAMILIES = ("gpt2", "llama")
 
 
@@ -348,7 +353,7 @@ def test_flash_attention_is_kept_by_schemes_that_do_not_touch_it(scheme):
 @pytest.mark.parametrize("scheme", SCORES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_backend_on_a_scheme_that_changes_scores(family, scheme, backend):
-    model = patch_model(tiny(family), scheme, seed=0)
+    model = patch_model(tiny(family), scheme, seed=0, **ACTS[scheme])
     before = snapshot(model)
     with pytest.raises(ValueError, match="would drop") as raised:
         model.set_attn_implementation(backend)
@@ -373,7 +378,7 @@ def test_another_backend_on_a_scheme_that_keeps_the_attention(scheme):
 @pytest.mark.parametrize("scheme", SCORES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_backend_set_behind_the_patch(family, scheme, backend):
-    model = patch_model(tiny(family), scheme, seed=0)
+    model = patch_model(tiny(family), scheme, seed=0, **ACTS[scheme])
     expected = logits(model)
     model.config._attn_implementation = backend
     with pytest.raises(ValueError, match=f"{backend}.*would be ignored.*unpatch the model"):
@@ -393,7 +398,7 @@ def test_our_attention_on_a_stock_model(family):
 @pytest.mark.parametrize("scheme", SCORES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_continuous_batching(family, scheme):
-    model = patch_model(tiny(family), scheme, seed=0)
+    model = patch_model(tiny(family), scheme, seed=0, **ACTS[scheme])
     before = snapshot(model)
     with pytest.raises(ValueError, match=r"hf_posenc.*not supported for continuous batching|would drop"):
         model.init_continuous_batching()
@@ -407,7 +412,7 @@ def test_continuous_batching(family, scheme):
 def test_paged_keys_without_positions(scheme):
     from hf_posenc.upstream.attention import scheme_attention
 
-    attention = patch_model(tiny("llama"), scheme, seed=0).model.layers[0].self_attn
+    attention = patch_model(tiny("llama"), scheme, seed=0, **ACTS[scheme]).model.layers[0].self_attn
     heads = torch.zeros(1, 4, 3, 8)
     with pytest.raises(NotImplementedError, match=r"use generate\(\)"):
         scheme_attention(attention, heads, heads[:, :2], heads[:, :2], None, cache=object())
@@ -418,7 +423,7 @@ def test_paged_keys_without_positions(scheme):
 
 @pytest.mark.parametrize("scheme", SCORES)
 def test_context_parallelism_drops_the_mask(scheme):
-    model = patch_model(tiny("llama"), scheme, seed=0)
+    model = patch_model(tiny("llama"), scheme, seed=0, **ACTS[scheme])
     accelerate.big_modeling._attach_context_parallel_hooks(model)
     with pytest.raises(ValueError, match=r"carries the positions, did not arrive.*hf_posenc.context_parallel"):
         model(tokens())
@@ -427,7 +432,7 @@ def test_context_parallelism_drops_the_mask(scheme):
 @pytest.mark.parametrize("scheme", SCORES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gapped_position_ids_with_a_filled_cache(family, scheme):
-    model = patch_model(tiny(family), scheme, seed=0)
+    model = patch_model(tiny(family), scheme, seed=0, **ACTS[scheme])
     ids = tokens(1, 10)
     cache = model(ids[:, :8], use_cache=True).past_key_values
     for gapped in ([[8, 20]], [[3, 4]]):
@@ -454,7 +459,7 @@ def test_learned_past_its_table(family, placement, rows):
 
 @pytest.mark.parametrize("scheme", SCORES)
 def test_a_bidirectional_config(scheme):
-    model = patch_model(tiny("llama"), scheme, seed=0)
+    model = patch_model(tiny("llama"), scheme, seed=0, **ACTS[scheme])
     model.config.is_causal = False
     with pytest.raises(ValueError, match=r"Set config\.is_causal back to True"):
         model(tokens())
@@ -462,7 +467,7 @@ def test_a_bidirectional_config(scheme):
 
 @pytest.mark.parametrize("scheme", SCORES)
 def test_a_mask_of_the_wrong_shape(scheme):
-    model = patch_model(tiny("llama"), scheme, seed=0)
+    model = patch_model(tiny("llama"), scheme, seed=0, **ACTS[scheme])
     with pytest.raises(ValueError, match="pass a 2-D mask"):
         model(tokens(2, 12), attention_mask=torch.ones(2, 1, 7, 12, dtype=torch.bool).tril())
 

@@ -22,6 +22,7 @@ from hf_posenc import CheckpointError, UnsupportedModelError, patch_model, schem
 from hf_posenc.schemes.alibi import Alibi, alibi_slopes
 from hf_posenc.schemes.learned import Learned
 from hf_posenc.schemes.nope import Nope
+from hf_posenc.schemes.qk_norm import QKNorm
 from hf_posenc.schemes.rope import Rope
 from hf_posenc.schemes.shaw import Shaw
 from hf_posenc.schemes.sinusoidal import Sinusoidal
@@ -62,9 +63,21 @@ MIXTURES = {
         Temperature("log_n", length=2, layers=[0]),
         Temperature("constant", strength=0.5, layers=[2, 3]),
     ],
+    "norms-and-temperature": lambda: [
+        Nope(layers="1::2"),
+        Temperature("log_n", length=3),
+        QKNorm(layers=[0, 1]),
+        QKNorm(over="all_heads", layers=[3]),
+    ],
 }
 FAMILIES = ("gpt2", "opt", "llama", "gpt_neox", "gemma3", "phi", "smollm3")
-NOTHING_TO_DO = {("nope-every-4th", "gpt2"), ("nope-every-4th", "opt")}
+NOTHING_TO_DO = {
+    ("nope-every-4th", "gpt2"),
+    ("nope-every-4th", "opt"),
+    ("norms-and-temperature", "gpt2"),
+    ("norms-and-temperature", "opt"),
+    ("norms-and-temperature", "gemma3"),  # which norms itself
+}
 NO_PLACE = {("learned-in-two", family) for family in FAMILIES if family not in ("gpt2", "opt")}
 
 
