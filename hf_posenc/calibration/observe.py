@@ -102,7 +102,7 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
         content: return `q . k` alone, without the scheme.
     """
     wide = _queries(call, part)
-    scores = (Content() if content else wide.formula).scores(wide)
+    scores = Content().scores(wide) if content else wide.scores()
     return Rows(wide.positions.mask(scores), wide.visible(), wide.distance(), wide.sinks)
 
 

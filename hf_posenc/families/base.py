@@ -179,6 +179,11 @@ class Family:
         """Whether every scheme replaces the attention, because it never calls transformers' attention interface."""
         return self.attention is not None and self.attention.bypasses_interface
 
+    @property
+    def caches_latents(self) -> bool:
+        """Whether its cache holds vectors of which the keys of all heads are made (latent attention, MLA)."""
+        return self.names.attention_head_dim == "qk_head_dim"
+
     def own_attention(self) -> OwnAttention:
         """Return the pieces of its attention; UnsupportedModelError if it names none."""
         if self.attention is None:
