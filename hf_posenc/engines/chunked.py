@@ -81,7 +81,13 @@ def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
         here = slice(start, min(start + rows, queries))
         seen = _seen(positions, here)
         gates = None if call.log_gates is None else call.log_gates[:, :, seen]
-        tensors = call.query[:, :, here], call.key[:, :, seen], call.value[:, :, seen], cut(positions, here, seen), gates
+        tensors = (
+            call.query[:, :, here],
+            call.key[:, :, seen],
+            call.value[:, :, seen],
+            cut(positions, here, seen),
+            gates,
+        )
         parts.append(checkpoint(part, *tensors, use_reentrant=False) if training else part(*tensors))
     return torch.cat(parts, 1)
 

@@ -231,12 +231,10 @@ class BaseModel:
             scheme: name of the scheme that makes the numbers, for messages.
             layers: indices of its layers.
         """
-        reason = None
-        if self.family.caches_latents:
-            reason = "caches one vector for the keys of all heads (latent attention)"
-        elif any(cache_argument(self.found.attention_of[layer]) is None for layer in layers):
-            reason = "hands its attention no cache by name"
-        elif shared := sorted({*self.lenders, *self.lenders.values()}.intersection(layers)):
+        reason = self.family.loses_numbers
+        if reason is None and any(cache_argument(self.found.attention_of[layer]) is None for layer in layers):
+            reason = "hands its attention no cache"
+        if shared := sorted({*self.lenders, *self.lenders.values()}.intersection(layers)):
             reason = f"shares the keys of layer {', '.join(map(str, shared))} with other layers"
         if reason is not None:
             raise UnsupportedModelError(

@@ -21,7 +21,6 @@ from ..modules import Additions, PositionEmbedding, PositionModule, Reference, S
 from ..placement import RopeParameters
 from ..schemes.base import RotaryScheme, Scheme
 from ..upstream.replaced_attention import replaced_class
-from ..upstream.token_numbers import cache_argument, require_known_cache, wrap_cache
 from ..upstream.rotary import (
     ORIGINAL_LENGTH,
     IdentityRotary,
@@ -29,6 +28,7 @@ from ..upstream.rotary import (
     answer_like,
     turned_dimensions,
 )
+from ..upstream.token_numbers import cache_argument, require_known_cache, wrap_cache
 from .hooks import (
     enter_layer,
     hand_down_position_ids,

@@ -16,7 +16,17 @@ from transformers import initialization as init
 
 from ..did_you_mean import did_you_mean
 from ..dims import Dims, Layers
-from ..modules import Native, PositionEmbedding, PositionModule, QueryModule, Reference, Rotation, ScoreModule, Shared, TokenModule
+from ..modules import (
+    Native,
+    PositionEmbedding,
+    PositionModule,
+    QueryModule,
+    Reference,
+    Rotation,
+    ScoreModule,
+    Shared,
+    TokenModule,
+)
 from ..placement import OnHidden, OnQueries, OnRotary, OnScores, OnTokens, Placement, RopeParameters
 
 EVERY_SCHEME = ("layers", "window")

@@ -1,8 +1,8 @@
-"""Numbers of each token that schemes make of hidden states. They travel and are cached as more channels of the keys.
+"""Numbers that schemes make of the hidden state of each token. They are cached as further channels of the keys.
 
-The layers of a cache hold keys and values only, and whatever a cache does (cut, reorder, slide, offload), it does to the
-keys. So a pre-hook of an attention makes the numbers, and wraps the cache that the attention got. The wrapper appends
-the numbers to the keys before they are stored. Our attention function takes them off again.
+The layers of a cache hold keys and values only. Whatever a cache does (cut, reorder, slide, offload), it does to the
+keys. So a pre-hook of the attention makes the numbers, and wraps the cache that the attention got. The wrapper appends
+the numbers to the keys before it stores them. Our attention function takes them off again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ UNKNOWN_CACHE = (
 )
 
 OTHER_KEYS = (
-    "the cache holds keys without the numbers that the scheme keeps beside them: it was filled or initialised by another "
-    "model, or before this one was patched. Begin with an empty cache"
+    "the cache holds keys without the numbers that the scheme keeps beside them: another model filled or initialised "
+    "it, or this one before it was patched. Begin with an empty cache"
 )
 
 NO_NUMBERS = (
@@ -70,6 +70,11 @@ class KeysWithNumbers:
                 raise ValueError(OTHER_KEYS)
         stored: tuple[Tensor, Tensor] = self.cache.update(key, value, *args, **kwargs)
         return stored
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        """Return the number of cached tokens, 0 without a cache."""
+        length: int = 0 if self.cache is None else self.cache.get_seq_length(*args, **kwargs)
+        return length
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the cache."""
