@@ -26,10 +26,10 @@ _PUBLIC_NAMES = {
     ".forms": "Bias ClippedVectors Factors Form RelativeKeys Slopes",
     ".loading": "from_pretrained",
     ".lora": "load_adapter lora_config",
-    ".modules": "PositionEmbedding QueryModule Rotation ScoreModule",
+    ".modules": "PositionEmbedding QueryModule Rotation ScoreModule TokenModule",
     ".parallel": "context_group context_parallel shard_sequence",
     ".registry": "available_schemes register_scheme",
-    ".schemes.base": "Dims EmbeddingScheme QueryScheme RotaryScheme Scheme ScoreScheme",
+    ".schemes.base": "Dims EmbeddingScheme QueryScheme RotaryScheme Scheme ScoreScheme TokenScheme",
     ".verification": "verify",
 }
 """Module -> its public names. `__init__.pyi` lists the same names for type checkers."""

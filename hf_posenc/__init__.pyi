@@ -41,6 +41,7 @@ from .modules import (
     QueryModule as QueryModule,
     Rotation as Rotation,
     ScoreModule as ScoreModule,
+    TokenModule as TokenModule,
 )
 from .parallel import (
     context_group as context_group,
@@ -55,6 +56,7 @@ from .schemes.base import (
     RotaryScheme as RotaryScheme,
     Scheme as Scheme,
     ScoreScheme as ScoreScheme,
+    TokenScheme as TokenScheme,
 )
 from .verification import verify as verify
 

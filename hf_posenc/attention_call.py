@@ -37,6 +37,8 @@ class Call:
         dropout: probability that an attention weight is dropped.
         weights: whether the caller wants the attention weights (B, H, Q, L).
         sinks: (H,) or None. One more score per head in the softmax; its weight is dropped.
+        numbers: (B, H, L) or None. One number for each token of the keys, for the addition that made it.
+        log_gates: (B, H, L) or None. Logarithms of forget gates, one for each token of the keys.
         module: the scheme's module, which has `scores` and `mix`; None until the call reaches the module.
         form: form of the scores (`hf_posenc.forms`); None until the call reaches the module, and for schemes without a
             form.
@@ -52,6 +54,8 @@ class Call:
     dropout: float = 0.0
     weights: bool = False
     sinks: Tensor | None = None
+    numbers: Tensor | None = None
+    log_gates: Tensor | None = None
     module: Formula | None = None
     form: Any = None
 
@@ -109,6 +113,28 @@ class Call:
         message = "position_ids with gaps cannot be compiled with a scheme that has a key for each distance"
         torch._assert_async((self.distance() < keys).all(), message)
         return keys
+
+    def gate_bias(self) -> Tensor:
+        """Return the sum of `log_gates` over the tokens after each key, up to the query, (B, H, Q, L).
+
+        The last key that a query sees counts as its own. Padding has no gate. The values of invisible keys are
+        meaningless. The sums are taken in float64, so that long ones keep the digits of near keys.
+        """
+        assert self.log_gates is not None
+        gates = self.log_gates
+        if not isinstance(self.positions, DensePositions):
+            gates = gates.masked_fill(~self.positions.key_valid[:, None], 0)
+        behind = torch.nn.functional.pad(gates[..., 1:], (0, 1)).double()
+        behind = behind.flip(-1).cumsum(-1).flip(-1)  # over all tokens after the key
+        visible = self.visible().any(1)
+        own = torch.where(visible, torch.arange(visible.shape[-1], device=visible.device), 0).amax(-1)
+        behind_query = behind.gather(-1, own[:, None].expand(*behind.shape[:2], -1))
+        return (behind[:, :, None] - behind_query[..., None]).to(gates.dtype)
+
+    def scores(self) -> Tensor:
+        """Return the scores of a widened call before masking, (B, H, Q, L)."""
+        scores = self.formula.scores(self)
+        return scores if self.log_gates is None else scores + self.gate_bias()
 
     def cap(self, scores: Tensor) -> Tensor:
         """Apply the model's soft cap, if it has one, to scores. Add a bias after the cap, as a mask."""

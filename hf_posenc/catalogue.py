@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from .checkpoints.auto_classes import multimodal_model_types
 from .errors import PluginError
 from .families.base import Family, base_model_type
+from .placement import Placement
 from .registry import available_schemes, family_for, refusals, scheme_class
 
 
@@ -85,18 +86,27 @@ def _special(family: Family) -> tuple[str, ...]:
 
 
 def _without(family: Family) -> tuple[str, ...]:
-    """Return the rotary schemes if a family has no rotary module and its attention cannot be replaced; else nothing."""
-    if family.rotation.rotary is not None or family.attention is not None:
-        return ()
-    return tuple(name for name in available_schemes() if _rotates(name))
+    """Return the schemes that a family cannot carry.
+
+    They are the rotary schemes if it has no rotary module and its attention cannot be replaced. They are the schemes
+    that use numbers of tokens if these would be lost.
+    """
+    cannot_rotate = family.rotation.rotary is None and family.attention is None
+    places = {name: _placement(name) for name in available_schemes()}
+    return tuple(
+        name
+        for name, place in places.items()
+        if place is not None
+        and ((cannot_rotate and place.needs_queries()) or (family.loses_numbers is not None and place.uses_tokens()))
+    )
 
 
-def _rotates(scheme: str) -> bool:
-    """Return whether a scheme acts on queries, as rotation does; False if it is from a broken plugin."""
+def _placement(scheme: str) -> Placement | None:
+    """Return where a scheme acts by default; None if it is from a broken plugin."""
     try:
-        return scheme_class(scheme)().acts_on.needs_queries()
+        return scheme_class(scheme)().acts_on
     except PluginError:
-        return False
+        return None
 
 
 def refused_types() -> dict[str, list[str]]:

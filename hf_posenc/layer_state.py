@@ -29,6 +29,8 @@ class OnAttention:
         family: model type of the family whose methods replace the stock forward.
         rotation: reference to the module whose cosines and sines those methods use to rotate queries and keys.
         pairs: which dimensions those methods rotate together, `half` or `interleaved`.
+        cache: index and name of the argument of the attention that holds the cache, for schemes that use numbers of
+            tokens.
         exchange: the `Exchange` that fetches keys from other processes, inside `context_parallel`; otherwise None.
     """
 
@@ -38,6 +40,7 @@ class OnAttention:
     family: str = ""
     rotation: Reference | None = None
     pairs: str = "half"
+    cache: tuple[int, str] = (0, "")
     exchange: Any = None
 
 

@@ -97,13 +97,42 @@ class QueryModule(PositionModule):
         raise NotImplementedError(type(self).__name__)
 
 
+class TokenModule(PositionModule):
+    """Changes an attention call by numbers that it makes of the hidden states that enter the attention.
+
+    Its child `tokens` maps hidden states (B, T, E) to one number for each head and token, (B, H, T), in float32 or
+    float64. The numbers stay beside the keys in the cache.
+    """
+
+    tokens: nn.Module
+
+    def forward(self, call: Call) -> Call:
+        """Return the call that the attention shall compute.
+
+        Args:
+            call: the attention call. `call.numbers` (B, H, L) are the numbers of the tokens of its keys.
+        """
+        raise NotImplementedError(type(self).__name__)
+
+
 class Additions(nn.Module):
     """The child `posenc_additions` of an attention module: modules that change its calls, one after the other."""
 
-    def forward(self, call: Call) -> Call:
-        """Return the call that the attention shall compute."""
-        for addition in self.children():
-            call = addition(call)
+    def token_modules(self) -> dict[str, nn.Module]:
+        """Return name of an addition -> its child `tokens`, for the additions that use numbers of tokens."""
+        children = {name: getattr(addition, "tokens", None) for name, addition in self.named_children()}
+        return {name: tokens for name, tokens in children.items() if tokens is not None}
+
+    def forward(self, call: Call, numbers: Tensor | None = None) -> Call:
+        """Return the call that the attention shall compute.
+
+        Args:
+            call: the attention call.
+            numbers: (B, H, L, N) for N additions that use numbers of tokens; None without such additions.
+        """
+        made = {} if numbers is None else dict(zip(self.token_modules(), numbers.unbind(-1), strict=True))
+        for name, addition in self.named_children():
+            call = addition(replace(call, numbers=made.get(name)))
         return call
 
 

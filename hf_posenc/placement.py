@@ -91,6 +91,9 @@ class Base(Carrier, Protocol):
     def require_own_attention(self, scheme: str) -> None:
         """Raise UnsupportedModelError if this package's attention function cannot compute the base's attention."""
 
+    def require_token_numbers(self, scheme: str, layers: Sequence[int]) -> None:
+        """Raise UnsupportedModelError if numbers of tokens cannot be cached beside the keys of these layers."""
+
     def fit_rotation(self, scheme: Any) -> Any:
         """Fill in the missing hyper-parameters of a rotary scheme from the base; raise if the base lacks them."""
 
@@ -165,6 +168,14 @@ class Placement:
     def order(self) -> int:
         """Return the place of the schemes among those that join a layer: smaller numbers act first."""
         return 0
+
+    def scales_queries(self) -> bool:
+        """Return whether the schemes multiply queries by a factor."""
+        return False
+
+    def uses_tokens(self) -> bool:
+        """Return whether the schemes use numbers that they make of the hidden states of each token."""
+        return False
 
     def fit(self, scheme: Any, base: Base) -> Any:
         """Return the scheme with missing hyper-parameters from the base's config; do not change the model.
@@ -387,6 +398,10 @@ class OnQueries(Placement):
         """Return 1: a factor acts on queries that have their size, see `OnSizes`."""
         return 1
 
+    def scales_queries(self) -> bool:
+        """Return True: all schemes of this place do."""
+        return True
+
     def fit(self, scheme: Any, base: Base) -> Any:
         """Fill in the length of the base, and check that the scheme fits the sizes, see `Placement.fit`."""
         sizes = [base.sizes[layer] for layer in base.layers_of(scheme)]
@@ -445,6 +460,29 @@ class OnSizes(OnQueries):
         return super().fit(scheme, base)
 
 
+class OnTokens(OnQueries):
+    """A module on each attention changes its calls by numbers that it makes of the hidden states."""
+
+    words = "on attention scores, by numbers of each token"
+
+    def __init__(self) -> None:
+        """Say that the change does not depend on positions, but on the order of tokens alone."""
+        super().__init__(by_position=False)
+
+    def scales_queries(self) -> bool:
+        """Return False: queries stay as they are."""
+        return False
+
+    def uses_tokens(self) -> bool:
+        """Return True: all schemes of this place do."""
+        return True
+
+    def fit(self, scheme: Any, base: Base) -> Any:
+        """Check that the numbers can be cached beside the keys, see `Placement.fit`."""
+        base.require_token_numbers(scheme.name, base.layers_of(scheme))
+        return super().fit(scheme, base)
+
+
 class OnRotary(Placement):
     """Queries and keys are rotated before their product is taken."""
 
@@ -500,6 +538,7 @@ __all__ = [
     "OnRotary",
     "OnScores",
     "OnSizes",
+    "OnTokens",
     "Placement",
     "Site",
     "StockForm",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,6 +108,9 @@ class _OneLayerModel:
 
     def require_own_attention(self, scheme: str) -> None:
         """Do nothing, because this model has no attention."""
+
+    def require_token_numbers(self, scheme: str, layers: Sequence[int]) -> None:
+        """Do nothing, because this model has no cache."""
 
     def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
         """Fit the scheme to a base that rotates nothing."""
@@ -328,7 +331,7 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
     # The query's position is the largest distance, so that the farthest key is the first token.
     positions = DensePositions(pairs, torch.ones_like(pairs, dtype=torch.bool), pairs[0, 0].amax(-1, keepdim=True))
     call = Call(query, key, key, positions, scaling=scaling, module=module, form=module.form(query)).widened()
-    return call.formula.scores(call)
+    return call.scores()
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
         content: return `q . k` alone, without the scheme.
     """
     wide = _queries(call, part)
-    scores = wide.positions.mask((Content() if content else wide.formula).scores(wide))
+    scores = wide.positions.mask(Content().scores(wide) if content else wide.scores())
     visible = wide.visible() & (scores > torch.finfo(scores.dtype).min / 2)  # a scheme's heads may have windows
     return Rows(scores, visible, wide.distance(), wide.sinks)
 

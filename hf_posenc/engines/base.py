@@ -24,6 +24,7 @@ class Engine:
             faster. The key None stands for any other dtype.
         traced: whether torch.compile can trace it.
         sinks: whether it takes calls with attention sinks.
+        gates: whether it takes calls with forget gates.
         value_sizes: whether it takes values whose size differs from that of queries and keys. Otherwise smaller
             values are padded with zeros.
     """
@@ -31,6 +32,7 @@ class Engine:
     name: ClassVar[str]
     traced: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
+    gates: ClassVar[bool] = False
     value_sizes: ClassVar[bool] = False
     forms: ClassVar[tuple[type[Form], ...] | None] = None
     wrong_form: ClassVar[str]
@@ -61,9 +63,11 @@ class Engine:
         return None if self.forms is None or is_one_of(call.form, self.forms) else self.wrong_form
 
     def refusal(self, call: Call) -> str | None:
-        """Return why the engine refuses a call, for sinks, value sizes or `why_not`; None if it can compute it."""
+        """Return why the engine refuses a call, for sinks, gates, value sizes or `why_not`; None if it computes it."""
         if call.sinks is not None and not self.sinks:
             return "the model has attention sinks, which this engine does not compute"
+        if call.log_gates is not None and not self.gates:
+            return "the layer has forget gates, which this engine does not compute"
         size, values = call.query.shape[-1], call.value.shape[-1]
         if values != size and not self.value_sizes:
             if values > size:

@@ -33,6 +33,7 @@ class Chunked(Engine):
 
     name = "chunked"
     sinks = True
+    gates = True
     value_sizes = True
 
     def why_not(self, call: Call) -> str | None:
@@ -71,15 +72,22 @@ def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
     positions, queries = call.positions, call.query.shape[2]
     assert isinstance(positions, Positions)
 
-    def part(query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
-        return compute(replace(call, query=query, key=key, value=value, positions=positions))
+    def part(query: Tensor, key: Tensor, value: Tensor, positions: Positions, gates: Tensor | None) -> Tensor:
+        return compute(replace(call, query=query, key=key, value=value, positions=positions, log_gates=gates))
 
     training = torch.is_grad_enabled()
     parts = []
     for start in range(0, queries, rows):
         here = slice(start, min(start + rows, queries))
         seen = _seen(positions, here)
-        tensors = call.query[:, :, here], call.key[:, :, seen], call.value[:, :, seen], cut(positions, here, seen)
+        gates = None if call.log_gates is None else call.log_gates[:, :, seen]
+        tensors = (
+            call.query[:, :, here],
+            call.key[:, :, seen],
+            call.value[:, :, seen],
+            cut(positions, here, seen),
+            gates,
+        )
         parts.append(checkpoint(part, *tensors, use_reentrant=False) if training else part(*tensors))
     return torch.cat(parts, 1)
 

@@ -13,6 +13,7 @@ class Reference(Engine):
     name = "reference"
     traced = True
     sinks = True
+    gates = True
     value_sizes = True
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor]:
@@ -31,8 +32,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     """
     with torch.autocast(call.query.device.type, enabled=False):
         wide = call.widened()
-        scores = wide.formula.scores(wide)
-        weights = wide.softmax(wide.positions.mask(scores))
+        weights = wide.softmax(wide.positions.mask(wide.scores()))
         weights = torch.nn.functional.dropout(weights, wide.dropout, training=wide.dropout > 0)
         output = wide.formula.mix(wide, weights)
     dtype = call.query.dtype

@@ -36,6 +36,7 @@ class Sdpa(Engine):
     forms = (Content,)
     wrong_form = "it computes attention without positions, and this scheme changes scores"
     traced = True
+    gates = True
     value_sizes = True
 
     def considered(self, call: Call) -> bool:
@@ -50,10 +51,12 @@ class Sdpa(Engine):
             return "attention weights were asked for, which only the reference engine has"
         if call.softcap is not None:
             return "the kernel has no soft cap on scores"
+        if call.log_gates is not None and call.query.dtype not in (torch.float32, torch.float64):
+            return f"the kernel would add forget gates in {call.query.dtype}"
         return None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        if _is_plainly_causal(call):
+        if call.log_gates is None and _is_plainly_causal(call):
             return _attend(call, causal=True), None
         if (rows := _rows(call)) < call.query.shape[2]:
             return chunked.by_rows(call, rows, _attend), None
@@ -81,6 +84,8 @@ def _rows(call: Call) -> int:
     if torch.compiler.is_compiling() or isinstance(positions, DensePositions):
         return queries
     masks = max(positions.key_valid.shape[0], positions.query_index.shape[0])
+    if call.log_gates is not None:
+        masks = call.log_gates.shape[0] * call.log_gates.shape[1]
     on_cpu = call.query.device.type == "cpu"
     if masks * queries * keys <= (WHOLE if on_cpu else PAIRS_ELSEWHERE):
         return queries
@@ -91,8 +96,10 @@ def _rows(call: Call) -> int:
 
 
 def _mask(call: Call) -> Tensor:
-    """Return which keys are visible, bool, or a user's own float mask."""
+    """Return which keys are visible, bool; or what is added to scores: a user's own float mask, and forget gates."""
     positions = call.positions
+    if call.log_gates is not None:
+        return positions.mask(call.gate_bias()).to(call.query.dtype)
     if isinstance(positions, DensePositions) and positions.seen.is_floating_point():
         return positions.seen.to(call.query.dtype)
     return positions.visible()

@@ -150,6 +150,8 @@ class Family:
             raise that length for a scheme without a limit.
         own_positions: the base's positions in a few words, for the list of families. Needed where other fields do not
             tell.
+        keeps_no_numbers: why numbers beside the cached keys would not reach attention. `None` means that attention gets
+            the keys as they are cached. Latent attention need not say it.
         gguf: where its weights go in a GGUF file. `None` means that none can be written.
         note: a clause for the list of families: what else a user of schemes has to know.
     """
@@ -168,6 +170,7 @@ class Family:
     mask_as_bool: bool = False
     sized_by_length: bool = False
     own_positions: str | None = None
+    keeps_no_numbers: str | None = None
     gguf: GgufBlock | None = None
     note: str = ""
 
@@ -180,6 +183,13 @@ class Family:
     def always_replaced(self) -> bool:
         """Whether every scheme replaces the attention, because it never calls transformers' attention interface."""
         return self.attention is not None and self.attention.bypasses_interface
+
+    @property
+    def loses_numbers(self) -> str | None:
+        """Why numbers that are cached beside its keys would not reach attention, or None if they do."""
+        if self.names.attention_head_dim == "qk_head_dim":
+            return "caches one vector for the keys of all heads (latent attention)"
+        return self.keeps_no_numbers
 
     def own_attention(self) -> OwnAttention:
         """Return the pieces of its attention; UnsupportedModelError if it names none."""

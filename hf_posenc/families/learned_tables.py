@@ -116,6 +116,7 @@ FAMILIES = (
     # The first GPT. It has no cache.
     Family(
         model_types=("openai-gpt",),
+        keeps_no_numbers="has no cache",
         names=replace(
             _GPT2_NAMES,
             token_embedding="tokens_embed",

@@ -253,7 +253,12 @@ _ROWS = (
     ),
     Family(model_types=("granitemoehybrid",), hybrid=True, drops_position_ids=True),
     # Mixture of attention heads: each expert has queries of its own, which share keys and values.
-    Family(model_types=("jetmoe",), names=Names(attention="self_attention"), note="experts among its heads"),
+    Family(
+        model_types=("jetmoe",),
+        names=Names(attention="self_attention"),
+        keeps_no_numbers="repeats its keys for every expert after they are cached",
+        note="experts among its heads",
+    ),
     # Fused projections, partial rotation, and LongRoPE, whose factors change with the length: `generate` drops the
     # cache when it crosses `config.original_max_position_embeddings`, since keys that were rotated by the short factors
     # are useless from there on.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..schemes.alibi import Alibi, alibi_slopes
 from ..schemes.base import RotaryScheme, Scheme
 from ..schemes.rope import Rope
 from ..upstream.attention import SPLIT_HEADS
+from ..upstream.token_numbers import cache_argument
 from .eval_mode import evaluation
 from .layer_config import LayerConfig
 from .patch_record import language_model, patch_of
@@ -231,6 +232,23 @@ class BaseModel:
             raise UnsupportedModelError(
                 f"{scheme} changes attention scores, which {backend} cannot carry: load the model with "
                 'attn_implementation="sdpa" or "eager" first'
+            )
+
+    def require_token_numbers(self, scheme: str, layers: Sequence[int]) -> None:
+        """Raise UnsupportedModelError if numbers of tokens cannot be cached beside the keys of these layers.
+
+        Args:
+            scheme: name of the scheme that makes the numbers, for messages.
+            layers: indices of its layers.
+        """
+        reason = self.family.loses_numbers
+        if reason is None and any(cache_argument(self.found.attention_of[layer]) is None for layer in layers):
+            reason = "hands its attention no cache"
+        if shared := sorted({*self.lenders, *self.lenders.values()}.intersection(layers)):
+            reason = f"shares the keys of layer {', '.join(map(str, shared))} with other layers"
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"{scheme} keeps numbers of each token beside the keys in the cache, and {self.name} {reason}"
             )
 
     def native(self) -> Native:

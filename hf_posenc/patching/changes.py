@@ -28,6 +28,7 @@ from ..upstream.rotary import (
     answer_like,
     turned_dimensions,
 )
+from ..upstream.token_numbers import cache_argument, require_known_cache, wrap_cache
 from .hooks import (
     enter_layer,
     hand_down_position_ids,
@@ -359,6 +360,8 @@ def place(plan: Plan) -> Changes:
         base_scheme.acts_on.put(base_scheme, sites[-1])
     if plan.attends:
         changes.add(AttendThroughUs(plan.base, plan.attention), AddPreHook(plan.base.found.decoder, require_attention))
+    if any(site.scheme.acts_on.uses_tokens() for site in sites):
+        _wrap_caches(changes)
     _mark_layers(changes, sites)
     _set_lengths(changes)
     return changes
@@ -427,6 +430,16 @@ def _replace_attention(changes: Changes, attention: nn.Module) -> None:
     if "config" not in attention.__dict__:
         changes.add(SetAttribute(attention, "config", base.config))
     changes.add(SetClass(attention, replaced_class(type(attention))))
+
+
+def _wrap_caches(changes: Changes) -> None:
+    """Let every attention make the numbers of its additions, and keep them beside its keys in the cache."""
+    found = changes.plan.base.found
+    for attention in found.attentions:
+        # An attention without a cache argument has no such additions.
+        state = {"cache": cache_argument(attention) or on_attention(attention).cache}
+        changes.add(Keep(attention, on_attention, state), AddPreHook(attention, wrap_cache))
+    changes.add(AddPreHook(found.decoder, require_known_cache))
 
 
 def _mark_layers(changes: Changes, sites: list[ModelSite]) -> None:

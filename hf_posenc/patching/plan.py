@@ -173,7 +173,7 @@ def _check_factors(plan: Plan) -> None:
         if not rotates and not scheme.acts_on.joins():
             scaled -= set(plan.layers_of(scheme))  # the scheme silences the factor
     for scheme in plan.schemes:
-        if scheme.acts_on.joins() and (both := sorted(scaled.intersection(plan.layers_of(scheme)))):
+        if scheme.acts_on.scales_queries() and (both := sorted(scaled.intersection(plan.layers_of(scheme)))):
             raise UnsupportedModelError(
                 f"{scheme.name}: {plan.base.name} itself multiplies the queries of layer {', '.join(map(str, both))} "
                 "by a factor that grows with the position, which does not go together with it: name other layers"

@@ -16,8 +16,18 @@ from transformers import initialization as init
 
 from ..did_you_mean import did_you_mean
 from ..dims import Dims, Layers
-from ..modules import Native, PositionEmbedding, PositionModule, QueryModule, Reference, Rotation, ScoreModule, Shared
-from ..placement import OnHidden, OnQueries, OnRotary, OnScores, Placement, RopeParameters
+from ..modules import (
+    Native,
+    PositionEmbedding,
+    PositionModule,
+    QueryModule,
+    Reference,
+    Rotation,
+    ScoreModule,
+    Shared,
+    TokenModule,
+)
+from ..placement import OnHidden, OnQueries, OnRotary, OnScores, OnTokens, Placement, RopeParameters
 
 EVERY_SCHEME = ("layers", "window")
 """The hyper-parameters that every scheme has."""
@@ -169,9 +179,20 @@ class QueryScheme(Scheme):
         """Return the scheme with what depends on the length in tokens at which the base was trained."""
         return self
 
-    def build(self, dims: Dims) -> QueryModule:
+    def build(self, dims: Dims) -> QueryModule | TokenModule:
         """Return the module of one attention layer. `reset_parameters` initialises its parameters."""
         raise NotImplementedError(type(self).__name__)
+
+
+class TokenScheme(QueryScheme):
+    """A scheme that makes numbers of hidden states, and joins the scheme or the base's positions that its layers have.
+
+    `build` returns a `TokenModule`. Its numbers stay beside the keys in the cache.
+    """
+
+    @property
+    def acts_on(self) -> Placement:
+        return OnTokens()
 
 
 class EmbeddingScheme(Scheme):
@@ -267,6 +288,7 @@ __all__ = [
     "RotaryScheme",
     "Scheme",
     "ScoreScheme",
+    "TokenScheme",
     "by_layer_type",
     "init",
 ]

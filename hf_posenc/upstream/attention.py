@@ -19,6 +19,7 @@ from ..modules import WithoutPositions
 from ..positions import DensePositions, Positions, ensure, read
 from . import NAME, POSITION_IDS
 from .masks import BIDIRECTIONAL
+from .token_numbers import NO_NUMBERS, split
 
 NO_MASK = (
     "the attention mask, which carries the positions, did not arrive at the attention layer. The context parallelism "
@@ -126,6 +127,13 @@ def scheme_attention(
     if (starts := kwargs.get("cu_seq_lens_q")) is not None:
         ensure(positions.divided_at(starts[1:-1]), UNKNOWN_DOCUMENTS)
     has_cache = query.shape[2] != key.shape[2]
+    additions: Any = module._modules.get("posenc_additions")
+    numbers = None
+    if additions is not None and (count := len(additions.token_modules())):
+        parts = split(key, query.shape[-1], query.shape[1], count)
+        if parts is None:
+            raise ValueError(NO_NUMBERS.format(name=type(module).__name__))
+        key, numbers = parts
     positions = _follow(positions, position_ids if handed_down is None else handed_down, attention_mask, has_cache)
     if state.window is not None:
         positions = positions.within(state.window)
@@ -142,8 +150,8 @@ def scheme_attention(
         weights=_wants_weights(module, kwargs),
         sinks=sinks,
     )
-    if "posenc_additions" in module._modules:
-        call = attention.posenc_additions(call)
+    if additions is not None:
+        call = additions(call, numbers)
     if "posenc" not in module._modules:
         return WithoutPositions()(replace(call, weights=False), dispatch.attend)
     return attention.posenc(call, partial(dispatch.attend, wanted=state.engine))

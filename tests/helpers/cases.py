@@ -5,12 +5,13 @@ loops run over heads, queries and keys one by one; only the batch is a tensor di
 gradients. A new scheme adds its formula and its rows; test_formulas.py wants every hyper-parameter in some row.
 
     attention(query (B, H, Q, D), key (B, K, L, D), value (B, K, L, D), parameters,
-              *, softmax_scale, cap, trained, whole_heads, **hyper-parameters) -> (B, Q, H, D)
+              *, softmax_scale, cap, trained, whole_heads, hidden, **hyper-parameters) -> (B, Q, H, D)
     table(positions, size, parameters, *, match, **hyper-parameters) -> (len(positions), size), added to hidden states
 
 Queries are the last Q of L tokens. All tensors are float64; `parameters` are those of one layer, shared ones included.
 `softmax_scale` is the model's own, as a rule 1/sqrt(D); `cap` its soft cap on scores (Gemma 2), applied to what is a
-product of vectors, not to a bias; `trained` the length it was made for; `whole_heads` tells that it turns whole heads.
+product of vectors, not to a bias; `trained` the length it was made for; `whole_heads` tells that it turns whole heads;
+`hidden` (B, L, E) is what enters the attention.
 `match` is the root mean square of what an added table replaces.
 """
 
@@ -714,6 +715,35 @@ TEMPERATURE = [
 ]
 
 
+# --- forgetting: Lin et al. 2025, equation (4): the logit gets log of the product of f_t over j < t <= i, where
+# f_t = sigmoid(w . x_t + b) and x_t is the hidden state that enters the attention
+
+
+def forgetting_attention(query, key, value, parameters, *, softmax_scale, hidden, cap=identity, **_):
+    w, b = parameters["weight"], parameters["bias"]
+
+    def bias(h, i, j):
+        kept = torch.ones(len(hidden), dtype=hidden.dtype)
+        for t in range(j + 1, i + 1):
+            kept = kept / (1 + torch.exp(-dot(w[h], hidden[:, t]) - b[h]))
+        return torch.log(kept)
+
+    return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) + bias(h, i, j))
+
+
+def forgetting(name: str, **hyperparameters: Any) -> Case:
+    return Case(
+        id=f"forgetting-{name}",
+        scheme="forgetting",
+        hyperparameters=hyperparameters,
+        attention=forgetting_attention,
+        bases=("gpt2",),  # as of temperature
+    )
+
+
+FORGETTING = [forgetting("default"), forgetting("low", bias=-1.0)]
+
+
 BAM = [bam("default"), bam("centre", centre=True), bam("shared-layers", share_layers=True)]
 CASES: list[Case] = [
     *NOPE,
@@ -727,6 +757,7 @@ CASES: list[Case] = [
     *BAM,
     *FIRE,
     *TEMPERATURE,
+    *FORGETTING,
     *ALIBI,
     *QK_NORM,
     *DA_TRANSFORMER,

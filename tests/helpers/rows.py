@@ -305,6 +305,12 @@ ROWS: dict[str, Row] = {
         acts={"length": 2},
         properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
     ),
+    "forgetting": Row(
+        variants={"": {}, "low": {"bias": -1.0}},
+        values={"bias": (5.0, 1.0)},
+        wrong=[*no_number("bias", "5", True, None), *[("bias", value, ValueError, ["finite"]) for value in (INF, NAN)]],
+        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
+    ),
     "cope": Row(
         variants={"": {"num_positions": 6}},
         values={"num_positions": (64, 5), "share_layers": (False, True)},

@@ -838,6 +838,7 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
             softmax_scale=HEAD_DIM**-0.5,
             trained=TRAINED,
             whole_heads=family == "llama",
+            hidden=hidden.double(),
             **case.hyperparameters,
         )
         assert_close(output, merge(family, attention, heads), torch.float32, "output of an attention")

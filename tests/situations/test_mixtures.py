@@ -20,6 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, SmolLM3Con
 import hf_posenc
 from hf_posenc import CheckpointError, UnsupportedModelError, patch_model, schemes_of, unpatch_model, verify
 from hf_posenc.schemes.alibi import Alibi, alibi_slopes
+from hf_posenc.schemes.forgetting import Forgetting
 from hf_posenc.schemes.learned import Learned
 from hf_posenc.schemes.nope import Nope
 from hf_posenc.schemes.qk_norm import QKNorm
@@ -69,6 +70,9 @@ MIXTURES = {
         QKNorm(layers=[0, 1]),
         QKNorm(over="all_heads", layers=[3]),
     ],
+    "rope-and-forgetting": lambda: [Rope(rope_theta=50.0), Forgetting(layers="1::2")],
+    "nope-with-two-additions": lambda: [Nope(window=7), Forgetting(), Temperature("log_n", length=3)],
+    "forgetting-alone": lambda: [Forgetting(bias=2.0)],
 }
 FAMILIES = ("gpt2", "opt", "llama", "gpt_neox", "gemma3", "phi", "smollm3")
 NOTHING_TO_DO = {

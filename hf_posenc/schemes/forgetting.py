@@ -1,0 +1,96 @@
+"""Forgetting Transformer: every token decides by a gate how much of what came before stays."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..attention_call import Call
+from ..dims import Dims
+from ..modules import PositionModule, TokenModule, parameter
+from ..registry import register_scheme
+from .base import TokenScheme, init
+
+
+@register_scheme
+@dataclass(frozen=True, kw_only=True)
+class Forgetting(TokenScheme):
+    """Forget gates, as in the Forgetting Transformer (FoX). They join the positions that their layers have.
+
+    Equation (1) to (4): the token at `t`, whose hidden state `x_t` enters the attention, has a gate for each head,
+    `f_t = sigmoid(w . x_t + b)`. The score of query `i` and key `j` gets the bias
+    `D_ij = log f_(j+1) + ... + log f_i`, which is 0 for the token itself. `w` and `b` are trained.
+
+    Beyond the training length: no limit; gates depend on tokens and not on positions.
+    Deviations: `w` starts at 0 and `b` at `bias`, so that a trained model hardly changes. At the start `D_ij` is
+    `-log(1 + exp(-bias))` for each token of distance. With 5 that is -0.0067, so no score changes by more than 0.0067
+    times the distance. Padding has no gate. The paper's gates of outputs and its norms are not part of the scheme.
+    Source: Lin et al. 2025, arXiv:2503.02130.
+
+    Args:
+        bias: start of `b` in every head. A gate starts at `sigmoid(bias)`.
+    """
+
+    name: ClassVar[str] = "forgetting"
+    bias: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bias, Real) or isinstance(self.bias, bool):
+            raise TypeError(f"forgetting: bias must be a number, not {self.bias!r}")
+        if not math.isfinite(self.bias):
+            raise ValueError(f"forgetting: bias must be finite, not {self.bias!r}")
+        object.__setattr__(self, "bias", float(self.bias))
+
+    def build(self, dims: Dims) -> TokenModule:
+        return ForgetGates(dims, self.bias)
+
+
+class ForgetGates(TokenModule):
+    """The module of `forgetting`. Its child `tokens` has the parameters."""
+
+    def __init__(self, dims: Dims, bias: float) -> None:
+        """Make the gates of one layer.
+
+        Args:
+            dims: sizes of the layer's attention.
+            bias: start of the parameter `bias`.
+        """
+        super().__init__()
+        self.tokens: nn.Module = LogGates(dims, bias)
+
+    def forward(self, call: Call) -> Call:
+        return replace(call, log_gates=call.numbers)
+
+
+class LogGates(PositionModule):
+    """Maps hidden states to logarithms of gates, by the parameters `weight` (H, E) and `bias` (H,)."""
+
+    def __init__(self, dims: Dims, start: float) -> None:
+        """Make the parameters.
+
+        Args:
+            dims: sizes of the layer's attention.
+            start: start of `bias`.
+        """
+        super().__init__()
+        self.start = start
+        self.weight = parameter(dims.num_heads, dims.hidden_size)
+        self.bias = parameter(dims.num_heads)
+
+    def reset_parameters(self) -> None:
+        """Start with the same gates for all tokens."""
+        init.zeros_(self.weight)
+        init.constant_(self.bias, self.start)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return logarithms of gates (B, H, T) of hidden states (B, T, E), in float32, or float64 beside float64."""
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+            return F.logsigmoid(logits).transpose(1, 2)
