@@ -97,15 +97,16 @@ def packing_outcome(runner: Runner, reason_against: str | None) -> Outcome:
     )
 
 
-def cache_outcome(runner: Runner, start: int, about: str, recomputes: bool = False) -> Outcome:
+def cache_outcome(runner: Runner, border: int | None = None, recomputes: bool = False) -> Outcome:
     """Compute tokens one by one with a cache, and compare with a run without a cache.
 
     Args:
         runner: runs the model.
-        start: position of the first token.
-        about: name of the question.
+        border: length in tokens at which a scaling changes, which the steps cross; None begins at position 0.
         recomputes: whether `generate` of the model may drop the cache by itself.
     """
+    # The prompt ends before the border.
+    start, about = (0, "cache") if border is None else (max(0, border - 16), "stale keys")
     tokens = runner.tokens(LENGTH)
     positions = start + torch.arange(LENGTH, device=tokens.device)[None]
     output, logits = _step(runner, tokens, positions, slice(0, CUT), None)
@@ -116,13 +117,15 @@ def cache_outcome(runner: Runner, start: int, about: str, recomputes: bool = Fal
         output, logits = _step(runner, tokens, positions, slice(n, n + 1), output.past_key_values)
         steps.append(logits)
     off = change(torch.cat(steps, 1)[:, CUT:], runner.at(tokens, positions)[:, CUT:])
-    where = f" at positions {start + CUT} to {start + LENGTH - 1}" if start else ""
+    where = f" at positions {start + CUT} to {start + LENGTH - 1}" if border else ""
     if off <= tolerance(runner.model.dtype):
         return Outcome(about, True, f"cached and recomputed logits differ by {off:.1e}{where}", off)
     if recomputes:
-        reason = f"the class prepares inputs of generate by itself, and may drop the cache there; kept, it is {off:.1%} off"
+        reason = (
+            f"generate of this class prepares its inputs itself and may drop the cache there; kept, it is {off:.1%} off"
+        )
         return Outcome(about, None, reason, off)
-    if start:
+    if border:
         found = f"cached and recomputed logits differ by {off:.1%}{where}: cached keys were turned by other frequencies"
         advice = (
             "keys are stale once the scaling changes with the length: use a scaling that does not (yarn, linear), "
@@ -148,8 +151,10 @@ def _step(runner: Runner, tokens: Tensor, positions: Tensor, part: slice, cache:
 
 def weights_outcomes(runner: Runner) -> Iterator[Outcome]:
     """Yield whether all weights and buffers are numbers, and whether all logits are."""
-    tensors = [*runner.model.named_parameters(), *runner.model.named_buffers()]
-    wrong = [name for name, tensor in tensors if tensor.is_floating_point() and not torch.isfinite(tensor).all()]
+    weights, buffers = list(runner.model.named_parameters()), list(runner.model.named_buffers())
+    tensors = weights + buffers
+    wrong = [name for name, weight in weights if weight.is_floating_point() and not torch.isfinite(weight).all()]
+    wrong += [name for name, buffer in buffers if buffer.isnan().any()]  # masks hold infinities
     if wrong:
         some = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
         yield Outcome(

@@ -15,9 +15,10 @@ from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.obstacles import check_in_place, check_unwrapped
 from ..live.patch_record import language_model, patch_of, without_adapter
+from ..schemes.base import by_layer_type
 from ..verification import verify
 from .behaviour import cache_outcome, mask_outcome, packing_outcome, padding_outcome, weights_outcomes
-from .fingerprint import LENGTHS, LayerTurning, fingerprint, longest_list
+from .fingerprint import LENGTHS, fingerprint, longest_list
 from .promises import Promise, promise_of, unknown_promise
 from .report import CheckReport, Outcome
 from .rotation import beyond_outcomes, layers_in_words, rotation_outcomes
@@ -73,7 +74,7 @@ def check(model: PreTrainedModel, other: PreTrainedModel | None = None, *, seed:
         outcomes = list(_outcomes(model, seed))
         if others is not None:
             with evaluation(others), restored(others):
-                outcomes.append(_agreement(model, others, seed))
+                outcomes.append(_tried("agreement", partial(_agreement, model, others, seed)))
     config = model.config
     attention = config._attn_implementation or "eager"
     name = f"{type(model).__name__} ({base_model_type(config)}), {str(model.dtype)[6:]}, {attention}"
@@ -88,7 +89,7 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(model).__name__}")
     check_in_place(model, "check the model", one_device=False)
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise UnsupportedModelError("the model is on the meta device, where nothing is computed: load its weights first")
+        raise UnsupportedModelError("the model is on the meta device, where nothing runs: load its weights first")
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder: only decoders can be checked")
     return model
@@ -120,7 +121,7 @@ def _outcomes(model: PreTrainedModel, seed: int) -> Iterator[Outcome]:
         return
     yield _tried("left padding", partial(padding_outcome, runner, counts_slots))
     yield _tried("packing", partial(packing_outcome, runner, _reason_against_packing(base)))
-    yield _tried("cache", partial(cache_outcome, runner, 0, "cache"))
+    yield _tried("cache", partial(cache_outcome, runner))
 
 
 def _base_of(model: PreTrainedModel) -> BaseModel | None:
@@ -155,57 +156,73 @@ def _reason_against_packing(base: BaseModel | None) -> str | None:
 
 def _rotation(runner: Runner, base: BaseModel | None) -> Iterator[Outcome]:
     """Yield the rotation of all layers, within and beyond the original length."""
-    model = runner.model
-    layers = base.found.layers if base is not None else longest_list(model, getattr(model.config, "num_hidden_layers", None))
-    is_patched = patch_of(model) is not None
+    model, patch = runner.model, patch_of(runner.model)
+    count = getattr(model.config, "num_hidden_layers", None)
+    layers = longest_list(model, count) if base is None else base.found.layers
     sizes: dict[int, int] = {}
 
     def promised(layer: int) -> Promise | None:
-        if base is not None:
-            return promise_of(base, layer)
-        return unknown_promise(model.config, layer, sizes[layer])
+        return unknown_promise(model.config, layer, sizes[layer]) if base is None else promise_of(base, layer)
 
-    length = getattr(model.config, "max_position_embeddings", None) or 2 * LENGTHS[0]
-    limit = length if base is None else base.length or length
-    changing: Promise | None = None
+    limit = (None if base is None else base.length) or getattr(model.config, "max_position_embeddings", None)
     try:
-        if base is not None and not is_patched:
-            promises = [promise for layer in base.sizes if (promise := promised(layer)) is not None]
-            changing = next((promise for promise in promises if promise.depends_on_length), None)
-        last = None
-        if changing is not None:
-            limit, last = changing.original_length - 1, changing.original_length - 1
-        turnings = fingerprint(runner, layers, limit, last)
+        changing = _changing(base, promised)
+        if changing is None:
+            turnings = fingerprint(runner, layers, limit or 2 * LENGTHS[0])
+        else:
+            turnings = fingerprint(runner, layers, changing.original_length - 1, changing.original_length - 1)
         sizes |= {layer: turning.keys.size for layer, turning in turnings.items()}
-        yield from rotation_outcomes(turnings, None if is_patched else promised)
+        yield from rotation_outcomes(turnings, promised if patch is None else None, by_family=base is not None)
         if hidden := [layer for layer in (base.sizes if base else range(len(layers))) if layer not in turnings]:
-            yield Outcome("rotation", None, f"{layers_in_words(list(hidden))}: {_unseen(model)}")
+            yield Outcome("rotation", None, f"{layers_in_words(hidden)}: {_unseen(model)}")
         if changing is not None:
-            yield from _beyond(runner, layers, changing, promised)
+            yield from _beyond(runner, layers, changing, promised if patch is None else None)
     except _FAILURES as error:
         yield _failed("rotation", error)
+
+
+def _changing(base: BaseModel | None, promised: Callable[[int], Promise | None]) -> Promise | None:
+    """Return a rotation of the model that changes beyond its original length, or None.
+
+    Args:
+        base: the model as its family describes it.
+        promised: layer index -> the rotation that the config of a stock model asks for.
+    """
+    if base is None:
+        return None
+    patch = patch_of(base.model)
+    if patch is None:
+        promises = [promise for layer in base.sizes if (promise := promised(layer)) is not None]
+    else:
+        rotations = (rotation for scheme in patch.schemes for rotation in scheme.acts_on.rotations(scheme) if rotation)
+        size, length = base.rotation.dims.head_dim, base.length or 0
+        promises = [
+            Promise(parameters, size, length, None, None)
+            for rotation in rotations
+            for parameters in by_layer_type(rotation).values()
+        ]
+    return next((promise for promise in promises if promise.depends_on_length), None)
 
 
 def _unseen(model: PreTrainedModel) -> str:
     backend = model.config._attn_implementation or "eager"
     return (
-        f"queries and keys could not be seen under {backend}: load the model with attn_implementation='sdpa' or 'eager' "
-        "(or the layer has no attention of queries and keys)"
+        f"queries and keys could not be seen under {backend}: load the model with attn_implementation='sdpa' or "
+        "'eager' (or the layer has no attention of queries and keys)"
     )
 
 
 def _beyond(
-    runner: Runner, layers: list[nn.Module], changing: Promise, promised: Callable[[int], Promise | None]
+    runner: Runner, layers: list[nn.Module], changing: Promise, promised: Callable[[int], Promise | None] | None
 ) -> Iterator[Outcome]:
     """Yield whether a scaling takes effect beyond the original length, and whether the cache agrees across it."""
-    original = changing.original_length
-    turnings: dict[int, LayerTurning] = fingerprint(runner, layers, original, 2 * original - 1, start=original // 2)
-    yield from beyond_outcomes(turnings, promised, 2 * original)
+    border = changing.original_length
+    if promised is not None:
+        turnings = fingerprint(runner, layers, border, 2 * border - 1, start=border // 2)
+        yield from beyond_outcomes(turnings, promised, 2 * border)
     prepares = getattr(type(runner.model), "prepare_inputs_for_generation", None)
     recomputes = prepares is not getattr(GenerationMixin, "prepare_inputs_for_generation", None)
-    # The prompt ends before the original length, and the steps cross it.
-    start = max(0, original - 16)
-    yield _tried("cache", partial(cache_outcome, runner, start, "stale keys", recomputes))
+    yield _tried("stale keys", partial(cache_outcome, runner, border, recomputes))
 
 
 def _scheme(model: PreTrainedModel) -> Iterator[Outcome]:
@@ -226,7 +243,11 @@ def _agreement(model: PreTrainedModel, other: PreTrainedModel, seed: int) -> Out
     against = Runner(other, seed)
     others = against.logits(tokens.to(against.device)).float().cpu()
     if others.shape != logits.shape:
-        return Outcome("agreement", None, f"the outputs have the shapes {tuple(logits.shape)} and {tuple(others.shape)}")
+        return Outcome(
+            "agreement", None, f"the outputs have the shapes {tuple(logits.shape)} and {tuple(others.shape)}"
+        )
+    if logits.isnan().any() or others.isnan().any():
+        return Outcome("agreement", None, "logits are NaN")
     difference = (logits - others).abs().max().item()
     ranks = torch.maximum(_rank_of_pick(logits, others), _rank_of_pick(others, logits))
     equal = (ranks == 1).float().mean().item()

@@ -20,13 +20,13 @@ from ..live.watch import LayerCall, recorded
 from .runs import Runner
 
 LENGTHS = (23, 19, 17, 13, 11, 7)
-"""Numbers of tokens to choose from: odd numbers, because a score matrix must not look like a head, whose size is even."""
+"""Numbers of tokens to choose from: odd, because a score matrix must not look like a head, whose size is even."""
 
 STEP = 16
 """Factor between two shifts. The angle of one shift must tell the turns of the next one, also in half precision."""
 
-LARGEST_SHIFT = 4096
-"""Largest shift in tokens. Slower pairs than a turn in some million tokens cannot be told from standing ones."""
+LARGEST_SHIFT = 2**16
+"""Largest shift in tokens, which decides how slow a pair can be seen to turn."""
 
 NOT_A_TURN = 0.1
 """Part of a dimension's change that its pair may leave unexplained."""
@@ -73,7 +73,7 @@ class Turning:
         size: D, the number of dimensions of a head.
         pairs: ((a, b), ...), the dimensions of a head that turn together, sorted.
         frequencies: (heads, F) float64, radians per token, one for each pair; 0 in a head whose pair stands.
-        precision: radians per token up to which a frequency is known.
+        precision: radians per token up to which a frequency is known. A slower pair may look as if it stood.
         odd: dimensions that change with the position, but not as one of a turning pair.
     """
 
@@ -115,7 +115,7 @@ def fit_turning(states: Tensor, moved: dict[int, Tensor], eps: float) -> Turning
     threshold = 16 * eps * states.abs().amax((-1, -2), keepdim=True)
     changed = torch.stack([(other - states).abs() > threshold for other in moved.values()]).any(0).any(1).any(0)
     dimensions = changed.nonzero().flatten().tolist()
-    precision = 256 * eps / max(moved)
+    precision = 64 * eps / max(moved)
     if not dimensions:
         return Turning(size, (), torch.zeros(heads, 0, dtype=torch.float64), precision, ())
     before = states[..., changed]
@@ -126,7 +126,9 @@ def fit_turning(states: Tensor, moved: dict[int, Tensor], eps: float) -> Turning
     pairs = [
         (a, b) for a, b in enumerate(partner) if a < b and partner[b] == a and max(left[a, b], left[b, a]) < NOT_A_TURN
     ]
-    frequencies = [_frequency({shift: fit.angle(a, b) for shift, fit in zip(moved, fits, strict=True)}) for a, b in pairs]
+    frequencies = [
+        _frequency({shift: fit.angle(a, b) for shift, fit in zip(moved, fits, strict=True)}) for a, b in pairs
+    ]
     paired = {each for pair in pairs for each in pair}
     return Turning(
         size,
@@ -167,7 +169,7 @@ def _fit_pairs(before: Tensor, after: Tensor) -> _Fit:
 
 
 def _frequency(angles: dict[int, Tensor]) -> Tensor:
-    """Return the frequency of a pair in each head, from its angles at ascending shifts, which may be whole turns short."""
+    """Return the frequency of a pair in each head, from its angles at ascending shifts without their whole turns."""
     frequency = torch.zeros_like(angles[1])
     for shift, angle in angles.items():
         turns = ((frequency * shift - angle) / (2 * math.pi)).round()
@@ -210,7 +212,7 @@ def fingerprint(
         with recorded(layers) as calls_of_run:
             runner.at(tokens, positions)
         calls[shift] = calls_of_run
-    eps = torch.finfo(runner.model.dtype).eps
+    eps = max(torch.finfo(dtype).eps for dtype in (runner.model.dtype, torch.float32))  # cosines are float32
     found = {}
     for index, layer in enumerate(layers):
         seen = {shift: _queries_and_keys(layer, calls[0][index], calls[shift][index], length) for shift in calls}
@@ -250,6 +252,6 @@ def _queries_and_keys(
 
 
 def longest_list(model: PreTrainedModel, count: int | None) -> list[nn.Module]:
-    """Return the decoder layers of a model that no family describes: its list of `count` modules, or its longest list."""
+    """Return the layers of a model that no family describes: its list of `count` modules, or its longest list."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     return next((each for each in lists if len(each) == count), max(lists, key=len, default=[]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,8 @@ EXACT = 2e-3
 
 def describe_turning(turning: Turning) -> str:
     """Return a rotation in words: how many pairs turn, their layout, base and frequencies."""
+    if turning.odd:
+        return f"{len(turning.odd)} of {turning.size} dimensions of each head change with the position, but do not turn"
     if not turning.pairs:
         return "queries and keys do not turn"
     frequencies = turning.frequencies.abs().amax(0)
@@ -48,42 +49,45 @@ def base_of(frequencies: Tensor) -> float | None:
 
 def same(measured: Tensor, wanted: Tensor, precision: float) -> bool:
     """Return whether frequencies agree up to what a fingerprint can tell."""
-    return measured.shape == wanted.shape and bool(((measured - wanted).abs() <= EXACT * wanted.abs() + precision).all())
+    return measured.shape == wanted.shape and bool(
+        ((measured - wanted).abs() <= EXACT * wanted.abs() + precision).all()
+    )
 
 
 def rotation_outcomes(
-    turnings: Mapping[int, LayerTurning], promised: Callable[[int], Promise | None] | None
+    turnings: Mapping[int, LayerTurning], promised: Callable[[int], Promise | None] | None, *, by_family: bool
 ) -> Iterator[Outcome]:
     """Yield the rotation of the layers, and every difference from the config.
 
     Args:
         turnings: layer index -> how it turns, within the trained length.
         promised: layer index -> the rotation that the config asks for; None if nothing is asked of the layers.
+        by_family: whether a family says which layers turn. Otherwise a layer without rotation may be meant so.
     """
     problems: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
+    agreeing: dict[str, list[int]] = {}
+    unseen = []
+    turns = any(turning.keys.pairs for turning in turnings.values())
     for layer, turning in turnings.items():
-        for about, found, number, advice in _problems(turning, promised, layer):
-            problems.setdefault((about, found, advice), []).append((layer, number))
-    for (about, found, advice), cases in problems.items():
+        promise = None if promised is None else promised(layer)
+        asked = by_family or (promise is not None and (bool(turning.keys.pairs) or not turns))
+        found = [] if promised is None or not asked else list(_problems(turning, promise))
+        for about, words, number, advice in found:
+            problems.setdefault((about, words, advice), []).append((layer, number))
+        if not found:
+            agrees = ", as the config says" if promised is not None and asked else ""
+            agreeing.setdefault(describe_turning(turning.queries) + agrees, []).append(layer)
+        if by_family and promise is not None and promise.layout is None:
+            unseen.append(layer)
+    for (about, words, advice), cases in problems.items():
         layers = [layer for layer, _ in cases]
-        yield Outcome(about, False, f"{layers_in_words(layers)}: {found}", max(n for _, n in cases), advice)
-    unseen = [
-        layer
-        for layer in turnings
-        if promised is not None and (promise := promised(layer)) is not None and promise.layout is None
-    ]
-    if unseen:
-        reason = "which dimensions of the projections are a pair does not show in queries and keys of this model type"
-        yield Outcome("layout", None, f"{layers_in_words(unseen)}: {reason}")
-    wrong = {layer for cases in problems.values() for layer, _ in cases}
-    kinds: dict[str, list[int]] = {}
-    for layer in turnings:
-        if layer not in wrong:
-            kinds.setdefault(describe_turning(turnings[layer].queries), []).append(layer)
-    for words, layers in kinds.items():
-        agrees = "" if promised is None else ", as the config says"
+        yield Outcome(about, False, f"{layers_in_words(layers)}: {words}", max(number for _, number in cases), advice)
+    for words, layers in agreeing.items():
         pairs = float(len(turnings[layers[0]].queries.pairs))
-        yield Outcome("rotation", True, f"{layers_in_words(layers)}: {words}{agrees}", pairs)
+        yield Outcome("rotation", True, f"{layers_in_words(layers)}: {words}", pairs)
+    if unseen:
+        reason = "which dimensions of the projections are a pair: queries and keys of this model type do not show it"
+        yield Outcome("layout", None, f"{layers_in_words(unseen)}: {reason}")
 
 
 def layers_in_words(layers: list[int]) -> str:
@@ -99,7 +103,8 @@ _Problem = tuple[str, str, float, str]
 """About, what was found, number, advice."""
 
 
-def _problems(turning: LayerTurning, promised: Any, layer: int) -> Iterator[_Problem]:
+def _problems(turning: LayerTurning, promise: Promise | None) -> Iterator[_Problem]:
+    """Yield the first difference between a layer's rotation and what the config asks for."""
     queries, keys = turning.queries, turning.keys
     for name, side in (("queries", queries), ("keys", keys)):
         if side.odd:
@@ -110,20 +115,21 @@ def _problems(turning: LayerTurning, promised: Any, layer: int) -> Iterator[_Pro
                 float(len(side.odd)),
                 "compare the class's rotation with that of the stock class, line by line",
             )
-    if queries.odd or keys.odd:
-        return
+            return
     if queries.pairs != keys.pairs or not same(
         queries.frequencies.amax(0), keys.frequencies.amax(0), queries.precision
     ):
         yield (
             "rotation",
-            f"queries and keys turn differently: {describe_turning(queries)}; of the keys {describe_turning(keys)}",
+            f"queries and keys turn differently. Queries: {describe_turning(queries)}. Keys: {describe_turning(keys)}",
             float(len(set(queries.pairs) ^ set(keys.pairs))),
             "give queries and keys the same cosines and sines: otherwise scores depend on the absolute position",
         )
-        return
-    if promised is not None:
-        yield from _against(keys, promised(layer))
+    elif queries.heads_differ or keys.heads_differ:
+        advice = "give all heads the same cosines and sines"
+        yield "rotation", "the heads of a layer turn by different frequencies", float(len(keys.pairs)), advice
+    else:
+        yield from _against(keys, promise)
 
 
 def _against(turning: Turning, promise: Promise | None) -> Iterator[_Problem]:
@@ -150,6 +156,7 @@ def _against(turning: Turning, promise: Promise | None) -> Iterator[_Problem]:
         return
     signs = turning.frequencies.sign()
     measured = turning.frequencies.abs().amax(0)
+    wanted = _seen(wanted, turning)
     if len(measured) != len(wanted):
         yield (
             "share",
@@ -172,45 +179,45 @@ def _against(turning: Turning, promise: Promise | None) -> Iterator[_Problem]:
             "direction",
             "pairs turn in the other direction than those of the model type",
             count,
-            "give the sines the sign of the stock class, or swap the two dimensions of each pair when converting weights",
+            "give the sines the sign of the stock class, or swap the dimensions of each pair when converting weights",
         )
         return
-    if turning.heads_differ:
-        yield "rotation", "heads turn by different frequencies", count, "give all heads the same cosines and sines"
-        return
-    yield from _against_frequencies(measured, promise, promise.original_length, turning.precision)
+    if not same(measured, wanted, turning.precision):
+        yield _other_frequencies(measured, wanted, promise, turning)
 
 
-def _against_frequencies(measured: Tensor, promise: Promise, length: int, precision: float) -> Iterator[_Problem]:
-    wanted = promise.frequencies(length)
-    if same(measured, wanted, precision):
-        return
+def _seen(wanted: Tensor, turning: Turning) -> Tensor:
+    """Leave out the last pairs if they were not seen, and turn too slowly for that."""
+    count = len(turning.pairs)
+    return wanted[:count] if len(wanted) > count and bool((wanted[count:] <= turning.precision).all()) else wanted
+
+
+def _other_frequencies(measured: Tensor, wanted: Tensor, promise: Promise, turning: Turning) -> _Problem:
     off = ((measured - wanted).abs() / wanted).max().item()
     scaling, theta = promise.scaling, base_of(measured)
-    if scaling != "default" and same(measured, promise.unscaled(), precision):
-        yield (
+    if scaling != "default" and same(measured, _seen(promise.unscaled(), turning), turning.precision):
+        return (
             "scaling",
-            f"the scaling of the config, {scaling}, has no effect: pairs turn by the frequencies of base "
-            f"{promise.theta:g} without it, up to {off:.3g} times their frequency off",
+            f"the scaling of the config, {scaling}, has no effect: pairs turn as without it, by the base "
+            f"{_rounded(promise.theta)}; one frequency is off by {off:.3g} times its value",
             off,
-            "make the rotary embedding from config.rope_parameters, or check that the runtime reads them: old names "
-            "(rope_scaling) and new ones are read by different releases",
+            "make the rotary embedding from config.rope_parameters, and check that your release reads them under this "
+            "name (older ones read rope_scaling)",
         )
-    elif theta is not None and scaling == "default" and abs(measured[0] - 1) < EXACT:
-        yield (
+    if theta is not None and scaling == "default" and abs(measured[0] - 1) < EXACT:
+        return (
             "base",
             f"the frequencies have the base {_rounded(theta)}, the config says rope_theta {_rounded(promise.theta)}",
             theta,
             "use the rope_theta that the weights were trained with, in the code and in the config",
         )
-    else:
-        yield (
-            "frequencies",
-            f"the frequencies are not those of the config ({scaling}, base {promise.theta:g}): one is off by {off:.3g} "
-            "times its value",
-            off,
-            "compute them as transformers' ROPE_INIT_FUNCTIONS do, or correct rope_parameters in the config",
-        )
+    return (
+        "frequencies",
+        f"the frequencies are not those of the config ({scaling}, base {_rounded(promise.theta)}): one is off by "
+        f"{off:.3g} times its value",
+        off,
+        "compute them as transformers' ROPE_INIT_FUNCTIONS do, or correct rope_parameters in the config",
+    )
 
 
 def beyond_outcomes(
@@ -230,11 +237,11 @@ def beyond_outcomes(
         if promise is None or not promise.depends_on_length or turning.keys.odd:
             continue
         measured = turning.keys.frequencies.abs().amax(0)
-        wanted = promise.frequencies(length)
+        wanted = _seen(promise.frequencies(length), turning.keys)
         precision = turning.keys.precision
         if same(measured, wanted, precision):
             continue
-        unchanged = same(measured, promise.frequencies(promise.original_length), precision)
+        unchanged = same(measured, _seen(promise.frequencies(promise.original_length), turning.keys), precision)
         off = ((measured - wanted).abs() / wanted).max().item() if len(measured) == len(wanted) else float("nan")
         words = "has no effect there" if unchanged else "gives other frequencies there than transformers' function"
         problems.setdefault((promise.scaling, words), []).append((layer, off))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,16 +28,16 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def change(changed: Tensor, original: Tensor) -> float:
-    """Return the relative change of logits: the norm of the difference, divided by the norm of the original."""
+    """Return the relative change of logits: the norm of the difference, divided by the norm of the original.
+
+    It is infinite if only one of the two is NaN somewhere.
+    """
     changed, original = changed.double(), original.double()
+    if not torch.equal(changed.isnan(), original.isnan()):
+        return math.inf
     counted = (changed.abs() < LARGEST) & (original.abs() < LARGEST)
     difference = (changed - original)[counted].norm()
     return (difference / original[counted].norm().clamp(min=1e-30)).item()
-
-
-def not_finite(tensor: Tensor) -> int:
-    """Return how many values of a tensor are NaN or infinite."""
-    return int((~torch.isfinite(tensor)).sum())
 
 
 class Runner:
@@ -100,7 +101,8 @@ def restored(model: nn.Module) -> Iterator[None]:
     A rotary module with a dynamic scaling keeps frequencies of the longest run. Random numbers stay as they were, too.
     """
     saved = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    values = {id(buffer): buffer.clone() for _, _, buffers in saved for buffer in buffers.values() if buffer is not None}
+    kept = [buffer for _, _, buffers in saved for buffer in buffers.values() if buffer is not None]
+    values = [buffer.clone() for buffer in kept]
     devices = {parameter.device.index for parameter in model.parameters() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(devices=[device for device in devices if device is not None]):
         try:
@@ -111,6 +113,6 @@ def restored(model: nn.Module) -> Iterator[None]:
                 vars(module).update(attributes)
                 module._buffers.clear()
                 module._buffers.update(buffers)
-                for buffer in buffers.values():
-                    if buffer is not None and not torch.equal(buffer, values[id(buffer)]):
-                        buffer.copy_(values[id(buffer)])
+            for buffer, value in zip(kept, values, strict=True):
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
