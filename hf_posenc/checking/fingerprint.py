@@ -72,9 +72,11 @@ class Turning:
     Attributes:
         size: D, the number of dimensions of a head.
         pairs: ((a, b), ...), the dimensions of a head that turn together, sorted.
-        frequencies: (heads, F) float64, radians per token, one for each pair; 0 in a head whose pair stands.
+        frequencies: (heads, F) float64, radians per token, one for each pair; 0 in a head whose pair stands. A head
+            whose pair is zero throughout, as in sparse weights, gets the frequency of the head with the largest one.
         precision: radians per token up to which a frequency is known. A slower pair may look as if it stood.
         odd: dimensions that change with the position, but not as one of a turning pair.
+        zero: dimensions that are zero in all heads, as in sparse weights, so that nothing can be said of them.
     """
 
     size: int
@@ -82,6 +84,7 @@ class Turning:
     frequencies: Tensor
     precision: float
     odd: tuple[int, ...]
+    zero: tuple[int, ...]
 
     @property
     def layout(self) -> str | None:
@@ -99,73 +102,79 @@ class Turning:
         return bool((self.frequencies - self.frequencies[:1]).abs().max() > self.precision) if self.pairs else False
 
 
-def fit_turning(states: Tensor, moved: dict[int, Tensor], eps: float) -> Turning:
+def fit_turning(states: Tensor, moved: dict[int, Tensor], eps: float, *, rescaled: bool = False) -> Turning:
     """Fit rotations by pairs to the change of queries or keys.
-
-    A pair may be rescaled by weights after the turn, as a norm of queries does, so all four entries of its 2 x 2 matrix
-    are fitted.
 
     Args:
         states: (heads, T, D) float64.
         moved: shift in tokens, ascending from 1 -> the states of the same tokens, that many positions later.
         eps: rounding of the model's dtype.
+        rescaled: whether weights may rescale the dimensions after the turn, as a norm of queries does.
     """
     heads, _, size = states.shape
     # Norms after the rotation let roundings of the whole head reach dimensions that stand.
     threshold = 16 * eps * states.abs().amax((-1, -2), keepdim=True)
-    changed = torch.stack([(other - states).abs() > threshold for other in moved.values()]).any(0).any(1).any(0)
+    changes = (torch.stack([(other - states).abs() for other in moved.values()]) / threshold.clamp(min=1e-300)).amax(0)
+    changed, clearly = ((changes.amax((0, 1)) > limit) for limit in (1, 4))
     dimensions = changed.nonzero().flatten().tolist()
-    precision = 64 * eps / max(moved)
+    zero = tuple((states == 0).all(0).all(0).nonzero().flatten().tolist())
+    precision = (4096 if rescaled else 64) * eps / max(moved)
     if not dimensions:
-        return Turning(size, (), torch.zeros(heads, 0, dtype=torch.float64), precision, ())
+        return Turning(size, (), torch.zeros(heads, 0, dtype=torch.float64), precision, (), zero)
     before = states[..., changed]
-    fits = [_fit_pairs(before, other[..., changed]) for other in moved.values()]
-    changes = [(other[..., changed] - before).square().sum(1).sum(0) for other in moved.values()]
-    left = torch.stack([fit.left.sum(0) for fit in fits]).sum(0) / torch.stack(changes).sum(0)[:, None]
+    fit = _fit_rescaled if rescaled else _fit_turns
+    fits = [fit(before, other[..., changed]) for other in moved.values()]
+    angles = {shift: angle for shift, (angle, _) in zip(moved, fits, strict=True)}
+    # What a pair leaves unexplained, as a part of the change of its two dimensions.
+    change = torch.stack([(other[..., changed] - before).square().sum((0, 1)) for other in moved.values()]).sum(0)
+    left = torch.stack([left.sum(0) for _, left in fits]).sum(0) / (change[:, None] + change)
+    left.fill_diagonal_(math.inf)
     partner = left.argmin(-1).tolist()
-    pairs = [
-        (a, b) for a, b in enumerate(partner) if a < b and partner[b] == a and max(left[a, b], left[b, a]) < NOT_A_TURN
-    ]
-    frequencies = [
-        _frequency({shift: fit.angle(a, b) for shift, fit in zip(moved, fits, strict=True)}) for a, b in pairs
-    ]
+    pairs = [(a, b) for a, b in enumerate(partner) if a < b and partner[b] == a and left[a, b] < NOT_A_TURN]
     paired = {each for pair in pairs for each in pair}
+    energy = before.square().sum(1)
+    frequencies = []
+    for a, b in pairs:
+        measured = _frequency({shift: angle[:, a, b] for shift, angle in angles.items()})
+        energy_of_head = energy[:, [a, b]].sum(1)
+        frequencies.append(measured.where(energy_of_head > 0, measured[energy_of_head.argmax()]))
     return Turning(
         size,
         tuple((dimensions[a], dimensions[b]) for a, b in pairs),
         torch.stack(frequencies, -1) if pairs else torch.zeros(heads, 0, dtype=torch.float64),
         precision,
-        tuple(each for number, each in enumerate(dimensions) if number not in paired),
+        tuple(each for number, each in enumerate(dimensions) if number not in paired and clearly[each]),
+        zero,
     )
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """Least squares of `y_a = own x_a + other x_b`, for every head and every two dimensions; all (heads, D, D)."""
+def _fit_turns(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit a turn of every two dimensions; return its angle and what it leaves, both (heads, D, D).
 
-    own: Tensor
-    other: Tensor
-    left: Tensor
-
-    def angle(self, a: int, b: int) -> Tensor:
-        """Return the angle by which each head turns a pair, (heads,)."""
-        cosine = (self.own[:, a, b] + self.own[:, b, a]) / 2
-        square = -self.other[:, a, b] * self.other[:, b, a]
-        sine = self.other[:, b, a].sign() * square.clamp(min=0).sqrt()
-        return torch.atan2(sine, cosine)
+    With `z = x_a + i x_b` the angle is that of `sum z' conj(z)`, and `|z'|^2 + |z|^2 - 2 |sum z' conj(z)|` is left.
+    """
+    mixed = after.transpose(1, 2) @ before
+    own = mixed.diagonal(dim1=1, dim2=2)
+    cosine, sine = own[:, :, None] + own[:, None, :], mixed.transpose(1, 2) - mixed
+    energy = before.square().sum(1) + after.square().sum(1)
+    left = energy[:, :, None] + energy[:, None, :] - 2 * torch.hypot(cosine, sine)
+    return torch.atan2(sine, cosine), left.clamp(min=0)
 
 
-def _fit_pairs(before: Tensor, after: Tensor) -> _Fit:
-    """Fit every dimension of the states after a shift by itself and each other dimension before it."""
+def _fit_rescaled(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit any 2 x 2 matrix to every two dimensions; return as `_fit_turns` does.
+
+    Such a matrix is `[[c, -s w], [s / w, c]]`, with the ratio `w` of the weights.
+    """
     gram, mixed = before.transpose(1, 2) @ before, after.transpose(1, 2) @ before
-    aa, bb = gram.diagonal(dim1=1, dim2=2)[:, :, None], gram.diagonal(dim1=1, dim2=2)[:, None, :]
-    ya = mixed.diagonal(dim1=1, dim2=2)[:, :, None]
-    determinant = (aa * bb - gram.square()).clamp(min=1e-12 * (aa * bb).amax().clamp(min=1e-300))
-    own = (ya * bb - mixed * gram) / determinant
-    other = (mixed * aa - ya * gram) / determinant
-    left = after.square().sum(1)[:, :, None] - own * ya - other * mixed
-    alone = torch.eye(before.shape[-1], dtype=torch.bool)
-    return _Fit(own, other, left.masked_fill(alone, math.inf))
+    energy, own = gram.diagonal(dim1=1, dim2=2), mixed.diagonal(dim1=1, dim2=2)[:, :, None]
+    aa, bb = energy[:, :, None], energy[:, None, :]
+    determinant = (aa * bb - gram.square()).clamp(min=1e-300)
+    by_own = (own * bb - mixed * gram) / determinant
+    by_other = (mixed * aa - own * gram) / determinant
+    left = after.square().sum(1)[:, :, None] - by_own * own - by_other * mixed
+    sine = by_other.transpose(1, 2).sign() * (-by_other * by_other.transpose(1, 2)).clamp(min=0).sqrt()
+    return torch.atan2(sine, (by_own + by_own.transpose(1, 2)) / 2), (left + left.transpose(1, 2)).clamp(min=0)
 
 
 def _frequency(angles: dict[int, Tensor]) -> Tensor:
@@ -228,12 +237,14 @@ def fingerprint(
 
 
 def _closest(states: Tensor, moved: dict[int, Tensor], eps: float) -> Turning:
-    """Fit states as they are. If that leaves odd dimensions, fit directions alone: a factor may grow with positions."""
-    plain = fit_turning(states, moved, eps)
-    if not plain.odd:
-        return plain
-    units = fit_turning(_unit(states), {shift: _unit(each) for shift, each in moved.items()}, eps)
-    return min(plain, units, key=lambda turning: len(turning.odd))
+    """Fit turns. If they leave odd dimensions, allow for a factor that grows with the position, and for weights."""
+    units = _unit(states), {shift: _unit(each) for shift, each in moved.items()}
+    best = fit_turning(states, moved, eps)
+    for (before, after), rescaled in ((units, False), ((states, moved), True), (units, True)):
+        if best.odd:
+            other = fit_turning(before, after, eps, rescaled=rescaled)
+            best = min(best, other, key=lambda turning: len(turning.odd))
+    return best
 
 
 def _unit(states: Tensor) -> Tensor:

@@ -25,9 +25,10 @@ def describe_turning(turning: Turning) -> str:
     share = 200 * len(turning.pairs) / turning.size
     layout = "" if turning.layout is None else f", layout {turning.layout}"
     theta = base_of(frequencies)
-    base = "" if theta is None else f", base {_rounded(theta)}"
+    base = "" if theta is None or turning.zero else f", base {_rounded(theta)}"
+    zero = f" ({len(turning.zero) // 2} are zero in all heads)" if turning.zero else ""
     return (
-        f"{len(turning.pairs)} of {turning.size // 2} pairs of each head turn ({share:.0f} %){layout}{base}, by "
+        f"{len(turning.pairs)} of {turning.size // 2} pairs of each head turn ({share:.0f} %){zero}{layout}{base}, by "
         f"{frequencies.max():.3g} to {frequencies.min():.3g} radians per token"
     )
 
@@ -47,11 +48,14 @@ def base_of(frequencies: Tensor) -> float | None:
     return base.item() if torch.allclose(formula, frequencies, rtol=1e-2, atol=0) else None
 
 
+def close(measured: Tensor, wanted: Tensor, precision: float) -> Tensor:
+    """Return for each frequency whether it is as wanted, up to what a fingerprint can tell."""
+    return (measured - wanted).abs() <= EXACT * wanted.abs() + precision
+
+
 def same(measured: Tensor, wanted: Tensor, precision: float) -> bool:
-    """Return whether frequencies agree up to what a fingerprint can tell."""
-    return measured.shape == wanted.shape and bool(
-        ((measured - wanted).abs() <= EXACT * wanted.abs() + precision).all()
-    )
+    """Return whether all frequencies are as wanted, up to what a fingerprint can tell."""
+    return measured.shape == wanted.shape and bool(close(measured, wanted, precision).all())
 
 
 def rotation_outcomes(
@@ -116,9 +120,7 @@ def _problems(turning: LayerTurning, promise: Promise | None) -> Iterator[_Probl
                 "compare the class's rotation with that of the stock class, line by line",
             )
             return
-    if queries.pairs != keys.pairs or not same(
-        queries.frequencies.amax(0), keys.frequencies.amax(0), queries.precision
-    ):
+    if not _turn_alike(queries, keys):
         yield (
             "rotation",
             f"queries and keys turn differently. Queries: {describe_turning(queries)}. Keys: {describe_turning(keys)}",
@@ -130,6 +132,18 @@ def _problems(turning: LayerTurning, promise: Promise | None) -> Iterator[_Probl
         yield "rotation", "the heads of a layer turn by different frequencies", float(len(keys.pairs)), advice
     else:
         yield from _against(keys, promise)
+
+
+def _turn_alike(queries: Turning, keys: Turning) -> bool:
+    """Return whether queries and keys turn by the same pairs and frequencies, as far as both can be seen."""
+    sides = [dict(zip(side.pairs, side.frequencies.amax(0).tolist(), strict=True)) for side in (queries, keys)]
+    precision = max(queries.precision, keys.precision)
+    unseen = {*queries.zero, *keys.zero}
+    for pair in sides[0].keys() | sides[1].keys():
+        one, other = (side.get(pair, 0.0) for side in sides)
+        if unseen.isdisjoint(pair) and abs(one - other) > EXACT * abs(one) + precision:
+            return False
+    return True
 
 
 def _against(turning: Turning, promise: Promise | None) -> Iterator[_Problem]:
@@ -187,9 +201,13 @@ def _against(turning: Turning, promise: Promise | None) -> Iterator[_Problem]:
 
 
 def _seen(wanted: Tensor, turning: Turning) -> Tensor:
-    """Leave out the last pairs if they were not seen, and turn too slowly for that."""
-    count = len(turning.pairs)
-    return wanted[:count] if len(wanted) > count and bool((wanted[count:] <= turning.precision).all()) else wanted
+    """Leave out frequencies that were not seen, if they are too slow for that, or of pairs that are zero throughout."""
+    measured = turning.frequencies.abs().amax(0)
+    seen = close(measured, wanted[:, None], turning.precision).any(1)
+    possible = seen | (wanted > turning.precision)
+    wanted, seen = wanted[possible], seen[possible]
+    lost = len(wanted) - len(measured)
+    return wanted[seen] if 0 < lost <= len(turning.zero) // 2 and int(seen.sum()) == len(measured) else wanted
 
 
 def _other_frequencies(measured: Tensor, wanted: Tensor, promise: Promise, turning: Turning) -> _Problem:

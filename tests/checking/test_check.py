@@ -275,9 +275,10 @@ def turned(states, frequencies, shift, pairs):
     return result
 
 
+@pytest.mark.parametrize("rescaled", [False, True])
 @pytest.mark.parametrize("layout", ["half", "interleaved", "mixed"])
-def test_pairs_and_frequencies_are_recovered(layout):
-    """Fast, slow and negative frequencies, others in each head, one dimension out of each pair rescaled afterwards."""
+def test_pairs_and_frequencies_are_recovered(layout, rescaled):
+    """Fast, slow and negative frequencies, others in each head, each dimension rescaled after the turn."""
     pairs = {
         "half": ((1, 4), (2, 5), (3, 6)),
         "interleaved": ((2, 3), (4, 5), (6, 7)),
@@ -286,14 +287,44 @@ def test_pairs_and_frequencies_are_recovered(layout):
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(2, 11, 8, generator=generator, dtype=torch.float64)
     frequencies = torch.tensor([[2.5, -0.1, 1e-6], [3.0, 0.7, 2e-6]], dtype=torch.float64)
-    weights = torch.rand(8, generator=generator, dtype=torch.float64) + 0.5
+    weights = torch.rand(8, generator=generator, dtype=torch.float64) + 0.5 if rescaled else torch.ones(8)
     moved = {shift: turned(states, frequencies, shift, pairs) * weights for shift in (1, 16, 256)}
-    turning = fit_turning(states * weights, moved, torch.finfo(torch.float64).eps)
+    turning = fit_turning(states * weights, moved, torch.finfo(torch.float64).eps, rescaled=rescaled)
     assert turning.pairs == pairs
     assert turning.layout == layout
     assert turning.odd == ()
     assert turning.heads_differ
     assert (turning.frequencies - frequencies).abs().max() <= FLOAT64_ANGLE
+
+
+def test_small_pairs_beside_large_ones_are_recovered():
+    """In trained heads some pairs are thousands of times smaller, and tokens nearly agree in a dimension."""
+    pairs = ((0, 2), (1, 3))
+    states = torch.randn(1, 11, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 1e-2 + 1.0
+    states = states * torch.tensor([1.0, 1e-4, 1.0, 1e-4])
+    frequencies = torch.tensor([[1.0, 0.01]], dtype=torch.float64)
+    moved = {shift: turned(states, frequencies, shift, pairs).float().double() for shift in (1, 16)}
+    turning = fit_turning(states.float().double(), moved, torch.finfo(torch.float32).eps)
+    assert turning.pairs == pairs
+    assert (turning.frequencies - frequencies).abs().max() <= FLOAT32_ANGLE
+
+
+def test_a_head_of_zeros_turns_as_the_others():
+    states = torch.randn(2, 11, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    states[1, :, [1, 3]] = 0
+    pairs, frequencies = ((0, 2), (1, 3)), torch.tensor([[1.0, 0.3]] * 2, dtype=torch.float64)
+    turning = fit_turning(states, {1: turned(states, frequencies, 1, pairs)}, torch.finfo(torch.float64).eps)
+    assert turning.pairs == pairs
+    assert not turning.heads_differ
+
+
+def test_a_pair_of_zeros_is_not_missed():
+    """Sparse weights can silence a pair in all heads of the keys, or of both."""
+    model = tiny("llama")
+    model.model.layers[0].self_attn.k_proj.weight.data.view(2, 8, 32)[:, [1, 5]] = 0
+    assert check(model).ok
+    model.model.layers[0].self_attn.q_proj.weight.data.view(4, 8, 32)[:, [1, 5]] = 0
+    assert check(model).ok
 
 
 def test_what_does_not_turn_is_odd():
