@@ -15,6 +15,7 @@ _PUBLIC_NAMES = {
     ".calibration.layer_choice": "LayerChoice choose_layers",
     ".calibration.temperature_fit": "TemperatureFit fit_temperature",
     ".attention_call": "Call",
+    ".checking.check": "check",
     ".checkpoints.auto_classes": "register_family",
     ".checkpoints.export": "export_stock",
     ".checkpoints.gguf_export": "export_gguf",

@@ -11,6 +11,7 @@ from .calibration.calibrate import Calibration as Calibration, Matching as Match
 from .calibration.layer_choice import LayerChoice as LayerChoice, choose_layers as choose_layers
 from .calibration.temperature_fit import TemperatureFit as TemperatureFit, fit_temperature as fit_temperature
 from .attention_call import Call as Call
+from .checking.check import check as check
 from .checkpoints.auto_classes import register_family as register_family
 from .checkpoints.export import export_stock as export_stock
 from .checkpoints.gguf_export import export_gguf as export_gguf

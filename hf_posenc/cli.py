@@ -50,6 +50,11 @@ VERIFIED = """How to read the table.
 `order`: the change at the last token when two earlier tokens are swapped; the causal mask causes some of it."""
 
 
+CHECKED = """Run a checkpoint on short random tokens and report what its positions do: which part of each head
+turns and how fast, whether a scaling takes effect, the causal mask, left padding, packing, the cache.
+
+Exit status: 0 if nothing wrong was found, 1 if something was, 2 if the checkpoint could not be checked."""
+
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 """Names and keywords of a call of `add_argument`."""
 
@@ -113,6 +118,25 @@ COMMANDS = {
         ("hf-posenc verify runs/gpt2-alibi/model", "hf-posenc verify me/gpt2-alibi --dtype float32"),
         {"run": "verify_checkpoint", "explained": VERIFIED},
         f"Load a patched checkpoint and check that every layer responds to positions.\n\n{VERIFIED}",
+    ),
+    "check": Command(
+        "measure what the positions of any checkpoint do, and say what is wrong",
+        (
+            _argument("checkpoint", help="directory or Hub id of any causal language model"),
+            _argument("--other", metavar="MODEL", help="checkpoint to compare with, such as another conversion"),
+            _argument("--json", type=Path, metavar="FILE", help="JSON file to write, with all outcomes and numbers"),
+            _argument("--seed", **_N, default=0, help="seed of the random tokens (default: 0)"),
+            _argument(
+                "--trust-remote-code",
+                action="store_true",
+                help="run the code that lies beside the weights; read it first",
+            ),
+            _REVISION,
+            _DTYPE,
+        ),
+        ("hf-posenc check runs/yarn/checkpoint-500", "hf-posenc check me/fork --trust-remote-code --json check.json"),
+        {"run": "check_checkpoint"},
+        CHECKED,
     ),
     "patch": Command(
         "patch a stock checkpoint and save it",
@@ -231,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0 for success; 1 if the answer is no (`inspect`: cannot be loaded; `verify`: a layer does not
-        respond; `families`: cannot be patched); 2 for an error; 130 after Ctrl-C.
+        respond; `check`: something is wrong; `families`: cannot be patched); 2 for an error; 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     name = words[0] if words else ""
@@ -290,7 +314,19 @@ def _parser(with_recipes: bool = False) -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hf_posenc {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for name in ("schemes", "families", "inspect", *RECIPES, "verify", "patch", "export", "plot", "push", "completion"):
+    for name in (
+        "schemes",
+        "families",
+        "inspect",
+        *RECIPES,
+        "verify",
+        "check",
+        "patch",
+        "export",
+        "plot",
+        "push",
+        "completion",
+    ):
         if name in RECIPES:
             parents = [_recipe_parser(name)] if with_recipes else []
             commands.add_parser(name, help=RECIPES[name][1], add_help=False, parents=parents)

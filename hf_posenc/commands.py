@@ -22,6 +22,7 @@ from transformers.utils import logging
 from .analysis import plots
 from .api import parse_schemes
 from .catalogue import language_type, refused_types, served_type
+from .checking.check import check
 from .checkpoints import files, hub
 from .checkpoints.export import export_stock
 from .checkpoints.gguf_export import export_gguf
@@ -115,6 +116,31 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     report = verify(model)
     print(f"{report}\n\n{options.explained}")
     return 0 if report.ok else 1
+
+
+def check_checkpoint(options: argparse.Namespace) -> int:
+    """Load a checkpoint, stock, forked or patched, measure what its positions do, and print the findings."""
+    if options.json and not options.json.parent.is_dir():
+        raise FileNotFoundError(f"{options.json}: there is no folder {options.json.parent}")
+    model, other = (_any_model(options, source) for source in (options.checkpoint, options.other))
+    report = check(model, other, seed=options.seed)
+    print(report)
+    if options.json:
+        options.json.write_text(json.dumps(report.to_dict(), indent=1))
+        print(f"numbers in {options.json}")
+    return 0 if report.ok else 1
+
+
+def _any_model(options: argparse.Namespace, source: str | None) -> Any:
+    """Return a checkpoint's model, also of code that lies beside its weights if the user trusts it; None for none."""
+    if source is None:
+        return None
+    checkpoint = hub.checkpoint_name(source)
+    _print_loading(source)
+    revision = _revision(options, checkpoint) if source == options.checkpoint else {}
+    return AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=_dtype(options), trust_remote_code=options.trust_remote_code, **revision
+    )
 
 
 def patch_checkpoint(options: argparse.Namespace) -> int:

@@ -74,6 +74,7 @@ class RotationFacts:
             `(2u, 2u + 1)`.
         config_interleaved: if the config has it true, neighbouring dimensions are rotated together, whatever `pairs`
             says.
+        backwards: pairs turn by minus their angles.
         angles: what the rotary module returns for the angles `a, b, ...` of the pairs: `list twice`, cosines and sines
             `[a, b, ..., a, b, ...]`; `each twice`, `[a, a, b, b, ...]`; `once`, `[a, b, ...]`; `complex`, one tensor
             `[e^ia, e^ib, ...]`.
@@ -104,6 +105,7 @@ class RotationFacts:
     rotary: str | None = "rotary_emb"
     pairs: Literal["half", "interleaved"] = "half"
     config_interleaved: str | None = None
+    backwards: bool = False
     angles: Literal["list twice", "each twice", "once", "complex"] = "list twice"
     slices_rotary: bool = False
     attention_size: str | None = None
@@ -146,6 +148,8 @@ class Family:
         drops_position_ids: `position_ids` do not reach its attention, or its layers.
         positions_in_mask: `position_ids` do not reach its layers, so the package puts them into the position channel.
         mask_as_bool: its decoder converts the mask to bool, or to two numbers that stand for True and False.
+        joins_documents: documents that are packed into one row see each other in the stock model, because its masks get
+            no `position_ids`. So do those of every `hybrid` family.
         sized_by_length: its modules hold a matrix or table of the config's length. The package therefore does not
             raise that length for a scheme without a limit.
         own_positions: the base's positions in a few words, for the list of families. Needed where other fields do not
@@ -168,6 +172,7 @@ class Family:
     drops_position_ids: bool = False
     positions_in_mask: bool = False
     mask_as_bool: bool = False
+    joins_documents: bool = False
     sized_by_length: bool = False
     own_positions: str | None = None
     keeps_no_numbers: str | None = None

@@ -129,6 +129,7 @@ FAMILIES = (
         sized_by_length=True,  # each layer has a square causal mask
         positions_in_mask=True,
         mask_as_bool=True,
+        joins_documents=True,
         note="no cache; `position_ids` must be passed beyond its own length",
     ),
     # OPTForCausalLM.model is an OPTModel, whose only child is the decoder. As in fairseq, position p reads row p + 2 of
@@ -139,9 +140,17 @@ FAMILIES = (
         rotation=NO_ROTARY,
         attention=_Opt(),
         table_offset=2,
+        joins_documents=True,
         note="documents packed into one row see each other",
     ),
-    Family(model_types=("biogpt",), names=_NAMES, rotation=NO_ROTARY, attention=OwnAttention(), table_offset=2),
+    Family(
+        model_types=("biogpt",),
+        names=_NAMES,
+        rotation=NO_ROTARY,
+        attention=OwnAttention(),
+        table_offset=2,
+        joins_documents=True,
+    ),
     Family(
         model_types=("xglm",),
         names=_NAMES,
@@ -150,6 +159,7 @@ FAMILIES = (
         refuse=_CROSS_ATTENTION,
         sized_by_length=True,  # the table of sinusoids
         positions_in_mask=True,
+        joins_documents=True,
         own_positions="sinusoids at the input",
     ),
 )

@@ -187,6 +187,7 @@ FAMILIES = (
             "(only the rounding differs)"
         },
         positions_in_mask=True,
+        joins_documents=True,
         own_positions=_ALIBI,
     ),
     Family(
@@ -196,6 +197,7 @@ FAMILIES = (
         attention=_Mpt(),
         positions_in_mask=True,
         mask_as_bool=True,
+        joins_documents=True,
         own_positions=_ALIBI,
     ),
     Family(
@@ -208,6 +210,7 @@ FAMILIES = (
         ),
         rotation=NO_ROTARY,
         attention=_Falcon(),
+        joins_documents=True,
         own_positions=f"rotation of whole heads, or {_ALIBI}",
     ),
     Family(

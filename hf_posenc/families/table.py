@@ -24,7 +24,6 @@ _LIKE_LLAMA = (
     "deepseek_ocr2_text",
     "dots1",
     "emu3_text_model",
-    "evolla",
     "flex_olmo",
     "granite",
     "granite4_vision_text",
@@ -39,7 +38,6 @@ _LIKE_LLAMA = (
     "minimax_m2",
     "ministral",
     "mixtral",
-    "nanochat",
     "olmo",
     "olmo2",
     "olmo3",
@@ -92,10 +90,13 @@ _ROWS = (
         note="`nope` can be exported, as a SmolLM3",
     ),
     Family(model_types=_LIKE_LLAMA),
+    Family(model_types=("evolla",), joins_documents=True),
+    Family(model_types=("nanochat",), rotation=RotationFacts(backwards=True)),
     Family(model_types=("mistral",), gguf=LLAMA_BLOCK),
     # A Mamba beside the attention of every layer.
     Family(
         model_types=("falcon_h1",),
+        joins_documents=True,
         undivided="beside its attention every layer has a state, which would have to travel from shard to shard",
     ),
     # Configs of their own, for LLaMA's model classes.
@@ -140,10 +141,12 @@ _ROWS = (
     # Only layers with a sliding window rotate.
     Family(model_types=("cohere2", "cohere2_moe"), rotation=replace(_COHERE, rotates=_slides)),
     Family(model_types=("exaone4", "exaone_moe", "kolibri1"), rotation=RotationFacts(rotates=_slides_or_all)),
-    Family(model_types=("afmoe",), rotation=RotationFacts(rotates=_slides)),
+    Family(model_types=("afmoe",), rotation=RotationFacts(rotates=_slides), joins_documents=True),
     Family(model_types=("muse_glimmer_text", "muse_spark_text"), rotation=RotationFacts(rotates=_has_theta)),
     # Attention sinks: one more score per head in the softmax. GPT-OSS gives each angle once.
-    Family(model_types=("gpt_oss",), rotation=RotationFacts(angles="once"), note="attention sinks"),
+    Family(
+        model_types=("gpt_oss",), rotation=RotationFacts(angles="once"), joins_documents=True, note="attention sinks"
+    ),
     Family(model_types=("flint",), rotation=RotationFacts(rotates=_slides), note="attention sinks"),
     Family(
         model_types=("granite_swa", "granitemoe_swa"),
@@ -241,6 +244,7 @@ _ROWS = (
         model_types=("hunyuan_vl_text",),
         rotation=_COORDINATES,
         drops_position_ids=True,
+        joins_documents=True,
         note="without a head: the text model inside",
     ),
     Family(model_types=("lfm2", "lfm3", "minimax", "olmo_hybrid"), hybrid=True),

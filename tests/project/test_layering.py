@@ -30,6 +30,7 @@ LAYERS = (
     ("checkpoints",),
     ("classes", "api"),
     ("description", "verification", "loading", "lora", "parallel", "catalogue", "calibration"),
+    ("checking",),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
     ("theory",),

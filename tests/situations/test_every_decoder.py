@@ -424,6 +424,8 @@ def test_what_a_stock_model_cannot_do(model_type):
     assert (relative(second, full[:, : second.shape[1]]) > EXACT) == (
         model_type in JOINS_DOCUMENTS | COUNTS_SLOTS | PARTED_BY_US
     )
+    family = family_for(model_type)
+    assert (family.hybrid or family.joins_documents) == (model_type in JOINS_DOCUMENTS | PARTED_BY_US)
 
 
 @pytest.mark.parametrize("model_type", SERVED)

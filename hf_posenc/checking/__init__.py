@@ -1,0 +1,1 @@
+"""Check how a live model handles positions, as it computes them: check."""
