@@ -58,8 +58,7 @@ class SchemeArguments(Options):
     Args:
         scheme: position encoding to patch in (`hf-posenc schemes` lists them), or JSON: {"3::4": "nope", "_default":
             ["rope", "temperature"]}; `extend` also takes unpatched, a control.
-        scheme_args: hyper-parameters of a single scheme, e.g. max_distance=64; in JSON {"scheme": "shaw",
-            "max_distance": 64}.
+        scheme_args: hyper-parameters of a scheme that is one name, e.g. max_distance=64 share_heads=false.
     """
 
     scheme: Name = field(default="alibi", metadata=SCHEME_METADATA)

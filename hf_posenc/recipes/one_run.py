@@ -50,7 +50,7 @@ from .training import FineTuningArguments, Phase
 from .training_positions import PLAIN
 
 FIT_WINDOWS = 10
-"""Number of windows with which the temperature is fitted; two of them only judge."""
+"""Number of windows that fit the temperature; two of them only judge."""
 REUSED_RESULTS = ("seconds", "before", "retrieval_before", "calibration", "learning_rates")
 """Results that a run takes over from its own interrupted start, or from another run of its sweep."""
 

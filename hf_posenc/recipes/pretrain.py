@@ -43,8 +43,7 @@ class Arguments(SweepArguments, HeldOutArguments, TrainingArguments):
     Args:
         schemes: schemes to compare: names, or JSON as of --scheme in `extend`; learned gets a table for the
             training.
-        scheme_args: hyper-parameters of a single scheme, e.g. max_distance=64; in JSON {"scheme": "shaw",
-            "max_distance": 64}.
+        scheme_args: hyper-parameters of a scheme that is one name, e.g. max_distance=64 share_heads=false.
         tokenizer: folder or Hub id of a tokenizer; by default one that reads bytes.
         layers: decoder layers.
         width: hidden size.

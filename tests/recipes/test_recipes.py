@@ -599,7 +599,7 @@ def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
     elif CONFIGS[name] == "pretrain":
         module.check_arguments(arguments)
     else:
-        importlib.import_module("hf_posenc.recipes.training").check(arguments)
+        importlib.import_module("hf_posenc.recipes.training").check(arguments, arguments.packing)
 
 
 # --------------------------------------------------------------------------------------------------- the other recipes
