@@ -11,7 +11,7 @@ from pathlib import Path
 import peft
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast, set_seed
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -392,7 +392,10 @@ class Run:
             self.say(f"Fitting the temperature at {', '.join(map(str, lengths))} tokens")
             with self.timed("temperature"):
                 windows = fit_windows(self.text, self.arguments)
-                fit = hf_posenc.fit_temperature(self.model, windows, lengths, progress=True)
+                progress = self.accelerator.is_main_process
+                fit = hf_posenc.fit_temperature(self.model, windows, lengths, progress=progress)
+                for strength in trained_strengths(self.model).values():  # processes may round differently
+                    broadcast(strength.data)
             self.say(str(fit))
             self.results["temperature"] = fit.to_dict()
 
@@ -494,10 +497,10 @@ def check_fit(model: PreTrainedModel, text: Text, arguments: Arguments, accelera
             f"--fit-temperature takes lengths from 2 to {total // FIT_WINDOWS}: it reads {FIT_WINDOWS} windows of the "
             f"training text, which has {total:,} tokens"
         )
-    if arguments.lora_rank or accelerator.num_processes > 1:
+    if arguments.lora_rank or accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
         raise UsageError(
-            "--fit-temperature cannot be combined with --lora-rank, nor with several processes: call "
-            "hf_posenc.fit_temperature on the saved model"
+            "--fit-temperature cannot be combined with --lora-rank, FSDP or DeepSpeed: call hf_posenc.fit_temperature "
+            "on the saved model"
         )
     if not trained_strengths(model):
         raise UsageError(

@@ -4,7 +4,8 @@ import importlib
 import json
 
 import pytest
-from recipe_runs import Stop, assert_same_weights, metrics, options
+import torch
+from recipe_runs import Stop, assert_same_weights, metrics, options, weights
 
 import hf_posenc
 from hf_posenc.schemes import Nope, Rope, Shaw, Temperature
@@ -159,3 +160,29 @@ def test_sweeps_take_mixtures(recipes, tiny_checkpoints, text, capsys):
     assert set(made["variants"]) == {"rope", "nope@0,alibi@rest"}
     results = json.loads((folder / "pretrained/runs/nope@0,alibi@rest/seed-0/results.json").read_text())
     assert results["scheme"]["name"] == "nope + alibi"
+
+
+def test_drope_fits_its_temperature_after_the_training(recipes, tiny_checkpoints, text, capsys):
+    """One strength for longer contexts; every other weight is that of the run without the fit."""
+    recipe, folder = importlib.import_module("hf_posenc.recipes.extend_context"), tiny_checkpoints
+    temperature = '{"scheme":"temperature","trainable":true,"share_heads":true,"share_layers":true}'
+    common = {"scheme": f'["nope",{temperature}]', "steps": 2, "train_length": 32, "recovery_steps": 0, "lengths": 16}
+    recipe.main(options(folder, text, folder / "plain", **common))
+    results = recipe.main(options(folder, text, folder / "fitted", **common, fit_temperature="40 48"))
+    plain, fitted = weights(folder / "plain"), weights(folder / "fitted")
+    (strength,) = {name for name in fitted if not torch.equal(plain[name], fitted[name])}
+    assert strength.endswith("temperature.strength")
+    assert plain[strength].item() == 1  # within the base's length it does nothing, so training does not move it
+    assert [fitted[strength].item()] in results["temperature"]["strengths"].values()
+    assert results["temperature"]["lengths"] == [40, 48]
+    assert sum(results["temperature"]["after"]) < sum(results["temperature"]["before"])
+    for wrong, message in (
+        ({"scheme": '["nope","temperature"]'}, "needs a trainable temperature"),
+        ({"fit_temperature": 1}, "--fit-temperature takes lengths from 2 to 3"),
+        ({"fit_temperature": 400}, "--fit-temperature takes lengths from 2 to 3"),
+        ({"lora_rank": 2}, "--fit-temperature cannot be combined with --lora-rank"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            recipe.main(options(folder, text, folder / "wrong", **{**common, "fit_temperature": 48, **wrong}))
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err

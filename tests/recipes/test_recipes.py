@@ -569,6 +569,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
 
 
 CONFIGS = {
+    "drope": "extend_context",
     "gpt2_alibi": "extend_context",
     "llama_yarn_lora": "extend_context",
     "compare_stories": "compare_schemes",
