@@ -141,6 +141,11 @@ def check(arguments: TrainingArguments, packing: str) -> None:
     Without a tracker accelerate would go on.
     """
     training_positions.check(arguments, arguments.train_length, packing)
+    if arguments.positions != training_positions.PLAIN and arguments.context_parallel > 1:
+        raise UsageError(
+            f"--context-parallel cannot be combined with --positions {arguments.positions}: a shared sequence takes no "
+            "skipped positions"
+        )
     long_context_loss.check(arguments, arguments.train_length, arguments.context_parallel)
     if arguments.tracker != "none" and importlib.util.find_spec(arguments.tracker) is None:
         raise UsageError(f"--tracker {arguments.tracker}: pip install {arguments.tracker}")
