@@ -171,7 +171,7 @@ def test_drope_fits_its_temperature_after_the_training(recipes, tiny_checkpoints
     results = recipe.main(options(folder, text, folder / "fitted", **common, fit_temperature="40 48"))
     plain, fitted = weights(folder / "plain"), weights(folder / "fitted")
     (strength,) = {name for name in fitted if not torch.equal(plain[name], fitted[name])}
-    assert strength.endswith("temperature.strength")
+    assert strength.endswith("posenc.strength")
     assert plain[strength].item() == 1  # within the base's length it does nothing, so training does not move it
     assert [fitted[strength].item()] in results["temperature"]["strengths"].values()
     assert results["temperature"]["lengths"] == [40, 48]
